@@ -1,0 +1,39 @@
+# The two commands are `make train` and `make test`; both set up what they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(shell find crates -name '*.rs' 2>/dev/null) Cargo.toml Cargo.lock crates/*/Cargo.toml pyproject.toml
+
+.PHONY: help setup train test bench lint clean
+
+help: ## Show the targets.
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
+
+setup: $(VENV)/.built ## Create .venv with everything for development, the extension built in release mode.
+
+$(VENV)/.deps: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}; set PYTHON=python3.11"'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt -r pyproject.toml --extra dev
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.deps $(SOURCES)
+	@command -v cargo >/dev/null || { echo 'cargo is missing: install Rust from https://rustup.rs'; exit 1; }
+	@VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --quiet --skip-install
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable . 
+	@touch $@
+
+train: setup ## Train the built-in task and show what it learnt.
+	@$(BIN)/ludic train $(ARGS)
+
+test: setup ## Run every test that needs no server and no GPU.
+	@$(BIN)/python -m pytest -q -m "not integration and not gpu and not slow" $(ARGS)
+	@cargo test --quiet --release
+
+bench: setup ## Reproduce docs/performance.md.
+	@cargo bench --quiet
+	@$(BIN)/python -m benches.python
+
+clean: ## Remove what was built.
+	rm -rf $(VENV) target runs

@@ -1,0 +1,1 @@
+//! Seeded workloads shared by the benches.

@@ -1,0 +1,7 @@
+//! Columns in, plans and buffers out: truncate, pack, collate and reduce macro-batches of token sequences.
+#![forbid(unsafe_code)]
+#![deny(missing_docs)]
+
+mod error;
+
+pub use error::CoreError;

@@ -1,0 +1,3 @@
+"""Post-training of language models: reinforcement learning, reward modelling and supervised fine-tuning."""
+
+__all__: list[str] = []

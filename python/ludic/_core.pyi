@@ -1,0 +1,148 @@
+"""The compiled batching core: truncate, plan, collate and reduce. Shapes: N samples, S tokens in all, B rows, T columns."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+__version__: str
+
+@final
+class SampleTable:
+    """A macro-batch as columns. Immutable: `truncate` and `select` return views that share the columns."""
+
+    @staticmethod
+    def from_items(items: Sequence[Any]) -> SampleTable:
+        """Ingest `SAWItem`s once. Their sequences may be lists, numpy arrays or bytes."""
+
+    @staticmethod
+    def from_columns(
+        input_ids: NDArray[np.int32] | NDArray[np.int64],
+        action_mask: NDArray[Any],
+        offsets: NDArray[np.int64],
+        weights: NDArray[np.float32] | NDArray[np.float64] | None = None,
+        actor_logps: NDArray[np.float32] | None = None,
+        attention_mask: NDArray[Any] | None = None,
+    ) -> SampleTable:
+        """Columns of S tokens; `offsets` [N + 1]. `actor_logps` [S] is aligned with the tokens, 0 off the actions."""
+
+    def __len__(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def has_actor_logps(self) -> bool: ...
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """[N] tokens of each sample, after truncation."""
+    @property
+    def original_lengths(self) -> NDArray[np.int32]:
+        """[N] tokens of each sample as ingested."""
+    @property
+    def action_counts(self) -> NDArray[np.int32]:
+        """[N] action tokens of each sample, after truncation."""
+    @property
+    def target_counts(self) -> NDArray[np.int32]:
+        """[N] action tokens at positions >= 1: those that a causal model predicts."""
+    @property
+    def weights(self) -> NDArray[np.float32]:
+        """[N] credit of each sample."""
+    def truncate(self, max_seq_len: int) -> SampleTable:
+        """The same samples cut on the right to at most `max_seq_len` tokens. A change of length, no copy."""
+    def select(self, indices: Sequence[int] | NDArray[np.int64]) -> SampleTable:
+        """The samples at `indices`, in that order. No token is copied."""
+    def collate(
+        self, indices: Sequence[int] | NDArray[np.int64], pad_token_id: int, arena: Arena | None = None
+    ) -> dict[str, NDArray[Any]]:
+        """Right-padded `input_ids` i64, `attention_mask` i64, `action_mask` f32 [B, T], `weight` f32 [B]; with actor log-probs
+        also `actor_logps` f32 [B, T] and `old_logp_action` f32 [B]."""
+    def collate_padding_free(
+        self, indices: Sequence[int] | NDArray[np.int64], arena: Arena | None = None
+    ) -> dict[str, NDArray[Any]]:
+        """`input_ids` i64, `position_ids` i64, `action_mask` f32 [1, S], `cu_seqlens` i32 [B + 1], `weight` f32 [B]; with actor
+        log-probs also `actor_logps` f32 [1, S] and `old_logp_action` f32 [B]."""
+    def collate_compact(
+        self, indices: Sequence[int] | NDArray[np.int64], pad_token_id: int, arena: Arena | None = None
+    ) -> dict[str, NDArray[Any]]:
+        """Nine bytes a token: `input_ids` i32, `action_mask` u8 [B, T], `lengths` i32 [B], `weight` f32 [B]; with actor log-probs
+        also `actor_logps` f32 [B, T] and `old_logp_action` f32 [B]."""
+
+@final
+class Arena:
+    """Output buffers used again in turn. An array handed out is overwritten `slots` collations later."""
+
+    def __new__(cls, slots: int = 2) -> Arena: ...
+
+@final
+class Plan:
+    """Micro-batches as lists of sample indices: every index once, none empty."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> NDArray[np.int64]: ...
+    @property
+    def indices(self) -> NDArray[np.int64]:
+        """[N] sample indices, micro-batch after micro-batch."""
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """[K + 1] where each micro-batch begins in `indices`."""
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens."""
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens computed: rows times longest for padded plans, the real tokens for padding-free ones."""
+    def to_lists(self) -> list[list[int]]: ...
+
+def plan_greedy(lengths: NDArray[np.int32], micro_token_budget: int) -> Plan:
+    """Ascending stable sort; a new micro-batch when `longest * rows` would exceed the budget. O(n)."""
+
+def plan_optimal(lengths: NDArray[np.int32], micro_token_budget: int, overhead_tokens: int = 256) -> Plan:
+    """The exact minimum of `padded_tokens + overhead_tokens * micro_batches` under the same rule. O(n log n)."""
+
+def plan_padding_free(lengths: NDArray[np.int32], micro_token_budget: int) -> Plan:
+    """Best fit decreasing: the sum of lengths of each micro-batch is at most the budget."""
+
+def plan_pairs(
+    lengths: NDArray[np.int32], pairs: NDArray[np.int64], micro_token_budget: int, overhead_tokens: int | None = None
+) -> Plan:
+    """`pairs` [P, 2] are sample indices (chosen, rejected); `2 * longest * pairs <= budget`; chosen and rejected are neighbours.
+    Greedy without `overhead_tokens`, optimal with it."""
+
+def group_pairs(
+    pair_ids: Sequence[str | int], roles: Sequence[str], drop_incomplete: bool = True
+) -> tuple[NDArray[np.int64], list[str | int]]:
+    """[P, 2] indices (chosen, rejected) in order of first appearance, and the ids of incomplete pairs."""
+
+def plan_ranks(
+    lengths: NDArray[np.int32],
+    micro_token_budget: int,
+    world_size: int,
+    packing: str = "optimal",
+    overhead_tokens: int = 256,
+    linear: int = 24576,
+    quadratic: int = 1,
+) -> list[RankPlan]:
+    """One plan for all ranks: the same number of micro-batches for each, balanced by `linear * len + quadratic * len**2`."""
+
+@final
+class RankPlan:
+    """One rank's micro-batches. An empty one stands for a row of weight zero that keeps the ranks in step."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> NDArray[np.int64]: ...
+    @property
+    def cost(self) -> int:
+        """Sum of the cost of its samples, in the units of `linear` and `quadratic`."""
+    @property
+    def padded_tokens(self) -> int: ...
+
+def reduce_records(
+    records: Sequence[Mapping[str, Any]],
+    reducers: Sequence[tuple[str, str, str | None]],
+    num_samples: int,
+    num_rollouts: int,
+) -> list[float]:
+    """All reducers in one pass. A reducer is (kind: mean | sum | count_true, dotted path, None | samples | rollouts)."""
+
+def reduce_column(kind: str, values: NDArray[np.float64]) -> float:
+    """The same over one column; NaN stands for an absent value."""
