@@ -31,6 +31,13 @@ test: setup ## Run every test that needs no server and no GPU.
 	@$(BIN)/python -m pytest -q -m "not integration and not gpu and not slow" $(ARGS)
 	@cargo test --quiet --release
 
+lint: setup ## Formatting, lint, types, and the stub of the extension.
+	@cargo fmt --all --check
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m mypy.stubtest ludic._core
+
 bench: setup ## Reproduce docs/performance.md.
 	@cargo bench --quiet
 	@$(BIN)/python -m benches.python
