@@ -20,8 +20,7 @@ $(VENV)/.deps: pyproject.toml constraints.txt
 
 $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	@command -v cargo >/dev/null || { echo 'cargo is missing: install Rust from https://rustup.rs'; exit 1; }
-	@VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --quiet --skip-install
-	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable . 
+	@VIRTUAL_ENV=$(abspath $(VENV)) PATH="$(abspath $(BIN)):$$PATH" $(BIN)/maturin develop --release --uv --quiet
 	@touch $@
 
 train: setup ## Train the built-in task and show what it learnt.
