@@ -1,0 +1,32 @@
+"""Every Python block of the README and of the pages in docs/ runs as it stands, block after block in one namespace a page."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: Path) -> list[tuple[int, str]]:
+    text = page.read_text(encoding="utf-8")
+    return [(text.count("\n", 0, match.start()) + 2, match.group(1)) for match in FENCE.finditer(text)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "example"}
+    for line, source in blocks(page):
+        padded = "\n" * (line - 1) + source  # so that a traceback names the line of the page
+        exec(compile(padded, str(page), "exec"), namespace)
+
+
+def test_the_readme_shows_how_to_write_each_part_in_under_30_lines():
+    sources = [source for _, source in blocks(ROOT / "README.md")]
+    for part in ("def compute(self, logits", "def compute(self, rollouts", "def env_step("):
+        matching = [source for source in sources if part in source]
+        assert matching, f"the README has no example with `{part}`"
+        assert all(len(source.strip().splitlines()) < 30 for source in matching)
