@@ -3,5 +3,6 @@
 #![deny(missing_docs)]
 
 mod error;
+pub mod plan;
 
 pub use error::CoreError;

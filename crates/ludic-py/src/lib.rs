@@ -1,8 +1,16 @@
 //! `ludic._core`: registers what the other files bind.
+mod arguments;
+mod errors;
+mod plan;
+
 use pyo3::prelude::*;
 
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_class::<plan::Plan>()?;
+    module.add_function(wrap_pyfunction!(plan::plan_greedy, module)?)?;
+    module.add_function(wrap_pyfunction!(plan::plan_optimal, module)?)?;
+    module.add_function(wrap_pyfunction!(plan::plan_padding_free, module)?)?;
     Ok(())
 }

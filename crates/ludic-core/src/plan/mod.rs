@@ -1,0 +1,138 @@
+//! Micro-batches from lengths. One rule for padded plans: `longest * rows <= micro_token_budget`.
+//!
+//! Lengths are not negative; a sample of length 0 is legal, costs nothing and fits anywhere. A budget above any sum of
+//! lengths is no limit. The same lengths give the same plan on every machine: there is one thread, no hash order, and
+//! every tie is broken by index.
+
+mod greedy;
+mod optimal;
+mod padding_free;
+mod sorted;
+
+pub use greedy::greedy;
+pub use optimal::optimal;
+pub use padding_free::padding_free;
+
+use sorted::Sorted;
+
+use crate::CoreError;
+
+/// Micro-batches as lists of sample indices: every index once, none empty.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Plan {
+    indices: Vec<u32>,
+    offsets: Vec<u32>,
+    num_tokens: u64,
+    padded_tokens: u64,
+}
+
+impl Plan {
+    /// A right-padded plan: each micro-batch computes its rows times its longest sample.
+    pub(crate) fn padded(lengths: &[i32], indices: Vec<u32>, offsets: Vec<u32>) -> Self {
+        let length = |&index: &u32| lengths[index as usize] as u64;
+        let cost = |rows: &[u32]| rows.len() as u64 * rows.iter().map(length).max().unwrap_or(0);
+        let num_tokens = indices.iter().map(length).sum();
+        let padded_tokens = windows(&offsets).map(|range| cost(&indices[range])).sum();
+        Self {
+            indices,
+            offsets,
+            num_tokens,
+            padded_tokens,
+        }
+    }
+
+    /// A right-padded plan whose micro-batches are runs of `sorted`: the last row of each is its longest.
+    pub(crate) fn contiguous(lengths: &[i32], sorted: Sorted, offsets: Vec<u32>) -> Self {
+        let longest = |end: usize| lengths[sorted.order[end - 1] as usize] as u64;
+        let padded_tokens = windows(&offsets)
+            .map(|range| range.len() as u64 * longest(range.end))
+            .sum();
+        Self {
+            indices: sorted.order,
+            offsets,
+            num_tokens: sorted.num_tokens,
+            padded_tokens,
+        }
+    }
+
+    /// A padding-free plan: it computes the real tokens and no others.
+    pub(crate) fn packed(indices: Vec<u32>, offsets: Vec<u32>, num_tokens: u64) -> Self {
+        Self {
+            indices,
+            offsets,
+            num_tokens,
+            padded_tokens: num_tokens,
+        }
+    }
+
+    /// How many micro-batches there are.
+    pub fn len(&self) -> usize {
+        self.offsets.len() - 1
+    }
+
+    /// Whether there is no micro-batch: only for no samples.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The sample indices, micro-batch after micro-batch.
+    pub fn indices(&self) -> &[u32] {
+        &self.indices
+    }
+
+    /// Where each micro-batch begins in `indices`, and at the end the number of samples.
+    pub fn offsets(&self) -> &[u32] {
+        &self.offsets
+    }
+
+    /// Real tokens.
+    pub fn num_tokens(&self) -> u64 {
+        self.num_tokens
+    }
+
+    /// Tokens computed: rows times longest for padded plans, the real tokens for padding-free ones.
+    pub fn padded_tokens(&self) -> u64 {
+        self.padded_tokens
+    }
+
+    /// The samples of one micro-batch, or `None` past the last.
+    pub fn get(&self, micro_batch: usize) -> Option<&[u32]> {
+        let end = *self.offsets.get(micro_batch.checked_add(1)?)?;
+        Some(&self.indices[self.offsets[micro_batch] as usize..end as usize])
+    }
+
+    /// The samples of each micro-batch in turn.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &[u32]> {
+        self.offsets
+            .windows(2)
+            .map(|pair| &self.indices[pair[0] as usize..pair[1] as usize])
+    }
+}
+
+fn windows(offsets: &[u32]) -> impl Iterator<Item = std::ops::Range<usize>> + '_ {
+    offsets
+        .windows(2)
+        .map(|pair| pair[0] as usize..pair[1] as usize)
+}
+
+/// The budget as a positive number that holds the longest sample.
+pub(crate) fn check_budget(budget: i64, longest: u32) -> Result<u64, CoreError> {
+    if budget <= 0 {
+        return Err(CoreError::BudgetNotPositive { budget });
+    }
+    if budget < i64::from(longest) {
+        return Err(CoreError::BudgetTooSmall {
+            budget: budget as u64,
+            longest: u64::from(longest),
+        });
+    }
+    Ok(budget as u64)
+}
+
+/// The overhead of a micro-batch, in tokens.
+pub(crate) fn check_overhead(overhead_tokens: i64) -> Result<u64, CoreError> {
+    u64::try_from(overhead_tokens).map_err(|_| CoreError::NegativeSetting {
+        name: "overhead_tokens",
+        value: overhead_tokens,
+    })
+}

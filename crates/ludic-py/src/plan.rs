@@ -1,0 +1,116 @@
+//! `Plan` and the planners of one rank.
+
+use ludic_core::plan;
+use numpy::PyArray1;
+use pyo3::exceptions::PyIndexError;
+use pyo3::prelude::*;
+
+use crate::arguments::{Count, Lengths};
+use crate::errors::Result;
+
+/// Micro-batches as lists of sample indices: every index once, none empty.
+#[pyclass(frozen, sequence, module = "ludic._core")]
+pub struct Plan(pub plan::Plan);
+
+#[pymethods]
+impl Plan {
+    fn __len__(&self) -> usize {
+        self.0.len()
+    }
+
+    fn __getitem__<'py>(
+        &self,
+        py: Python<'py>,
+        index: isize,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        micro_batch(index, self.0.len(), |index| self.0.get(index)).map(|rows| widened(py, rows))
+    }
+
+    fn __repr__(&self) -> String {
+        let (len, samples, padded) = (self.0.len(), self.0.indices().len(), self.0.padded_tokens());
+        format!(
+            "Plan({len} micro-batches, {samples} samples, {padded} tokens of which {} are real)",
+            self.0.num_tokens()
+        )
+    }
+
+    #[getter]
+    fn indices<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+        widened(py, self.0.indices())
+    }
+
+    #[getter]
+    fn offsets<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+        widened(py, self.0.offsets())
+    }
+
+    #[getter]
+    fn num_tokens(&self) -> u64 {
+        self.0.num_tokens()
+    }
+
+    #[getter]
+    fn padded_tokens(&self) -> u64 {
+        self.0.padded_tokens()
+    }
+
+    fn to_lists(&self) -> Vec<Vec<u32>> {
+        self.0.iter().map(<[u32]>::to_vec).collect()
+    }
+}
+
+/// The rows of one micro-batch, counted from the end when `index` is negative.
+pub fn micro_batch<'a>(
+    index: isize,
+    len: usize,
+    get: impl FnOnce(usize) -> Option<&'a [u32]>,
+) -> PyResult<&'a [u32]> {
+    let from_front = if index < 0 {
+        index.checked_add_unsigned(len)
+    } else {
+        Some(index)
+    };
+    let found = from_front
+        .and_then(|index| usize::try_from(index).ok())
+        .and_then(get);
+    found.ok_or_else(|| PyIndexError::new_err(format!("micro-batch {index} of {len}")))
+}
+
+/// Sample indices as numpy wants them.
+pub fn widened<'py>(py: Python<'py>, values: &[u32]) -> Bound<'py, PyArray1<i64>> {
+    PyArray1::from_iter(py, values.iter().map(|&value| i64::from(value)))
+}
+
+/// Ascending stable sort; a new micro-batch when `longest * rows` would exceed the budget. O(n).
+#[pyfunction]
+pub fn plan_greedy(py: Python<'_>, lengths: Lengths, micro_token_budget: Count) -> Result<Plan> {
+    Ok(Plan(py.detach(|| {
+        plan::greedy(&lengths.0, micro_token_budget.0)
+    })?))
+}
+
+/// The exact minimum of `padded_tokens + overhead_tokens * micro_batches` under the same rule. O(n log n).
+#[pyfunction]
+#[pyo3(signature = (lengths, micro_token_budget, overhead_tokens = Count(256)))]
+pub fn plan_optimal(
+    py: Python<'_>,
+    lengths: Lengths,
+    micro_token_budget: Count,
+    overhead_tokens: Count,
+) -> Result<Plan> {
+    Ok(Plan(py.detach(|| {
+        plan::optimal(&lengths.0, micro_token_budget.0, overhead_tokens.0)
+    })?))
+}
+
+/// Best fit decreasing: the sum of lengths of each micro-batch is at most the budget.
+#[pyfunction]
+pub fn plan_padding_free(
+    py: Python<'_>,
+    lengths: Lengths,
+    micro_token_budget: Count,
+) -> Result<Plan> {
+    Ok(Plan(py.detach(|| {
+        plan::padding_free(&lengths.0, micro_token_budget.0)
+    })?))
+}
