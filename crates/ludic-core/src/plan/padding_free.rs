@@ -1,24 +1,25 @@
 //! Micro-batches without padding: the sum of lengths is at most the budget, by best fit decreasing.
+//!
+//! Lengths only fall, so an open micro-batch is either waiting (its free space is below the present length) or ready,
+//! and those that become ready have less free space than all that were. The ready ones are therefore a stack with the
+//! fullest on top, and the waiting ones need no search, only to be handed over in order of falling free space.
 
-use std::collections::BTreeMap;
+use std::collections::BinaryHeap;
 
 use super::sorted::Sorted;
 use super::{Plan, check_budget};
 use crate::CoreError;
 
-/// Above this budget a table with one entry for each amount of free space is too large to be fast.
-const DENSE_BUDGET: u64 = 1 << 24;
-
 /// Best fit decreasing: the longest sample first, each into the fullest micro-batch that still holds it; among equally
-/// full ones the one filled last. O(n) for budgets below 2^24, O(n log n) above.
+/// full ones the first that became so. O(n + longest), or O(n log n) when lengths are far above their number.
 pub fn padding_free(lengths: &[i32], micro_token_budget: i64) -> Result<Plan, CoreError> {
     let sorted = Sorted::new(lengths)?;
     let budget = check_budget(micro_token_budget, sorted.longest())?;
-    let dense = budget <= DENSE_BUDGET.min((sorted.len() as u64).saturating_mul(64).max(1 << 16));
-    let placed = if dense {
-        place(&sorted, budget, Buckets::new(budget))
+    let longest = sorted.longest() as usize;
+    let placed = if longest <= sorted.len().saturating_mul(16).max(1 << 14) {
+        place(&sorted, budget, Buckets::new(longest))
     } else {
-        place(&sorted, budget, BTreeMap::new())
+        place(&sorted, budget, Heap::default())
     };
     let (indices, offsets) = placed.layout(&sorted.order);
     Ok(Plan::packed(indices, offsets, sorted.num_tokens))
@@ -36,36 +37,61 @@ struct Segment {
     end: u32,
 }
 
-/// Equal lengths go in together: a bin that was the fullest stays the fullest as long as it holds another.
-fn place(sorted: &Sorted, budget: u64, mut open: impl FreeSpace) -> Placed {
+/// An open micro-batch and the tokens that it can still take.
+#[derive(Clone, Copy)]
+struct Open {
+    bin: u32,
+    free: u64,
+}
+
+/// Equal lengths go in together: what was the fullest stays the fullest as long as it holds another.
+fn place(sorted: &Sorted, budget: u64, mut waiting: impl Waiting) -> Placed {
     let mut placed = Placed {
         segments: Vec::with_capacity(sorted.len()),
         bins: 0,
     };
+    let mut ready: Vec<Open> = Vec::new();
     for run in sorted.runs.iter().rev() {
-        let length = u64::from(run.length);
+        waiting.release(run.length, &mut ready);
         let mut begin = run.begin;
         while begin < run.end {
-            let (bin, free) = open.take(length).unwrap_or_else(|| {
+            let mut open = ready.pop().unwrap_or_else(|| {
                 placed.bins += 1;
-                (placed.bins - 1, budget)
+                Open {
+                    bin: placed.bins - 1,
+                    free: budget,
+                }
             });
-            let rest = u64::from(run.end - begin);
-            let rows = if free < 2 * length {
-                1
-            } else {
-                free.checked_div(length).unwrap_or(rest).min(rest)
-            };
-            open.put(bin, free - rows * length);
-            let end = begin + rows as u32;
-            placed.segments.push(Segment { bin, begin, end });
-            begin = end;
+            let rows = rows_that_fit(open.free, u64::from(run.length), run.end - begin);
+            open.free -= u64::from(rows) * u64::from(run.length);
+            placed.segments.push(Segment {
+                bin: open.bin,
+                begin,
+                end: begin + rows,
+            });
+            begin += rows;
+            match u32::try_from(open.free) {
+                Ok(free) if free < run.length => waiting.put(open.bin, free),
+                _ => ready.push(open),
+            }
         }
     }
     placed
 }
 
+/// At most `rest` rows of `length` in the `free` space, which holds at least one.
+fn rows_that_fit(free: u64, length: u64, rest: u32) -> u32 {
+    if free < 2 * length {
+        return 1;
+    }
+    let rows = free
+        .checked_div(length)
+        .and_then(|rows| u32::try_from(rows).ok());
+    rows.map_or(rest, |rows| rows.min(rest))
+}
+
 impl Placed {
+    /// The sample indices micro-batch after micro-batch, and where each begins.
     fn layout(&self, order: &[u32]) -> (Vec<u32>, Vec<u32>) {
         let mut offsets = vec![0u32; self.bins as usize + 1];
         for segment in &self.segments {
@@ -87,127 +113,84 @@ impl Placed {
     }
 }
 
-/// Open micro-batches by free space.
-trait FreeSpace {
-    /// Take out the one with the least free space of at least `length`, the last put in among equals.
-    fn take(&mut self, length: u64) -> Option<(u32, u64)>;
-    fn put(&mut self, bin: u32, free: u64);
+/// Micro-batches whose free space is below the present length.
+trait Waiting {
+    fn put(&mut self, bin: u32, free: u32);
+    /// Hand over all with free space of at least `length`, the emptiest first; among equals the last put first.
+    fn release(&mut self, length: u32, ready: &mut Vec<Open>);
 }
 
-impl FreeSpace for BTreeMap<u64, Vec<u32>> {
-    fn take(&mut self, length: u64) -> Option<(u32, u64)> {
-        let (&free, bins) = self.range_mut(length..).next()?;
-        let bin = bins.pop()?;
-        if bins.is_empty() {
-            self.remove(&free);
-        }
-        Some((bin, free))
-    }
-
-    fn put(&mut self, bin: u32, free: u64) {
-        self.entry(free).or_default().push(bin);
-    }
-}
-
-/// One stack of bins for each amount of free space, and a bitmap over the stacks that are not empty.
+/// One list for each amount of free space below the longest length.
 struct Buckets {
-    /// The top of each stack, plus one; 0 for an empty stack.
-    top: Vec<u32>,
-    /// The bin below each bin in its stack, plus one.
-    below: Vec<u32>,
-    occupied: Bitmap,
+    /// The last bin put in each list, plus one; 0 for an empty list.
+    last: Vec<u32>,
+    /// The bin put before each bin in its list, plus one.
+    before: Vec<u32>,
+    /// The lists from here on are empty.
+    end: usize,
 }
 
 impl Buckets {
-    fn new(budget: u64) -> Self {
-        let size = budget as usize + 1;
+    fn new(longest: usize) -> Self {
         Self {
-            top: vec![0; size],
-            below: Vec::new(),
-            occupied: Bitmap::new(size),
+            last: vec![0; longest],
+            before: Vec::new(),
+            end: longest,
         }
     }
 }
 
-impl FreeSpace for Buckets {
-    fn take(&mut self, length: u64) -> Option<(u32, u64)> {
-        let free = self.occupied.first_from(length as usize)?;
-        let bin = self.top[free] - 1;
-        self.top[free] = self.below[bin as usize];
-        if self.top[free] == 0 {
-            self.occupied.clear(free);
+impl Waiting for Buckets {
+    fn put(&mut self, bin: u32, free: u32) {
+        let bin_slot = bin as usize;
+        if bin_slot >= self.before.len() {
+            self.before.resize(bin_slot + 1, 0);
         }
-        Some((bin, free as u64))
+        self.before[bin_slot] = self.last[free as usize];
+        self.last[free as usize] = bin + 1;
     }
 
-    fn put(&mut self, bin: u32, free: u64) {
-        let free = free as usize;
-        if bin as usize == self.below.len() {
-            self.below.push(0);
+    fn release(&mut self, length: u32, ready: &mut Vec<Open>) {
+        while self.end > length as usize {
+            self.end -= 1;
+            let mut link = self.last[self.end];
+            while let Some(bin) = link.checked_sub(1) {
+                ready.push(Open {
+                    bin,
+                    free: self.end as u64,
+                });
+                link = self.before[bin as usize];
+            }
         }
-        self.below[bin as usize] = self.top[free];
-        self.top[free] = bin + 1;
-        self.occupied.set(free);
     }
 }
 
-/// A set of small integers that finds the next member: each level has one bit for each word of the level below.
-struct Bitmap {
-    levels: Vec<Vec<u64>>,
+/// The same in space that does not grow with the longest length.
+#[derive(Default)]
+struct Heap {
+    /// Free space, order of putting, bin.
+    entries: BinaryHeap<(u32, u32, u32)>,
+    puts: u32,
 }
 
-impl Bitmap {
-    fn new(size: usize) -> Self {
-        let mut levels = vec![vec![0u64; size.div_ceil(64)]];
-        while let Some(words) = levels.last().map(Vec::len).filter(|&words| words > 1) {
-            levels.push(vec![0; words.div_ceil(64)]);
-        }
-        Self { levels }
+impl Waiting for Heap {
+    fn put(&mut self, bin: u32, free: u32) {
+        self.entries.push((free, self.puts, bin));
+        self.puts += 1;
     }
 
-    fn set(&mut self, member: usize) {
-        let mut bit = member;
-        for level in &mut self.levels {
-            let word = &mut level[bit / 64];
-            let known = *word != 0;
-            *word |= 1 << (bit % 64);
-            if known {
-                return;
-            }
-            bit /= 64;
+    fn release(&mut self, length: u32, ready: &mut Vec<Open>) {
+        while let Some((free, _, bin)) = self
+            .entries
+            .peek()
+            .copied()
+            .filter(|entry| entry.0 >= length)
+        {
+            ready.push(Open {
+                bin,
+                free: u64::from(free),
+            });
+            self.entries.pop();
         }
-    }
-
-    fn clear(&mut self, member: usize) {
-        let mut bit = member;
-        for level in &mut self.levels {
-            let word = &mut level[bit / 64];
-            *word &= !(1 << (bit % 64));
-            if *word != 0 {
-                return;
-            }
-            bit /= 64;
-        }
-    }
-
-    /// The least member that is at least `member`.
-    fn first_from(&self, member: usize) -> Option<usize> {
-        let mut bit = member;
-        for (height, level) in self.levels.iter().enumerate() {
-            let word = level.get(bit / 64)? & (!0 << (bit % 64));
-            if word != 0 {
-                return Some(self.descend(height, bit / 64 * 64 + word.trailing_zeros() as usize));
-            }
-            bit = bit / 64 + 1;
-        }
-        None
-    }
-
-    /// The least member below `bit` of the level at `height`.
-    fn descend(&self, height: usize, mut bit: usize) -> usize {
-        for level in self.levels[..height].iter().rev() {
-            bit = bit * 64 + level[bit].trailing_zeros() as usize;
-        }
-        bit
     }
 }
