@@ -1,0 +1,51 @@
+"""What ludic raises. Every error is a `LudicError` and also the standard type that fits, so that either can be caught."""
+
+from __future__ import annotations
+
+
+class LudicError(Exception):
+    """The root of all errors that ludic raises on purpose."""
+
+
+class ConfigError(LudicError, ValueError):
+    """A setting that breaks a rule, found when it is given."""
+
+
+class BudgetError(ConfigError):
+    """A token budget that cannot hold what must be packed into it."""
+
+
+class DataError(LudicError, ValueError):
+    """A sample whose content breaks a rule; the message names the sample."""
+
+
+class DataTypeError(LudicError, TypeError):
+    """A sample whose sequences are of a type that holds no numbers of the right kind."""
+
+
+class MissingExtraError(LudicError, ImportError):
+    """An optional dependency that is not installed; the message names the extra that brings it."""
+
+    @classmethod
+    def for_extra(cls, package: str, extra: str) -> MissingExtraError:
+        return cls(f"{package} is not installed; `pip install 'ludic[{extra}]'` brings it")
+
+
+class RolloutError(LudicError, RuntimeError):
+    """Episodes failed and no batch could be made of the rest."""
+
+
+class InferenceError(LudicError, RuntimeError):
+    """The model failed, or the engine that runs it is gone."""
+
+
+class NonFiniteError(LudicError, RuntimeError):
+    """A loss or a gradient that is not finite. The weights are as they were before the step."""
+
+
+class EmptyBatchError(LudicError, RuntimeError):
+    """A batch source that keeps giving batches with nothing to train on."""
+
+
+class CheckpointError(LudicError, RuntimeError):
+    """A checkpoint that is incomplete or does not fit the model."""

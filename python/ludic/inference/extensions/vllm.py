@@ -1,0 +1,20 @@
+"""Settings that vLLM understands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ludic.inference.extensions.base import BackendExtensions
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMExtensions(BackendExtensions):
+    """vLLM's own request settings."""
+
+    max_think: int | None = None
+    """Output tokens after which `</think>` is forced."""
+    repetition_penalty: float = 1.0
+    extra_body_overrides: dict[str, Any] = field(default_factory=dict)
+    """Merged last into the request's extra body."""
+    kind: str = "vllm"

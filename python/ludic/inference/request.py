@@ -1,0 +1,69 @@
+"""What is asked of an inference server: messages, sampling, what to return, tools."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ludic.errors import ConfigError
+from ludic.inference.extensions.base import BackendExtensions
+from ludic.inference.sampling import SamplingParams
+from ludic.types import Message
+
+
+@dataclass(frozen=True)
+class ReturnSpec:
+    """What comes back beside the text."""
+
+    return_token_ids: bool = False
+    return_chosen_logprobs: bool = False
+    """The log-probability of every sampled token."""
+    top_logprobs_k: int = 1
+    """Alternatives a token, where the server offers them."""
+
+    def __post_init__(self) -> None:
+        if self.top_logprobs_k <= 0:
+            raise ConfigError(f"top_logprobs_k ({self.top_logprobs_k}) must be >= 1")
+
+    @classmethod
+    def for_eval(cls, *, return_token_ids: bool = True) -> ReturnSpec:
+        """No log-probabilities."""
+        return cls(return_token_ids=return_token_ids, return_chosen_logprobs=False)
+
+    @classmethod
+    def for_rl(cls, *, top_logprobs_k: int = 1) -> ReturnSpec:
+        """Token ids and their log-probabilities: what training needs."""
+        return cls(return_token_ids=True, return_chosen_logprobs=True, top_logprobs_k=top_logprobs_k)
+
+
+@dataclass(frozen=True)
+class ToolRequest:
+    """Tools that the model may call, as OpenAI function schemas."""
+
+    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any] | None = "auto"
+
+
+@dataclass(frozen=True)
+class InferenceSpec:
+    """How the model is called for a rollout."""
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    return_: ReturnSpec = field(default_factory=ReturnSpec)
+    extensions: BackendExtensions | None = None
+
+
+@dataclass(frozen=True)
+class ChatCompletionRequest:
+    """One model call."""
+
+    model: str
+    messages: list[Message]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    return_: ReturnSpec = field(default_factory=ReturnSpec)
+    seed: int | None = None
+    tools: ToolRequest | None = None
+    extensions: BackendExtensions | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,1 @@
+"""Losses, credit, batching and the trainer."""

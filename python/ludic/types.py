@@ -1,0 +1,207 @@
+"""What passes between agents, environments and the trainer: messages, steps, rollouts, and the tokens that were sampled."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Union
+
+from ludic.errors import DataError, DataTypeError
+
+logger = logging.getLogger(__name__)
+
+JSON = Union[str, int, float, bool, None, dict[str, Any], list[Any]]
+Message = dict[str, Any]
+"""`{"role": ..., "content": ...}`; messages of tools carry more."""
+Observation = str
+Info = dict[str, Any]
+"""What an environment or a client says beside the observation. Values are JSON."""
+
+
+@dataclass(frozen=True)
+class TokenTrace:
+    """The tokens of one model call, as the server returned them. They are what is trained; text is never tokenised again.
+
+    Example: the prompt `ab` and the sampled completion `c<eos>` of a byte-level model are
+    `TokenTrace([100, 101], [102, 2], [-0.1, -0.7], "stop")`.
+    """
+
+    prompt_token_ids: list[int]
+    """[P] ids of the rendered prompt."""
+    completion_token_ids: list[int]
+    """[C] ids sampled, the end token among them if it was sampled."""
+    completion_logprobs: list[float] | None = None
+    """[C] log-probability of each sampled token under the policy that sampled it."""
+    finish_reason: str | None = None
+    """`stop`, `length`, or what the server said."""
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_token_ids", "completion_token_ids"):
+            ids = getattr(self, name)
+            if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+                raise DataTypeError(f"{name} must be a list of int, got {_described(ids)}")
+        logps = self.completion_logprobs
+        if logps is None:
+            return
+        if not isinstance(logps, list) or not all(type(p) is float or type(p) is int for p in logps):
+            raise DataTypeError(f"completion_logprobs must be a list of float, got {_described(logps)}")
+        if len(logps) != len(self.completion_token_ids):
+            raise DataError(
+                f"completion_logprobs has {len(logps)} values for {len(self.completion_token_ids)} completion tokens; "
+                "there must be one for each"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON object that `from_dict` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TokenTrace:
+        return cls(
+            prompt_token_ids=list(data["prompt_token_ids"]),
+            completion_token_ids=list(data["completion_token_ids"]),
+            completion_logprobs=None if data.get("completion_logprobs") is None else list(data["completion_logprobs"]),
+            finish_reason=data.get("finish_reason"),
+        )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, list):
+        wrong = next((v for v in value if type(v) not in (int, float)), None)
+        return (
+            f"a list that holds {wrong!r} ({type(wrong).__name__})" if wrong is not None else "a list of other numbers"
+        )
+    return type(value).__name__
+
+
+@dataclass
+class ChatResponse:
+    """One completion, with its tokens where the server returned them."""
+
+    text: str
+    """The completion as text, without the end token."""
+    completion_token_ids: list[int] | None = None
+    """[C] ids sampled."""
+    completion_logprobs: list[float] | None = None
+    """[C] log-probabilities of those ids."""
+    finish_reason: str | None = None
+    """`stop`, `length`, or what the server said."""
+    prompt_token_ids: list[int] | None = None
+    """[P] ids of the rendered prompt."""
+
+    def __post_init__(self) -> None:
+        ids, logps = self.completion_token_ids, self.completion_logprobs
+        if ids is not None and logps is not None and len(ids) != len(logps):
+            logger.warning("the response has %d token ids and %d log-probabilities", len(ids), len(logps))
+
+    def to_info(self) -> Info:
+        """`completion`, and `finish_reason` if the server gave one."""
+        info: Info = {"completion": self.text}
+        if self.finish_reason is not None:
+            info["finish_reason"] = self.finish_reason
+        return info
+
+    def merge_into_info(self, info: Info | None = None) -> Info:
+        """Update `info` in place with `to_info()` and return it."""
+        info = {} if info is None else info
+        info.update(self.to_info())
+        return info
+
+    def to_trace(self) -> TokenTrace | None:
+        """The trace, or None unless both the prompt's and the completion's ids are known."""
+        if self.prompt_token_ids is None or self.completion_token_ids is None:
+            return None
+        return TokenTrace(
+            prompt_token_ids=list(self.prompt_token_ids),
+            completion_token_ids=list(self.completion_token_ids),
+            completion_logprobs=None if self.completion_logprobs is None else list(self.completion_logprobs),
+            finish_reason=self.finish_reason,
+        )
+
+
+@dataclass
+class StepOutcome:
+    """What an environment answers to an action."""
+
+    obs: str
+    """What the agent sees next."""
+    reward: float
+    truncated: bool
+    """The environment cut the episode short."""
+    terminated: bool
+    """The episode reached its end."""
+    info: Info = field(default_factory=dict)
+    trace: TokenTrace | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of an environment, to be stored and restored."""
+
+    env_kind: str
+    version: str
+    episode_id: str
+    obs: str
+    world: dict[str, JSON]
+    created_ns: int = field(default_factory=time.time_ns)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass
+class Step:
+    """One action of one agent. Example: `Step(0, "2+2=", "4", None, 1.0, False, True)`."""
+
+    index: int
+    """Position in the rollout, from 0."""
+    prev_obs: str
+    action: str
+    """The raw text of the model."""
+    next_obs: str | None
+    """None after the last step."""
+    reward: float
+    truncated: bool
+    terminated: bool
+    info: Info = field(default_factory=dict)
+    trace: TokenTrace | None = None
+    ts_ns: int = field(default_factory=time.time_ns)
+
+
+@dataclass
+class Rollout:
+    """One episode of one agent."""
+
+    id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    steps: list[Step] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def total_reward(self) -> float:
+        return sum(step.reward for step in self.steps)
+
+    @property
+    def length(self) -> int:
+        return len(self.steps)
+
+    @property
+    def start_ns(self) -> int | None:
+        return self.steps[0].ts_ns if self.steps else None
+
+    @property
+    def end_ns(self) -> int | None:
+        return self.steps[-1].ts_ns if self.steps else None
+
+    @property
+    def duration_ns(self) -> int | None:
+        if self.start_ns is None or self.end_ns is None:
+            return None
+        return self.end_ns - self.start_ns
+
+    @property
+    def duration_s(self) -> float | None:
+        return None if self.duration_ns is None else self.duration_ns / 1e9
