@@ -1,0 +1,175 @@
+"""From arguments to one resolved recipe: built-in values, the algorithm's settings, a recipe file, then `key=value` overrides.
+
+Overrides follow Hydra's grammar (`trainer.lr=1e-4`, `task.args.digits=7`, `+algorithm_args.ratio_clip=2.0`). Later layers win; a key that
+no recipe has is an error that suggests the nearest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, cast
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ludic.errors import ConfigError
+from ludic.recipes.schema import Recipe, trainer_section
+
+_OPEN_SECTIONS = ("task.args", "algorithm_args")  # their keys are those of a callable, which checks them itself
+_FILE_ONLY = "per_algorithm"
+
+
+@dataclass(frozen=True)
+class Override:
+    """One `key=value`, parsed."""
+
+    key: str
+    value: Any
+    text: str
+
+
+def builtin_names() -> list[str]:
+    """The recipes that come with the library."""
+    return sorted(path.name.removesuffix(".yaml") for path in _builtin_folder().iterdir() if path.name.endswith(".yaml"))
+
+
+def compose(arguments: Sequence[str] = ()) -> Recipe:
+    """`arguments`: at most one recipe name or path of a YAML file, and any number of overrides, in any order."""
+    sources = [argument for argument in arguments if _is_source(argument)]
+    overrides = [parse_override(argument) for argument in arguments if not _is_source(argument)]
+    if len(sources) > 1:
+        raise ConfigError(f"one recipe at a time, not {' and '.join(sources)}; a setting is written key=value")
+    tree = _schema()
+    for where, layer in _layers(sources[0] if sources else None, overrides):
+        _merge(tree, layer, where)
+    for override in overrides:
+        _apply(tree, override)
+    return cast(Recipe, OmegaConf.to_object(tree))
+
+
+def parse_override(text: str) -> Override:
+    """One override of the command line. Sweeps and deletions belong to programs that start many runs."""
+    try:
+        parsed = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise ConfigError(f"override {text!r} is not key=value as Hydra writes it: {error}; quote special characters") from error
+    if parsed.is_sweep_override() or parsed.is_delete() or parsed.package is not None:
+        raise ConfigError(f"override {text!r} is a sweep or a deletion; give one value, a list as [1,2], nothing as null")
+    return Override(key=parsed.key_or_group, value=parsed.value(), text=text)
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The resolved recipe, as a file that `ludic train` reads."""
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(recipe)))
+
+
+def config_hash(recipe: Recipe) -> str:
+    """16 hex digits over everything that can change results: all but the run's name and folder."""
+    content = {key: value for key, value in asdict(recipe).items() if key not in ("name", "output")}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def suggest(key: str, known: Sequence[str]) -> str:
+    """` (did you mean ...?)` or nothing: the nearest name, or the full path of one that was given without its section."""
+    leaf = key.rsplit(".", 1)[-1]
+    same_leaf = [name for name in known if name.rsplit(".", 1)[-1] == leaf]
+    siblings = [name for name in known if name.rsplit(".", 1)[0] == key.rsplit(".", 1)[0]] if "." in key else []
+    near = same_leaf or get_close_matches(key, siblings, n=2, cutoff=0.75) or get_close_matches(key, known, n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(near)}?" if near else "; `ludic train --print-config` lists every key"
+
+
+def _is_source(argument: str) -> bool:
+    return "=" not in argument or (argument.endswith((".yaml", ".yml")) and Path(argument).is_file())
+
+
+def _schema() -> DictConfig:
+    tree = cast(DictConfig, OmegaConf.structured(Recipe))
+    tree.trainer = OmegaConf.structured(trainer_section())
+    tree.warmup.trainer = OmegaConf.structured(trainer_section())
+    return tree
+
+
+def _layers(source: str | None, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:
+    """Lowest first: built-in recipe, its settings for the algorithm, the user's file, its settings for the algorithm."""
+    chosen = {override.key: override.value for override in overrides}
+    is_file = source is not None and source.endswith((".yaml", ".yml"))
+    user = _read(Path(cast(str, source)).expanduser()) if is_file else OmegaConf.create({})
+    base_name = chosen.get("recipe", user.get("recipe", "sort") if is_file else source or "sort")
+    base = _read_builtin(str(base_name))
+    algorithm = chosen.get("algorithm", user.get("algorithm", base.algorithm))
+    for where, layer in ((f"recipe {base_name}", base), (str(source), user)):
+        special = layer.pop(_FILE_ONLY, {})
+        yield where, layer
+        yield f"{where}, {_FILE_ONLY}.{algorithm}", special.get(algorithm, OmegaConf.create({}))
+
+
+def _builtin_folder() -> Any:
+    return files("ludic.recipes") / "builtin"
+
+
+def _read_builtin(name: str) -> DictConfig:
+    if name not in builtin_names():
+        near = get_close_matches(name, builtin_names(), n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(builtin_names())}; a file's name ends in .yaml"
+        raise ConfigError(f"there is no recipe {name!r}; {remedy}")
+    return cast(DictConfig, OmegaConf.create((_builtin_folder() / f"{name}.yaml").read_text(encoding="utf-8")))
+
+
+def _read(path: Path) -> DictConfig:
+    import yaml
+
+    if not path.is_file():
+        raise ConfigError(f"recipe file {path} does not exist; built-in recipes are {', '.join(builtin_names())}")
+    try:
+        content = OmegaConf.load(path)
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe file {path} is not YAML: {error}") from error
+    if not isinstance(content, DictConfig):
+        raise ConfigError(f"recipe file {path} must hold keys and values, not a list")
+    return content
+
+
+def _merge(tree: DictConfig, layer: DictConfig, where: str) -> None:
+    known = _paths(tree)
+    for key in _paths(layer):
+        if key not in known and not key.startswith(tuple(f"{section}." for section in _OPEN_SECTIONS)):
+            raise ConfigError(f"{where}: there is no setting {key!r}{suggest(key, known)}")
+    try:
+        tree.merge_with(layer)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{where}: {_first_line(error)}") from error
+
+
+def _apply(tree: DictConfig, override: Override) -> None:
+    known = _paths(tree)
+    if override.key not in known and not override.key.startswith(tuple(f"{section}." for section in _OPEN_SECTIONS)):
+        raise ConfigError(f"there is no setting {override.key!r}{suggest(override.key, known)}")
+    try:
+        OmegaConf.update(tree, override.key, override.value, merge=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{override.text}: {_first_line(error)}") from error
+
+
+def _paths(tree: Mapping[Any, Any], prefix: str = "") -> list[str]:
+    """Every key of the tree by its full path, sections included; open sections are not entered."""
+    paths = []
+    for key in tree:
+        path = f"{prefix}{key}"
+        paths.append(path)
+        if path in _OPEN_SECTIONS or (isinstance(tree, DictConfig) and OmegaConf.is_missing(tree, key)):
+            continue
+        if isinstance(tree[key], Mapping | DictConfig):
+            paths.extend(_paths(tree[key], f"{path}."))
+    return paths
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

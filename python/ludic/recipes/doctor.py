@@ -1,0 +1,98 @@
+"""What is installed, what the machine has, and what each optional extra would add."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+REQUIRED = ("ludic", "torch", "transformers", "peft", "numpy", "safetensors", "hydra-core", "rich", "openai")
+
+# Extra: (modules that it brings, what it adds).
+EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
+    "wandb": (("wandb",), "WandbLogger: metrics on Weights & Biases"),
+    "tensorboard": (("tensorboard",), "metrics in TensorBoard"),
+    "trackio": (("trackio",), "metrics in Trackio"),
+    "redis": (("redis",), "rollouts from other machines through Redis Streams"),
+    "datasets": (("datasets",), "data sets of the Hugging Face hub"),
+    "math": (("math_verify",), "verification of mathematical answers"),
+    "metrics": (("torchmetrics", "sklearn"), "more metrics for classification and calibration"),
+}
+
+
+def examine() -> dict[str, Any]:
+    """Facts only; nothing is changed and nothing outside the machine is asked."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in REQUIRED},
+        "core": _core_version(),
+        "devices": _devices(),
+        "extras": {
+            name: {"installed": all(find_spec(module) is not None for module in modules), "adds": adds}
+            for name, (modules, adds) in EXTRAS.items()
+        },
+    }
+
+
+def show(report: dict[str, Any], *, as_json: bool) -> None:
+    """Print to standard output: a table a topic, or one JSON object."""
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    from rich.console import Console
+
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"[bold]Python[/] {report['python']} on {report['platform']}")
+    console.print("\n[bold]Packages[/]")
+    for name, installed in report["packages"].items():
+        console.print(f"  {name:<14}{installed or '[red]missing[/]: pip install ' + name}")
+    console.print(f"  {'core':<14}{report['core'] or '[red]missing[/]: `make setup` builds the extension'}")
+    console.print("\n[bold]Devices[/]")
+    for line in _device_lines(report["devices"]):
+        console.print(f"  {line}")
+    console.print("\n[bold]Optional extras[/]")
+    for name, extra in report["extras"].items():
+        state = "[green]installed[/]" if extra["installed"] else f"pip install 'ludic\\[{name}]'"
+        console.print(f"  {name:<14}{extra['adds']}: {state}")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _core_version() -> str | None:
+    try:
+        from ludic import _core
+    except ImportError:
+        return None
+    return _core.__version__
+
+
+def _devices() -> dict[str, Any]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    devices: dict[str, Any] = {"cpus": usable, "torch_threads": None, "cuda": [], "mps": False}
+    if find_spec("torch") is None:
+        return devices
+    import torch
+
+    devices["torch_threads"] = torch.get_num_threads()
+    devices["mps"] = torch.backends.mps.is_available()
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            devices["cuda"].append({"name": properties.name, "memory_gb": round(properties.total_memory / 2**30, 1)})
+    return devices
+
+
+def _device_lines(devices: dict[str, Any]) -> list[str]:
+    lines = [f"CPU: {devices['cpus']} usable cores; torch takes {devices['torch_threads']} threads (the recipes set `threads`)"]
+    lines += [f"CUDA {i}: {gpu['name']}, {gpu['memory_gb']} GB" for i, gpu in enumerate(devices["cuda"])]
+    lines += [] if devices["cuda"] else ["CUDA: none"]
+    return lines + (["MPS: available; set trainer.model_device=mps"] if devices["mps"] else [])

@@ -1,0 +1,156 @@
+"""The tree of a recipe: every field that a recipe file or the command line can set.
+
+Values come from the built-in recipes (`builtin/*.yaml`) and, for the two `trainer` sections, from `TrainerConfig`; the classes here
+give names, types and meanings only.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field, dataclass, field, fields, make_dataclass
+from functools import cache
+from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import MISSING
+
+from ludic.training.config import TrainerConfig
+
+
+@dataclass
+class TaskSection:
+    """Which problems, which teacher, which verifier."""
+
+    kind: str = MISSING
+    """`sort`, `addition`, or a class of your own as `package.module:Class`."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the task."""
+
+
+@dataclass
+class NetworkSection:
+    """The small model that is made when `model` is null."""
+
+    hidden_size: int = MISSING
+    num_layers: int = MISSING
+    num_heads: int = MISSING
+    num_kv_heads: int = MISSING
+    intermediate_size: int = MISSING
+    max_positions: int = MISSING
+
+
+@dataclass
+class WarmupSection:
+    """Supervised fine-tuning on the teacher's demonstrations."""
+
+    steps: int = MISSING
+    """0 leaves the warm-up out."""
+    batch_size: int = MISSING
+    """Demonstrations a step."""
+    trainer: Any = MISSING
+    """Fields of `TrainerConfig`."""
+
+
+@dataclass
+class RolloutSection:
+    """What is sampled for one step of reinforcement."""
+
+    prompts: int = MISSING
+    """Problems a step."""
+    group_size: int = MISSING
+    """Answers to each problem."""
+    temperature: float = MISSING
+    top_p: float = MISSING
+    max_new_tokens: Optional[int] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
+    """Null: what the task asks for."""
+    concurrency: int = MISSING
+    """Episodes in flight, which is also the largest batch of the in-process engine."""
+    system_prompt: Optional[str] = MISSING  # noqa: UP045
+    """Put before every question; null: none."""
+    log_every: int = MISSING
+    """Every how many steps the rollouts are written to rollouts.jsonl; 0: never."""
+
+
+@dataclass
+class EvaluationSection:
+    """Held-out measurement, before and after reinforcement."""
+
+    prompts: int = MISSING
+    """Held-out problems; one greedy answer to each."""
+    samples_per_prompt: int = MISSING
+    """Answers sampled to each at the rollout's temperature."""
+
+
+@dataclass
+class CheckpointSection:
+    """Where a killed run resumes: in either phase."""
+
+    every_n_steps: int = MISSING
+    """0: only when interrupted."""
+    max_to_keep: int = MISSING
+
+
+@dataclass
+class Recipe:
+    """One run: a policy, a task, a supervised warm-up, reinforcement, and a measurement before and after it."""
+
+    recipe: str = MISSING
+    """The built-in recipe that the other values start from."""
+    name: Optional[str] = MISSING  # noqa: UP045
+    """The run's folder is `output/name`; null: recipe, algorithm and seed, and the time if that exists."""
+    output: str = MISSING
+    """Folder of all runs."""
+    seed: int = MISSING
+    """Of weights, demonstrations, problems and sampling. The held-out problems do not depend on it."""
+    threads: Optional[int] = MISSING  # noqa: UP045
+    """Threads of torch; null: as many as torch takes. Results depend on it in the last digits, and so do runs."""
+    model: Optional[str] = MISSING  # noqa: UP045
+    """Folder in Hugging Face layout, or hub id; null: a small model made from `network`."""
+    tokenizer: Optional[str] = MISSING  # noqa: UP045
+    """Null: that of `model`, or the byte tokenizer."""
+    dtype: str = MISSING
+    """Of a loaded model: float32, bfloat16, float16 or auto."""
+    algorithm: str = MISSING
+    """cispo, grpo, gspo, reinforce, reinforce_baseline or scalerl."""
+    algorithm_args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the algorithm's `make_` function."""
+    steps: int = MISSING
+    """Batches of reinforcement."""
+    log_every: int = MISSING
+    """Without a terminal, a line is printed every so many steps. metrics.jsonl has every step."""
+    task: TaskSection = field(default_factory=TaskSection)
+    network: NetworkSection = field(default_factory=NetworkSection)
+    warmup: WarmupSection = field(default_factory=WarmupSection)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    trainer: Any = MISSING
+    """Fields of `TrainerConfig`, for reinforcement."""
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+
+
+DERIVED = ("pad_token_id", "seed")
+"""Fields of `TrainerConfig` that follow from the recipe: from its tokenizer and its seed."""
+
+
+@cache
+def trainer_section() -> type[Any]:
+    """`TrainerConfig` as OmegaConf can hold it: the same fields and defaults, without the derived, literals as plain types."""
+    hints = get_type_hints(TrainerConfig)
+    chosen = [item for item in fields(TrainerConfig) if item.init and item.name not in DERIVED]
+    return make_dataclass("TrainerSection", [(item.name, _plain(hints[item.name]), _copied(item)) for item in chosen])
+
+
+def _plain(hint: Any) -> Any:
+    """The nearest annotation that OmegaConf supports."""
+    if get_origin(hint) is Literal:
+        return type(get_args(hint)[0])
+    if get_origin(hint) in (Union, types.UnionType):
+        members = {_plain(member) for member in get_args(hint) if member is not type(None)}
+        return Optional[members.pop()] if len(members) == 1 and type(None) in get_args(hint) else Any  # noqa: UP045
+    return hint if hint in (int, float, str, bool) or get_origin(hint) is tuple else Any
+
+
+def _copied(item: Field[Any]) -> Field[Any]:
+    if item.default_factory is not NO_DEFAULT:
+        return field(default_factory=item.default_factory)
+    return field(default=item.default)

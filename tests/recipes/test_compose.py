@@ -1,0 +1,130 @@
+"""Resolving a recipe: layers in order, Hydra's grammar, and errors that say what was meant."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ludic.errors import ConfigError
+from ludic.recipes.compose import builtin_names, compose, config_hash, to_yaml
+from ludic.training.config import TrainerConfig
+
+
+def test_the_built_in_recipes_are_complete_and_say_their_name() -> None:
+    assert builtin_names() == ["addition", "sort"]
+    for name in builtin_names():
+        recipe = compose([name])
+        assert recipe.recipe == name
+        assert "???" not in to_yaml(recipe)  # OmegaConf writes a missing value so
+
+
+def test_sorting_is_what_runs_without_arguments() -> None:
+    assert compose() == compose(["sort"]) == compose(["recipe=sort"])
+
+
+def test_the_other_recipe_is_named_in_either_way() -> None:
+    assert compose(["addition"]) == compose(["recipe=addition"])
+    assert compose(["addition"]).task.kind == "addition"
+
+
+def test_overrides_follow_the_grammar_of_hydra() -> None:
+    recipe = compose(["trainer.lr=1e-4", "seed=3", "trainer.betas=[0.8,0.9]", "task.args.digits=4", "threads=null", "name='a=b'"])
+    assert recipe.trainer.lr == 1e-4
+    assert recipe.seed == 3
+    assert list(recipe.trainer.betas) == [0.8, 0.9]
+    assert recipe.task.args == {"digits": 4, "right": 0.25, "backwards": 0.5}
+    assert recipe.threads is None
+    assert recipe.name == "a=b"
+
+
+def test_what_the_recipe_does_not_set_is_the_trainers_own_default() -> None:
+    assert compose().trainer.packing == TrainerConfig().packing
+    assert compose().trainer.overhead_tokens == TrainerConfig().overhead_tokens
+
+
+@given(lr=st.floats(1e-8, 1.0), seed=st.integers(0, 2**31))
+def test_a_resolved_recipe_written_and_read_again_is_the_same(
+    tmp_path_factory: pytest.TempPathFactory, lr: float, seed: int
+) -> None:
+    recipe = compose(["addition", f"trainer.lr={lr!r}", f"seed={seed}"])
+    path = tmp_path_factory.mktemp("recipe") / "config.yaml"
+    path.write_text(to_yaml(recipe))
+    assert compose([str(path)]) == recipe
+
+
+def test_a_file_starts_from_the_recipe_it_names_and_the_command_line_wins(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("recipe: addition\nsteps: 7\ntrainer: {lr: 5.0e-4}\n")
+    recipe = compose([str(path), "trainer.lr=1e-3"])
+    assert (recipe.task.kind, recipe.steps, recipe.trainer.lr) == ("addition", 7, 1e-3)
+    assert recipe.warmup.steps == compose(["addition"]).warmup.steps
+
+
+def test_an_algorithm_brings_its_settings_and_the_command_line_wins() -> None:
+    assert compose().algorithm_args == {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
+    assert "clip_eps_high" not in compose(["algorithm=reinforce"]).algorithm_args
+    assert compose(["algorithm_args.clip_eps_high=0.5"]).algorithm_args["clip_eps_high"] == 0.5
+
+
+def test_a_file_may_have_settings_for_each_algorithm(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("steps: 5\nper_algorithm: {cispo: {steps: 6}}\n")
+    assert compose([str(path)]).steps == 5
+    assert compose([str(path), "algorithm=cispo"]).steps == 6
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("trainer.lrr=1e-4", r"no setting 'trainer\.lrr'; did you mean trainer\.lr\b"),
+        ("lr=1e-4", r"did you mean .*trainer\.lr"),
+        ("trainr.lr=1", r"did you mean .*trainer\.lr"),
+        ("sed=3", r"did you mean seed"),
+        ("zzzzzz=3", r"--print-config"),
+        ("seed=three", r"seed=three: .*three"),
+        ("seed=1,2", r"sweep"),
+        ("~seed", r"one recipe|no recipe|not key=value|sweep"),
+        ("seed =3", r"not key=value"),
+        ("adition", r"no recipe 'adition'; did you mean addition"),
+        ("missing.yaml", r"missing\.yaml does not exist"),
+    ],
+)
+def test_a_wrong_argument_is_an_error_with_a_way_out(argument: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        compose([argument])
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("trainer: {lerning_rate: 1}", r"no setting 'trainer\.lerning_rate'"),
+        ("stepps: 3", r"did you mean steps"),
+        ("steps: many", r"many"),
+        ("- a\n- b\n", r"not a list"),
+        ("a: [", r"is not YAML"),
+        ("recipe: nonsense", r"no recipe 'nonsense'"),
+    ],
+)
+def test_a_wrong_file_is_an_error_that_names_it(tmp_path: Path, content: str, said: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        compose([str(path)])
+
+
+def test_two_recipes_at_once_are_refused() -> None:
+    with pytest.raises(ConfigError, match="one recipe at a time"):
+        compose(["sort", "addition"])
+
+
+def test_the_hash_sees_everything_but_where_the_run_is_written() -> None:
+    base = config_hash(compose())
+    assert config_hash(compose(["name=other", "output=elsewhere"])) == base
+    assert config_hash(compose(["seed=1"])) != base
+    assert config_hash(compose(["task.args.right=0.3"])) != base
+
+
+def test_the_sections_of_the_trainer_hold_every_field_of_its_configuration() -> None:
+    derived = {"learning_rate", "pad_token_id", "seed"}  # an alias; what the tokenizer and the recipe's seed say
+    assert set(asdict(compose().trainer)) == set(TrainerConfig.__dataclass_fields__) - derived
