@@ -1,0 +1,64 @@
+"""The learning rate over a run: a pure function of the step, so that there is no state to lose.
+
+A step is a macro-batch: all optimizer steps over one batch use the same rate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ludic.errors import ConfigError
+from ludic.training.config import SCHEDULER_TYPES, SchedulerType, TrainerConfig
+
+DEFAULT_TOTAL_STEPS = 1_000_000
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """Factor of the learning rate at each step, 0-based.
+
+    Warm-up: `(step + 1) / warmup_steps`, so that the first step is not lost at a rate of 0. Then, with `p` the share of the steps
+    after the warm-up that are done: `linear` is `1 - p`, `cosine` is `(1 + cos(pi p)) / 2`, both stretched to end at
+    `min_ratio`; `constant_with_warmup`, and no kind at all, stay at 1.
+
+    >>> LearningRateSchedule("linear", warmup_steps=2, total_steps=6).factor(3)
+    0.75
+    """
+
+    kind: SchedulerType | None = None
+    warmup_steps: int = 0
+    total_steps: int = DEFAULT_TOTAL_STEPS
+    """Where the decay ends; the rate stays at its floor afterwards."""
+    min_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind is not None and self.kind not in SCHEDULER_TYPES:
+            raise ConfigError(f"lr_scheduler_type ({self.kind}) must be one of {', '.join(SCHEDULER_TYPES)}, or None")
+        if self.total_steps < 1:
+            raise ConfigError(f"total_training_steps ({self.total_steps}) must be >= 1")
+
+    @classmethod
+    def from_config(cls, cfg: TrainerConfig, total_steps: int | None) -> LearningRateSchedule:
+        """`warmup_steps` outranks `warmup_ratio`; without `total_steps`, 1,000,000."""
+        total = DEFAULT_TOTAL_STEPS if total_steps is None else total_steps
+        warmup = cfg.warmup_steps or int((cfg.warmup_ratio or 0.0) * total)
+        return cls(cfg.lr_scheduler_type, warmup, total, cfg.lr_min_ratio)
+
+    def factor(self, step: int) -> float:
+        """What `lr` is multiplied by at `step`."""
+        if self.kind is None:
+            return 1.0
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        return self.min_ratio + (1 - self.min_ratio) * self._decay(step)
+
+    def _decay(self, step: int) -> float:
+        if self.kind == "constant_with_warmup":
+            return 1.0
+        done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        return 1 - done if self.kind == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+
+    def state_dict(self, step: int) -> dict[str, int]:
+        """What a checkpoint keeps: where the run stands in its schedule."""
+        return {"last_step": step, "total_steps": self.total_steps, "warmup_steps": self.warmup_steps}
