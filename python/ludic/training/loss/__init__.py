@@ -1,0 +1,46 @@
+"""Losses, one formula a class."""
+
+from ludic.training.loss.base import (
+    Batch,
+    BatchTotals,
+    Loss,
+    Normalizer,
+    SharedContext,
+    scaled_loss,
+)
+from ludic.training.loss.cispo import CISPOLoss
+from ludic.training.loss.clipped import ClippedSurrogateLoss, TokenClippedSurrogateLoss
+from ludic.training.loss.composite import CompositeLoss, LossTerm
+from ludic.training.loss.functional import (
+    compute_logp_action,
+    compute_token_entropy,
+    compute_token_logp,
+    selective_log_softmax,
+)
+from ludic.training.loss.kl import EntropyBonus, KLLoss, TokenKLLoss
+from ludic.training.loss.reinforce import ReinforceBaselineLoss, ReinforceLoss
+from ludic.training.loss.supervised import MaskedCausalLMCrossEntropyLoss
+
+__all__ = [
+    "Batch",
+    "BatchTotals",
+    "CISPOLoss",
+    "ClippedSurrogateLoss",
+    "CompositeLoss",
+    "EntropyBonus",
+    "KLLoss",
+    "Loss",
+    "LossTerm",
+    "MaskedCausalLMCrossEntropyLoss",
+    "Normalizer",
+    "ReinforceBaselineLoss",
+    "ReinforceLoss",
+    "SharedContext",
+    "TokenClippedSurrogateLoss",
+    "TokenKLLoss",
+    "compute_logp_action",
+    "compute_token_entropy",
+    "compute_token_logp",
+    "scaled_loss",
+    "selective_log_softmax",
+]

@@ -1,0 +1,303 @@
+"""What a loss is, what it may know of the batch it is part of, and how micro-batches add up to the unsplit loss.
+
+A loss is the mean over the samples (or tokens) of the batch that it is called on. The trainer calls it on micro-batches, so it
+multiplies each result by the micro-batch's **share** of the whole mini-batch: the shares add up to one, and so the gradients
+add up to that of the unsplit batch. Statistics over "the batch", such as a baseline, come from `BatchTotals` for the same reason.
+
+Shapes: B rows, T tokens, V vocabulary, S tokens of a padding-free batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ludic.errors import ConfigError, DataError
+from ludic.training.loss.functional import compute_token_entropy, compute_token_logp
+
+Batch = Mapping[str, Any]
+"""A collated micro-batch. Padded: `input_ids`, `attention_mask`, `action_mask` [B, T], `weight` [B], and with log-probabilities of
+the actor `actor_logps` [B, T], `old_logp_action` [B]. Padding-free: rows stand one behind another in [1, S], `cu_seqlens` [B + 1]
+says where each begins."""
+Stats = dict[str, Any]
+"""Detached scalars on the device of the logits."""
+Normalizer = Literal["samples", "tokens", "pairs"]
+"""What a loss is a mean over."""
+
+
+class Loss(Protocol):
+    """One formula. `compute` may leave `shared` out; it then computes log-probabilities of its own.
+
+    Two class attributes are read where present: `normalizer` (default `samples`) and `zero_weight_is_zero_gradient` (default
+    False): whether a sample of weight 0 adds nothing to the gradient, so that its forward pass can be left out.
+    """
+
+    def compute(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Stats]: ...
+
+
+@dataclass(frozen=True)
+class BatchTotals:
+    """What a loss must know of the whole mini-batch: all samples of one optimizer step, over all ranks."""
+
+    num_samples: float
+    num_tokens: float
+    """Action tokens that are predicted: those at positions >= 1."""
+    weight_mean: float
+    weight_std: float
+    """Population standard deviation."""
+    num_pairs: float = 0.0
+
+    @classmethod
+    def from_columns(cls, weights: NDArray[Any], target_counts: NDArray[Any], *, num_pairs: float = 0.0) -> BatchTotals:
+        """weights [N] and predicted action tokens [N] of every sample, those of weight zero among them."""
+        wide = np.asarray(weights, dtype=np.float64)
+        return cls(
+            num_samples=float(len(wide)),
+            num_tokens=float(np.asarray(target_counts, dtype=np.int64).sum()),
+            weight_mean=float(wide.mean()) if len(wide) else 0.0,
+            weight_std=float(wide.std()) if len(wide) else 0.0,
+            num_pairs=num_pairs,
+        )
+
+    @classmethod
+    def from_batch(cls, batch: Batch) -> BatchTotals:
+        """The totals of a batch that is not part of a larger one."""
+        weight = batch.get("weight")
+        rows = num_rows(batch)
+        known = isinstance(weight, Tensor) and weight.numel() > 0
+        wide = weight.detach().double() if known and isinstance(weight, Tensor) else None
+        return cls(
+            num_samples=float(rows),
+            num_tokens=float(num_targets(batch)),
+            weight_mean=0.0 if wide is None else float(wide.mean()),
+            weight_std=0.0 if wide is None else float(wide.std(unbiased=False)),
+            num_pairs=rows / 2,
+        )
+
+    def of(self, normalizer: Normalizer) -> float:
+        """The denominator of a mean over `normalizer`."""
+        return {"samples": self.num_samples, "tokens": self.num_tokens, "pairs": self.num_pairs}[normalizer]
+
+
+def num_rows(batch: Batch) -> int:
+    """Samples in a collated batch."""
+    if "cu_seqlens" in batch:
+        return int(batch["cu_seqlens"].shape[0]) - 1
+    return int(batch["input_ids"].shape[0])
+
+
+def num_targets(batch: Batch) -> int:
+    """Action tokens of a collated batch that have a token before them in their row."""
+    mask = batch["action_mask"]
+    if "cu_seqlens" in batch:
+        starts = batch["cu_seqlens"][:-1].long()
+        return int(mask.sum() - mask[0, starts].sum())
+    return int(mask[:, 1:].sum())
+
+
+class SharedContext:
+    """What losses on one batch have in common, computed once when first asked for. It alone knows how the batch is laid out:
+    every `[B, T - 1]` quantity below has that shape for padded and for padding-free batches."""
+
+    def __init__(self, logits: Tensor, batch: Batch, *, totals: BatchTotals | None = None) -> None:
+        self.logits = logits
+        self.batch = batch
+        self._totals = totals
+
+    @cached_property
+    def totals(self) -> BatchTotals:
+        """Totals of the mini-batch, or of this batch if it stands alone."""
+        return BatchTotals.from_batch(self.batch) if self._totals is None else self._totals
+
+    @cached_property
+    def own(self) -> BatchTotals:
+        """Totals of this batch alone."""
+        return self.totals if self._totals is None else BatchTotals.from_batch(self.batch)
+
+    def share(self, normalizer: Normalizer) -> float:
+        """This batch's part of the mini-batch, in [0, 1]. 1 for a batch that stands alone."""
+        if self._totals is None:
+            return 1.0
+        total = self.totals.of(normalizer)
+        return self.own.of(normalizer) / total if total > 0 else 0.0
+
+    @property
+    def input_ids(self) -> Tensor:
+        """[B, T] or [1, S] ids as collated."""
+        ids: Tensor = self.batch["input_ids"]
+        return ids
+
+    @property
+    def action_mask(self) -> Tensor:
+        """[B, T] or [1, S] action mask as collated."""
+        mask: Tensor = self.batch["action_mask"]
+        return mask
+
+    @cached_property
+    def token_logp(self) -> Tensor:
+        """[B, T - 1] log-probability of each next token."""
+        return self._rows(compute_token_logp(self.logits, self.input_ids))
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """[B, T - 1] entropy of the distribution of each next token, in nats."""
+        return self._rows(compute_token_entropy(self.logits))
+
+    @cached_property
+    def token_mask(self) -> Tensor:
+        """[B, T - 1] 1.0 where the next token is an action."""
+        return self._rows(self.action_mask[:, 1:].float())
+
+    @cached_property
+    def token_counts(self) -> Tensor:
+        """[B] action tokens of each row, at least 1."""
+        return self.token_mask.sum(dim=1).clamp(min=1.0)
+
+    @cached_property
+    def actor_logps_shifted(self) -> Tensor:
+        """[B, T - 1] log-probability of each next token under the policy that sampled it."""
+        if "actor_logps" not in self.batch:
+            raise KeyError("the batch has no actor_logps; sample with ReturnSpec.for_rl() so that every sample carries them")
+        logps: Tensor = self.batch["actor_logps"]
+        if logps.shape != self.input_ids.shape:
+            raise DataError(f"actor_logps {tuple(logps.shape)} must have the shape of input_ids {tuple(self.input_ids.shape)}")
+        return self._rows(logps[:, 1:].float())
+
+    @cached_property
+    def log_ratio(self) -> Tensor:
+        """[B, T - 1] log of policy over actor, 0 off the actions."""
+        return (self.token_logp - self.actor_logps_shifted) * self.token_mask
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        """[B, T - 1] policy over actor, 1 off the actions."""
+        return self.log_ratio.exp()
+
+    @property
+    def weight(self) -> Tensor:
+        """[B] credit."""
+        if "weight" not in self.batch:
+            raise KeyError("the batch has no weight; collate it with collate_saw_items")
+        weight: Tensor = self.batch["weight"]
+        return weight
+
+    def logp_action(self, *, length_normalize: bool = False) -> Tensor:
+        """[B] log-probability of each row's action, a mean over its tokens if `length_normalize`."""
+        summed = (self.token_logp * self.token_mask).sum(dim=1)
+        return summed / self.token_counts if length_normalize else summed
+
+    def old_logp_action(self, key: str, *, length_normalize: bool = False) -> Tensor:
+        """[B] the same under the policy that sampled, from `batch[key]`."""
+        if key not in self.batch:
+            raise KeyError(f"the batch has no {key!r}; sample with ReturnSpec.for_rl() so that collation can add it")
+        old: Tensor = self.batch[key]
+        return old / self.token_counts if length_normalize else old
+
+    def _rows(self, shifted: Tensor) -> Tensor:
+        """[1, S - 1] of a padding-free batch to [B, T - 1], zero-padded; [B, T - 1] as it is."""
+        if self._packed is None:
+            return shifted
+        source, row, column, shape = self._packed
+        return shifted.new_zeros(shape).index_put((row, column), shifted[0, source])
+
+    @cached_property
+    def _packed(self) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]] | None:
+        """Where position s of the shifted sequence goes: its row and column. The last token of a row predicts none."""
+        if "cu_seqlens" not in self.batch:
+            return None
+        bounds = self.batch["cu_seqlens"].long()
+        lengths = bounds.diff()
+        targets = (lengths - 1).clamp(min=0)
+        row = torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), targets)
+        first = targets.cumsum(0) - targets
+        column = torch.arange(len(row), device=bounds.device) - first[row]
+        source = bounds[row] + column
+        return source, row, column, (len(lengths), max(1, int(targets.max())))
+
+
+def scaled_loss(loss: Loss, logits: Tensor, batch: Batch, shared: SharedContext) -> tuple[Tensor, Stats]:
+    """The loss of a micro-batch times its share of the mini-batch: summed over the micro-batches it is the unsplit loss."""
+    value, stats = call_loss(loss, logits, batch, shared)
+    if getattr(loss, "scales_itself", False):
+        return value, stats
+    return value * shared.share(normalizer_of(loss)), stats
+
+
+def call_loss(loss: Loss, logits: Tensor, batch: Batch, shared: SharedContext) -> tuple[Tensor, Stats]:
+    """`loss.compute`, with the shared context if it takes one."""
+    parameters = inspect.signature(loss.compute).parameters
+    takes_shared = "shared" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    keywords: dict[str, Any] = {"shared": shared} if takes_shared else {}
+    return loss.compute(logits, batch, **keywords)
+
+
+def normalizer_of(loss: object) -> Normalizer:
+    """What the loss is a mean over."""
+    normalizer: Normalizer = getattr(loss, "normalizer", "samples")
+    return normalizer
+
+
+def zero_weight_is_zero_gradient(loss: object) -> bool:
+    """Whether samples of weight 0 can be left out of the forward pass."""
+    return bool(getattr(loss, "zero_weight_is_zero_gradient", False))
+
+
+def row_mean(values: Tensor, shared: SharedContext, *, length_normalize: bool, normalizer: Normalizer) -> Tensor:
+    """Mean of per-token values [B, T - 1] over the actions: by row, its sum or (length_normalize) its mean, then over rows; or, with
+    `normalizer="tokens"`, over all action tokens of the batch at once (DAPO, arXiv:2503.14476, eq. 8)."""
+    sums = (values * shared.token_mask).sum(dim=1)
+    if normalizer == "tokens":
+        return sums.sum() / shared.token_mask.sum().clamp(min=1.0)
+    return (sums / shared.token_counts if length_normalize else sums).mean()
+
+
+def check_token_normalizer(normalizer: Normalizer, length_normalize: bool) -> None:
+    """A mean over tokens leaves no room for one by row."""
+    if normalizer not in ("samples", "tokens"):
+        raise ConfigError(f"normalizer ({normalizer!r}) must be 'samples' or 'tokens'")
+    if normalizer == "tokens" and length_normalize:
+        raise ConfigError("normalizer='tokens' and length_normalize=True exclude each other; choose one mean")
+
+
+def check_clip(low: float | None, high: float) -> None:
+    """Both sides of a clip range are distances from 1."""
+    for name, value in (("clip_eps_low", low), ("clip_eps_high", high)):
+        if value is not None and value < 0:
+            raise ConfigError(f"{name} must be non-negative, got {value}")
+
+
+def check_ratio_clip(ratio_clip: float | None) -> None:
+    if ratio_clip is not None and ratio_clip <= 0:
+        raise ConfigError(f"ratio_clip must be positive, got {ratio_clip}; None turns it off")
+
+
+def masked_stats(shared: SharedContext, **values: Tensor) -> Stats:
+    """Means of [B, T - 1] values over the actions; 0 where there is none."""
+    mask = shared.token_mask
+    count = mask.sum().clamp(min=1.0)
+    return {name: ((value.detach() * mask).sum() / count) for name, value in values.items()}
+
+
+def spread(values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Population standard deviation of values [B], or of [B, T - 1] over the actions."""
+    values = values.detach()
+    if mask is None:
+        return values.std(unbiased=False)
+    count = mask.sum().clamp(min=1.0)
+    mean = (values * mask).sum() / count
+    return (((values - mean) ** 2 * mask).sum() / count).sqrt()
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """r - log r - 1: an estimate of KL(actor || policy) from the actor's samples that is never negative (Schulman, "Approximating
+    KL divergence", 2020)."""
+    log_ratio = log_ratio.detach()
+    return torch.expm1(log_ratio) - log_ratio

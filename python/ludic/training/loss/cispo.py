@@ -1,0 +1,66 @@
+"""CISPO: the importance weight is clipped, not the update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ludic.training.loss.base import (
+    Batch,
+    Normalizer,
+    SharedContext,
+    Stats,
+    check_clip,
+    check_token_normalizer,
+    k3,
+    masked_stats,
+    row_mean,
+    spread,
+)
+from ludic.training.loss.clipped import outside
+
+
+@dataclass
+class CISPOLoss:
+    """L = -mean_b mean_t sg(clip(r_bt, 1 - low, 1 + high)) A_b log pi_bt.
+
+    MiniMax-M1 (arXiv:2506.13585, eq. 4 and 5). The clipped ratio is detached: every token keeps its gradient, whatever its ratio. The
+    default lower side is open. Without `length_normalize` the mean over t is a sum; `normalizer="tokens"` takes one mean over all
+    action tokens of the batch, as the paper does over a group.
+    """
+
+    clip_eps_low: float = 1e6
+    clip_eps_high: float = 0.2
+    length_normalize: bool = True
+    normalizer: Normalizer = "samples"
+
+    zero_weight_is_zero_gradient: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_clip(None, self.clip_eps_high)
+        check_token_normalizer(self.normalizer, self.length_normalize)
+
+    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
+        shared = shared or SharedContext(logits, batch)
+        advantage = shared.weight
+        ratio, mask = shared.ratio.detach(), shared.token_mask
+        bounded = ratio.clamp(1.0 - self.clip_eps_low, 1.0 + self.clip_eps_high)
+        objective = bounded * advantage[:, None] * shared.token_logp
+        loss = -row_mean(objective, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
+        stats: Stats = {
+            "loss": loss.detach(),
+            **masked_stats(
+                shared,
+                ratio_mean=ratio,
+                clip_frac=outside(ratio, self.clip_eps_low, self.clip_eps_high),
+                kl_actor_policy=k3(shared.log_ratio),
+            ),
+            "ratio_std": spread(ratio, mask),
+            "adv_mean": advantage.mean(),
+            "adv_std": spread(advantage),
+            "logp_mean": shared.logp_action().detach().mean(),
+            "avg_action_tokens": mask.sum(dim=1).mean(),
+        }
+        return loss, stats

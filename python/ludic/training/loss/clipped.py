@@ -1,0 +1,137 @@
+"""PPO's clipped surrogate, by sequence (GSPO) and by token (GRPO)."""
+
+from __future__ import annotations
+
+from dataclasses import InitVar, dataclass
+from typing import ClassVar
+from warnings import warn
+
+import torch
+from torch import Tensor
+
+from ludic.training.loss.base import (
+    Batch,
+    Normalizer,
+    SharedContext,
+    Stats,
+    check_clip,
+    check_ratio_clip,
+    check_token_normalizer,
+    k3,
+    masked_stats,
+    row_mean,
+    spread,
+)
+
+
+@dataclass
+class ClippedSurrogateLoss:
+    """L = -mean_b min(r_b A_b, clip(r_b, 1 - low, 1 + high) A_b), r_b the ratio of sequence b.
+
+    GSPO (arXiv:2507.18071, eq. 5 to 7): with `length_normalize`, r_b is the geometric mean of the token ratios. `ratio_clip` caps r_b
+    from above before anything else. Nothing is detached: a sequence out of range on the side that its advantage pushes gets none.
+    `clip_eps` is the older single range; it sets both sides and warns.
+    """
+
+    clip_eps_low: float = 3e-4
+    clip_eps_high: float = 4e-4
+    old_logp_key: str = "old_logp_action"
+    length_normalize: bool = False
+    ratio_clip: float | None = None
+    clip_eps: InitVar[float | None] = None
+
+    normalizer: ClassVar[Normalizer] = "samples"
+    zero_weight_is_zero_gradient: ClassVar[bool] = True
+
+    def __post_init__(self, clip_eps: float | None) -> None:
+        if clip_eps is not None:
+            warn("clip_eps is deprecated; use clip_eps_low and clip_eps_high", DeprecationWarning, stacklevel=3)
+            self.clip_eps_low = self.clip_eps_high = clip_eps
+        check_clip(self.clip_eps_low, self.clip_eps_high)
+        check_ratio_clip(self.ratio_clip)
+
+    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
+        shared = shared or SharedContext(logits, batch)
+        advantage = shared.weight
+        logp = shared.logp_action(length_normalize=self.length_normalize)
+        log_ratio = logp - shared.old_logp_action(self.old_logp_key, length_normalize=self.length_normalize)
+        raw = log_ratio.exp()
+        ratio = raw if self.ratio_clip is None else raw.clamp(max=self.ratio_clip)
+        loss = -clipped_objective(ratio, advantage, self.clip_eps_low, self.clip_eps_high).mean()
+        stats: Stats = {
+            "loss": loss.detach(),
+            "ratio_mean": ratio.detach().mean(),
+            "ratio_std": spread(ratio),
+            "clip_frac": outside(ratio, self.clip_eps_low, self.clip_eps_high).mean(),
+            "ratio_clip_frac": capped(raw, self.ratio_clip).mean(),
+            "kl_actor_policy": k3(log_ratio).mean(),
+            "adv_mean": advantage.mean(),
+            "adv_std": spread(advantage),
+            "logp_mean": logp.detach().mean(),
+        }
+        return loss, stats
+
+
+@dataclass
+class TokenClippedSurrogateLoss:
+    """L = -mean_b sum_t min(r_bt A_b, clip(r_bt, 1 - low, 1 + high) A_b), r_bt the ratio of token t.
+
+    GRPO (DeepSeekMath, arXiv:2402.03300, eq. 3, without its KL term) with the asymmetric range of DAPO (arXiv:2503.14476, eq. 10). The
+    sum over tokens is divided by their number if `length_normalize`; `normalizer="tokens"` takes one mean over all action
+    tokens of the batch (DAPO, eq. 8). `ratio_clip` caps r_bt from above first. Nothing is detached.
+    """
+
+    clip_eps_low: float = 0.2
+    clip_eps_high: float = 0.27
+    length_normalize: bool = False
+    ratio_clip: float | None = None
+    normalizer: Normalizer = "samples"
+
+    zero_weight_is_zero_gradient: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_clip(self.clip_eps_low, self.clip_eps_high)
+        check_ratio_clip(self.ratio_clip)
+        check_token_normalizer(self.normalizer, self.length_normalize)
+
+    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
+        shared = shared or SharedContext(logits, batch)
+        advantage = shared.weight
+        raw, mask = shared.ratio, shared.token_mask
+        ratio = raw if self.ratio_clip is None else raw.clamp(max=self.ratio_clip)
+        objective = clipped_objective(ratio, advantage[:, None], self.clip_eps_low, self.clip_eps_high)
+        loss = -row_mean(objective, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
+        stats: Stats = {
+            "loss": loss.detach(),
+            **masked_stats(
+                shared,
+                ratio_mean=ratio,
+                clip_frac=outside(ratio, self.clip_eps_low, self.clip_eps_high),
+                ratio_clip_frac=capped(raw, self.ratio_clip),
+                kl_actor_policy=k3(shared.log_ratio),
+            ),
+            "ratio_std": spread(ratio, mask),
+            "adv_mean": advantage.mean(),
+            "adv_std": spread(advantage),
+            "logp_mean": shared.logp_action().detach().mean(),
+            "avg_action_tokens": mask.sum(dim=1).mean(),
+        }
+        return loss, stats
+
+
+def clipped_objective(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
+    """min(r A, clip(r, 1 - low, 1 + high) A): Schulman et al. 2017 (arXiv:1707.06347), eq. 7."""
+    return torch.minimum(ratio * advantage, ratio.clamp(1.0 - low, 1.0 + high) * advantage)
+
+
+def outside(ratio: Tensor, low: float, high: float) -> Tensor:
+    """1.0 where the ratio is out of [1 - low, 1 + high]."""
+    ratio = ratio.detach()
+    return ((ratio < 1.0 - low) | (ratio > 1.0 + high)).float()
+
+
+def capped(raw: Tensor, ratio_clip: float | None) -> Tensor:
+    """1.0 where the ratio reached `ratio_clip`."""
+    if ratio_clip is None:
+        return torch.zeros_like(raw.detach())
+    return (raw.detach() >= ratio_clip).float()

@@ -1,0 +1,132 @@
+"""Log-probabilities and entropy of logits, in float32 and in chunks, so that no copy of `[B, T, V]` is made.
+
+The next-token shift of a causal model is in `compute_token_logp` and `compute_token_entropy`, and nowhere else:
+`logits[:, t]` scores `input_ids[:, t + 1]`, so that results have T - 1 columns. Shapes: B rows, T tokens, V vocabulary,
+N rows of flattened logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ludic.errors import DataError
+
+CHUNK_ELEMENTS = 1 << 20
+"""Logits worked on at once, in elements: 4 MiB of float32."""
+
+
+def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
+    """`log_softmax(logits)` at `index` only. logits [..., V], index [...] int64, result [...] float32.
+
+    The gradient is exact: softmax is computed again, chunk by chunk, in the backward pass.
+    """
+    if logits.shape[:-1] != index.shape:
+        raise DataError(f"index {tuple(index.shape)} must have the shape of logits {tuple(logits.shape)} without its last axis")
+    flat: Tensor = _SelectedLogp.apply(logits.reshape(-1, logits.shape[-1]), index.reshape(-1))  # type: ignore[no-untyped-call]
+    return flat.view(index.shape)
+
+
+def compute_token_logp(logits: Tensor, input_ids: Tensor) -> Tensor:
+    """Log-probability of each next token. logits [B, T, V], input_ids [B, T] int64, result [B, T - 1] float32."""
+    _check_shapes(logits, input_ids)
+    return selective_log_softmax(logits[:, :-1], input_ids[:, 1:])
+
+
+def compute_logp_action(logits: Tensor, input_ids: Tensor, action_mask: Tensor, *, length_normalize: bool = False) -> Tensor:
+    """Log-probability of each row's action: the masked sum over tokens, divided by their number if `length_normalize`.
+
+    logits [B, T, V], input_ids and action_mask [B, T], result [B] float32. Only logits that predict an action are read.
+    """
+    _check_shapes(logits, input_ids)
+    if action_mask.shape != input_ids.shape:
+        raise DataError(f"action_mask {tuple(action_mask.shape)} must have the shape of input_ids {tuple(input_ids.shape)}")
+    mask = action_mask[:, 1:].float()
+    summed = (compute_token_logp(logits, input_ids) * mask).sum(dim=1)
+    return summed / mask.sum(dim=1).clamp(min=1.0) if length_normalize else summed
+
+
+def compute_token_entropy(logits: Tensor) -> Tensor:
+    """Entropy in nats of the distribution of each next token. logits [B, T, V], result [B, T - 1] float32."""
+    if logits.ndim != 3:
+        raise DataError(f"logits must be [B, T, V], got {tuple(logits.shape)}")
+    scoring = logits[:, :-1]
+    flat: Tensor = _Entropy.apply(scoring.reshape(-1, logits.shape[-1]))  # type: ignore[no-untyped-call]
+    return flat.view(scoring.shape[:-1])
+
+
+def _check_shapes(logits: Tensor, input_ids: Tensor) -> None:
+    if logits.ndim != 3:
+        raise DataError(f"logits must be [B, T, V], got {tuple(logits.shape)}")
+    if logits.shape[:2] != input_ids.shape:
+        raise DataError(f"input_ids {tuple(input_ids.shape)} must have the first two axes of logits {tuple(logits.shape)}")
+    if input_ids.shape[1] < 2:
+        raise DataError(f"a sequence needs at least 2 tokens to have a next one, got {input_ids.shape[1]}")
+
+
+def _chunks(logits_NV: Tensor) -> range:
+    return range(0, logits_NV.shape[0], _rows(logits_NV))
+
+
+def _rows(logits_NV: Tensor) -> int:
+    return max(1, CHUNK_ELEMENTS // max(1, logits_NV.shape[1]))
+
+
+class _SelectedLogp(torch.autograd.Function):
+    """log softmax(x)[i] = x_i - logsumexp(x); its gradient is onehot(i) - softmax(x)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, index_N: Tensor) -> Tensor:
+        size = _rows(logits_NV)
+        norms_N = logits_NV.new_empty(logits_NV.shape[0], dtype=_wide(logits_NV))
+        for start in _chunks(logits_NV):
+            norms_N[start : start + size] = torch.logsumexp(logits_NV[start : start + size].to(norms_N.dtype), dim=-1)
+        chosen_N = logits_NV.gather(1, index_N[:, None]).squeeze(1).to(norms_N.dtype)
+        ctx.save_for_backward(logits_NV, index_N, norms_N)
+        return chosen_N - norms_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad_N,) = grads
+        logits_NV, index_N, norms_N = ctx.saved_tensors
+        size = _rows(logits_NV)
+        out_NV = torch.empty_like(logits_NV)
+        for start in _chunks(logits_NV):
+            part = slice(start, start + size)
+            softmax = torch.exp(logits_NV[part].to(norms_N.dtype) - norms_N[part, None])
+            out_NV[part] = softmax.mul_(-grad_N[part, None])
+        out_NV.scatter_add_(1, index_N[:, None], grad_N[:, None].to(out_NV.dtype))
+        return out_NV, None
+
+
+class _Entropy(torch.autograd.Function):
+    """H = -sum p log p; dH/dx = -p (log p + H)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor) -> Tensor:
+        size, wide = _rows(logits_NV), _wide(logits_NV)
+        entropy_N = logits_NV.new_empty(logits_NV.shape[0], dtype=wide)
+        for start in _chunks(logits_NV):
+            logp = torch.log_softmax(logits_NV[start : start + size].to(wide), dim=-1)
+            entropy_N[start : start + size] = -(logp.exp() * logp).sum(dim=-1)
+        ctx.save_for_backward(logits_NV, entropy_N)
+        return entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (grad_N,) = grads
+        logits_NV, entropy_N = ctx.saved_tensors
+        size = _rows(logits_NV)
+        out_NV = torch.empty_like(logits_NV)
+        for start in _chunks(logits_NV):
+            part = slice(start, start + size)
+            logp = torch.log_softmax(logits_NV[part].to(entropy_N.dtype), dim=-1)
+            out_NV[part] = -grad_N[part, None] * logp.exp() * (logp + entropy_N[part, None])
+        return out_NV
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    """float32, or float64 for logits that are."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32

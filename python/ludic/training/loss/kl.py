@@ -1,0 +1,98 @@
+"""Penalties on the distance from the policy that sampled, and the entropy bonus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ludic.errors import ConfigError
+from ludic.training.loss.base import Batch, Normalizer, SharedContext, Stats, masked_stats, row_mean, spread
+
+Estimator = Literal["k1", "k2", "k3"]
+"""Estimates of KL(policy || actor) from log_ratio = log pi - log pi_actor. k1: log_ratio, unbiased in value, but its gradient is zero
+in expectation on the actor's own samples; k2: log_ratio^2 / 2; k3: exp(-log_ratio) - 1 + log_ratio, as in GRPO."""
+
+
+@dataclass
+class TokenKLLoss:
+    """L = coeff * mean_b mean_t k(log pi_bt - log pi_bt^actor).
+
+    Schulman, "Approximating KL divergence" (2020), for the three estimators; k1 is the default. Without `length_normalize` the mean
+    over t is a sum. The actor's log-probabilities are constants.
+    """
+
+    coeff: float = 0.01
+    length_normalize: bool = True
+    estimator: Estimator = "k1"
+
+    normalizer: ClassVar[Normalizer] = "samples"
+    zero_weight_is_zero_gradient: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.estimator not in ("k1", "k2", "k3"):
+            raise ConfigError(f"estimator ({self.estimator!r}) must be 'k1', 'k2' or 'k3'")
+
+    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
+        shared = shared or SharedContext(logits, batch)
+        mask, kl = shared.token_mask, estimate(shared.log_ratio, self.estimator)
+        by_row = (kl * mask).sum(dim=1)
+        if self.length_normalize:
+            by_row = by_row / shared.token_counts
+        loss = self.coeff * by_row.mean()
+        stats: Stats = {
+            "loss": loss.detach(),
+            "kl_mean": by_row.detach().mean(),
+            "kl_std": spread(by_row),
+            **masked_stats(shared, ratio_mean=shared.ratio),
+            "ratio_std": spread(shared.ratio, mask),
+            "avg_action_tokens": mask.sum(dim=1).mean(),
+        }
+        return loss, stats
+
+
+@dataclass
+class KLLoss:
+    """L = coeff * mean_b (l_b - l_b^old): the k1 estimate by sequence. With `length_normalize` both are means over tokens."""
+
+    coeff: float = 1.0
+    old_logp_key: str = "old_logp_action"
+    length_normalize: bool = False
+
+    normalizer: ClassVar[Normalizer] = "samples"
+    zero_weight_is_zero_gradient: ClassVar[bool] = False
+
+    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
+        shared = shared or SharedContext(logits, batch)
+        logp = shared.logp_action(length_normalize=self.length_normalize)
+        kl = logp - shared.old_logp_action(self.old_logp_key, length_normalize=self.length_normalize)
+        loss = self.coeff * kl.mean()
+        return loss, {"loss": loss.detach(), "kl_mean": kl.detach().mean(), "kl_std": spread(kl)}
+
+
+@dataclass
+class EntropyBonus:
+    """L = -coeff * (sum of H_t over the actions) / (number of actions), H_t the entropy of the distribution that token t was drawn
+    from. A mean over all action tokens of the mini-batch; 0 when there is none."""
+
+    coeff: float = 0.01
+
+    normalizer: ClassVar[Normalizer] = "tokens"
+    zero_weight_is_zero_gradient: ClassVar[bool] = False
+
+    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
+        shared = shared or SharedContext(logits, batch)
+        entropy = row_mean(shared.entropy, shared, length_normalize=False, normalizer="tokens")
+        loss = -self.coeff * entropy
+        return loss, {"loss": loss.detach(), "entropy_mean": entropy.detach()}
+
+
+def estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
+    """KL(policy || actor) at each token from log pi - log pi_actor."""
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio**2
+    return torch.expm1(-log_ratio) + log_ratio

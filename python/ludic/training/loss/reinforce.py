@@ -1,0 +1,74 @@
+"""REINFORCE with an importance weight, without and with a baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ludic.training.loss.base import Batch, Normalizer, SharedContext, Stats, k3, spread
+
+
+@dataclass
+class ReinforceLoss:
+    """L = -mean_b[ sg(r_b) A_b l_b ], with l_b = log pi(action_b), r_b = exp(l_b - l_b^old), A_b the weight.
+
+    Williams 1992, eq. 4, with the importance weight of off-policy policy gradient (Degris et al. 2012, eq. 5) for the difference
+    between the sampling and the training engine. r_b is detached. With `length_normalize` both l_b and l_b^old are means over the
+    action's tokens. r_b is a product over tokens and unbounded: for long answers prefer CISPO.
+    """
+
+    length_normalize: bool = False
+    old_logp_key: str = "old_logp_action"
+
+    normalizer: ClassVar[Normalizer] = "samples"
+    zero_weight_is_zero_gradient: ClassVar[bool] = True
+
+    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
+        shared = shared or SharedContext(logits, batch)
+        return importance_weighted(shared, shared.weight, self.old_logp_key, self.length_normalize)
+
+
+@dataclass
+class ReinforceBaselineLoss:
+    """ReinforceLoss with A_b = w_b - mean(w), divided by (std(w) + 1e-8) if `normalize`.
+
+    Mean and population standard deviation are those of the mini-batch (`BatchTotals`), so that they do not depend on how it was
+    split. A sample of weight 0 has advantage -mean(w): it stays in the forward pass.
+    """
+
+    normalize: bool = False
+    length_normalize: bool = False
+    old_logp_key: str = "old_logp_action"
+
+    normalizer: ClassVar[Normalizer] = "samples"
+    zero_weight_is_zero_gradient: ClassVar[bool] = False
+
+    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
+        shared = shared or SharedContext(logits, batch)
+        totals = shared.totals
+        advantage = shared.weight - totals.weight_mean
+        if self.normalize:
+            advantage = advantage / (totals.weight_std + 1e-8)
+        loss, stats = importance_weighted(shared, advantage, self.old_logp_key, self.length_normalize)
+        stats["baseline"] = shared.weight.new_tensor(totals.weight_mean)
+        return loss, stats
+
+
+def importance_weighted(shared: SharedContext, advantage: Tensor, old_key: str, length_normalize: bool) -> tuple[Tensor, Stats]:
+    """-mean_b[ sg(r_b) A_b l_b ] for advantages [B], and its statistics."""
+    logp = shared.logp_action(length_normalize=length_normalize)
+    log_ratio = (logp - shared.old_logp_action(old_key, length_normalize=length_normalize)).detach()
+    ratio = log_ratio.exp()
+    loss = -(ratio * advantage * logp).mean()
+    stats: Stats = {
+        "loss": loss.detach(),
+        "adv_mean": advantage.detach().mean(),
+        "adv_std": spread(advantage),
+        "logp_mean": logp.detach().mean(),
+        "ratio_mean": ratio.mean(),
+        "ratio_std": spread(ratio),
+        "kl_actor_policy": k3(log_ratio).mean(),
+    }
+    return loss, stats

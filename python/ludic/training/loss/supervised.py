@@ -1,0 +1,48 @@
+"""Cross entropy on the action tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ludic.training.loss.base import (
+    Batch,
+    Normalizer,
+    SharedContext,
+    Stats,
+    check_token_normalizer,
+    masked_stats,
+    row_mean,
+)
+
+
+@dataclass
+class MaskedCausalLMCrossEntropyLoss:
+    """L = mean_b w_b mean_t -log pi_bt over the action tokens, in float32.
+
+    Without `length_normalize` the mean over t is a sum; `normalizer="tokens"` takes one mean over all action tokens, as causal
+    language models are usually trained. A batch without `weight` has weight 1 everywhere.
+    """
+
+    length_normalize: bool = True
+    normalizer: Normalizer = "samples"
+
+    zero_weight_is_zero_gradient: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_token_normalizer(self.normalizer, self.length_normalize)
+
+    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
+        shared = shared or SharedContext(logits, batch)
+        nll = -shared.token_logp
+        weighted = nll * batch["weight"][:, None] if "weight" in batch else nll
+        loss = row_mean(weighted, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
+        stats: Stats = {
+            "loss": loss.detach(),
+            "logp_mean": shared.logp_action(length_normalize=self.length_normalize).detach().mean(),
+            **masked_stats(shared, nll_mean=nll),
+            "avg_action_tokens": shared.token_mask.sum(dim=1).mean(),
+        }
+        return loss, stats
