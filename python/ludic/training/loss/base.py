@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ludic.errors import ConfigError, DataError
-from ludic.training.loss.functional import compute_token_entropy, compute_token_logp
+from ludic.training.loss.functional import LogitsUse, compute_token_entropy, compute_token_logp
 
 Batch = Mapping[str, Any]
 """A collated micro-batch. Padded: `input_ids`, `attention_mask`, `action_mask` [B, T], `weight` [B], and with log-probabilities of
@@ -36,8 +36,9 @@ Normalizer = Literal["samples", "tokens", "pairs"]
 class Loss(Protocol):
     """One formula. `compute` may leave `shared` out; it then computes log-probabilities of its own.
 
-    Two class attributes are read where present: `normalizer` (default `samples`) and `zero_weight_is_zero_gradient` (default
-    False): whether a sample of weight 0 adds nothing to the gradient, so that its forward pass can be left out.
+    Three attributes are read where present. `normalizer` (default `samples`). `zero_weight_is_zero_gradient` (default False): whether
+    a sample of weight 0 adds nothing to the gradient, so that its forward pass can be left out. `reads_shared_only` (default
+    False): whether the logits are read through `shared` alone, so that their memory can be used again in the backward pass.
     """
 
     def compute(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Stats]: ...
@@ -107,10 +108,21 @@ class SharedContext:
     """What losses on one batch have in common, computed once when first asked for. It alone knows how the batch is laid out:
     every `[B, T - 1]` quantity below has that shape for padded and for padding-free batches."""
 
-    def __init__(self, logits: Tensor, batch: Batch, *, totals: BatchTotals | None = None) -> None:
+    def __init__(
+        self,
+        logits: Tensor,
+        batch: Batch,
+        *,
+        totals: BatchTotals | None = None,
+        consume_logits: bool = False,
+        wide: bool = True,
+    ) -> None:
+        """`consume_logits`: nobody reads the logits after the backward pass, which may then write over them. `wide`: compute in
+        float32 whatever the dtype of the logits."""
         self.logits = logits
         self.batch = batch
         self._totals = totals
+        self._use = LogitsUse(consume=consume_logits, wide=wide)
 
     @cached_property
     def totals(self) -> BatchTotals:
@@ -144,12 +156,12 @@ class SharedContext:
     @cached_property
     def token_logp(self) -> Tensor:
         """[B, T - 1] log-probability of each next token."""
-        return self._rows(compute_token_logp(self.logits, self.input_ids))
+        return self._rows(compute_token_logp(self.logits, self.input_ids, use=self._use))
 
     @cached_property
     def entropy(self) -> Tensor:
         """[B, T - 1] entropy of the distribution of each next token, in nats."""
-        return self._rows(compute_token_entropy(self.logits))
+        return self._rows(compute_token_entropy(self.logits, use=self._use))
 
     @cached_property
     def token_mask(self) -> Tensor:
@@ -248,6 +260,11 @@ def normalizer_of(loss: object) -> Normalizer:
 def zero_weight_is_zero_gradient(loss: object) -> bool:
     """Whether samples of weight 0 can be left out of the forward pass."""
     return bool(getattr(loss, "zero_weight_is_zero_gradient", False))
+
+
+def reads_shared_only(loss: object) -> bool:
+    """Whether the loss reads the logits through its shared context alone."""
+    return bool(getattr(loss, "reads_shared_only", False))
 
 
 def row_mean(values: Tensor, shared: SharedContext, *, length_normalize: bool, normalizer: Normalizer) -> Tensor:

@@ -37,6 +37,7 @@ class CISPOLoss:
     normalizer: Normalizer = "samples"
 
     zero_weight_is_zero_gradient: ClassVar[bool] = True
+    reads_shared_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_clip(None, self.clip_eps_high)

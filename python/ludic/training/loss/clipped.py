@@ -42,6 +42,7 @@ class ClippedSurrogateLoss:
 
     normalizer: ClassVar[Normalizer] = "samples"
     zero_weight_is_zero_gradient: ClassVar[bool] = True
+    reads_shared_only: ClassVar[bool] = True
 
     def __post_init__(self, clip_eps: float | None) -> None:
         if clip_eps is not None:
@@ -88,6 +89,7 @@ class TokenClippedSurrogateLoss:
     normalizer: Normalizer = "samples"
 
     zero_weight_is_zero_gradient: ClassVar[bool] = True
+    reads_shared_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_clip(self.clip_eps_low, self.clip_eps_high)

@@ -15,6 +15,7 @@ from ludic.training.loss.base import (
     Stats,
     call_loss,
     normalizer_of,
+    reads_shared_only,
     zero_weight_is_zero_gradient,
 )
 
@@ -49,6 +50,11 @@ class CompositeLoss:
     def zero_weight_is_zero_gradient(self) -> bool:
         """Only if that holds for every term."""
         return all(zero_weight_is_zero_gradient(term.loss) for term in self.terms)
+
+    @property
+    def reads_shared_only(self) -> bool:
+        """Only if that holds for every term."""
+        return all(reads_shared_only(term.loss) for term in self.terms)
 
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
         shared = shared or SharedContext(logits, batch)

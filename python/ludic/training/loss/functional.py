@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ludic.errors import DataError
 
@@ -18,21 +19,44 @@ CHUNK_ELEMENTS = 1 << 20
 """Logits worked on at once, in elements: 4 MiB of float32."""
 
 
-def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
+class LogitsUse:
+    """Who reads a tensor of logits, so that the last reader's gradient may take its place in memory.
+
+    `consume` says that nobody needs the logits after the backward pass. If one function here is then their only reader, its backward
+    writes the gradient over them, and no second tensor of their size is made. The write counts as a change in place: if
+    another operation kept the logits for its own backward pass, autograd raises instead of computing a wrong gradient.
+    """
+
+    def __init__(self, *, consume: bool = False, wide: bool = True) -> None:
+        self.consume = consume
+        self.wide = wide
+        self.readers = 0
+
+    def dtype(self, logits: Tensor) -> torch.dtype:
+        """What is computed in: float32, float64 for logits that are, or with `wide=False` their own."""
+        return logits.dtype if logits.dtype == torch.float64 or not self.wide else torch.float32
+
+    def buffer(self, logits_NV: Tensor) -> Tensor:
+        """Where the gradient goes. Each chunk of logits is read before its part is written."""
+        return logits_NV if self.consume and self.readers == 1 else torch.empty_like(logits_NV)
+
+
+def selective_log_softmax(logits: Tensor, index: Tensor, *, use: LogitsUse | None = None) -> Tensor:
     """`log_softmax(logits)` at `index` only. logits [..., V], index [...] int64, result [...] float32.
 
     The gradient is exact: softmax is computed again, chunk by chunk, in the backward pass.
     """
     if logits.shape[:-1] != index.shape:
         raise DataError(f"index {tuple(index.shape)} must have the shape of logits {tuple(logits.shape)} without its last axis")
-    flat: Tensor = _SelectedLogp.apply(logits.reshape(-1, logits.shape[-1]), index.reshape(-1))  # type: ignore[no-untyped-call]
+    flat: Tensor = _SelectedLogp.apply(logits.reshape(-1, logits.shape[-1]), index.reshape(-1), use or LogitsUse())
     return flat.view(index.shape)
 
 
-def compute_token_logp(logits: Tensor, input_ids: Tensor) -> Tensor:
+def compute_token_logp(logits: Tensor, input_ids: Tensor, *, use: LogitsUse | None = None) -> Tensor:
     """Log-probability of each next token. logits [B, T, V], input_ids [B, T] int64, result [B, T - 1] float32."""
     _check_shapes(logits, input_ids)
-    return selective_log_softmax(logits[:, :-1], input_ids[:, 1:])
+    # The last position predicts nothing; leaving it out of the logits would copy them.
+    return selective_log_softmax(logits, pad(input_ids[:, 1:], (0, 1)), use=use)[:, :-1]
 
 
 def compute_logp_action(logits: Tensor, input_ids: Tensor, action_mask: Tensor, *, length_normalize: bool = False) -> Tensor:
@@ -48,13 +72,12 @@ def compute_logp_action(logits: Tensor, input_ids: Tensor, action_mask: Tensor, 
     return summed / mask.sum(dim=1).clamp(min=1.0) if length_normalize else summed
 
 
-def compute_token_entropy(logits: Tensor) -> Tensor:
+def compute_token_entropy(logits: Tensor, *, use: LogitsUse | None = None) -> Tensor:
     """Entropy in nats of the distribution of each next token. logits [B, T, V], result [B, T - 1] float32."""
     if logits.ndim != 3:
         raise DataError(f"logits must be [B, T, V], got {tuple(logits.shape)}")
-    scoring = logits[:, :-1]
-    flat: Tensor = _Entropy.apply(scoring.reshape(-1, logits.shape[-1]))  # type: ignore[no-untyped-call]
-    return flat.view(scoring.shape[:-1])
+    flat: Tensor = _Entropy.apply(logits.reshape(-1, logits.shape[-1]), use or LogitsUse())
+    return flat.view(logits.shape[:-1])[:, :-1]
 
 
 def _check_shapes(logits: Tensor, input_ids: Tensor) -> None:
@@ -78,9 +101,11 @@ class _SelectedLogp(torch.autograd.Function):
     """log softmax(x)[i] = x_i - logsumexp(x); its gradient is onehot(i) - softmax(x)."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, index_N: Tensor) -> Tensor:
+    def forward(ctx: Any, logits_NV: Tensor, index_N: Tensor, use: LogitsUse) -> Tensor:
+        use.readers += 1
+        ctx.use = use
         size = _rows(logits_NV)
-        norms_N = logits_NV.new_empty(logits_NV.shape[0], dtype=_wide(logits_NV))
+        norms_N = logits_NV.new_empty(logits_NV.shape[0], dtype=use.dtype(logits_NV))
         for start in _chunks(logits_NV):
             norms_N[start : start + size] = torch.logsumexp(logits_NV[start : start + size].to(norms_N.dtype), dim=-1)
         chosen_N = logits_NV.gather(1, index_N[:, None]).squeeze(1).to(norms_N.dtype)
@@ -88,25 +113,27 @@ class _SelectedLogp(torch.autograd.Function):
         return chosen_N - norms_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad_N,) = grads
         logits_NV, index_N, norms_N = ctx.saved_tensors
         size = _rows(logits_NV)
-        out_NV = torch.empty_like(logits_NV)
+        out_NV = ctx.use.buffer(logits_NV)
         for start in _chunks(logits_NV):
             part = slice(start, start + size)
             softmax = torch.exp(logits_NV[part].to(norms_N.dtype) - norms_N[part, None])
             out_NV[part] = softmax.mul_(-grad_N[part, None])
         out_NV.scatter_add_(1, index_N[:, None], grad_N[:, None].to(out_NV.dtype))
-        return out_NV, None
+        return out_NV, None, None
 
 
 class _Entropy(torch.autograd.Function):
     """H = -sum p log p; dH/dx = -p (log p + H)."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor) -> Tensor:
-        size, wide = _rows(logits_NV), _wide(logits_NV)
+    def forward(ctx: Any, logits_NV: Tensor, use: LogitsUse) -> Tensor:
+        use.readers += 1
+        ctx.use = use
+        size, wide = _rows(logits_NV), use.dtype(logits_NV)
         entropy_N = logits_NV.new_empty(logits_NV.shape[0], dtype=wide)
         for start in _chunks(logits_NV):
             logp = torch.log_softmax(logits_NV[start : start + size].to(wide), dim=-1)
@@ -115,18 +142,13 @@ class _Entropy(torch.autograd.Function):
         return entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad_N,) = grads
         logits_NV, entropy_N = ctx.saved_tensors
         size = _rows(logits_NV)
-        out_NV = torch.empty_like(logits_NV)
+        out_NV = ctx.use.buffer(logits_NV)
         for start in _chunks(logits_NV):
             part = slice(start, start + size)
             logp = torch.log_softmax(logits_NV[part].to(entropy_N.dtype), dim=-1)
             out_NV[part] = -grad_N[part, None] * logp.exp() * (logp + entropy_N[part, None])
-        return out_NV
-
-
-def _wide(logits: Tensor) -> torch.dtype:
-    """float32, or float64 for logits that are."""
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+        return out_NV, None

@@ -30,6 +30,7 @@ class TokenKLLoss:
 
     normalizer: ClassVar[Normalizer] = "samples"
     zero_weight_is_zero_gradient: ClassVar[bool] = False
+    reads_shared_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.estimator not in ("k1", "k2", "k3"):
@@ -63,6 +64,7 @@ class KLLoss:
 
     normalizer: ClassVar[Normalizer] = "samples"
     zero_weight_is_zero_gradient: ClassVar[bool] = False
+    reads_shared_only: ClassVar[bool] = True
 
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
         shared = shared or SharedContext(logits, batch)
@@ -81,6 +83,7 @@ class EntropyBonus:
 
     normalizer: ClassVar[Normalizer] = "tokens"
     zero_weight_is_zero_gradient: ClassVar[bool] = False
+    reads_shared_only: ClassVar[bool] = True
 
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
         shared = shared or SharedContext(logits, batch)

@@ -24,6 +24,7 @@ class ReinforceLoss:
 
     normalizer: ClassVar[Normalizer] = "samples"
     zero_weight_is_zero_gradient: ClassVar[bool] = True
+    reads_shared_only: ClassVar[bool] = True
 
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
         shared = shared or SharedContext(logits, batch)
@@ -44,6 +45,7 @@ class ReinforceBaselineLoss:
 
     normalizer: ClassVar[Normalizer] = "samples"
     zero_weight_is_zero_gradient: ClassVar[bool] = False
+    reads_shared_only: ClassVar[bool] = True
 
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
         shared = shared or SharedContext(logits, batch)

@@ -30,6 +30,7 @@ class MaskedCausalLMCrossEntropyLoss:
     normalizer: Normalizer = "samples"
 
     zero_weight_is_zero_gradient: ClassVar[bool] = True
+    reads_shared_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_token_normalizer(self.normalizer, self.length_normalize)

@@ -1,0 +1,167 @@
+"""An algorithm: how rewards become weights, what the loss is, and what happens to a batch in between. Presets are in `presets`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from ludic.errors import ConfigError, DataError, DataTypeError
+from ludic.training.loss.base import Batch, BatchTotals, Loss, SharedContext, Stats, reads_shared_only, scaled_loss
+from ludic.training.types import CreditAssigner, SAWBatch, SAWItem
+
+if TYPE_CHECKING:
+    from ludic.training.presets import (
+        make_cispo,
+        make_grpo,
+        make_gspo,
+        make_reinforce,
+        make_reinforce_baseline,
+        make_scalerl,
+        make_sft,
+    )
+
+__all__ = [
+    "Batch",
+    "Loss",
+    "PreprocessFn",
+    "RLAlgorithm",
+    "compose_preprocess",
+    "drop_zero_weight_samples",
+    "filter_zero_variance_groups",
+    "make_cispo",
+    "make_grpo",
+    "make_gspo",
+    "make_reinforce",
+    "make_reinforce_baseline",
+    "make_scalerl",
+    "make_sft",
+    "validate_actor_logps",
+]
+
+PreprocessFn = Callable[[SAWBatch], SAWBatch]
+"""Filters or checks a macro-batch before it is trained."""
+
+
+@dataclass
+class RLAlgorithm:
+    """Credit assignment, loss and preprocessing under one name."""
+
+    name: str
+    credit_assigner: CreditAssigner
+    loss: Loss
+    preprocess: PreprocessFn | None = None
+
+    def compute_loss(
+        self, model: nn.Module, batch: Batch, *, cast_logits_to_fp32: bool = True, totals: BatchTotals | None = None
+    ) -> tuple[Tensor, Stats]:
+        """One forward pass and the loss of a collated batch, scaled by its share of `totals` (1 without).
+
+        `cast_logits_to_fp32` computes log-probabilities in float32, chunk by chunk; without it in the dtype of the logits.
+        """
+        logits = forward_logits(model, batch)
+        shared = SharedContext(
+            logits, batch, totals=totals, consume_logits=reads_shared_only(self.loss), wide=cast_logits_to_fp32
+        )
+        return scaled_loss(self.loss, logits, batch, shared)
+
+
+def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Logits [B, T, V] of a padded batch, [1, S, V] of a padding-free one, whose position ids keep its rows apart."""
+    if "cu_seqlens" in batch:
+        output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=None)
+    else:
+        output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    logits: Tensor = output.logits if hasattr(output, "logits") else output
+    return logits
+
+
+def compose_preprocess(*fns: PreprocessFn) -> PreprocessFn:
+    """Apply `fns` from left to right."""
+
+    def composed(batch: SAWBatch) -> SAWBatch:
+        for fn in fns:
+            batch = fn(batch)
+        return batch
+
+    return composed
+
+
+def validate_actor_logps(batch: SAWBatch) -> SAWBatch:
+    """Check that every sample carries one log-probability for each action token; ratios need them.
+
+    Raises DataError for a wrong count or a sample without any, DataTypeError for values that are no numbers.
+    """
+    missing = []
+    for index, item in enumerate(batch.items):
+        attached = item.attachments.actor_logps
+        if attached is None:
+            missing.append(index)
+            continue
+        _check_logps(index, item, attached.token_logps)
+    if missing:
+        raise DataError(
+            f"samples {missing} have no actor_logps; sample with ReturnSpec.for_rl() so that the log-probabilities come back"
+        )
+    return batch
+
+
+def _check_logps(index: int, item: SAWItem, logps: Any) -> None:
+    actions = int(np.count_nonzero(np.asarray(item.action_mask)))
+    if len(logps) != actions:
+        raise DataError(
+            f"actor_logps length mismatch in sample {index}: {len(logps)} values for {actions} action tokens; there must be one each"
+        )
+    if isinstance(logps, np.ndarray) and logps.dtype.kind == "f":
+        return
+    if not isinstance(logps, list) or not all(type(p) is float or type(p) is int for p in logps):
+        raise DataTypeError(f"actor_logps of sample {index} must be a List[float] or a float array, got {type(logps).__name__}")
+
+
+def drop_zero_weight_samples(batch: SAWBatch, *, eps: float = 1e-4) -> SAWBatch:
+    """Keep the samples with |weight| > eps. Changes `batch.items`.
+
+    Under a mean over samples this raises the weight of the others; the trainer's `skip_zero_weight` saves the same work and keeps the
+    gradient.
+    """
+    if eps < 0:
+        raise ConfigError(f"eps must be >= 0, got {eps}")
+    batch.items = [item for item in batch.items if abs(item.weight) > eps]
+    return batch
+
+
+def filter_zero_variance_groups(batch: SAWBatch, *, eps: float = 1e-6) -> SAWBatch:
+    """Drop the groups whose weights have a sample standard deviation of at most `eps`: they carry no signal.
+
+    A group is the samples with one `meta["request_meta"]["group_id"]`. Groups of one sample, and samples without a group, stay. The order
+    of the samples stays. `batch.meta["zvp_filter_frac"]` is the share of groups dropped. Changes `batch.items`.
+    """
+    if eps < 0:
+        raise ConfigError(f"eps must be >= 0, got {eps}")
+    weights: dict[Any, list[float]] = {}
+    for item in batch.items:
+        group = _group_id(item)
+        if group is not None:
+            weights.setdefault(group, []).append(item.weight)
+    if not weights:
+        return batch
+    dropped = {group for group, values in weights.items() if len(values) > 1 and float(np.std(values, ddof=1)) <= eps}
+    batch.items = [item for item in batch.items if _group_id(item) not in dropped]
+    batch.meta["zvp_filter_frac"] = len(dropped) / len(weights)
+    return batch
+
+
+def _group_id(item: SAWItem) -> Any:
+    return (item.meta.get("request_meta") or {}).get("group_id")
+
+
+def __getattr__(name: str) -> Any:
+    """The presets, which build on this module, are reachable from it too."""
+    if name.startswith("make_") and name in __all__:
+        from ludic.training import presets
+
+        return getattr(presets, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
