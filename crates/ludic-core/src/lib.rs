@@ -2,7 +2,16 @@
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
+pub mod balance;
+pub mod collate;
 mod error;
+mod ingest;
+pub mod pairs;
 pub mod plan;
+pub mod reduce;
+mod table;
+mod truncate;
 
 pub use error::CoreError;
+pub use ingest::{ColumnInput, Floats, Ints, Sample, TableBuilder};
+pub use table::SampleTable;

@@ -36,8 +36,12 @@ impl From<Error> for PyErr {
 /// The class of `ludic.errors` for each refusal.
 fn class(error: &CoreError) -> &'static str {
     match error {
-        CoreError::BudgetTooSmall { .. } | CoreError::BudgetNotPositive { .. } => "BudgetError",
-        CoreError::NegativeSetting { .. } => "ConfigError",
+        CoreError::BudgetTooSmall { .. }
+        | CoreError::BudgetNotPositive { .. }
+        | CoreError::PairBudgetTooSmall { .. } => "BudgetError",
+        CoreError::NegativeSetting { .. }
+        | CoreError::OutOfRange { .. }
+        | CoreError::UnknownPacking { .. } => "ConfigError",
         _ => "DataError",
     }
 }

@@ -1,7 +1,9 @@
 //! `ludic._core`: registers what the other files bind.
 mod arguments;
 mod errors;
+mod pairs;
 mod plan;
+mod ranks;
 
 use pyo3::prelude::*;
 
@@ -9,8 +11,12 @@ use pyo3::prelude::*;
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<plan::Plan>()?;
+    module.add_class::<ranks::RankPlan>()?;
     module.add_function(wrap_pyfunction!(plan::plan_greedy, module)?)?;
     module.add_function(wrap_pyfunction!(plan::plan_optimal, module)?)?;
     module.add_function(wrap_pyfunction!(plan::plan_padding_free, module)?)?;
+    module.add_function(wrap_pyfunction!(pairs::group_pairs, module)?)?;
+    module.add_function(wrap_pyfunction!(pairs::plan_pairs, module)?)?;
+    module.add_function(wrap_pyfunction!(ranks::plan_ranks, module)?)?;
     Ok(())
 }

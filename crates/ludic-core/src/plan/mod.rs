@@ -13,7 +13,9 @@ pub use greedy::greedy;
 pub use optimal::optimal;
 pub use padding_free::padding_free;
 
-use sorted::Sorted;
+pub(crate) use greedy::offsets as greedy_offsets;
+pub(crate) use optimal::{offsets as optimal_offsets, offsets_exactly as optimal_offsets_exactly};
+pub(crate) use sorted::Sorted;
 
 use crate::CoreError;
 

@@ -49,6 +49,77 @@ pub(crate) fn offsets(runs: &[Run], budget: u64, overhead: u64, rows: u64) -> Ve
     )
 }
 
+/// Where the micro-batches begin in the partition into exactly `count` that has the fewest padded tokens.
+///
+/// `count` must be at least what greedy needs and at most the number of samples. Because the cost is Monge, the padding
+/// is convex in the count: a price on each micro-batch finds the count, or two partitions on either side of it.
+pub(crate) fn offsets_exactly(runs: &[Run], budget: u64, count: usize) -> Vec<u32> {
+    let price = least_price(runs, budget, count);
+    let fewest = priced(runs, budget, price, Ties::FewestMicroBatches);
+    if fewest.len() > count {
+        return fewest;
+    }
+    splice(
+        &fewest,
+        &priced(runs, budget, price, Ties::MostMicroBatches),
+        count,
+    )
+}
+
+/// The least price at which a best partition has at most `count` micro-batches.
+fn least_price(runs: &[Run], budget: u64, count: usize) -> i128 {
+    let enough =
+        |price: i128| priced(runs, budget, price, Ties::FewestMicroBatches).len() <= count + 1;
+    let (mut low, mut high) = (0, 1);
+    while !enough(high) {
+        (low, high) = (high + 1, 4 * high);
+    }
+    while low < high {
+        let middle = low + (high - low) / 2;
+        (low, high) = if enough(middle) {
+            (low, middle)
+        } else {
+            (middle + 1, high)
+        };
+    }
+    low
+}
+
+/// Which of the partitions of equal cost is taken.
+#[derive(Clone, Copy)]
+enum Ties {
+    FewestMicroBatches,
+    MostMicroBatches,
+}
+
+/// The best partition when each micro-batch costs `price` padded tokens. Costs are scaled so that the count only decides
+/// ties: it adds 1 for each micro-batch, or 1 for each row that does not begin one.
+fn priced(runs: &[Run], budget: u64, price: i128, ties: Ties) -> Vec<u32> {
+    let scale = runs.last().map_or(0, |run| i128::from(run.end)) + 1;
+    let (per_micro_batch, per_row) = match ties {
+        Ties::FewestMicroBatches => (1, 0),
+        Ties::MostMicroBatches => (-1, 1),
+    };
+    solve(
+        runs,
+        budget,
+        Objective {
+            overhead: price * scale + per_micro_batch,
+            scale,
+            per_row,
+        },
+    )
+}
+
+/// Two best partitions, one of fewer and one of at least `count`, exchanged where a micro-batch of the second lies within
+/// one of the first: by the Monge property both results are best too, and one of them has `count`.
+fn splice(fewer: &[u32], more: &[u32], count: usize) -> Vec<u32> {
+    let extra = count + 1 - fewer.len();
+    let inside = (0..fewer.len() - 1).find(|&k| more[k + extra + 1] <= fewer[k + 1]);
+    let head = inside.unwrap_or(fewer.len() - 2);
+    [&more[..=head + extra], &fewer[head + 1..]].concat()
+}
+
 /// What a micro-batch of `rows` samples of at most `length` costs: `overhead + rows * (scale * length + per_row)`.
 #[derive(Debug, Clone, Copy)]
 struct Objective {

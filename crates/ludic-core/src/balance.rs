@@ -1,0 +1,408 @@
+//! One plan for all ranks: the same number of micro-batches for each, each step's as equal in cost as can be.
+//!
+//! A sample costs `linear * length + quadratic * length^2`, a row of a padded micro-batch what its longest row costs. The
+//! micro-batches are made for all ranks together, as many as a multiple of the ranks, sorted by cost and dealt one round
+//! a step, so that the ranks that wait for each other compute neighbours in cost; the heaviest step comes first.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use crate::CoreError;
+use crate::plan::{
+    Plan, Sorted, check_budget, check_overhead, greedy_offsets, optimal_offsets,
+    optimal_offsets_exactly, padding_free,
+};
+
+/// Above this many samples the last few micro-batches are made by halving instead of by an exact search, which costs a
+/// few dozen plans; they are then a vanishing share.
+const EXACT_SAMPLES: usize = 1 << 17;
+/// The most ranks.
+const MAX_RANKS: i64 = 1 << 20;
+/// The largest factor of the cost: then no sum of costs leaves 128 bits.
+const MAX_FACTOR: i64 = 1 << 31;
+
+/// How samples become micro-batches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Packing {
+    /// The documented greedy, then the costliest halved up to a multiple of the ranks.
+    Greedy,
+    /// The fewest padded tokens for a multiple of the ranks, with as many steps as `overhead_tokens` makes worth it.
+    Optimal,
+    /// No padding: the fewest steps, samples dealt by cost under a hard cap on the tokens.
+    PaddingFree,
+}
+
+impl Packing {
+    /// The packing of that name.
+    pub fn from_name(name: &str) -> Result<Self, CoreError> {
+        match name {
+            "greedy" => Ok(Self::Greedy),
+            "optimal" => Ok(Self::Optimal),
+            "padding_free" => Ok(Self::PaddingFree),
+            _ => Err(CoreError::UnknownPacking {
+                name: name.to_owned(),
+            }),
+        }
+    }
+}
+
+/// What the ranks share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RankOptions {
+    /// The number of ranks.
+    pub world_size: i64,
+    /// How samples become micro-batches.
+    pub packing: Packing,
+    /// The fixed cost of a step, in tokens; `Packing::Optimal` alone asks for it.
+    pub overhead_tokens: i64,
+    /// Cost of a token.
+    pub linear: i64,
+    /// Cost of a token for each token of its sample.
+    pub quadratic: i64,
+}
+
+/// One rank's micro-batches. An empty one stands for a row of weight zero that keeps the ranks in step.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RankPlan {
+    indices: Vec<u32>,
+    offsets: Vec<u32>,
+    cost: u128,
+    padded_tokens: u64,
+}
+
+impl RankPlan {
+    fn new() -> Self {
+        Self {
+            indices: Vec::new(),
+            offsets: vec![0],
+            cost: 0,
+            padded_tokens: 0,
+        }
+    }
+
+    /// How many micro-batches there are: the same for every rank.
+    pub fn len(&self) -> usize {
+        self.offsets.len() - 1
+    }
+
+    /// Whether there is no micro-batch: only for no samples.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The samples of one micro-batch, or `None` past the last.
+    pub fn get(&self, micro_batch: usize) -> Option<&[u32]> {
+        let end = *self.offsets.get(micro_batch.checked_add(1)?)?;
+        Some(&self.indices[self.offsets[micro_batch] as usize..end as usize])
+    }
+
+    /// The samples of each micro-batch in turn.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &[u32]> {
+        self.offsets
+            .windows(2)
+            .map(|pair| &self.indices[pair[0] as usize..pair[1] as usize])
+    }
+
+    /// Sum of the cost of its samples, without padding.
+    pub fn cost(&self) -> u128 {
+        self.cost
+    }
+
+    /// Tokens computed.
+    pub fn padded_tokens(&self) -> u64 {
+        self.padded_tokens
+    }
+}
+
+/// The same number of micro-batches for each rank. Every sample is on one rank once; no rank is without a sample unless
+/// there are fewer samples than ranks; no micro-batch is empty unless there are fewer samples than micro-batches.
+pub fn plan_ranks(
+    lengths: &[i32],
+    micro_token_budget: i64,
+    options: &RankOptions,
+) -> Result<Vec<RankPlan>, CoreError> {
+    let ranks = in_range("world_size", options.world_size, 1, MAX_RANKS)? as usize;
+    let prices = Prices::new(options)?;
+    let overhead = check_overhead(options.overhead_tokens)?;
+    let made = match options.packing {
+        Packing::PaddingFree => pack(lengths, micro_token_budget, &prices, ranks)?,
+        Packing::Greedy => pad(lengths, micro_token_budget, |sorted, budget| {
+            let offsets = greedy_offsets(&sorted.runs, budget);
+            let count = slots(offsets.len() - 1, ranks, sorted.len());
+            halve(offsets, count, |rows| {
+                prices.padded(lengths, &sorted.order[rows])
+            })
+        })?,
+        Packing::Optimal => pad(lengths, micro_token_budget, |sorted, budget| {
+            best_count(lengths, sorted, budget, overhead, &prices, ranks)
+        })?,
+    };
+    Ok(deal(lengths, &made, options.packing, &prices, ranks))
+}
+
+fn in_range(name: &'static str, value: i64, least: i64, most: i64) -> Result<i64, CoreError> {
+    if (least..=most).contains(&value) {
+        Ok(value)
+    } else {
+        Err(CoreError::OutOfRange {
+            name,
+            value,
+            least,
+            most,
+        })
+    }
+}
+
+/// What work costs.
+struct Prices {
+    linear: u128,
+    quadratic: u128,
+}
+
+impl Prices {
+    fn new(options: &RankOptions) -> Result<Self, CoreError> {
+        let linear = in_range("linear", options.linear, 0, MAX_FACTOR)? as u128;
+        let quadratic = in_range("quadratic", options.quadratic, 0, MAX_FACTOR)? as u128;
+        Ok(Self { linear, quadratic })
+    }
+
+    fn sample(&self, length: i32) -> u128 {
+        let length = length as u128;
+        self.linear * length + self.quadratic * length * length
+    }
+
+    fn packed(&self, lengths: &[i32], rows: &[u32]) -> u128 {
+        rows.iter()
+            .map(|&row| self.sample(lengths[row as usize]))
+            .sum()
+    }
+
+    fn padded(&self, lengths: &[i32], rows: &[u32]) -> u128 {
+        rows.len() as u128 * self.sample(longest(lengths, rows))
+    }
+
+    fn micro_batch(&self, lengths: &[i32], rows: &[u32], packing: Packing) -> u128 {
+        match packing {
+            Packing::PaddingFree => self.packed(lengths, rows),
+            Packing::Greedy | Packing::Optimal => self.padded(lengths, rows),
+        }
+    }
+}
+
+fn longest(lengths: &[i32], rows: &[u32]) -> i32 {
+    rows.iter()
+        .map(|&row| lengths[row as usize])
+        .max()
+        .unwrap_or(0)
+}
+
+/// The least multiple of `ranks` that is at least `count`; fewer when there are not that many samples.
+fn slots(count: usize, ranks: usize, samples: usize) -> usize {
+    count.div_ceil(ranks).saturating_mul(ranks).min(samples)
+}
+
+/// A padded plan from where its micro-batches begin in the sorted order.
+fn pad(
+    lengths: &[i32],
+    budget: i64,
+    cut: impl FnOnce(&Sorted, u64) -> Vec<u32>,
+) -> Result<Plan, CoreError> {
+    let sorted = Sorted::new(lengths)?;
+    let budget = check_budget(budget, sorted.longest())?;
+    let offsets = cut(&sorted, budget);
+    Ok(Plan::contiguous(lengths, sorted, offsets))
+}
+
+/// Of the fewest steps, and the two numbers of steps next to the optimum for one rank, the cheapest in lockstep.
+fn best_count(
+    lengths: &[i32],
+    sorted: &Sorted,
+    budget: u64,
+    overhead: u64,
+    prices: &Prices,
+    ranks: usize,
+) -> Vec<u32> {
+    let samples = sorted.len();
+    let free = optimal_offsets(&sorted.runs, budget, overhead, 1);
+    if samples > EXACT_SAMPLES {
+        let count = slots(free.len() - 1, ranks, samples);
+        return halve(free, count, |rows| {
+            prices.padded(lengths, &sorted.order[rows])
+        });
+    }
+    let fewest = greedy_offsets(&sorted.runs, budget).len() - 1;
+    let most = slots(free.len() - 1, ranks, samples);
+    let least = slots(fewest, ranks, samples);
+    let mut counts = vec![least, most.saturating_sub(ranks).max(least), most];
+    counts.dedup();
+    let step = u128::from(overhead).saturating_mul(prices.linear);
+    let candidates = counts
+        .into_iter()
+        .map(|count| optimal_offsets_exactly(&sorted.runs, budget, count));
+    let lockstep = |offsets: &Vec<u32>| {
+        let mut costs: Vec<u128> = ranges(offsets)
+            .map(|rows| prices.padded(lengths, &sorted.order[rows]))
+            .collect();
+        costs.sort_unstable_by_key(|&cost| Reverse(cost));
+        costs.iter().step_by(ranks).fold(0u128, |sum, &cost| {
+            sum.saturating_add(cost).saturating_add(step)
+        })
+    };
+    candidates.min_by_key(lockstep).unwrap_or(free)
+}
+
+fn ranges(offsets: &[u32]) -> impl Iterator<Item = std::ops::Range<usize>> + '_ {
+    offsets
+        .windows(2)
+        .map(|pair| pair[0] as usize..pair[1] as usize)
+}
+
+/// Halve the costliest micro-batch that has two rows, the first among equals, until there are `count`.
+fn halve(
+    mut offsets: Vec<u32>,
+    count: usize,
+    cost: impl Fn(std::ops::Range<usize>) -> u128,
+) -> Vec<u32> {
+    let entry = |begin: usize, end: usize| {
+        (end - begin > 1).then(|| (cost(begin..end), Reverse(begin), end))
+    };
+    let mut heap: BinaryHeap<_> = ranges(&offsets)
+        .filter_map(|rows| entry(rows.start, rows.end))
+        .collect();
+    let missing = count.saturating_sub(offsets.len() - 1);
+    for _ in 0..missing {
+        let Some((_, Reverse(begin), end)) = heap.pop() else {
+            break;
+        };
+        let middle = begin.midpoint(end);
+        offsets.push(middle as u32);
+        heap.extend(entry(begin, middle));
+        heap.extend(entry(middle, end));
+    }
+    offsets.sort_unstable();
+    offsets
+}
+
+/// Micro-batches without padding, in the fewest steps that either way of packing finds.
+fn pack(lengths: &[i32], budget: i64, prices: &Prices, ranks: usize) -> Result<Plan, CoreError> {
+    let sorted = Sorted::new(lengths)?;
+    let cap = check_budget(budget, sorted.longest())?;
+    let samples = sorted.len();
+    let bound = usize::try_from(sorted.num_tokens.div_ceil(cap))
+        .unwrap_or(samples)
+        .max(usize::from(samples > 0));
+    let least = slots(bound, ranks, samples);
+    if let Some(plan) = spread(&sorted, cap, prices, least) {
+        return Ok(plan);
+    }
+    let tight = padding_free(lengths, budget)?;
+    let count = slots(tight.len(), ranks, samples);
+    if count > least {
+        if let Some(plan) = spread(&sorted, cap, prices, count) {
+            return Ok(plan);
+        }
+    }
+    let offsets = halve(tight.offsets().to_vec(), count, |rows| {
+        prices.packed(lengths, &tight.indices()[rows])
+    });
+    Ok(Plan::packed(
+        tight.indices().to_vec(),
+        offsets,
+        tight.num_tokens(),
+    ))
+}
+
+/// A micro-batch being filled: the least cost first, then the fewest rows, then the first.
+type Bin = Reverse<(u128, u32, u32)>;
+
+/// Longest sample first, each to the micro-batch of least cost that can still hold it. `None` when one fits nowhere, or
+/// when looking for room takes too long.
+fn spread(sorted: &Sorted, cap: u64, prices: &Prices, count: usize) -> Option<Plan> {
+    let shortest = sorted.runs.first().map_or(0, |run| u64::from(run.length));
+    let mut heap: BinaryHeap<Bin> = (0..count as u32).map(|bin| Reverse((0, 0, bin))).collect();
+    let mut free = vec![cap; count];
+    let mut bins: Vec<u32> = Vec::with_capacity(sorted.len());
+    let mut passed: Vec<Bin> = Vec::new();
+    let mut patience = sorted.len().saturating_mul(16);
+    for run in sorted.runs.iter().rev() {
+        let (length, cost) = (u64::from(run.length), prices.sample(run.length as i32));
+        for _ in run.begin..run.end {
+            let Reverse((load, rows, bin)) = loop {
+                let top = heap.pop()?;
+                if free[top.0.2 as usize] >= length {
+                    break top;
+                }
+                patience = patience.checked_sub(1)?;
+                passed.push(top);
+            };
+            free[bin as usize] -= length;
+            bins.push(bin);
+            heap.extend(
+                passed
+                    .drain(..)
+                    .filter(|passed| free[passed.0.2 as usize] >= shortest),
+            );
+            heap.push(Reverse((load + cost, rows + 1, bin)));
+        }
+    }
+    Some(gather(sorted, &bins, count))
+}
+
+/// The plan in which the samples, longest first, go to the micro-batches `bins`.
+fn gather(sorted: &Sorted, bins: &[u32], count: usize) -> Plan {
+    let mut offsets = vec![0u32; count + 1];
+    for &bin in bins {
+        offsets[bin as usize + 1] += 1;
+    }
+    for bin in 1..offsets.len() {
+        offsets[bin] += offsets[bin - 1];
+    }
+    let mut next = offsets.clone();
+    let mut indices = vec![0u32; sorted.len()];
+    let descending = sorted.runs.iter().rev().flat_map(|run| run.begin..run.end);
+    for (position, &bin) in descending.zip(bins) {
+        indices[next[bin as usize] as usize] = sorted.order[position as usize];
+        next[bin as usize] += 1;
+    }
+    Plan::packed(indices, offsets, sorted.num_tokens)
+}
+
+/// One micro-batch a rank and step, by falling cost; within a step the costliest goes to the rank with the least so far.
+fn deal(
+    lengths: &[i32],
+    made: &Plan,
+    packing: Packing,
+    prices: &Prices,
+    ranks: usize,
+) -> Vec<RankPlan> {
+    let cost = |rows: &[u32]| prices.micro_batch(lengths, rows, packing);
+    let mut micro_batches: Vec<(u128, &[u32])> =
+        made.iter().map(|rows| (cost(rows), rows)).collect();
+    micro_batches.sort_by_key(|&(cost, _)| Reverse(cost));
+    let mut plans = vec![RankPlan::new(); ranks];
+    let mut loads: Vec<(u128, usize)> = (0..ranks).map(|rank| (0, rank)).collect();
+    for step in micro_batches.chunks(ranks) {
+        loads.sort_unstable();
+        let dealt = step.iter().copied().chain(std::iter::repeat((0, &[][..])));
+        for (load, (cost, rows)) in loads.iter_mut().zip(dealt) {
+            load.0 += cost;
+            plans[load.1].push(lengths, rows, packing, prices);
+        }
+    }
+    plans
+}
+
+impl RankPlan {
+    fn push(&mut self, lengths: &[i32], rows: &[u32], packing: Packing, prices: &Prices) {
+        self.indices.extend_from_slice(rows);
+        self.offsets.push(self.indices.len() as u32);
+        self.cost += prices.packed(lengths, rows);
+        self.padded_tokens += match packing {
+            Packing::PaddingFree => rows
+                .iter()
+                .map(|&row| lengths[row as usize] as u64)
+                .sum::<u64>(),
+            Packing::Greedy | Packing::Optimal => rows.len() as u64 * longest(lengths, rows) as u64,
+        };
+    }
+}
