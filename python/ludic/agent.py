@@ -1,0 +1,5 @@
+"""The same names as `ludic.agents`."""
+
+from ludic.agents import Agent
+
+__all__ = ["Agent"]

@@ -1,0 +1,141 @@
+"""An agent: a context, a model behind a client, and a parser."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ludic.context.base import ContextStrategy
+from ludic.errors import InferenceError
+from ludic.inference.client import ChatClient
+from ludic.inference.request import ChatCompletionRequest, InferenceSpec, ToolRequest
+from ludic.parsers import Parser, ParseResult
+from ludic.types import ChatResponse, Info, Message, TokenTrace
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TRACE_KEYS = frozenset({"prompt_token_ids", "completion_token_ids", "completion_logprobs"})
+INCOMPLETE_FEEDBACK = "Your answer reached the token limit before it was complete. Please answer more briefly."
+
+
+class Agent:
+    """Asks the model once a step and parses its answer.
+
+    An answer that reached the token limit (`finish_reason == "length"`) is not parsed: it fails with
+    `incomplete_completion_penalty` and `incomplete_completion_feedback`, unless `reject_incomplete_completions` is off.
+    """
+
+    name = "agent"
+
+    def __init__(
+        self,
+        *,
+        client: ChatClient,
+        model: str,
+        ctx: ContextStrategy,
+        parser: Parser,
+        reject_incomplete_completions: bool = True,
+        incomplete_completion_penalty: float = -0.1,
+        incomplete_completion_feedback: str = INCOMPLETE_FEEDBACK,
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._ctx = ctx
+        self._parser = parser
+        self._reject_incomplete_completions = reject_incomplete_completions
+        self._incomplete_completion_penalty = incomplete_completion_penalty
+        self._incomplete_completion_feedback = incomplete_completion_feedback
+        self.last_info: dict[str, Any] = {}
+
+    def reset(self, system_prompt: str | None = None) -> None:
+        """Begin an episode."""
+        self._ctx.reset(system_prompt=system_prompt)
+
+    def on_env_reset(self, obs: str, info: Info) -> None:
+        self._ctx.on_env_reset(obs, info)
+
+    def on_after_step(self, obs: str, info: Info) -> None:
+        self._ctx.on_after_step(obs, info)
+
+    async def act(
+        self, inference: InferenceSpec | None = None, sampling_seed: int | None = None, timeout_s: float | None = None
+    ) -> tuple[ParseResult, str, dict[str, Any], TokenTrace | None]:
+        """One model call: (parsed, raw text, info, trace). The raw text is kept in the context even when it is rejected.
+
+        Raises TimeoutError after `timeout_s`.
+        """
+        response, info, self.last_info, trace = await self._infer_once(
+            messages=self._ctx.on_before_act(),
+            inference=inference,
+            sampling_seed=sampling_seed,
+            timeout_s=timeout_s,
+            tools=None,
+        )
+        self._ctx.on_after_act(response)
+        return self._parse(response, info), response.text, info, trace
+
+    def _parse(self, response: ChatResponse, info: dict[str, Any]) -> ParseResult:
+        """Parse a complete answer; turn an incomplete one into feedback."""
+        if self._reject_incomplete_completions and response.finish_reason == "length":
+            info["incomplete_completion"] = True
+            return ParseResult(None, self._incomplete_completion_penalty, self._incomplete_completion_feedback)
+        return self._parser(response.text)
+
+    async def _infer_once(
+        self,
+        *,
+        messages: list[Message],
+        inference: InferenceSpec | None,
+        sampling_seed: int | None,
+        timeout_s: float | None,
+        tools: ToolRequest | None = None,
+    ) -> tuple[ChatResponse, dict[str, Any], dict[str, Any], TokenTrace | None]:
+        """One request: (response, info without token traces, info as the client gave it, trace)."""
+        spec = inference or InferenceSpec()
+        request = ChatCompletionRequest(
+            model=self._model,
+            messages=messages,
+            sampling=spec.sampling,
+            return_=spec.return_,
+            seed=sampling_seed,
+            tools=tools,
+            extensions=spec.extensions,
+        )
+        call = self._client.complete(request)
+        response, client_info = await (call if timeout_s is None else asyncio.wait_for(call, timeout_s))
+        last_info = dict(client_info)
+        info = without_traces(last_info)
+        info["chat_prompt_messages"] = messages
+        info["chat_completion"] = {"role": "assistant", "content": response.text}
+        response.merge_into_info(info)
+        return response, info, last_info, response.to_trace()
+
+    def push_policy_update(
+        self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None
+    ) -> str:
+        """Hand new weights to the client; returns the version it now serves."""
+        sync = getattr(self._client, "sync_weights", None)
+        if sync is None:
+            raise InferenceError(f"{type(self._client).__name__} has no sync_weights; use a client that can take new weights")
+        committed: str = sync(params, timeout_s=timeout_s, version=version)
+        return committed
+
+
+def without_traces(client_info: Mapping[str, Any]) -> dict[str, Any]:
+    """What a client said, less the token ids and log-probabilities: those travel in the trace. Nothing is changed in place."""
+    info = {key: value for key, value in client_info.items() if key not in TRACE_KEYS}
+    raw = info.get("raw_response")
+    if isinstance(raw, Mapping):
+        kept = {key: value for key, value in raw.items() if key != "prompt_token_ids"}
+        if isinstance(kept.get("choices"), list):
+            kept["choices"] = [_choice_without_traces(choice) for choice in kept["choices"]]
+        info["raw_response"] = kept
+    return info
+
+
+def _choice_without_traces(choice: Any) -> Any:
+    if not isinstance(choice, Mapping):
+        return choice
+    return {key: value for key, value in choice.items() if key not in ("token_ids", "logprobs")}

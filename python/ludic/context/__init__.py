@@ -1,0 +1,6 @@
+"""What the model is shown of an episode."""
+
+from ludic.context.base import ContextStrategy
+from ludic.context.full_dialog import FullDialog
+
+__all__ = ["ContextStrategy", "FullDialog"]

@@ -1,0 +1,96 @@
+"""One question, one answer, one verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.errors import RolloutError
+from ludic.types import Info, StepOutcome
+
+Sample = Mapping[str, Any]
+"""A row of a data set."""
+ParserFn = Callable[[str], str]
+"""The answer's text in the data set to what the verifier compares with."""
+VerifierFn = Callable[[str, str], bool]
+"""(action, parsed target) -> right or wrong."""
+PromptBuilder = Callable[[Sample], str]
+
+
+def strip(text: str) -> str:
+    return text.strip()
+
+
+def same_text(action: str, target: str) -> bool:
+    """Equal apart from case and surrounding white space."""
+    return action.strip().lower() == target.strip().lower()
+
+
+class DatasetQAEnv(SingleAgentEnv):
+    """Shows the question of one row, takes one answer, and ends with `correct_reward` or `incorrect_reward`."""
+
+    def __init__(
+        self,
+        sample: Sample,
+        *,
+        prompt_key: str = "question",
+        answer_key: str = "answer",
+        system_prompt: str | None = None,
+        prompt_builder: PromptBuilder | None = None,
+        target_parser: ParserFn = strip,
+        verifier: VerifierFn = same_text,
+        correct_reward: float = 1.0,
+        incorrect_reward: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.sample = sample
+        self._prompt_key = prompt_key
+        self._answer_key = answer_key
+        self._system_prompt = system_prompt
+        self._prompt_builder = prompt_builder
+        self._target_parser = target_parser
+        self._verifier = verifier
+        self._correct_reward = correct_reward
+        self._incorrect_reward = incorrect_reward
+        self._question_id = str(sample.get("id") or sample.get("uid") or 0)
+        self._obs = ""
+        self._done = False
+
+    @property
+    def suggested_sysprompt(self) -> str | None:
+        return self._system_prompt
+
+    def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
+        """The prompt; the same at every reset, whatever the seed."""
+        self._done = False
+        self._obs = self._prompt()
+        return self._obs, {"question_id": self._question_id}
+
+    def env_step(self, action: str) -> StepOutcome:
+        if self._done:
+            raise RolloutError(f"question {self._question_id} is already answered; call reset() before the next step")
+        target = self._target_parser(self._field(self._answer_key))
+        correct = bool(self._verifier(action, target))
+        self._done = True
+        self._obs = f"{'Correct' if correct else 'Incorrect'}. Expected: {target}"
+        info: Info = {
+            "question_id": self._question_id,
+            "raw_action": action,
+            "parsed_answer": action,
+            "target_answer": target,
+            "correct": correct,
+        }
+        reward = self._correct_reward if correct else self._incorrect_reward
+        return StepOutcome(obs=self._obs, reward=reward, truncated=False, terminated=True, info=info)
+
+    def env_current_obs(self) -> str:
+        return self._obs
+
+    def _prompt(self) -> str:
+        return self._prompt_builder(self.sample) if self._prompt_builder else self._field(self._prompt_key)
+
+    def _field(self, key: str) -> str:
+        if key not in self.sample:
+            raise KeyError(f"the sample has no {key!r}; it has {sorted(self.sample)}")
+        return str(self.sample[key])

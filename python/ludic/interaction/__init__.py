@@ -1,0 +1,8 @@
+"""How agents and environments play episodes."""
+
+from ludic.interaction.base import InteractionProtocol
+from ludic.interaction.info import merge_step_info
+from ludic.interaction.single_agent import SingleAgentProtocol
+from ludic.interaction.step_collector import TraceCollector
+
+__all__ = ["InteractionProtocol", "SingleAgentProtocol", "TraceCollector", "merge_step_info"]

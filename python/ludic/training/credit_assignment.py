@@ -1,0 +1,152 @@
+"""Credit: how the rewards of rollouts become one weight a step. Plain float64 arithmetic, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ludic.errors import ConfigError, DataError
+from ludic.training.types import RolloutStepKey
+from ludic.types import Rollout
+
+Weights = dict[RolloutStepKey, float]
+"""(rollout id, step index) -> weight."""
+
+
+@dataclass
+class MonteCarloReturn:
+    """G_t = r_t + gamma G_{t+1}: the discounted sum of rewards from each step on."""
+
+    gamma: float = 1.0
+
+    def compute(self, rollouts: Sequence[Rollout]) -> Weights:
+        weights: Weights = {}
+        for rollout in rollouts:
+            following = 0.0
+            for step in reversed(rollout.steps):
+                following = step.reward + self.gamma * following
+                weights[rollout.id, step.index] = following
+        return weights
+
+
+@dataclass
+class PerStepReward:
+    """Each step's own reward."""
+
+    def compute(self, rollouts: Sequence[Rollout]) -> Weights:
+        return {(rollout.id, step.index): float(step.reward) for rollout in rollouts for step in rollout.steps}
+
+
+@dataclass
+class EpisodicReturn:
+    """The undiscounted return of the episode, at every step."""
+
+    def compute(self, rollouts: Sequence[Rollout]) -> Weights:
+        return _by_rollout(rollouts, [rollout.total_reward for rollout in rollouts])
+
+
+@dataclass
+class ConstantCredit:
+    """The same weight at every step: supervised fine-tuning."""
+
+    value: float = 1.0
+
+    def compute(self, rollouts: Sequence[Rollout]) -> Weights:
+        return _by_rollout(rollouts, [self.value] * len(rollouts))
+
+
+@dataclass
+class GroupNormalizedReturn:
+    """A_i = R_i - mean(R of its group), at every step of rollout i (GRPO, arXiv:2402.03300, section 4.1).
+
+    In this order: centred; clamped at 0 if `positive_only`; divided by (population standard deviation of the group's advantages + `eps`)
+    if `normalize_adv`. A group is the rollouts with one `meta["request_meta"]["group_id"]`; a group of equal returns gets exactly 0.
+    With `allow_partial` a group may be smaller than `group_size`, for engines that lose rollouts; a larger one is always an error.
+    """
+
+    group_size: int
+    normalize_adv: bool = False
+    positive_only: bool = False
+    eps: float = 1e-8
+    allow_partial: bool = False
+
+    def __post_init__(self) -> None:
+        _check_group_size(self.group_size)
+
+    def compute(self, rollouts: Sequence[Rollout]) -> Weights:
+        advantages = np.zeros(len(rollouts))
+        for members in _groups(rollouts, self.group_size, allow_partial=self.allow_partial):
+            centred = _centred([rollouts[i].total_reward for i in members])
+            if self.positive_only:
+                centred = np.maximum(centred, 0.0)
+            if self.normalize_adv:
+                centred = centred / (centred.std() + self.eps)
+            advantages[members] = centred
+        return _by_rollout(rollouts, advantages.tolist())
+
+
+@dataclass
+class HybridNormalizedReturn:
+    """A_i = (R_i - mean(R of its group)) / (std of all centred returns of the batch + eps): ScaleRL, arXiv:2510.13786.
+
+    The population standard deviation is over rollouts, one value each. `positive_only` clamps at 0 at the end.
+    """
+
+    group_size: int
+    eps: float = 1e-8
+    positive_only: bool = False
+    allow_partial: bool = False
+
+    def __post_init__(self) -> None:
+        _check_group_size(self.group_size)
+
+    def compute(self, rollouts: Sequence[Rollout]) -> Weights:
+        advantages = np.zeros(len(rollouts))
+        for members in _groups(rollouts, self.group_size, allow_partial=self.allow_partial):
+            advantages[members] = _centred([rollouts[i].total_reward for i in members])
+        if len(rollouts):
+            advantages = advantages / (advantages.std() + self.eps)
+        if self.positive_only:
+            advantages = np.maximum(advantages, 0.0)
+        return _by_rollout(rollouts, advantages.tolist())
+
+
+def _centred(returns: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Returns less their mean; exactly 0 where they are all equal, whatever the rounding of the mean."""
+    values = np.asarray(returns, dtype=np.float64)
+    if np.all(values == values[0]):
+        return np.zeros_like(values)
+    return values - values.mean()
+
+
+def _groups(rollouts: Sequence[Rollout], group_size: int, *, allow_partial: bool) -> list[list[int]]:
+    """Positions of the members of each group, in order of first appearance."""
+    groups: dict[object, list[int]] = {}
+    for position, rollout in enumerate(rollouts):
+        group = (rollout.meta.get("request_meta") or {}).get("group_id")
+        if group is None:
+            raise DataError(
+                f"rollout {rollout.id} is missing group_id in meta['request_meta']; expand requests with GRPORequestStrategy"
+            )
+        groups.setdefault(group, []).append(position)
+    for group, members in groups.items():
+        if len(members) > group_size or (len(members) < group_size and not allow_partial):
+            raise DataError(
+                f"Group size mismatch: group {group} has {len(members)} rollouts, group_size is {group_size}; "
+                "use the same number in GRPORequestStrategy, or allow_partial=True for groups that lost rollouts"
+            )
+    return list(groups.values())
+
+
+def _by_rollout(rollouts: Sequence[Rollout], values: Sequence[float]) -> Weights:
+    """One value for all steps of a rollout."""
+    return {
+        (rollout.id, step.index): float(value) for rollout, value in zip(rollouts, values, strict=True) for step in rollout.steps
+    }
+
+
+def _check_group_size(group_size: int) -> None:
+    if group_size <= 0:
+        raise ConfigError(f"group_size must be positive, got {group_size}")
