@@ -1,0 +1,236 @@
+"""Where the model lives: forward and backward passes, the optimizer, the weights. The trainer asks, and awaits the answers.
+
+`TorchBackend` computes in this process: one device, or one rank of a model sharded or replicated by torch.distributed, whose wrapping
+changes and whose step does not. Gradients of all ranks add up to that of the whole mini-batch: averaging wrappers are undone by a
+factor, and without a wrapper they are summed before clipping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ludic.errors import ConfigError, NonFiniteError
+from ludic.training import ranks
+from ludic.training.algorithm import RLAlgorithm, forward_logits
+from ludic.training.batching.micro_batching import MicroBatch
+from ludic.training.config import TrainerConfig
+from ludic.training.futures import TrainFuture
+from ludic.training.loss import BatchTotals, SharedContext
+from ludic.training.memory import MemoryProfile
+from ludic.training.nonfinite import nonfinite_report
+from ludic.training.weights import ParamFilter, published_weights
+
+MicroBatches = MicroBatch | Collection[MicroBatch]
+
+
+@dataclass
+class BackwardResult:
+    """What `forward_backward` measured. Tensors stay on their device."""
+
+    loss: Tensor
+    """[] loss of all micro-batches: their scaled losses summed."""
+    micro_stats: list[dict[str, Any]] = field(default_factory=list)
+    """Statistics of the loss, for each micro-batch."""
+    micro_sizes: list[int] = field(default_factory=list)
+    """Samples of each micro-batch."""
+
+
+class TrainingBackend(Protocol):
+    """What the trainer needs of a model. Every call returns at once; the answer may come later."""
+
+    def forward_backward(self, batch: MicroBatches, *, totals: BatchTotals | None = None) -> TrainFuture[BackwardResult]:
+        """Add the gradient of the micro-batches. `totals` are those of the mini-batch that they belong to."""
+
+    def optim_step(self, *, lr_factor: float = 1.0) -> TrainFuture[dict[str, float]]:
+        """Clip, step, clear the gradient. Gives `grad_norm` (before clipping) and `lr`. `NonFiniteError` leaves the weights."""
+
+    def forward_logprobs(self, batch: MicroBatch) -> TrainFuture[Tensor]:
+        """[B, T - 1] log-probability of each next token, without gradient."""
+
+    def export_weights(self, *, param_filter: ParamFilter | None = None) -> TrainFuture[dict[str, Tensor]]:
+        """What a policy server needs, by name."""
+
+    def save(self, path: str | Path) -> TrainFuture[None]:
+        """Write weights and optimizer state into the folder."""
+
+    def load(self, path: str | Path) -> TrainFuture[None]:
+        """Read what `save` wrote."""
+
+
+def build_optimizer(model: nn.Module, cfg: TrainerConfig) -> torch.optim.Optimizer:
+    """AdamW over the parameters that are trained."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ConfigError("the model has no parameter with requires_grad=True; there is nothing to train")
+    return torch.optim.AdamW(trained, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay)
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Recompute activations in the backward pass instead of keeping them."""
+    if not hasattr(model, "gradient_checkpointing_enable"):
+        raise ConfigError(f"{type(model).__name__} has no gradient_checkpointing_enable; leave gradient checkpointing off")
+    model.gradient_checkpointing_enable()
+    if hasattr(model, "config"):
+        model.config.use_cache = False
+    if hasattr(model, "enable_input_require_grads"):
+        model.enable_input_require_grads()
+
+
+class TorchBackend:
+    """A torch model in this process.
+
+    >>> backend = TorchBackend(model, cfg, algo=make_grpo(group_size=8))
+    >>> result = await backend.forward_backward(mini_batch, totals=mini_batch.totals).result()
+    >>> await backend.optim_step().result()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cfg: TrainerConfig,
+        *,
+        algo: RLAlgorithm,
+        optimizer: torch.optim.Optimizer | None = None,
+        enable_gradient_checkpointing: bool = False,
+    ) -> None:
+        self.cfg, self.algo = cfg, algo
+        self.model = model if _is_sharded(model) else model.to(cfg.model_device)
+        if enable_gradient_checkpointing:
+            enable_checkpointing(self.model)
+        self.optimizer = build_optimizer(self.model, cfg) if optimizer is None else optimizer
+        for group in self.optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        averages = _is_sharded(model) or isinstance(model, DistributedDataParallel)
+        self._gradient_scale = float(ranks.world_size()) if averages else 1.0
+        self._sum_gradients = ranks.is_distributed() and not averages
+        self._pending: list[tuple[Collection[MicroBatch], BatchTotals | None]] = []
+        self._loss: Tensor | None = None
+
+    def forward_backward(self, batch: MicroBatches, *, totals: BatchTotals | None = None) -> TrainFuture[BackwardResult]:
+        micro_batches = [batch] if isinstance(batch, MicroBatch) else batch
+        return TrainFuture.of("forward_backward", lambda: self._forward_backward(micro_batches, totals))
+
+    def _forward_backward(self, batch: Collection[MicroBatch], totals: BatchTotals | None) -> BackwardResult:
+        self.model.train()
+        result = BackwardResult(torch.zeros((), device=self.cfg.model_device))
+        for index, micro_batch in enumerate(batch):
+            with self._gradient_sync(last=index == len(batch) - 1):
+                loss, stats = self._backward(micro_batch, totals)
+            result.loss = result.loss + loss
+            result.micro_stats.append(stats)
+            result.micro_sizes.append(micro_batch.num_items)
+        self._pending.append((batch, totals))
+        self._loss = result.loss if self._loss is None else self._loss + result.loss
+        return result
+
+    def _backward(self, micro_batch: MicroBatch, totals: BatchTotals | None) -> tuple[Tensor, dict[str, Any]]:
+        """Add the gradient of one micro-batch; its loss, and its statistics."""
+        profile = MemoryProfile.start(self.cfg)
+        with self._autocast():
+            loss, stats = self.algo.compute_loss(
+                self.model, micro_batch.tensors, cast_logits_to_fp32=self.cfg.cast_logits_to_fp32, totals=totals
+            )
+        profile.after_forward()
+        (loss * self._gradient_scale).backward()
+        return loss.detach().float(), {**stats, **profile.after_backward()}
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.cfg.mixed_precision_dtype is None:
+            return nullcontext()
+        return torch.autocast(torch.device(self.cfg.model_device).type, dtype=torch.bfloat16)
+
+    def _gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Ranks exchange gradients with the last micro-batch only."""
+        model: Any = self.model
+        if _is_sharded(model):
+            model.set_requires_gradient_sync(last)
+        elif isinstance(model, DistributedDataParallel) and not last:
+            return model.no_sync()
+        return nullcontext()
+
+    def optim_step(self, *, lr_factor: float = 1.0) -> TrainFuture[dict[str, float]]:
+        return TrainFuture.of("optim_step", lambda: self._optim_step(lr_factor))
+
+    def _optim_step(self, lr_factor: float) -> dict[str, float]:
+        pending, self._pending = self._pending, []
+        loss, self._loss = self._loss, None
+        norm = self._clipped_norm()
+        self._check_finite(norm, loss, pending)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * lr_factor
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]}
+
+    def _clipped_norm(self) -> float:
+        """L2 norm of the gradient over all ranks, before it is clipped. Waits for the device."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        if self._sum_gradients:
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    dist.all_reduce(parameter.grad)
+        limit = float("inf") if self.cfg.max_grad_norm is None else self.cfg.max_grad_norm
+        norm: Any = nn.utils.clip_grad_norm_(parameters, limit)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def _check_finite(
+        self, norm: float, loss: Tensor | None, pending: list[tuple[Collection[MicroBatch], BatchTotals | None]]
+    ) -> None:
+        value = 0.0 if loss is None else float(loss)
+        broken = not torch.isfinite(torch.tensor([norm, value])).all()
+        if not ranks.max_over_ranks([float(broken)], self.cfg.model_device)[0]:
+            return
+        self.model.zero_grad(set_to_none=True)
+        reports = (self._report(batch, totals) for batch, totals in pending) if broken else iter(["they are on another rank"])
+        raise NonFiniteError(f"loss {value} with gradient norm {norm} is not finite; {'; '.join(reports)}. No weight was changed")
+
+    def _report(self, batch: Collection[MicroBatch], totals: BatchTotals | None) -> str:
+        if ranks.is_distributed():  # a pass of one rank alone would hang in the others' collectives
+            return f"samples (rollout/step): {', '.join(name for micro in batch for name in micro.sample_names)}"
+        return nonfinite_report(self.model, batch, lambda micro_batch: self._backward(micro_batch, totals)[0])
+
+    def forward_logprobs(self, batch: MicroBatch) -> TrainFuture[Tensor]:
+        return TrainFuture.of("forward_logprobs", lambda: self._forward_logprobs(batch))
+
+    @torch.no_grad()
+    def _forward_logprobs(self, batch: MicroBatch) -> Tensor:
+        training = self.model.training
+        self.model.eval()
+        try:
+            with self._autocast():
+                return SharedContext(forward_logits(self.model, batch.tensors), batch.tensors).token_logp
+        finally:
+            self.model.train(training)
+
+    def export_weights(self, *, param_filter: ParamFilter | None = None) -> TrainFuture[dict[str, Tensor]]:
+        return TrainFuture.of("export_weights", lambda: self._export(param_filter))
+
+    def _export(self, param_filter: ParamFilter | None) -> dict[str, Tensor]:
+        return published_weights(self.model, param_filter=param_filter, device=self.cfg.runtime_device)
+
+    def save(self, path: str | Path) -> TrainFuture[None]:
+        return TrainFuture.of("save", lambda: self._on_disk(path, "save"))
+
+    def load(self, path: str | Path) -> TrainFuture[None]:
+        return TrainFuture.of("load", lambda: self._on_disk(path, "load"))
+
+    def _on_disk(self, path: str | Path, direction: str) -> None:
+        from ludic.training import checkpoint
+
+        act: Callable[..., None] = checkpoint.write_state if direction == "save" else checkpoint.read_state
+        act(Path(path), self.model, self.optimizer)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 holds the model, which then stays where it is."""
+    return hasattr(model, "set_requires_gradient_sync")

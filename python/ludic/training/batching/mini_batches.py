@@ -1,0 +1,196 @@
+"""A macro-batch as the trainer runs it: ingested once, cut, divided into mini-batches, each planned into micro-batches.
+
+A **mini-batch** is what one optimizer step sees; groups and pairs are never divided between two. A **micro-batch** is what goes
+through the model at once; it is collated when it is asked for, so that only one of them exists at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ludic import _core
+from ludic.training import ranks
+from ludic.training.batching.micro_batching import MicroBatch, to_tensors, truncate_item
+from ludic.training.config import TrainerConfig
+from ludic.training.loss import BatchTotals
+from ludic.training.types import SAWItem
+
+Rows = NDArray[np.int64]
+"""Indices of samples."""
+
+
+@dataclass(frozen=True)
+class MacroBatch:
+    """Samples of one batch that have something to train, as items for the metadata and as columns for the numbers.
+
+    >>> batch = MacroBatch.ingest(items, max_seq_len=1024)
+    >>> [rows] = batch.divide(1, seed=0, step=0, epoch=0)
+    """
+
+    items: list[SAWItem]
+    """Cut to the limit, their metadata saying so."""
+    table: _core.SampleTable
+    """The same samples, row by row."""
+    truncated_empty: int
+    """Samples dropped because the cut left no action token to predict."""
+    without_actions: int
+    """Samples dropped because they never had one."""
+
+    @classmethod
+    def ingest(cls, items: Sequence[SAWItem], max_seq_len: int) -> MacroBatch:
+        """Read the items once, cut them, and drop those with no action token that a model could predict."""
+        table = _core.SampleTable.from_items(items).truncate(max_seq_len)
+        cut = np.asarray(table.original_lengths > table.lengths)
+        kept = list(items)
+        for index in np.flatnonzero(cut):
+            kept[index] = truncate_item(kept[index], max_seq_len)
+        trained = np.asarray(table.target_counts > 0)
+        if not trained.all():
+            rows = np.flatnonzero(trained)
+            kept, table = [kept[index] for index in rows], table.select(rows)
+        return cls(kept, table, int((cut & ~trained).sum()), int((~cut & ~trained).sum()))
+
+    def divide(self, count: int, *, seed: int, step: int, epoch: int) -> list[Rows]:
+        """Rows of each of `count` mini-batches, of as equal size as whole groups allow.
+
+        The order of groups is drawn from (seed, step, epoch) alone. One mini-batch keeps the order of the batch. With fewer
+        groups than mini-batches some are empty.
+        """
+        if count == 1:
+            return [np.arange(len(self.items))]
+        groups = _groups(self.items)
+        order = np.random.default_rng([seed, step, epoch]).permutation(len(groups))
+        parts: list[list[int]] = [[] for _ in range(count)]
+        placed = 0
+        for group in order:
+            parts[placed * count // len(self.items)].extend(groups[group])
+            placed += len(groups[group])
+        return [np.array(part, dtype=np.int64) for part in parts]
+
+    def name(self, row: int) -> str:
+        """`rollout_id/step_index` of a sample."""
+        meta = self.items[row].meta
+        return f"{meta.get('rollout_id', f'sample {row}')}/{meta.get('step_index', 0)}"
+
+
+def _groups(items: Sequence[SAWItem]) -> list[list[int]]:
+    """Rows that belong together, in order of first appearance: a group, a pair, or the steps of one rollout."""
+    groups: dict[Any, list[int]] = {}
+    for row, item in enumerate(items):
+        groups.setdefault(_atom(item, row), []).append(row)
+    return list(groups.values())
+
+
+def _atom(item: SAWItem, row: int) -> tuple[str, Any]:
+    group = (item.meta.get("request_meta") or {}).get("group_id")
+    if group is not None:
+        return "group", group
+    for key in ("pair_id", "rollout_id"):
+        if item.meta.get(key) is not None:
+            return key, item.meta[key]
+    return "row", row
+
+
+class MiniBatch:
+    """The micro-batches of one optimizer step. It can be run through more than once.
+
+    >>> for micro_batch in MiniBatch(batch, rows, cfg):
+    ...     loss, stats = algo.compute_loss(model, micro_batch.tensors, totals=mini_batch.totals)
+    """
+
+    def __init__(self, batch: MacroBatch, rows: Rows, cfg: TrainerConfig, *, skip_zero_weight: bool = False) -> None:
+        self.batch, self.cfg = batch, cfg
+        self.rows = rows[batch.table.weights[rows] != 0] if skip_zero_weight else rows
+        """Samples that go through the model."""
+        self.num_skipped = len(rows) - len(self.rows)
+        """Samples of weight zero that do not."""
+        self.totals = batch_totals(batch.table, rows, cfg.model_device)
+        """Of all samples, the skipped ones and other ranks' among them."""
+        self.collate_s = 0.0
+        """Seconds spent on collation so far."""
+        self.lengths = np.ascontiguousarray(batch.table.lengths[self.rows])
+        self.plan = plan(self.lengths, cfg) if len(self.rows) else None
+        own = len(self.plan) if self.plan is not None else 0
+        self.num_micro_batches = int(ranks.max_over_ranks([own], cfg.model_device)[0])
+        """The same on every rank; a rank with fewer fills up with rows that weigh nothing."""
+
+    def __len__(self) -> int:
+        return self.num_micro_batches
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for index in range(self.num_micro_batches):
+            started = time.perf_counter()
+            micro_batch = self._collate(index)
+            self.collate_s += time.perf_counter() - started
+            yield micro_batch
+
+    def _collate(self, index: int) -> MicroBatch:
+        if self.plan is None or index >= len(self.plan):
+            return _weightless(self._micro_batch(np.zeros(1, dtype=np.int64)))
+        return self._micro_batch(self.rows[self.plan[index]])
+
+    def _micro_batch(self, rows: Rows) -> MicroBatch:
+        table = self.batch.table
+        if self.cfg.packing == "padding_free":
+            columns = table.collate_padding_free(rows)
+        else:
+            columns = table.collate(rows, self.cfg.pad_token_id)
+        names = tuple(self.batch.name(row) for row in rows)
+        return MicroBatch(to_tensors(columns, self.cfg.model_device), len(rows), names)
+
+    def padding(self) -> dict[str, float]:
+        """Tokens: real ones, computed ones, and what would be computed by the greedy plan and by padding all to the longest."""
+        if self.plan is None:
+            return dict.fromkeys(PADDING_KEYS, 0.0)
+        greedy = _core.plan_greedy(self.lengths, self.cfg.micro_token_budget)
+        unpacked = len(self.lengths) * int(self.lengths.max())
+        counts = (self.plan.num_tokens, self.plan.padded_tokens, greedy.padded_tokens, unpacked, len(self.plan))
+        return dict(zip(PADDING_KEYS, map(float, counts), strict=True))
+
+
+PADDING_KEYS = (
+    "perf/real_tokens",
+    "perf/padded_tokens",
+    "perf/padded_tokens_greedy",
+    "perf/padded_tokens_unpacked",
+    "perf/micro_batches",
+)
+
+
+def plan(lengths: NDArray[np.int32], cfg: TrainerConfig) -> _core.Plan:
+    """The configured packing of samples of these lengths."""
+    if cfg.packing == "padding_free":
+        return _core.plan_padding_free(lengths, cfg.micro_token_budget)
+    if cfg.packing == "greedy":
+        return _core.plan_greedy(lengths, cfg.micro_token_budget)
+    return _core.plan_optimal(lengths, cfg.micro_token_budget, cfg.overhead_tokens)
+
+
+def batch_totals(table: _core.SampleTable, rows: Rows, device: torch.device | str) -> BatchTotals:
+    """Totals of the samples at `rows`, summed over ranks."""
+    weights, targets = table.weights[rows], table.target_counts[rows]
+    if not ranks.is_distributed():
+        return BatchTotals.from_columns(weights, targets, num_pairs=len(rows) / 2)
+    wide = weights.astype(np.float64)
+    sums = ranks.sum_over_ranks([len(rows), float(targets.sum()), float(wide.sum())], device)
+    mean = sums[2] / max(sums[0], 1.0)
+    [squares] = ranks.sum_over_ranks([float(((wide - mean) ** 2).sum())], device)
+    deviation = float(np.sqrt(squares / max(sums[0], 1.0)))
+    return BatchTotals(sums[0], sums[1], weight_mean=mean, weight_std=deviation, num_pairs=sums[0] / 2)
+
+
+def _weightless(micro_batch: MicroBatch) -> MicroBatch:
+    """A row that keeps this rank in step and adds nothing: no action, no weight, and no item in any count."""
+    silent = {"action_mask", "weight", "actor_logps", "old_logp_action"}
+    tensors: dict[str, Tensor] = {
+        name: torch.zeros_like(value) if name in silent else value for name, value in micro_batch.tensors.items()
+    }
+    return MicroBatch(tensors, 0, micro_batch.sample_names)

@@ -1,0 +1,55 @@
+"""The answer of a training backend, which may still be on its way.
+
+Both forms work: `await backend.forward_backward(batch).result()`, and keeping the future to await it later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class TrainFuture(Generic[T]):
+    """The result of one operation. Set once, from any thread; awaited any number of times, in any event loop.
+
+    >>> future = TrainFuture[int]("optim_step")
+    >>> future.set_result(3)
+    >>> future.done()
+    True
+    """
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+        """What was asked for, for logs and errors."""
+        self._future: Future[T] = Future()
+
+    @classmethod
+    def of(cls, operation: str, compute: Callable[[], T]) -> TrainFuture[T]:
+        """Compute now; what it returns or raises is the result."""
+        future = cls(operation)
+        try:
+            future.set_result(compute())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def set_result(self, value: T) -> None:
+        self._future.set_result(value)
+
+    def set_exception(self, error: BaseException) -> None:
+        """`result` will raise it."""
+        self._future.set_exception(error)
+
+    async def result(self) -> T:
+        """Wait for the operation and return what it gave, or raise what it raised."""
+        return self._future.result() if self.done() else await asyncio.wrap_future(self._future)
+
+    def __repr__(self) -> str:
+        return f"TrainFuture({self.operation}, {'done' if self.done() else 'pending'})"

@@ -1,0 +1,46 @@
+"""Which samples made a loss or a gradient infinite or NaN. Slow, and only run when that has happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ludic.training.batching.micro_batching import MicroBatch
+
+MAX_NAMED = 16
+
+
+def nonfinite_report(model: nn.Module, micro_batches: Iterable[MicroBatch], backward: Callable[[MicroBatch], Tensor]) -> str:
+    """One sentence on the cause. `backward` adds a micro-batch's gradient and returns its loss; gradients are cleared."""
+    if not all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters()):
+        return "weights were not finite before this step; go back to an earlier checkpoint"
+    names = []
+    for name in _offenders(model, micro_batches, backward):
+        names.append(name)
+        if len(names) == MAX_NAMED:
+            names.append("and perhaps more")
+            break
+    if not names:
+        return "no sample alone gives a value that is not finite: their sum overflows; lower lr or max_grad_norm"
+    return f"offending samples (rollout/step): {', '.join(names)}"
+
+
+def _offenders(model: nn.Module, micro_batches: Iterable[MicroBatch], backward: Callable[[MicroBatch], Tensor]) -> Iterator[str]:
+    for micro_batch in micro_batches:
+        if _is_finite(model, micro_batch, backward):
+            continue
+        for row in range(micro_batch.num_items):
+            alone = micro_batch.row(row)
+            if not _is_finite(model, alone, backward):
+                yield alone.sample_names[0] if alone.sample_names else f"row {row}"
+
+
+def _is_finite(model: nn.Module, micro_batch: MicroBatch, backward: Callable[[MicroBatch], Tensor]) -> bool:
+    model.zero_grad(set_to_none=True)
+    loss = backward(micro_batch)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    finite = bool(torch.isfinite(loss)) and all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+    model.zero_grad(set_to_none=True)
+    return finite

@@ -1,0 +1,43 @@
+"""The few sums that the trainer takes over ranks. Without `torch.distributed`, a world of one: each is the identity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def is_distributed() -> bool:
+    """Whether there is more than one rank."""
+    return world_size() > 1
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def sum_over_ranks(values: Sequence[float], device: torch.device | str) -> list[float]:
+    """Each value summed over the ranks, in float64."""
+    return _reduce(values, device, dist.ReduceOp.SUM) if is_distributed() else list(values)
+
+
+def max_over_ranks(values: Sequence[float], device: torch.device | str) -> list[float]:
+    """The largest of each value over the ranks."""
+    return _reduce(values, device, dist.ReduceOp.MAX) if is_distributed() else list(values)
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if is_distributed():
+        dist.barrier()
+
+
+def _reduce(values: Sequence[float], device: torch.device | str, operation: dist.ReduceOp.RedOpType) -> list[float]:
+    packed = torch.tensor(list(values), dtype=torch.float64, device=device)
+    dist.all_reduce(packed, op=operation)
+    return [float(value) for value in packed.cpu()]
