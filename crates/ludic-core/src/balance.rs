@@ -6,11 +6,11 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::ops::Range;
 
 use crate::CoreError;
 use crate::plan::{
-    Plan, Sorted, check_budget, check_overhead, greedy_offsets, optimal_offsets,
-    optimal_offsets_exactly, padding_free,
+    Plan, Sorted, check_budget, check_overhead, greedy_offsets, optimal_offsets, optimal_offsets_exactly, padding_free,
 };
 
 /// Above this many samples the last few micro-batches are made by halving instead of by an exact search, which costs a
@@ -39,9 +39,7 @@ impl Packing {
             "greedy" => Ok(Self::Greedy),
             "optimal" => Ok(Self::Optimal),
             "padding_free" => Ok(Self::PaddingFree),
-            _ => Err(CoreError::UnknownPacking {
-                name: name.to_owned(),
-            }),
+            _ => Err(CoreError::UnknownPacking { name: name.to_owned() }),
         }
     }
 }
@@ -72,12 +70,7 @@ pub struct RankPlan {
 
 impl RankPlan {
     fn new() -> Self {
-        Self {
-            indices: Vec::new(),
-            offsets: vec![0],
-            cost: 0,
-            padded_tokens: 0,
-        }
+        Self { indices: Vec::new(), offsets: vec![0], cost: 0, padded_tokens: 0 }
     }
 
     /// How many micro-batches there are: the same for every rank.
@@ -98,9 +91,7 @@ impl RankPlan {
 
     /// The samples of each micro-batch in turn.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &[u32]> {
-        self.offsets
-            .windows(2)
-            .map(|pair| &self.indices[pair[0] as usize..pair[1] as usize])
+        self.offsets.windows(2).map(|pair| &self.indices[pair[0] as usize..pair[1] as usize])
     }
 
     /// Sum of the cost of its samples, without padding.
@@ -116,11 +107,7 @@ impl RankPlan {
 
 /// The same number of micro-batches for each rank. Every sample is on one rank once; no rank is without a sample unless
 /// there are fewer samples than ranks; no micro-batch is empty unless there are fewer samples than micro-batches.
-pub fn plan_ranks(
-    lengths: &[i32],
-    micro_token_budget: i64,
-    options: &RankOptions,
-) -> Result<Vec<RankPlan>, CoreError> {
+pub fn plan_ranks(lengths: &[i32], micro_token_budget: i64, options: &RankOptions) -> Result<Vec<RankPlan>, CoreError> {
     let ranks = in_range("world_size", options.world_size, 1, MAX_RANKS)? as usize;
     let prices = Prices::new(options)?;
     let overhead = check_overhead(options.overhead_tokens)?;
@@ -129,9 +116,7 @@ pub fn plan_ranks(
         Packing::Greedy => pad(lengths, micro_token_budget, |sorted, budget| {
             let offsets = greedy_offsets(&sorted.runs, budget);
             let count = slots(offsets.len() - 1, ranks, sorted.len());
-            halve(offsets, count, |rows| {
-                prices.padded(lengths, &sorted.order[rows])
-            })
+            halve(offsets, count, |rows| prices.padded(lengths, &sorted.order[rows]))
         })?,
         Packing::Optimal => pad(lengths, micro_token_budget, |sorted, budget| {
             best_count(lengths, sorted, budget, overhead, &prices, ranks)
@@ -141,16 +126,7 @@ pub fn plan_ranks(
 }
 
 fn in_range(name: &'static str, value: i64, least: i64, most: i64) -> Result<i64, CoreError> {
-    if (least..=most).contains(&value) {
-        Ok(value)
-    } else {
-        Err(CoreError::OutOfRange {
-            name,
-            value,
-            least,
-            most,
-        })
-    }
+    if (least..=most).contains(&value) { Ok(value) } else { Err(CoreError::OutOfRange { name, value, least, most }) }
 }
 
 /// What work costs.
@@ -172,9 +148,7 @@ impl Prices {
     }
 
     fn packed(&self, lengths: &[i32], rows: &[u32]) -> u128 {
-        rows.iter()
-            .map(|&row| self.sample(lengths[row as usize]))
-            .sum()
+        rows.iter().map(|&row| self.sample(lengths[row as usize])).sum()
     }
 
     fn padded(&self, lengths: &[i32], rows: &[u32]) -> u128 {
@@ -190,10 +164,7 @@ impl Prices {
 }
 
 fn longest(lengths: &[i32], rows: &[u32]) -> i32 {
-    rows.iter()
-        .map(|&row| lengths[row as usize])
-        .max()
-        .unwrap_or(0)
+    rows.iter().map(|&row| lengths[row as usize]).max().unwrap_or(0)
 }
 
 /// The least multiple of `ranks` that is at least `count`; fewer when there are not that many samples.
@@ -202,73 +173,45 @@ fn slots(count: usize, ranks: usize, samples: usize) -> usize {
 }
 
 /// A padded plan from where its micro-batches begin in the sorted order.
-fn pad(
-    lengths: &[i32],
-    budget: i64,
-    cut: impl FnOnce(&Sorted, u64) -> Vec<u32>,
-) -> Result<Plan, CoreError> {
+fn pad(lengths: &[i32], budget: i64, cut: impl FnOnce(&Sorted, u64) -> Vec<u32>) -> Result<Plan, CoreError> {
     let sorted = Sorted::new(lengths)?;
     let budget = check_budget(budget, sorted.longest())?;
     let offsets = cut(&sorted, budget);
     Ok(Plan::contiguous(lengths, sorted, offsets))
 }
 
-/// Of the fewest steps, and the two numbers of steps next to the optimum for one rank, the cheapest in lockstep.
-fn best_count(
-    lengths: &[i32],
-    sorted: &Sorted,
-    budget: u64,
-    overhead: u64,
-    prices: &Prices,
-    ranks: usize,
-) -> Vec<u32> {
-    let samples = sorted.len();
+/// The cheapest in lockstep of greedy's halving and of the exact plans with the fewest steps and with the two numbers of
+/// steps next to the optimum for one rank.
+fn best_count(lengths: &[i32], sorted: &Sorted, budget: u64, overhead: u64, prices: &Prices, ranks: usize) -> Vec<u32> {
+    let cost = |rows: Range<usize>| prices.padded(lengths, &sorted.order[rows]);
+    let rounded = |count: usize| slots(count, ranks, sorted.len());
     let free = optimal_offsets(&sorted.runs, budget, overhead, 1);
-    if samples > EXACT_SAMPLES {
-        let count = slots(free.len() - 1, ranks, samples);
-        return halve(free, count, |rows| {
-            prices.padded(lengths, &sorted.order[rows])
-        });
+    let most = rounded(free.len() - 1);
+    if sorted.len() > EXACT_SAMPLES {
+        return halve(free, most, cost);
     }
-    let fewest = greedy_offsets(&sorted.runs, budget).len() - 1;
-    let most = slots(free.len() - 1, ranks, samples);
-    let least = slots(fewest, ranks, samples);
+    let greedy = greedy_offsets(&sorted.runs, budget);
+    let least = rounded(greedy.len() - 1);
     let mut counts = vec![least, most.saturating_sub(ranks).max(least), most];
     counts.dedup();
+    let exact = counts.into_iter().map(|count| optimal_offsets_exactly(&sorted.runs, budget, count));
     let step = u128::from(overhead).saturating_mul(prices.linear);
-    let candidates = counts
-        .into_iter()
-        .map(|count| optimal_offsets_exactly(&sorted.runs, budget, count));
     let lockstep = |offsets: &Vec<u32>| {
-        let mut costs: Vec<u128> = ranges(offsets)
-            .map(|rows| prices.padded(lengths, &sorted.order[rows]))
-            .collect();
+        let mut costs: Vec<u128> = ranges(offsets).map(cost).collect();
         costs.sort_unstable_by_key(|&cost| Reverse(cost));
-        costs.iter().step_by(ranks).fold(0u128, |sum, &cost| {
-            sum.saturating_add(cost).saturating_add(step)
-        })
+        costs.iter().step_by(ranks).fold(0u128, |sum, &cost| sum.saturating_add(cost).saturating_add(step))
     };
-    candidates.min_by_key(lockstep).unwrap_or(free)
+    exact.chain([halve(greedy, least, cost)]).min_by_key(lockstep).unwrap_or(free)
 }
 
-fn ranges(offsets: &[u32]) -> impl Iterator<Item = std::ops::Range<usize>> + '_ {
-    offsets
-        .windows(2)
-        .map(|pair| pair[0] as usize..pair[1] as usize)
+fn ranges(offsets: &[u32]) -> impl Iterator<Item = Range<usize>> + '_ {
+    offsets.windows(2).map(|pair| pair[0] as usize..pair[1] as usize)
 }
 
 /// Halve the costliest micro-batch that has two rows, the first among equals, until there are `count`.
-fn halve(
-    mut offsets: Vec<u32>,
-    count: usize,
-    cost: impl Fn(std::ops::Range<usize>) -> u128,
-) -> Vec<u32> {
-    let entry = |begin: usize, end: usize| {
-        (end - begin > 1).then(|| (cost(begin..end), Reverse(begin), end))
-    };
-    let mut heap: BinaryHeap<_> = ranges(&offsets)
-        .filter_map(|rows| entry(rows.start, rows.end))
-        .collect();
+fn halve(mut offsets: Vec<u32>, count: usize, cost: impl Fn(Range<usize>) -> u128) -> Vec<u32> {
+    let entry = |begin: usize, end: usize| (end - begin > 1).then(|| (cost(begin..end), Reverse(begin), end));
+    let mut heap: BinaryHeap<_> = ranges(&offsets).filter_map(|rows| entry(rows.start, rows.end)).collect();
     let missing = count.saturating_sub(offsets.len() - 1);
     for _ in 0..missing {
         let Some((_, Reverse(begin), end)) = heap.pop() else {
@@ -288,28 +231,19 @@ fn pack(lengths: &[i32], budget: i64, prices: &Prices, ranks: usize) -> Result<P
     let sorted = Sorted::new(lengths)?;
     let cap = check_budget(budget, sorted.longest())?;
     let samples = sorted.len();
-    let bound = usize::try_from(sorted.num_tokens.div_ceil(cap))
-        .unwrap_or(samples)
-        .max(usize::from(samples > 0));
+    let bound = usize::try_from(sorted.num_tokens.div_ceil(cap)).unwrap_or(samples).max(usize::from(samples > 0));
     let least = slots(bound, ranks, samples);
     if let Some(plan) = spread(&sorted, cap, prices, least) {
         return Ok(plan);
     }
     let tight = padding_free(lengths, budget)?;
     let count = slots(tight.len(), ranks, samples);
-    if count > least {
-        if let Some(plan) = spread(&sorted, cap, prices, count) {
-            return Ok(plan);
-        }
+    let retry = (count > least).then(|| spread(&sorted, cap, prices, count)).flatten();
+    if let Some(plan) = retry {
+        return Ok(plan);
     }
-    let offsets = halve(tight.offsets().to_vec(), count, |rows| {
-        prices.packed(lengths, &tight.indices()[rows])
-    });
-    Ok(Plan::packed(
-        tight.indices().to_vec(),
-        offsets,
-        tight.num_tokens(),
-    ))
+    let offsets = halve(tight.offsets().to_vec(), count, |rows| prices.packed(lengths, &tight.indices()[rows]));
+    Ok(Plan::packed(tight.indices().to_vec(), offsets, tight.num_tokens()))
 }
 
 /// A micro-batch being filled: the least cost first, then the fewest rows, then the first.
@@ -337,11 +271,7 @@ fn spread(sorted: &Sorted, cap: u64, prices: &Prices, count: usize) -> Option<Pl
             };
             free[bin as usize] -= length;
             bins.push(bin);
-            heap.extend(
-                passed
-                    .drain(..)
-                    .filter(|passed| free[passed.0.2 as usize] >= shortest),
-            );
+            heap.extend(passed.drain(..).filter(|passed| free[passed.0.2 as usize] >= shortest));
             heap.push(Reverse((load + cost, rows + 1, bin)));
         }
     }
@@ -368,16 +298,9 @@ fn gather(sorted: &Sorted, bins: &[u32], count: usize) -> Plan {
 }
 
 /// One micro-batch a rank and step, by falling cost; within a step the costliest goes to the rank with the least so far.
-fn deal(
-    lengths: &[i32],
-    made: &Plan,
-    packing: Packing,
-    prices: &Prices,
-    ranks: usize,
-) -> Vec<RankPlan> {
+fn deal(lengths: &[i32], made: &Plan, packing: Packing, prices: &Prices, ranks: usize) -> Vec<RankPlan> {
     let cost = |rows: &[u32]| prices.micro_batch(lengths, rows, packing);
-    let mut micro_batches: Vec<(u128, &[u32])> =
-        made.iter().map(|rows| (cost(rows), rows)).collect();
+    let mut micro_batches: Vec<(u128, &[u32])> = made.iter().map(|rows| (cost(rows), rows)).collect();
     micro_batches.sort_by_key(|&(cost, _)| Reverse(cost));
     let mut plans = vec![RankPlan::new(); ranks];
     let mut loads: Vec<(u128, usize)> = (0..ranks).map(|rank| (0, rank)).collect();
@@ -398,10 +321,7 @@ impl RankPlan {
         self.offsets.push(self.indices.len() as u32);
         self.cost += prices.packed(lengths, rows);
         self.padded_tokens += match packing {
-            Packing::PaddingFree => rows
-                .iter()
-                .map(|&row| lengths[row as usize] as u64)
-                .sum::<u64>(),
+            Packing::PaddingFree => rows.iter().map(|&row| lengths[row as usize] as u64).sum::<u64>(),
             Packing::Greedy | Packing::Optimal => rows.len() as u64 * longest(lengths, rows) as u64,
         };
     }

@@ -38,11 +38,7 @@ pub struct Groups {
 
 /// Group samples by pair id. Each pair has one `"chosen"` and one `"rejected"`; one that lacks either is left out, or an
 /// error unless `drop_incomplete`.
-pub fn group(
-    ids: &[PairId<'_>],
-    roles: &[&str],
-    drop_incomplete: bool,
-) -> Result<Groups, CoreError> {
+pub fn group(ids: &[PairId<'_>], roles: &[&str], drop_incomplete: bool) -> Result<Groups, CoreError> {
     if ids.len() != roles.len() {
         return Err(CoreError::UnequalColumns {
             first: "pair_ids",
@@ -76,10 +72,7 @@ fn collect(ids: &[PairId<'_>], roles: &[&str]) -> Result<Vec<[Option<u32>; 2]>, 
     let mut found: Vec<[Option<u32>; 2]> = Vec::with_capacity(ids.len() / 2 + 1);
     for ((id, role), sample) in ids.iter().zip(roles).zip(0u32..) {
         let Some(role) = ROLES.iter().position(|known| known == role) else {
-            return Err(CoreError::UnknownRole {
-                index: u64::from(sample),
-                role: (*role).to_owned(),
-            });
+            return Err(CoreError::UnknownRole { index: u64::from(sample), role: (*role).to_owned() });
         };
         let slot = *slots.entry(id).or_insert(found.len());
         if slot == found.len() {
@@ -87,12 +80,7 @@ fn collect(ids: &[PairId<'_>], roles: &[&str]) -> Result<Vec<[Option<u32>; 2]>, 
         }
         if let Some(first) = found[slot][role].replace(sample) {
             let (first, second) = (u64::from(first), u64::from(sample));
-            return Err(CoreError::DuplicateRole {
-                pair: id.to_string(),
-                role: ROLES[role],
-                first,
-                second,
-            });
+            return Err(CoreError::DuplicateRole { pair: id.to_string(), role: ROLES[role], first, second });
         }
     }
     Ok(found)
@@ -125,42 +113,23 @@ pub fn plan(
         Some(overhead) => optimal_offsets(&sorted.runs, budget, overhead, 2),
         None => greedy_offsets(&sorted.runs, budget),
     };
-    let indices = sorted
-        .order
-        .iter()
-        .flat_map(|&pair| pairs[pair as usize])
-        .collect();
-    Ok(Plan::padded(
-        lengths,
-        indices,
-        offsets.into_iter().map(|offset| 2 * offset).collect(),
-    ))
+    let indices = sorted.order.iter().flat_map(|&pair| pairs[pair as usize]).collect();
+    Ok(Plan::padded(lengths, indices, offsets.into_iter().map(|offset| 2 * offset).collect()))
 }
 
 /// The pairs as indices of samples that exist and that no other place uses.
 fn check_pairs(samples: usize, pairs: &[[i64; 2]]) -> Result<Vec<[u32; 2]>, CoreError> {
     if samples >= u32::MAX as usize {
-        return Err(CoreError::TooManySamples {
-            count: samples as u64,
-        });
+        return Err(CoreError::TooManySamples { count: samples as u64 });
     }
     let mut used = vec![false; samples];
     let mut check = |pair: usize, sample: i64| {
-        let index = usize::try_from(sample)
-            .ok()
-            .filter(|&index| index < samples);
+        let index = usize::try_from(sample).ok().filter(|&index| index < samples);
         let Some(index) = index else {
-            return Err(CoreError::PairIndex {
-                pair: pair as u64,
-                sample,
-                samples: samples as u64,
-            });
+            return Err(CoreError::PairIndex { pair: pair as u64, sample, samples: samples as u64 });
         };
         if std::mem::replace(&mut used[index], true) {
-            return Err(CoreError::PairRepeats {
-                pair: pair as u64,
-                sample: index as u64,
-            });
+            return Err(CoreError::PairRepeats { pair: pair as u64, sample: index as u64 });
         }
         Ok(index as u32)
     };
@@ -173,15 +142,10 @@ fn check_pairs(samples: usize, pairs: &[[i64; 2]]) -> Result<Vec<[u32; 2]>, Core
 
 /// Neither sample of a pair has a negative length; the longer one would hide it.
 fn check_lengths(lengths: &[i32], pairs: &[[u32; 2]]) -> Result<(), CoreError> {
-    match pairs
-        .iter()
-        .flatten()
-        .find(|&&sample| lengths[sample as usize] < 0)
-    {
-        Some(&sample) => Err(CoreError::NegativeLength {
-            index: u64::from(sample),
-            length: i64::from(lengths[sample as usize]),
-        }),
+    match pairs.iter().flatten().find(|&&sample| lengths[sample as usize] < 0) {
+        Some(&sample) => {
+            Err(CoreError::NegativeLength { index: u64::from(sample), length: i64::from(lengths[sample as usize]) })
+        }
         None => Ok(()),
     }
 }

@@ -39,21 +39,14 @@ impl<'py> FromPyObject<'_, 'py> for Lengths {
                 ),
             ));
         };
-        Ok(Self(array.as_slice().map_or_else(
-            |_| array.as_array().iter().copied().collect(),
-            <[i32]>::to_vec,
-        )))
+        Ok(Self(array.as_slice().map_or_else(|_| array.as_array().iter().copied().collect(), <[i32]>::to_vec)))
     }
 }
 
 /// "a 2-dimensional float64 array", or the name of the type.
 pub fn described(value: &Bound<'_, PyAny>) -> PyResult<String> {
     match value.cast::<PyUntypedArray>() {
-        Ok(array) => Ok(format!(
-            "a {}-dimensional {} array",
-            array.ndim(),
-            array.dtype().str()?
-        )),
+        Ok(array) => Ok(format!("a {}-dimensional {} array", array.ndim(), array.dtype().str()?)),
         Err(_) => Ok(value.get_type().name()?.to_string()),
     }
 }

@@ -39,9 +39,9 @@ fn class(error: &CoreError) -> &'static str {
         CoreError::BudgetTooSmall { .. }
         | CoreError::BudgetNotPositive { .. }
         | CoreError::PairBudgetTooSmall { .. } => "BudgetError",
-        CoreError::NegativeSetting { .. }
-        | CoreError::OutOfRange { .. }
-        | CoreError::UnknownPacking { .. } => "ConfigError",
+        CoreError::NegativeSetting { .. } | CoreError::OutOfRange { .. } | CoreError::UnknownPacking { .. } => {
+            "ConfigError"
+        }
         _ => "DataError",
     }
 }
@@ -49,9 +49,7 @@ fn class(error: &CoreError) -> &'static str {
 /// An instance of a class of `ludic.errors`.
 pub fn raised(class: &str, message: String) -> PyErr {
     Python::attach(|py| {
-        let found = py
-            .import("ludic.errors")
-            .and_then(|module| module.getattr(class));
+        let found = py.import("ludic.errors").and_then(|module| module.getattr(class));
         match found.and_then(|found| Ok(found.cast_into::<PyType>()?)) {
             Ok(class) => PyErr::from_type(class, message),
             Err(error) => error,

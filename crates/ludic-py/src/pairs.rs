@@ -26,10 +26,7 @@ impl<'py> FromPyObject<'_, 'py> for Id {
         value.extract().map(Self::Number).map_err(|_| {
             raised(
                 "DataTypeError",
-                format!(
-                    "a pair_id must be a text or a whole number of 64 bits, not {}",
-                    shown(&value)
-                ),
+                format!("a pair_id must be a text or a whole number of 64 bits, not {}", shown(&value)),
             )
         })
     }
@@ -51,21 +48,13 @@ impl<'py> FromPyObject<'_, 'py> for Role {
     type Error = PyErr;
 
     fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let wrong = |_| {
-            raised(
-                "DataTypeError",
-                format!("a role must be a text, not {}", shown(&value)),
-            )
-        };
+        let wrong = |_| raised("DataTypeError", format!("a role must be a text, not {}", shown(&value)));
         value.extract().map(Self).map_err(wrong)
     }
 }
 
 fn shown(value: &Bound<'_, PyAny>) -> String {
-    value.repr().map_or_else(
-        |_| "an object without repr".to_owned(),
-        |text| text.to_string(),
-    )
+    value.repr().map_or_else(|_| "an object without repr".to_owned(), |text| text.to_string())
 }
 
 /// What `group_pairs` returns: [P, 2] sample indices, and the ids of incomplete pairs.
@@ -86,20 +75,10 @@ pub fn group_pairs<'py>(
         let roles: Vec<&str> = roles.iter().map(|role| &*role.0).collect();
         pairs::group(&ids, &roles, drop_incomplete)
     })?;
-    let rows = groups
-        .pairs
-        .iter()
-        .flatten()
-        .map(|&sample| i64::from(sample));
+    let rows = groups.pairs.iter().flatten().map(|&sample| i64::from(sample));
     let indices = PyArray1::from_iter(py, rows).reshape([groups.pairs.len(), 2])?;
-    let incomplete = groups
-        .incomplete
-        .iter()
-        .map(|&sample| pair_ids.get_item(sample));
-    Ok((
-        indices,
-        PyList::new(py, incomplete.collect::<PyResult<Vec<_>>>()?)?,
-    ))
+    let incomplete = groups.incomplete.iter().map(|&sample| pair_ids.get_item(sample));
+    Ok((indices, PyList::new(py, incomplete.collect::<PyResult<Vec<_>>>()?)?))
 }
 
 /// A copy of a [P, 2] int64 array.
@@ -117,14 +96,7 @@ impl<'py> FromPyObject<'_, 'py> for Pairs {
                 format!("pairs must be an int64 array [P, 2] of (chosen, rejected), not {found}"),
             ));
         };
-        Ok(Self(
-            array
-                .as_array()
-                .rows()
-                .into_iter()
-                .map(|row| [row[0], row[1]])
-                .collect(),
-        ))
+        Ok(Self(array.as_array().rows().into_iter().map(|row| [row[0], row[1]]).collect()))
     }
 }
 
@@ -139,7 +111,5 @@ pub fn plan_pairs(
     overhead_tokens: Option<Count>,
 ) -> Result<Plan> {
     let overhead = overhead_tokens.map(|overhead| overhead.0);
-    Ok(Plan(py.detach(|| {
-        pairs::plan(&lengths.0, &pairs.0, micro_token_budget.0, overhead)
-    })?))
+    Ok(Plan(py.detach(|| pairs::plan(&lengths.0, &pairs.0, micro_token_budget.0, overhead))?))
 }

@@ -18,11 +18,7 @@ impl Plan {
         self.0.len()
     }
 
-    fn __getitem__<'py>(
-        &self,
-        py: Python<'py>,
-        index: isize,
-    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+    fn __getitem__<'py>(&self, py: Python<'py>, index: isize) -> PyResult<Bound<'py, PyArray1<i64>>> {
         micro_batch(index, self.0.len(), |index| self.0.get(index)).map(|rows| widened(py, rows))
     }
 
@@ -60,19 +56,9 @@ impl Plan {
 }
 
 /// The rows of one micro-batch, counted from the end when `index` is negative.
-pub fn micro_batch<'a>(
-    index: isize,
-    len: usize,
-    get: impl FnOnce(usize) -> Option<&'a [u32]>,
-) -> PyResult<&'a [u32]> {
-    let from_front = if index < 0 {
-        index.checked_add_unsigned(len)
-    } else {
-        Some(index)
-    };
-    let found = from_front
-        .and_then(|index| usize::try_from(index).ok())
-        .and_then(get);
+pub fn micro_batch<'a>(index: isize, len: usize, get: impl FnOnce(usize) -> Option<&'a [u32]>) -> PyResult<&'a [u32]> {
+    let from_front = if index < 0 { index.checked_add_unsigned(len) } else { Some(index) };
+    let found = from_front.and_then(|index| usize::try_from(index).ok()).and_then(get);
     found.ok_or_else(|| PyIndexError::new_err(format!("micro-batch {index} of {len}")))
 }
 
@@ -84,9 +70,7 @@ pub fn widened<'py>(py: Python<'py>, values: &[u32]) -> Bound<'py, PyArray1<i64>
 /// Ascending stable sort; a new micro-batch when `longest * rows` would exceed the budget. O(n).
 #[pyfunction]
 pub fn plan_greedy(py: Python<'_>, lengths: Lengths, micro_token_budget: Count) -> Result<Plan> {
-    Ok(Plan(py.detach(|| {
-        plan::greedy(&lengths.0, micro_token_budget.0)
-    })?))
+    Ok(Plan(py.detach(|| plan::greedy(&lengths.0, micro_token_budget.0))?))
 }
 
 /// The exact minimum of `padded_tokens + overhead_tokens * micro_batches` under the same rule. O(n log n).
@@ -98,19 +82,11 @@ pub fn plan_optimal(
     micro_token_budget: Count,
     overhead_tokens: Count,
 ) -> Result<Plan> {
-    Ok(Plan(py.detach(|| {
-        plan::optimal(&lengths.0, micro_token_budget.0, overhead_tokens.0)
-    })?))
+    Ok(Plan(py.detach(|| plan::optimal(&lengths.0, micro_token_budget.0, overhead_tokens.0))?))
 }
 
 /// Best fit decreasing: the sum of lengths of each micro-batch is at most the budget.
 #[pyfunction]
-pub fn plan_padding_free(
-    py: Python<'_>,
-    lengths: Lengths,
-    micro_token_budget: Count,
-) -> Result<Plan> {
-    Ok(Plan(py.detach(|| {
-        plan::padding_free(&lengths.0, micro_token_budget.0)
-    })?))
+pub fn plan_padding_free(py: Python<'_>, lengths: Lengths, micro_token_budget: Count) -> Result<Plan> {
+    Ok(Plan(py.detach(|| plan::padding_free(&lengths.0, micro_token_budget.0))?))
 }

@@ -18,11 +18,7 @@ impl RankPlan {
         self.0.len()
     }
 
-    fn __getitem__<'py>(
-        &self,
-        py: Python<'py>,
-        index: isize,
-    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+    fn __getitem__<'py>(&self, py: Python<'py>, index: isize) -> PyResult<Bound<'py, PyArray1<i64>>> {
         micro_batch(index, self.0.len(), |index| self.0.get(index)).map(|rows| widened(py, rows))
     }
 

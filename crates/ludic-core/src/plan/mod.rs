@@ -35,36 +35,19 @@ impl Plan {
         let cost = |rows: &[u32]| rows.len() as u64 * rows.iter().map(length).max().unwrap_or(0);
         let num_tokens = indices.iter().map(length).sum();
         let padded_tokens = windows(&offsets).map(|range| cost(&indices[range])).sum();
-        Self {
-            indices,
-            offsets,
-            num_tokens,
-            padded_tokens,
-        }
+        Self { indices, offsets, num_tokens, padded_tokens }
     }
 
     /// A right-padded plan whose micro-batches are runs of `sorted`: the last row of each is its longest.
     pub(crate) fn contiguous(lengths: &[i32], sorted: Sorted, offsets: Vec<u32>) -> Self {
         let longest = |end: usize| lengths[sorted.order[end - 1] as usize] as u64;
-        let padded_tokens = windows(&offsets)
-            .map(|range| range.len() as u64 * longest(range.end))
-            .sum();
-        Self {
-            indices: sorted.order,
-            offsets,
-            num_tokens: sorted.num_tokens,
-            padded_tokens,
-        }
+        let padded_tokens = windows(&offsets).map(|range| range.len() as u64 * longest(range.end)).sum();
+        Self { indices: sorted.order, offsets, num_tokens: sorted.num_tokens, padded_tokens }
     }
 
     /// A padding-free plan: it computes the real tokens and no others.
     pub(crate) fn packed(indices: Vec<u32>, offsets: Vec<u32>, num_tokens: u64) -> Self {
-        Self {
-            indices,
-            offsets,
-            num_tokens,
-            padded_tokens: num_tokens,
-        }
+        Self { indices, offsets, num_tokens, padded_tokens: num_tokens }
     }
 
     /// How many micro-batches there are.
@@ -105,16 +88,12 @@ impl Plan {
 
     /// The samples of each micro-batch in turn.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &[u32]> {
-        self.offsets
-            .windows(2)
-            .map(|pair| &self.indices[pair[0] as usize..pair[1] as usize])
+        self.offsets.windows(2).map(|pair| &self.indices[pair[0] as usize..pair[1] as usize])
     }
 }
 
 fn windows(offsets: &[u32]) -> impl Iterator<Item = std::ops::Range<usize>> + '_ {
-    offsets
-        .windows(2)
-        .map(|pair| pair[0] as usize..pair[1] as usize)
+    offsets.windows(2).map(|pair| pair[0] as usize..pair[1] as usize)
 }
 
 /// The budget as a positive number that holds the longest sample.
@@ -123,18 +102,13 @@ pub(crate) fn check_budget(budget: i64, longest: u32) -> Result<u64, CoreError> 
         return Err(CoreError::BudgetNotPositive { budget });
     }
     if budget < i64::from(longest) {
-        return Err(CoreError::BudgetTooSmall {
-            budget: budget as u64,
-            longest: u64::from(longest),
-        });
+        return Err(CoreError::BudgetTooSmall { budget: budget as u64, longest: u64::from(longest) });
     }
     Ok(budget as u64)
 }
 
 /// The overhead of a micro-batch, in tokens.
 pub(crate) fn check_overhead(overhead_tokens: i64) -> Result<u64, CoreError> {
-    u64::try_from(overhead_tokens).map_err(|_| CoreError::NegativeSetting {
-        name: "overhead_tokens",
-        value: overhead_tokens,
-    })
+    u64::try_from(overhead_tokens)
+        .map_err(|_| CoreError::NegativeSetting { name: "overhead_tokens", value: overhead_tokens })
 }

@@ -19,11 +19,7 @@ use crate::CoreError;
 /// The exact minimum of `padded_tokens + overhead_tokens * micro_batches` under `longest * rows <= budget`. O(n log n).
 ///
 /// With a very large overhead it has the fewest micro-batches, and among those partitions the fewest padded tokens.
-pub fn optimal(
-    lengths: &[i32],
-    micro_token_budget: i64,
-    overhead_tokens: i64,
-) -> Result<Plan, CoreError> {
+pub fn optimal(lengths: &[i32], micro_token_budget: i64, overhead_tokens: i64) -> Result<Plan, CoreError> {
     let overhead = check_overhead(overhead_tokens)?;
     let sorted = Sorted::new(lengths)?;
     let budget = check_budget(micro_token_budget, sorted.longest())?;
@@ -33,20 +29,10 @@ pub fn optimal(
 
 /// Where the micro-batches of the optimum begin, when each sample is `rows` rows (a pair is two).
 pub(crate) fn offsets(runs: &[Run], budget: u64, overhead: u64, rows: u64) -> Vec<u32> {
-    let (samples, longest) = runs
-        .last()
-        .map_or((0, 0), |run| (i128::from(run.end), i128::from(run.length)));
+    let (samples, longest) = runs.last().map_or((0, 0), |run| (i128::from(run.end), i128::from(run.length)));
     // Above the padding of any partition the overhead decides first, however large it is.
     let overhead = i128::from(overhead).min(samples * longest * i128::from(rows) + 1);
-    solve(
-        runs,
-        budget,
-        Objective {
-            overhead,
-            scale: i128::from(rows),
-            per_row: 0,
-        },
-    )
+    solve(runs, budget, Objective { overhead, scale: i128::from(rows), per_row: 0 })
 }
 
 /// Where the micro-batches begin in the partition into exactly `count` that has the fewest padded tokens.
@@ -59,28 +45,19 @@ pub(crate) fn offsets_exactly(runs: &[Run], budget: u64, count: usize) -> Vec<u3
     if fewest.len() > count {
         return fewest;
     }
-    splice(
-        &fewest,
-        &priced(runs, budget, price, Ties::MostMicroBatches),
-        count,
-    )
+    splice(&fewest, &priced(runs, budget, price, Ties::MostMicroBatches), count)
 }
 
 /// The least price at which a best partition has at most `count` micro-batches.
 fn least_price(runs: &[Run], budget: u64, count: usize) -> i128 {
-    let enough =
-        |price: i128| priced(runs, budget, price, Ties::FewestMicroBatches).len() <= count + 1;
+    let enough = |price: i128| priced(runs, budget, price, Ties::FewestMicroBatches).len() <= count + 1;
     let (mut low, mut high) = (0, 1);
     while !enough(high) {
         (low, high) = (high + 1, 4 * high);
     }
     while low < high {
         let middle = low + (high - low) / 2;
-        (low, high) = if enough(middle) {
-            (low, middle)
-        } else {
-            (middle + 1, high)
-        };
+        (low, high) = if enough(middle) { (low, middle) } else { (middle + 1, high) };
     }
     low
 }
@@ -100,15 +77,7 @@ fn priced(runs: &[Run], budget: u64, price: i128, ties: Ties) -> Vec<u32> {
         Ties::FewestMicroBatches => (1, 0),
         Ties::MostMicroBatches => (-1, 1),
     };
-    solve(
-        runs,
-        budget,
-        Objective {
-            overhead: price * scale + per_micro_batch,
-            scale,
-            per_row,
-        },
-    )
+    solve(runs, budget, Objective { overhead: price * scale + per_micro_batch, scale, per_row })
 }
 
 /// Two best partitions, one of fewer and one of at least `count`, exchanged where a micro-batch of the second lies within
@@ -136,8 +105,7 @@ fn solve(runs: &[Run], budget: u64, objective: Objective) -> Vec<u32> {
     let row = objective.scale * i128::from(last.length) + objective.per_row;
     let largest = (i128::from(last.end) + 1) * (objective.overhead + row);
     let parents = if largest <= i128::from(i64::MAX) {
-        let weight =
-            |run: &Run| objective.scale as i64 * i64::from(run.length) + objective.per_row as i64;
+        let weight = |run: &Run| objective.scale as i64 * i64::from(run.length) + objective.per_row as i64;
         Search::new(runs, budget, objective.overhead as i64, weight).parents()
     } else {
         let weight = |run: &Run| objective.scale * i128::from(run.length) + objective.per_row;
@@ -158,10 +126,7 @@ fn walk(parents: &[u32]) -> Vec<u32> {
     offsets
 }
 
-trait Cost:
-    Copy + Ord + Default + From<u32> + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self>
-{
-}
+trait Cost: Copy + Ord + Default + From<u32> + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> {}
 impl Cost for i64 {}
 impl Cost for i128 {}
 
@@ -199,23 +164,10 @@ struct Search<T> {
 impl<T: Cost> Search<T> {
     fn new(runs: &[Run], budget: u64, overhead: T, weight: impl Fn(&Run) -> T) -> Self {
         let rows = |run: &Run| {
-            budget
-                .checked_div(u64::from(run.length))
-                .and_then(|rows| u32::try_from(rows).ok())
-                .unwrap_or(u32::MAX)
+            budget.checked_div(u64::from(run.length)).and_then(|rows| u32::try_from(rows).ok()).unwrap_or(u32::MAX)
         };
-        let step = |run: &Run| Step {
-            begin: run.begin,
-            end: run.end,
-            rows: rows(run),
-            weight: weight(run),
-        };
-        Self {
-            steps: runs.iter().map(step).collect(),
-            overhead,
-            queue: VecDeque::new(),
-            horizon: 0,
-        }
+        let step = |run: &Run| Step { begin: run.begin, end: run.end, rows: rows(run), weight: weight(run) };
+        Self { steps: runs.iter().map(step).collect(), overhead, queue: VecDeque::new(), horizon: 0 }
     }
 
     /// For each end `1..=n`, where the last micro-batch of the best partition of the samples before it begins.
@@ -246,28 +198,16 @@ impl<T: Cost> Search<T> {
     /// Enter the micro-batches that begin at `start`, dropping candidates that it beats from their first end on.
     fn push(&mut self, start: u32, cost: T, step: u32) {
         let (until, until_step) = self.reach(start);
-        let mut new = Candidate {
-            start,
-            cost,
-            from: start + 1,
-            from_step: step,
-            until,
-            until_step,
-        };
+        let mut new = Candidate { start, cost, from: start + 1, from_step: step, until, until_step };
         while let Some(&last) = self.queue.back() {
-            let (from, from_step) = if last.from > start {
-                (last.from, last.from_step)
-            } else {
-                (start + 1, step)
-            };
+            let (from, from_step) = if last.from > start { (last.from, last.from_step) } else { (start + 1, step) };
             let lead = cost - last.cost;
             let rows = T::from(start - last.start);
             if last.until < from || lead < rows * self.steps[from_step as usize].weight {
                 self.queue.pop_back();
                 continue;
             }
-            let ahead = &self.steps
-                [from_step as usize + 1..self.steps.len().min(last.until_step as usize + 1)];
+            let ahead = &self.steps[from_step as usize + 1..self.steps.len().min(last.until_step as usize + 1)];
             let passed = ahead.partition_point(|step| rows * step.weight <= lead);
             (new.from, new.from_step) = match ahead.get(passed) {
                 Some(step) => (step.begin + 1, from_step + 1 + passed as u32),

@@ -46,10 +46,7 @@ struct Open {
 
 /// Equal lengths go in together: what was the fullest stays the fullest as long as it holds another.
 fn place(sorted: &Sorted, budget: u64, mut waiting: impl Waiting) -> Placed {
-    let mut placed = Placed {
-        segments: Vec::with_capacity(sorted.len()),
-        bins: 0,
-    };
+    let mut placed = Placed { segments: Vec::with_capacity(sorted.len()), bins: 0 };
     let mut ready: Vec<Open> = Vec::new();
     for run in sorted.runs.iter().rev() {
         waiting.release(run.length, &mut ready);
@@ -57,18 +54,11 @@ fn place(sorted: &Sorted, budget: u64, mut waiting: impl Waiting) -> Placed {
         while begin < run.end {
             let mut open = ready.pop().unwrap_or_else(|| {
                 placed.bins += 1;
-                Open {
-                    bin: placed.bins - 1,
-                    free: budget,
-                }
+                Open { bin: placed.bins - 1, free: budget }
             });
             let rows = rows_that_fit(open.free, u64::from(run.length), run.end - begin);
             open.free -= u64::from(rows) * u64::from(run.length);
-            placed.segments.push(Segment {
-                bin: open.bin,
-                begin,
-                end: begin + rows,
-            });
+            placed.segments.push(Segment { bin: open.bin, begin, end: begin + rows });
             begin += rows;
             match u32::try_from(open.free) {
                 Ok(free) if free < run.length => waiting.put(open.bin, free),
@@ -84,9 +74,7 @@ fn rows_that_fit(free: u64, length: u64, rest: u32) -> u32 {
     if free < 2 * length {
         return 1;
     }
-    let rows = free
-        .checked_div(length)
-        .and_then(|rows| u32::try_from(rows).ok());
+    let rows = free.checked_div(length).and_then(|rows| u32::try_from(rows).ok());
     rows.map_or(rest, |rows| rows.min(rest))
 }
 
@@ -132,11 +120,7 @@ struct Buckets {
 
 impl Buckets {
     fn new(longest: usize) -> Self {
-        Self {
-            last: vec![0; longest],
-            before: Vec::new(),
-            end: longest,
-        }
+        Self { last: vec![0; longest], before: Vec::new(), end: longest }
     }
 }
 
@@ -155,10 +139,7 @@ impl Waiting for Buckets {
             self.end -= 1;
             let mut link = self.last[self.end];
             while let Some(bin) = link.checked_sub(1) {
-                ready.push(Open {
-                    bin,
-                    free: self.end as u64,
-                });
+                ready.push(Open { bin, free: self.end as u64 });
                 link = self.before[bin as usize];
             }
         }
@@ -180,16 +161,8 @@ impl Waiting for Heap {
     }
 
     fn release(&mut self, length: u32, ready: &mut Vec<Open>) {
-        while let Some((free, _, bin)) = self
-            .entries
-            .peek()
-            .copied()
-            .filter(|entry| entry.0 >= length)
-        {
-            ready.push(Open {
-                bin,
-                free: u64::from(free),
-            });
+        while let Some((free, _, bin)) = self.entries.peek().copied().filter(|entry| entry.0 >= length) {
+            ready.push(Open { bin, free: u64::from(free) });
             self.entries.pop();
         }
     }

@@ -22,11 +22,7 @@ impl Sorted {
     /// Counting sort when the range of lengths is small beside their number, a comparison sort otherwise.
     pub fn new(lengths: &[i32]) -> Result<Self, CoreError> {
         let Some((shortest, longest)) = range(lengths)? else {
-            return Ok(Self {
-                order: Vec::new(),
-                runs: Vec::new(),
-                num_tokens: 0,
-            });
+            return Ok(Self { order: Vec::new(), runs: Vec::new(), num_tokens: 0 });
         };
         let num_tokens = lengths.iter().map(|&length| length as u64).sum();
         let span = (longest - shortest) as usize + 1;
@@ -35,11 +31,7 @@ impl Sorted {
         } else {
             comparison_sort(lengths)
         };
-        Ok(Self {
-            order,
-            runs,
-            num_tokens,
-        })
+        Ok(Self { order, runs, num_tokens })
     }
 
     pub fn len(&self) -> usize {
@@ -54,22 +46,16 @@ impl Sorted {
 /// The shortest and the longest length, or the first thing that is wrong with them.
 fn range(lengths: &[i32]) -> Result<Option<(u32, u32)>, CoreError> {
     if lengths.len() >= u32::MAX as usize {
-        return Err(CoreError::TooManySamples {
-            count: lengths.len() as u64,
-        });
+        return Err(CoreError::TooManySamples { count: lengths.len() as u64 });
     }
     let Some((&first, rest)) = lengths.split_first() else {
         return Ok(None);
     };
-    let (shortest, longest) = rest.iter().fold((first, first), |(low, high), &length| {
-        (low.min(length), high.max(length))
-    });
+    let (shortest, longest) =
+        rest.iter().fold((first, first), |(low, high), &length| (low.min(length), high.max(length)));
     if shortest < 0 {
         let index = lengths.iter().position(|&length| length < 0).unwrap_or(0);
-        return Err(CoreError::NegativeLength {
-            index: index as u64,
-            length: i64::from(lengths[index]),
-        });
+        return Err(CoreError::NegativeLength { index: index as u64, length: i64::from(lengths[index]) });
     }
     Ok(Some((shortest as u32, longest as u32)))
 }
@@ -99,22 +85,14 @@ fn counting_sort(lengths: &[i32], shortest: u32, span: usize) -> (Vec<u32>, Vec<
 }
 
 fn comparison_sort(lengths: &[i32]) -> (Vec<u32>, Vec<Run>) {
-    let mut keys: Vec<u64> = lengths
-        .iter()
-        .zip(0u64..)
-        .map(|(&length, index)| (length as u64) << 32 | index)
-        .collect();
+    let mut keys: Vec<u64> = lengths.iter().zip(0u64..).map(|(&length, index)| (length as u64) << 32 | index).collect();
     keys.sort_unstable();
     let mut runs: Vec<Run> = Vec::new();
     for (key, end) in keys.iter().zip(1u32..) {
         let length = (key >> 32) as u32;
         match runs.last_mut() {
             Some(run) if run.length == length => run.end = end,
-            _ => runs.push(Run {
-                length,
-                begin: end - 1,
-                end,
-            }),
+            _ => runs.push(Run { length, begin: end - 1, end }),
         }
     }
     (keys.into_iter().map(|key| key as u32).collect(), runs)
