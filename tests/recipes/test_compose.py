@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from ludic.errors import ConfigError
 from ludic.recipes.compose import builtin_names, compose, config_hash, to_yaml
 from ludic.training.config import TrainerConfig
@@ -62,7 +63,7 @@ def test_a_file_starts_from_the_recipe_it_names_and_the_command_line_wins(tmp_pa
 
 
 def test_an_algorithm_brings_its_settings_and_the_command_line_wins() -> None:
-    assert compose().algorithm_args == {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
+    assert compose().algorithm_args == {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "normalizer": "tokens"}
     assert "clip_eps_high" not in compose(["algorithm=reinforce"]).algorithm_args
     assert compose(["algorithm_args.clip_eps_high=0.5"]).algorithm_args["clip_eps_high"] == 0.5
 

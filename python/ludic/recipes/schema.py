@@ -1,7 +1,7 @@
 """The tree of a recipe: every field that a recipe file or the command line can set.
 
-Values come from the built-in recipes (`builtin/*.yaml`) and, for the two `trainer` sections, from `TrainerConfig`; the classes here
-give names, types and meanings only.
+Values come from the built-in recipes (`builtin/*.yaml`) and, for the two `trainer` sections, from `TrainerConfig`; the classes
+here give names, types and meanings only.
 """
 
 from __future__ import annotations

@@ -1,0 +1,78 @@
+"""Names turned into objects: the task, the algorithm, the trainer's configuration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
+
+from ludic.envs.tasks import Addition, DigitSort, Task
+from ludic.errors import ConfigError
+from ludic.recipes.schema import Recipe, TaskSection
+from ludic.training import presets
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.config import TrainerConfig
+
+TASKS: dict[str, Callable[..., Task]] = {"sort": DigitSort, "addition": Addition}
+
+ALGORITHMS: dict[str, Callable[..., RLAlgorithm]] = {
+    "cispo": presets.make_cispo,
+    "grpo": presets.make_grpo,
+    "gspo": presets.make_gspo,
+    "reinforce": presets.make_reinforce,
+    "reinforce_baseline": presets.make_reinforce_baseline,
+    "scalerl": presets.make_scalerl,
+}
+
+
+def build_task(section: TaskSection) -> Task:
+    """A built-in task by its name, or a class of the user's own as `package.module:Class`."""
+    if ":" in section.kind:
+        return _call(_import(section.kind), section.args, "task.args")
+    return _call(_look_up(TASKS, section.kind, "task.kind"), section.args, "task.args")
+
+
+def build_algorithm(recipe: Recipe) -> RLAlgorithm:
+    """The preset of that name, with `algorithm_args`; the group size is that of the rollouts."""
+    make = _look_up(ALGORITHMS, recipe.algorithm, "algorithm")
+    given = dict(recipe.algorithm_args)
+    if "group_size" in inspect.signature(make).parameters:
+        given.setdefault("group_size", recipe.rollout.group_size)
+    return _call(make, given, "algorithm_args")
+
+
+def build_trainer_config(section: Any, *, pad_token_id: int, seed: int) -> TrainerConfig:
+    """Fields left at their default are not passed, so that the trainer can tell what was asked for."""
+    defaults = TrainerConfig()
+    asked = {name: value for name, value in asdict(section).items() if value != getattr(defaults, name)}
+    return TrainerConfig(**asked, pad_token_id=pad_token_id, seed=seed)
+
+
+def _look_up(registry: dict[str, Callable[..., Any]], name: str, setting: str) -> Callable[..., Any]:
+    if name in registry:
+        return registry[name]
+    near = get_close_matches(name, registry, n=1)
+    remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(registry))}"
+    raise ConfigError(f"{setting} ({name}) is not known; {remedy}")
+
+
+def _import(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"task.kind ({path}) cannot be imported: {error}; write package.module:Class") from error
+
+
+def _call(make: Callable[..., Any], arguments: dict[str, Any], setting: str) -> Any:
+    """`make(**arguments)`, where an argument that it does not take is an error with a suggestion."""
+    known = list(inspect.signature(make).parameters)
+    for name in arguments:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
+            raise ConfigError(f"{setting}.{name}: {getattr(make, '__name__', make)} has no such argument; {remedy}")
+    return make(**arguments)

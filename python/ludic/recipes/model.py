@@ -1,0 +1,81 @@
+"""The policy of a recipe: a small model made from a configuration, or any causal model on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ludic.errors import ConfigError
+from ludic.recipes.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, make_byte_tokenizer
+
+if TYPE_CHECKING:
+    from ludic.recipes.schema import NetworkSection, Recipe
+
+
+def make_policy(recipe: Recipe) -> tuple[Any, Any]:
+    """(model, tokenizer). The weights of a small model come from torch's global generator, seeded by the caller."""
+    if recipe.model is None:
+        return make_small_model(recipe.network), make_byte_tokenizer()
+    return load_model(recipe.model, recipe.dtype), load_tokenizer(recipe.tokenizer or recipe.model)
+
+
+def make_small_model(network: NetworkSection) -> Any:
+    """A Qwen2 over bytes; 427,520 parameters as the built-in recipes set it."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    if network.hidden_size % network.num_heads or network.num_heads % network.num_kv_heads:
+        raise ConfigError(
+            f"network.hidden_size ({network.hidden_size}) must be a multiple of num_heads ({network.num_heads}), "
+            f"and that of num_kv_heads ({network.num_kv_heads})"
+        )
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=network.hidden_size,
+            num_hidden_layers=network.num_layers,
+            num_attention_heads=network.num_heads,
+            num_key_value_heads=network.num_kv_heads,
+            intermediate_size=network.intermediate_size,
+            max_position_embeddings=network.max_positions,
+            tie_word_embeddings=True,
+            pad_token_id=PAD_ID,
+            bos_token_id=BOS_ID,
+            eos_token_id=EOS_ID,
+            attn_implementation="sdpa",
+        )
+    )
+
+
+def load_model(source: str, dtype: str) -> Any:
+    """`source` is a folder in Hugging Face layout or a hub id. Weights are read from safetensors only, never from pickle."""
+    from transformers import AutoModelForCausalLM
+
+    _check_source(source)
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model ({source}) could not be loaded: {error}") from error
+
+
+def load_tokenizer(source: str) -> Any:
+    """The tokenizer of `source`; one without a padding token pads with its end token."""
+    from transformers import AutoTokenizer
+
+    _check_source(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the tokenizer of {source} could not be loaded: {error}; set tokenizer=PATH") from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer of {source} has no end token; the policy could never end an answer")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _check_source(source: str) -> None:
+    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
+    if looks_local and not (Path(source).expanduser() / "config.json").is_file():
+        raise ConfigError(
+            f"{source} has no config.json; give a folder in Hugging Face layout or a hub id such as Qwen/Qwen2.5-0.5B"
+        )

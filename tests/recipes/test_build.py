@@ -1,0 +1,80 @@
+"""Names to objects, and what is said of a name that stands for none."""
+
+from random import Random
+
+import pytest
+
+from ludic.envs.tasks import DigitSort
+from ludic.errors import ConfigError
+from ludic.recipes.build import ALGORITHMS, build_algorithm, build_task, build_trainer_config
+from ludic.recipes.compose import compose
+from ludic.recipes.model import make_small_model
+from ludic.recipes.schema import TaskSection
+from ludic.training.credit_assignment import GroupNormalizedReturn, MonteCarloReturn
+
+
+class AlwaysSeven(DigitSort):
+    """A task of the user's own."""
+
+
+def test_the_small_model_has_the_documented_size() -> None:
+    model = make_small_model(compose().network)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 427_520
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("recipe", ["sort", "addition"])
+def test_every_algorithm_is_built_with_the_settings_of_every_recipe(recipe: str, name: str) -> None:
+    assert build_algorithm(compose([recipe, f"algorithm={name}"])).name == name
+
+
+def test_the_group_size_is_that_of_the_rollouts() -> None:
+    credit = build_algorithm(compose(["rollout.group_size=4"])).credit_assigner
+    assert isinstance(credit, GroupNormalizedReturn)
+    assert credit.group_size == 4
+    assert isinstance(build_algorithm(compose(["algorithm=reinforce"])).credit_assigner, MonteCarloReturn)
+
+
+def test_a_task_of_ones_own_is_named_by_module_and_class() -> None:
+    task = build_task(TaskSection(kind=f"{__name__}:AlwaysSeven", args={"digits": 3}))
+    assert isinstance(task, AlwaysSeven)
+    assert len(task.draw(Random(0))["answer"]) == 3
+
+
+def test_the_trainer_can_tell_what_the_recipe_asked_for() -> None:
+    cfg = build_trainer_config(compose(["trainer.eval_max_steps=3"]).trainer, pad_token_id=7, seed=5)
+    assert (cfg.pad_token_id, cfg.seed, cfg.eval_max_steps) == (7, 5, 3)
+    assert cfg.given("eval_max_steps")
+    assert not cfg.given("eval_concurrency")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["algorithm=crispo"], r"algorithm \(crispo\) is not known; did you mean cispo\?"),
+        (["algorithm=x"], r"there are cispo, grpo"),
+        (["algorithm_args.clip_eps_hi=0.3"], r"algorithm_args\.clip_eps_hi: .* did you mean clip_eps_high\?"),
+    ],
+)
+def test_a_wrong_algorithm_is_an_error_with_a_way_out(arguments: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_algorithm(compose(arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["task.kind=srot"], r"task\.kind \(srot\) is not known; did you mean sort\?"),
+        (["task.args.digit=5"], r"task\.args\.digit: DigitSort has no such argument; did you mean digits\?"),
+        (["task.kind=nowhere:Task"], r"task\.kind \(nowhere:Task\) cannot be imported"),
+        (["addition", "task.args.right=2"], r"right \(2\) must be between 0 and 1"),
+    ],
+)
+def test_a_wrong_task_is_an_error_with_a_way_out(arguments: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_task(compose(arguments).task)
+
+
+def test_a_network_whose_heads_do_not_divide_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"network\.hidden_size \(100\)"):
+        make_small_model(compose(["network.hidden_size=100", "network.num_heads=8"]).network)
