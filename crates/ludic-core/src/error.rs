@@ -70,9 +70,7 @@ pub enum CoreError {
     },
 
     /// A sample named twice.
-    #[error(
-        "pair {pair} names sample {sample} again; a sample belongs to one pair and has one role in it"
-    )]
+    #[error("pair {pair} names sample {sample} again; a sample belongs to one pair and has one role in it")]
     PairRepeats {
         /// The pair that names it the second time.
         pair: u64,
@@ -160,9 +158,7 @@ pub enum CoreError {
     },
 
     /// A padding token that no vocabulary can hold.
-    #[error(
-        "pad_token_id ({value}) must lie in 0..=2147483647; take the tokenizer's pad or eos token"
-    )]
+    #[error("pad_token_id ({value}) must lie in 0..=2147483647; take the tokenizer's pad or eos token")]
     PadToken {
         /// The id given.
         value: i64,
@@ -267,9 +263,7 @@ pub enum CoreError {
     },
 
     /// Offsets without a single value.
-    #[error(
-        "offsets is empty; give [0] for no samples, else the beginning of each sample and the end of the last"
-    )]
+    #[error("offsets is empty; give [0] for no samples, else the beginning of each sample and the end of the last")]
     NoOffsets,
 
     /// Offsets that do not span the columns.
@@ -297,9 +291,7 @@ pub enum CoreError {
     },
 
     /// A column that does not fit the others.
-    #[error(
-        "{column} has length {length}, but must have length {expected} like the columns beside it"
-    )]
+    #[error("{column} has length {length}, but must have length {expected} like the columns beside it")]
     ColumnLength {
         /// Which column.
         column: &'static str,
@@ -310,9 +302,7 @@ pub enum CoreError {
     },
 
     /// An index that names no sample.
-    #[error(
-        "index {index} names no sample of a table of {samples}; indices count from 0 and are never negative"
-    )]
+    #[error("index {index} names no sample of a table of {samples}; indices count from 0 and are never negative")]
     IndexOutOfRange {
         /// The index given.
         index: i64,
@@ -325,9 +315,7 @@ pub enum CoreError {
     EmptyBatch,
 
     /// A batch that 32-bit offsets cannot address.
-    #[error(
-        "a batch of {rows} rows by {columns} tokens is more than 2147483647 tokens; split it by a token budget"
-    )]
+    #[error("a batch of {rows} rows by {columns} tokens is more than 2147483647 tokens; split it by a token budget")]
     BatchTooLarge {
         /// Its rows.
         rows: usize,

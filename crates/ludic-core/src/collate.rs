@@ -1,0 +1,282 @@
+//! Rows of a table into the arrays that a model reads. Writes into the caller's slices, so that they can be the memory of
+//! a numpy array that torch shares.
+
+use std::mem::MaybeUninit;
+use std::ops::Range;
+
+use crate::table::{Columns, Row};
+use crate::{CoreError, SampleTable};
+
+/// An output element: a value, or memory that nobody has written yet.
+pub trait Slot<T: Copy> {
+    /// Writes the value.
+    fn put(&mut self, value: T);
+}
+
+impl<T: Copy> Slot<T> for T {
+    fn put(&mut self, value: T) {
+        *self = value;
+    }
+}
+
+impl<T: Copy> Slot<T> for MaybeUninit<T> {
+    fn put(&mut self, value: T) {
+        self.write(value);
+    }
+}
+
+/// Where the log-probabilities of the actor go.
+#[derive(Debug)]
+pub struct LogpsOut<'a, F> {
+    /// One a token of the layout, 0 off the actions.
+    pub actor_logps: &'a mut [F],
+    /// `[B]`: their sum over each row.
+    pub old_logp_action: &'a mut [F],
+}
+
+/// The right-padded layout, `[B, T]` row after row.
+#[derive(Debug)]
+pub struct PaddedOut<'a, I, F> {
+    /// `[B, T]`, the padding token on the right.
+    pub input_ids: &'a mut [I],
+    /// `[B, T]`: 1 on tokens, 0 on padding.
+    pub attention_mask: &'a mut [I],
+    /// `[B, T]`: 1 on actions.
+    pub action_mask: &'a mut [F],
+    /// `[B]`
+    pub weight: &'a mut [F],
+    /// Present exactly when the table has log-probabilities.
+    pub logps: Option<LogpsOut<'a, F>>,
+}
+
+/// The padding-free layout: S tokens, row after row.
+#[derive(Debug)]
+pub struct PaddingFreeOut<'a, I, C, F> {
+    /// `[S]`
+    pub input_ids: &'a mut [I],
+    /// `[S]`: counts from 0 in each row.
+    pub position_ids: &'a mut [I],
+    /// `[B + 1]`: where each row begins, and the end of the last.
+    pub cu_seqlens: &'a mut [C],
+    /// `[S]`: 1 on actions.
+    pub action_mask: &'a mut [F],
+    /// `[B]`
+    pub weight: &'a mut [F],
+    /// Present exactly when the table has log-probabilities.
+    pub logps: Option<LogpsOut<'a, F>>,
+}
+
+/// The right-padded layout in nine bytes a token.
+#[derive(Debug)]
+pub struct CompactOut<'a, C, U, F> {
+    /// `[B, T]`, the padding token on the right.
+    pub input_ids: &'a mut [C],
+    /// `[B, T]`: 1 on actions.
+    pub action_mask: &'a mut [U],
+    /// `[B]`: the attention mask is 1 on that many tokens.
+    pub lengths: &'a mut [C],
+    /// `[B]`
+    pub weight: &'a mut [F],
+    /// Present exactly when the table has log-probabilities.
+    pub logps: Option<LogpsOut<'a, F>>,
+}
+
+/// The rows of one micro-batch, checked, ready to be written in any layout.
+#[derive(Debug)]
+pub struct Batch<'t> {
+    columns: &'t Columns,
+    rows: Vec<Row>,
+    /// The first index whose attention mask has a 0 within the sample.
+    partial_attention: Option<i64>,
+    longest: usize,
+    num_tokens: usize,
+}
+
+impl SampleTable {
+    /// The samples at `indices`, in that order, as the rows of one micro-batch.
+    pub fn batch(&self, indices: &[i64]) -> Result<Batch<'_>, CoreError> {
+        if indices.is_empty() {
+            return Err(CoreError::EmptyBatch);
+        }
+        let rows = indices.iter().map(|&index| self.row(index)).collect::<Result<Vec<_>, _>>()?;
+        let longest = rows.iter().map(|row| row.len as usize).max().unwrap_or(0);
+        check_size(rows.len(), longest)?;
+        let columns = &*self.columns;
+        let partial = |row: &Row| columns.attention.as_ref().is_some_and(|mask| mask[row.span()].contains(&0));
+        let partial_attention = rows.iter().position(partial).map(|at| indices[at]);
+        let num_tokens = rows.iter().map(|row| row.len as usize).sum();
+        Ok(Batch { columns, rows, partial_attention, longest, num_tokens })
+    }
+}
+
+impl Batch<'_> {
+    /// B.
+    pub fn num_rows(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// T: the longest row.
+    pub fn num_columns(&self) -> usize {
+        self.longest
+    }
+
+    /// S: the tokens of all rows, without padding.
+    pub fn num_tokens(&self) -> usize {
+        self.num_tokens
+    }
+
+    /// Writes the right-padded layout.
+    pub fn collate_padded<I: Slot<i64>, F: Slot<f32>>(
+        &self,
+        pad_token_id: i64,
+        out: PaddedOut<'_, I, F>,
+    ) -> Result<(), CoreError> {
+        let pad = i64::from(checked_pad(pad_token_id)?);
+        let size = self.rows.len() * self.longest;
+        check_output("input_ids", out.input_ids, size)?;
+        check_output("attention_mask", out.attention_mask, size)?;
+        check_output("action_mask", out.action_mask, size)?;
+        self.write_weights(out.weight)?;
+        self.write_logps(out.logps, self.longest)?;
+        for (at, row) in self.rows.iter().enumerate() {
+            let (cells, span) = (self.cells(at), row.span());
+            copy_row(&mut out.input_ids[cells.clone()], &self.columns.ids[span.clone()], widen, pad);
+            copy_row(&mut out.action_mask[cells.clone()], &self.columns.action[span.clone()], f32::from, 0.0);
+            let attention = &mut out.attention_mask[cells];
+            match &self.columns.attention {
+                Some(mask) => copy_row(attention, &mask[span], i64::from, 0),
+                None => {
+                    let (tokens, padding) = attention.split_at_mut(row.len as usize);
+                    tokens.iter_mut().for_each(|slot| slot.put(1));
+                    padding.iter_mut().for_each(|slot| slot.put(0));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the padding-free layout. A sample whose attention mask has a 0 is refused: this layout has no mask.
+    pub fn collate_padding_free<I: Slot<i64>, C: Slot<i32>, F: Slot<f32>>(
+        &self,
+        out: PaddingFreeOut<'_, I, C, F>,
+    ) -> Result<(), CoreError> {
+        self.refuse_partial_attention()?;
+        check_output("input_ids", out.input_ids, self.num_tokens)?;
+        check_output("position_ids", out.position_ids, self.num_tokens)?;
+        check_output("action_mask", out.action_mask, self.num_tokens)?;
+        check_output("cu_seqlens", out.cu_seqlens, self.rows.len() + 1)?;
+        self.write_weights(out.weight)?;
+        self.write_logps(out.logps, 0)?;
+        let mut end = 0;
+        out.cu_seqlens[0].put(0);
+        for (row, boundary) in self.rows.iter().zip(&mut out.cu_seqlens[1..]) {
+            let (begin, span) = (end, row.span());
+            end += span.len();
+            copy_row(&mut out.input_ids[begin..end], &self.columns.ids[span.clone()], widen, 0);
+            copy_row(&mut out.action_mask[begin..end], &self.columns.action[span], f32::from, 0.0);
+            (0..).zip(&mut out.position_ids[begin..end]).for_each(|(position, slot)| slot.put(position));
+            boundary.put(end as i32);
+        }
+        Ok(())
+    }
+
+    /// Writes the compact layout. A sample whose attention mask has a 0 is refused: lengths cannot say it.
+    pub fn collate_compact<C: Slot<i32>, U: Slot<u8>, F: Slot<f32>>(
+        &self,
+        pad_token_id: i64,
+        out: CompactOut<'_, C, U, F>,
+    ) -> Result<(), CoreError> {
+        let pad = checked_pad(pad_token_id)?;
+        self.refuse_partial_attention()?;
+        let size = self.rows.len() * self.longest;
+        check_output("input_ids", out.input_ids, size)?;
+        check_output("action_mask", out.action_mask, size)?;
+        check_output("lengths", out.lengths, self.rows.len())?;
+        self.write_weights(out.weight)?;
+        self.write_logps(out.logps, self.longest)?;
+        for (at, row) in self.rows.iter().enumerate() {
+            let (cells, span) = (self.cells(at), row.span());
+            copy_row(&mut out.input_ids[cells.clone()], &self.columns.ids[span.clone()], |id| id, pad);
+            copy_row(&mut out.action_mask[cells], &self.columns.action[span], |bit| bit, 0);
+            out.lengths[at].put(row.len as i32);
+        }
+        Ok(())
+    }
+
+    /// Where row `at` lies in a padded array.
+    fn cells(&self, at: usize) -> Range<usize> {
+        at * self.longest..(at + 1) * self.longest
+    }
+
+    fn write_weights<F: Slot<f32>>(&self, out: &mut [F]) -> Result<(), CoreError> {
+        check_output("weight", out, self.rows.len())?;
+        self.rows.iter().zip(out).for_each(|(row, slot)| slot.put(row.weight));
+        Ok(())
+    }
+
+    /// Writes log-probabilities with every row padded to `width`; a width of 0 pads none.
+    fn write_logps<F: Slot<f32>>(&self, out: Option<LogpsOut<'_, F>>, width: usize) -> Result<(), CoreError> {
+        let (out, logps) = match (out, &self.columns.logps) {
+            (Some(out), Some(logps)) => (out, logps),
+            (None, None) => return Ok(()),
+            (Some(out), None) => return check_output("actor_logps", out.actor_logps, 0),
+            (None, Some(_)) => {
+                return check_output::<f32>("actor_logps", &[], self.num_tokens.max(1));
+            }
+        };
+        let size = if width == 0 { self.num_tokens } else { self.rows.len() * width };
+        check_output("actor_logps", out.actor_logps, size)?;
+        check_output("old_logp_action", out.old_logp_action, self.rows.len())?;
+        let mut end = 0;
+        for (row, sum) in self.rows.iter().zip(out.old_logp_action) {
+            let (begin, values) = (end, &logps[row.span()]);
+            end += values.len().max(width);
+            copy_row(&mut out.actor_logps[begin..end], values, |value| value, 0.0);
+            sum.put(sum_in_lanes(values));
+        }
+        Ok(())
+    }
+
+    fn refuse_partial_attention(&self) -> Result<(), CoreError> {
+        self.partial_attention.map_or(Ok(()), |index| Err(CoreError::PartialAttention { index }))
+    }
+}
+
+/// Ids are never negative, so that they are widened with zeros, which is cheaper than with the sign.
+fn widen(id: i32) -> i64 {
+    i64::from(id as u32)
+}
+
+fn copy_row<S: Copy, T: Copy, O: Slot<T>>(out: &mut [O], values: &[S], convert: impl Fn(S) -> T, pad: T) {
+    let (tokens, padding) = out.split_at_mut(values.len());
+    tokens.iter_mut().zip(values).for_each(|(slot, &value)| slot.put(convert(value)));
+    padding.iter_mut().for_each(|slot| slot.put(pad));
+}
+
+/// A sum in a fixed order: 16 lanes, then the lanes one after the other. The same on every machine, and a better
+/// approximation than one after the other from the first to the last.
+fn sum_in_lanes(values: &[f32]) -> f32 {
+    const LANES: usize = 16;
+    let (groups, tail) = values.as_chunks::<LANES>();
+    let mut lanes = [0.0f32; LANES];
+    for group in groups {
+        lanes.iter_mut().zip(group).for_each(|(lane, value)| *lane += value);
+    }
+    lanes.iter().chain(tail).sum()
+}
+
+fn check_size(rows: usize, columns: usize) -> Result<(), CoreError> {
+    match rows.checked_mul(columns) {
+        Some(size) if size <= i32::MAX as usize => Ok(()),
+        _ => Err(CoreError::BatchTooLarge { rows, columns }),
+    }
+}
+
+fn checked_pad(pad_token_id: i64) -> Result<i32, CoreError> {
+    let pad = i32::try_from(pad_token_id).ok().filter(|&pad| pad >= 0);
+    pad.ok_or(CoreError::PadToken { value: pad_token_id })
+}
+
+fn check_output<T>(name: &'static str, out: &[T], expected: usize) -> Result<(), CoreError> {
+    if out.len() == expected { Ok(()) } else { Err(CoreError::OutputLength { name, length: out.len(), expected }) }
+}
