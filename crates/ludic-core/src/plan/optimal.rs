@@ -232,3 +232,52 @@ impl<T: Cost> Search<T> {
         (u32::MAX, self.horizon as u32)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::plan::greedy_offsets;
+
+    /// The fewest padded tokens for each number of micro-batches, by the programme over ends and counts.
+    fn fewest_tokens(lengths: &[i32], budget: u64) -> Vec<Option<u64>> {
+        let mut sorted: Vec<u64> = lengths.iter().map(|&length| length as u64).collect();
+        sorted.sort_unstable();
+        let samples = sorted.len();
+        let mut best = vec![vec![None; samples + 1]; samples + 1];
+        best[0][0] = Some(0);
+        for end in 1..=samples {
+            for begin in 0..end {
+                let tokens = (end - begin) as u64 * sorted[end - 1];
+                for count in (1..=end).filter(|_| tokens <= budget) {
+                    let with = best[begin][count - 1].map(|before| before + tokens);
+                    best[end][count] = [best[end][count], with].into_iter().flatten().min();
+                }
+            }
+        }
+        best.swap_remove(samples)
+    }
+
+    proptest! {
+        #[test]
+        fn exactly_as_many_micro_batches_as_asked_with_the_fewest_tokens(
+            lengths in prop_oneof![
+                prop::collection::vec(0..5i32, 1..24), prop::collection::vec(0..500i32, 1..24),
+                prop::collection::vec(0..=i32::MAX, 1..24),
+            ],
+            factor in 1..20u64,
+        ) {
+            let sorted = Sorted::new(&lengths).unwrap();
+            let budget = u64::from(sorted.longest()).max(1) * factor;
+            let expected = fewest_tokens(&lengths, budget);
+            let fewest = greedy_offsets(&sorted.runs, budget).len() - 1;
+            prop_assert!(expected[..fewest].iter().all(Option::is_none));
+            for (count, &tokens) in expected.iter().enumerate().skip(fewest) {
+                let plan = Plan::contiguous(&lengths, sorted.clone(), offsets_exactly(&sorted.runs, budget, count));
+                prop_assert_eq!((plan.len(), Some(plan.padded_tokens())), (count, tokens));
+                prop_assert!(plan.iter().all(|rows| !rows.is_empty()));
+            }
+        }
+    }
+}

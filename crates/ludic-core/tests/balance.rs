@@ -1,0 +1,131 @@
+//! Laws of plans for several ranks.
+
+mod oracle;
+
+use ludic_core::CoreError;
+use ludic_core::balance::{Packing, RankOptions, RankPlan, plan_ranks};
+use ludic_core::plan::greedy;
+use proptest::prelude::*;
+
+const LINEAR: i64 = 24576;
+
+fn options(world_size: i64, packing: Packing) -> RankOptions {
+    RankOptions { world_size, packing, overhead_tokens: 256, linear: LINEAR, quadratic: 1 }
+}
+
+fn packing() -> impl Strategy<Value = Packing> {
+    prop_oneof![Just(Packing::Greedy), Just(Packing::Optimal), Just(Packing::PaddingFree)]
+}
+
+fn factors() -> impl Strategy<Value = (i64, i64)> {
+    prop_oneof![Just((LINEAR, 1)), Just((0, 0)), Just((1, 0)), Just((0, 1)), Just((1 << 31, 1 << 31))]
+}
+
+fn cost(length: i128, linear: i64, quadratic: i64) -> i128 {
+    i128::from(linear) * length + i128::from(quadratic) * length * length
+}
+
+fn used(lengths: &[i32], rows: &[u32], packing: Packing) -> i128 {
+    match packing {
+        Packing::PaddingFree => rows.iter().map(|&row| i128::from(lengths[row as usize])).sum(),
+        Packing::Greedy | Packing::Optimal => oracle::padded(lengths, rows),
+    }
+}
+
+/// The sum over steps of the costliest rank, padding included.
+fn lockstep(lengths: &[i32], plans: &[RankPlan], overhead: i64) -> i128 {
+    let padded = |rows: &[u32]| rows.len() as i128 * cost(oracle::longest(lengths, rows), LINEAR, 1);
+    let step = |k: usize| plans.iter().map(|plan| padded(plan.get(k).unwrap())).max().unwrap();
+    (0..plans[0].len()).map(|k| step(k) + i128::from(overhead * LINEAR)).sum()
+}
+
+proptest! {
+    #[test]
+    fn ranks_take_the_same_number_of_steps_and_none_is_idle(
+        (lengths, budget) in oracle::workload(200), world_size in 1..=64usize, packing in packing(),
+        (linear, quadratic) in factors(), overhead_tokens in oracle::overhead()
+    ) {
+        let options = RankOptions { linear, quadratic, overhead_tokens, ..options(world_size as i64, packing) };
+        let plans = plan_ranks(&lengths, budget, &options).unwrap();
+        prop_assert_eq!(plans.len(), world_size);
+        oracle::every_index_once(lengths.len(), plans.iter().flat_map(RankPlan::iter))?;
+        let steps = plans[0].len();
+        let slots = steps * world_size;
+        for plan in &plans {
+            prop_assert_eq!(plan.len(), steps);
+            prop_assert!(lengths.len() < world_size || plan.iter().any(|rows| !rows.is_empty()));
+            prop_assert!(plan.iter().all(|rows| used(&lengths, rows, packing) <= i128::from(budget)));
+            let costs = plan.iter().flatten().map(|&row| cost(i128::from(lengths[row as usize]), linear, quadratic));
+            prop_assert_eq!(plan.cost(), costs.sum::<i128>() as u128);
+            let tokens: i128 = plan.iter().map(|rows| used(&lengths, rows, packing)).sum();
+            prop_assert_eq!(i128::from(plan.padded_tokens()), tokens);
+        }
+        let empty = plans.iter().flat_map(RankPlan::iter).filter(|rows| rows.is_empty()).count();
+        prop_assert_eq!(empty, if lengths.is_empty() { 0 } else { slots.saturating_sub(lengths.len()) });
+        prop_assert_eq!(steps == 0, lengths.is_empty());
+    }
+
+    #[test]
+    fn exact_plans_cost_no_more_in_lockstep_than_greedy(
+        (lengths, budget) in oracle::workload(120), world_size in 1..=16i64
+    ) {
+        let plans = |packing| plan_ranks(&lengths, budget, &options(world_size, packing)).unwrap();
+        let (best, plain) = (plans(Packing::Optimal), plans(Packing::Greedy));
+        prop_assert!(lockstep(&lengths, &best, 256) <= lockstep(&lengths, &plain, 256));
+    }
+
+    #[test]
+    fn padded_plans_take_the_fewest_steps_without_overhead_to_save(
+        (lengths, budget) in oracle::workload(120), world_size in 1..=16i64
+    ) {
+        let fewest = greedy(&lengths, budget).unwrap().len().div_ceil(world_size as usize);
+        let dear = RankOptions { overhead_tokens: i64::MAX, ..options(world_size, Packing::Optimal) };
+        prop_assert_eq!(plan_ranks(&lengths, budget, &dear).unwrap()[0].len(), fewest);
+        prop_assert_eq!(plan_ranks(&lengths, budget, &options(world_size, Packing::Greedy)).unwrap()[0].len(), fewest);
+    }
+
+    #[test]
+    fn threads_agree((lengths, budget) in oracle::workload(100), world_size in 1..=8i64, packing in packing()) {
+        let options = options(world_size, packing);
+        let alone = plan_ranks(&lengths, budget, &options).unwrap();
+        let together = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(|| plan_ranks(&lengths, budget, &options).unwrap())).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+        });
+        prop_assert!(together.iter().all(|plans| *plans == alone));
+    }
+}
+
+#[test]
+fn samples_that_fill_the_budget_leave_only_single_rows() {
+    // Ten samples that each fill a micro-batch, eight ranks: two steps, 16 places, 6 of them empty, all in the last step.
+    for packing in [Packing::Greedy, Packing::Optimal, Packing::PaddingFree] {
+        let plans = plan_ranks(&[7; 10], 7, &options(8, packing)).unwrap();
+        assert!(plans.iter().all(|plan| plan.len() == 2 && plan.get(0).is_some_and(|rows| rows.len() == 1)));
+        assert_eq!(plans.iter().filter(|plan| plan.get(1).is_some_and(<[u32]>::is_empty)).count(), 6);
+    }
+}
+
+#[test]
+fn a_heavy_sample_is_balanced_by_many_light_ones() {
+    // linear 1, quadratic 0: 8 tokens against 4 + 3 + 1.
+    let light = RankOptions { linear: 1, quadratic: 0, ..options(2, Packing::PaddingFree) };
+    let plans = plan_ranks(&[8, 4, 3, 1], 8, &light).unwrap();
+    assert_eq!(plans.iter().map(|plan| plan.get(0).unwrap()).collect::<Vec<_>>(), [&[0][..], &[1, 2, 3][..]]);
+    assert_eq!(plans.iter().map(RankPlan::cost).collect::<Vec<_>>(), [8, 8]);
+}
+
+#[test]
+fn wrong_settings_are_named() {
+    let wrong = |options: RankOptions| plan_ranks(&[1], 1, &options).unwrap_err();
+    let fine = options(1, Packing::Optimal);
+    assert!(matches!(wrong(RankOptions { world_size: 0, ..fine }), CoreError::OutOfRange { name: "world_size", .. }));
+    assert!(matches!(wrong(RankOptions { linear: -1, ..fine }), CoreError::OutOfRange { name: "linear", .. }));
+    assert!(matches!(
+        wrong(RankOptions { quadratic: i64::MAX, ..fine }),
+        CoreError::OutOfRange { name: "quadratic", .. }
+    ));
+    assert!(matches!(wrong(RankOptions { overhead_tokens: -1, ..fine }), CoreError::NegativeSetting { .. }));
+    assert_eq!(Packing::from_name("best"), Err(CoreError::UnknownPacking { name: "best".into() }));
+    assert_eq!(Packing::from_name("padding_free"), Ok(Packing::PaddingFree));
+}
