@@ -51,6 +51,11 @@ macro_rules! each_float {
 }
 
 impl Ints<'_> {
+    /// A copy as signed integers; what does not fit becomes the largest.
+    pub fn to_i64(&self) -> Vec<i64> {
+        each_width!(self, values => values.iter().map(|value| i64::try_from(value.exact()).unwrap_or(i64::MAX)).collect())
+    }
+
     /// How many there are.
     pub fn len(&self) -> usize {
         each_width!(self, values => values.len())

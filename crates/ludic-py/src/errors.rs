@@ -39,9 +39,13 @@ fn class(error: &CoreError) -> &'static str {
         CoreError::BudgetTooSmall { .. }
         | CoreError::BudgetNotPositive { .. }
         | CoreError::PairBudgetTooSmall { .. } => "BudgetError",
-        CoreError::NegativeSetting { .. } | CoreError::OutOfRange { .. } | CoreError::UnknownPacking { .. } => {
-            "ConfigError"
-        }
+        CoreError::NegativeSetting { .. }
+        | CoreError::NotPositive { .. }
+        | CoreError::OutOfRange { .. }
+        | CoreError::PadToken { .. }
+        | CoreError::UnknownDenominator { .. }
+        | CoreError::UnknownPacking { .. }
+        | CoreError::UnknownReduction { .. } => "ConfigError",
         _ => "DataError",
     }
 }

@@ -1,15 +1,21 @@
 //! `ludic._core`: registers what the other files bind.
 mod arguments;
+mod collate;
 mod errors;
 mod pairs;
 mod plan;
 mod ranks;
+mod reduce;
+mod sequences;
+mod table;
 
 use pyo3::prelude::*;
 
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_class::<table::SampleTable>()?;
+    module.add_class::<collate::Arena>()?;
     module.add_class::<plan::Plan>()?;
     module.add_class::<ranks::RankPlan>()?;
     module.add_function(wrap_pyfunction!(plan::plan_greedy, module)?)?;
@@ -18,5 +24,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(pairs::group_pairs, module)?)?;
     module.add_function(wrap_pyfunction!(pairs::plan_pairs, module)?)?;
     module.add_function(wrap_pyfunction!(ranks::plan_ranks, module)?)?;
+    module.add_function(wrap_pyfunction!(reduce::reduce_records, module)?)?;
+    module.add_function(wrap_pyfunction!(reduce::reduce_column, module)?)?;
     Ok(())
 }
