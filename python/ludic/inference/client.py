@@ -21,9 +21,7 @@ class ChatClient(Protocol):
         """One completion, and what else the server said."""
         ...
 
-    def sync_weights(
-        self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None
-    ) -> str:
+    def sync_weights(self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
         """Replace weights by name; returns the version that is now served."""
         ...
 
