@@ -1,0 +1,15 @@
+"""How weights travel from the trainer to those who sample."""
+
+from ludic.distributed.adapters.local import LocalPublisher
+from ludic.distributed.interfaces import ControlPlane, PolicyPublisher, TensorCommunicator, WeightMetadata
+from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPublisher
+
+__all__ = [
+    "BroadcastPolicyPublisher",
+    "ControlPlane",
+    "LocalPublisher",
+    "PolicyPublisher",
+    "Rank0OnlyPublisher",
+    "TensorCommunicator",
+    "WeightMetadata",
+]

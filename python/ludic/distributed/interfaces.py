@@ -1,0 +1,45 @@
+"""How weights travel from the trainer to those who sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class WeightMetadata(TypedDict):
+    """What a receiver must know of a tensor before it comes."""
+
+    name: str
+    dtype: str
+    shape: Sequence[int]
+
+
+@runtime_checkable
+class TensorCommunicator(Protocol):
+    """Moves tensors between processes."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def broadcast(self, tensor: Tensor, src: int) -> None: ...
+
+    def barrier(self) -> None: ...
+
+
+@runtime_checkable
+class ControlPlane(Protocol):
+    """Tells the receivers what comes, and that it has come."""
+
+    def announce_update_batch(self, metadata: list[WeightMetadata], version: str | int | None = None) -> Any: ...
+
+    def finalize_update(self, version: str | int | None = None) -> None: ...
+
+
+@runtime_checkable
+class PolicyPublisher(Protocol):
+    """Makes new weights those that are sampled from."""
+
+    def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None: ...

@@ -1,0 +1,54 @@
+"""Publishers that work over any control plane and communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from ludic.distributed.interfaces import ControlPlane, PolicyPublisher, TensorCommunicator, WeightMetadata
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class BroadcastPolicyPublisher:
+    """Announces the tensors, broadcasts them in the order of their names, and waits until all have them."""
+
+    def __init__(self, control: ControlPlane, comm: TensorCommunicator, src_rank: int) -> None:
+        self.control = control
+        self.comm = comm
+        self.src_rank = src_rank
+
+    def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
+        names = sorted(state_dict)
+        metadata: list[WeightMetadata] = [
+            {"name": name, "dtype": str(state_dict[name].dtype), "shape": list(state_dict[name].shape)} for name in names
+        ]
+        self.control.announce_update_batch(metadata, version=version)
+        for name in names:
+            self.comm.broadcast(state_dict[name].contiguous(), src=self.src_rank)
+        self.comm.barrier()
+        self.control.finalize_update(version=version)
+
+
+class Rank0OnlyPublisher:
+    """Publishes on rank 0 alone. The inner publisher is made there, at the first use; other ranks never make one."""
+
+    def __init__(self, make_inner: Callable[[], PolicyPublisher], *, enabled: bool = True) -> None:
+        self._make_inner = make_inner
+        self._enabled = enabled
+        self._inner: PolicyPublisher | None = None
+
+    def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
+        if self._enabled and not _is_rank_zero():
+            return
+        if self._inner is None:
+            self._inner = self._make_inner()
+        self._inner.publish(state_dict, version=version)
+
+
+def _is_rank_zero() -> bool:
+    """Without a process group this process is rank 0."""
+    import torch.distributed as dist
+
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0

@@ -1,0 +1,269 @@
+"""Plays episodes: many at once, each with an environment and a protocol of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ludic.envs.env import LudicEnv
+from ludic.errors import ConfigError, RolloutError
+from ludic.inference.request import ReturnSpec
+from ludic.interaction.base import InteractionProtocol
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.batching.rollout_log import append_rollouts
+from ludic.training.batching.samples import batch_from_rollouts
+from ludic.training.types import CreditAssigner, RolloutRequest, SampleFilter, SAWBatch
+from ludic.types import Rollout
+
+logger = logging.getLogger(__name__)
+
+EnvFactory = Callable[..., LudicEnv[str, str, str]]
+ProtocolFactory = Callable[..., InteractionProtocol]
+SHOWN_FAILURES = 3
+"""Failures of a batch that are logged in full."""
+
+
+@dataclass
+class _Episode:
+    """One episode to play, and what became of it."""
+
+    index: int
+    """Among all episodes of this engine."""
+    request: RolloutRequest
+    rollouts: list[Rollout] = field(default_factory=list)
+    error: Exception | None = None
+    retries: int = 0
+
+    @property
+    def group(self) -> object:
+        """Its group; an episode without one is a group of its own."""
+        group = self.request.meta.get("group_id")
+        return ("episode", self.index) if group is None else ("group", group)
+
+
+@dataclass
+class RolloutCounts:
+    """What happened to the episodes of one call."""
+
+    num_episodes: int = 0
+    num_retried_episodes: int = 0
+    """Episodes that failed at least once and were played again."""
+    num_failed_episodes: int = 0
+    """Episodes that failed for good."""
+    num_dropped_groups: int = 0
+    """Groups left out because an episode of theirs failed for good."""
+
+
+class RolloutEngine:
+    """Plays requests with the environments and protocols of its registries (kind -> factory).
+
+    An episode that raises or times out is played again, with a fresh environment, up to `max_retries` times. If it still fails, its
+    whole group is left out, counted and logged with the error: a batch is never lost to one episode, and a failure is never a
+    reward. If nothing is left, RolloutError names the first cause.
+
+    `jsonl_path`: every rollout is appended there, token traces included.
+    """
+
+    def __init__(
+        self,
+        *,
+        env_registry: Mapping[str, EnvFactory],
+        protocol_registry: Mapping[str, ProtocolFactory],
+        jsonl_path: str | Path | None = None,
+        max_retries: int = 1,
+    ) -> None:
+        if max_retries < 0:
+            raise ConfigError(f"max_retries ({max_retries}) must be >= 0")
+        self._envs = dict(env_registry)
+        self._protocols = dict(protocol_registry)
+        self._jsonl_path = None if jsonl_path is None else Path(jsonl_path)
+        self._max_retries = max_retries
+        self._episodes = 0
+        if self._jsonl_path is not None:
+            self._jsonl_path.parent.mkdir(parents=True, exist_ok=True)
+
+    async def generate_rollouts(
+        self,
+        requests: Sequence[RolloutRequest],
+        max_steps: int,
+        timeout_s: float | None = None,
+        concurrency: int = 8,
+    ) -> list[Rollout]:
+        """Play `num_episodes` of every request, at most `concurrency` at once; rollouts in the order of the requests.
+
+        Seeds that a request leaves open are the episode's number since the engine was made, so that no batch repeats another.
+        """
+        rollouts, _ = await self._play_all(requests, max_steps, timeout_s, concurrency)
+        return rollouts
+
+    async def generate_batch(
+        self,
+        requests: Sequence[RolloutRequest],
+        algorithm: RLAlgorithm | None = None,
+        sample_filter: SampleFilter | None = None,
+        *,
+        max_steps: int = 1,
+        credit_assigner: CreditAssigner | None = None,
+        timeout_s: float | None = None,
+        concurrency: int = 8,
+    ) -> SAWBatch:
+        """Play the requests and make one sample of each step, with the credit of `credit_assigner` or of `algorithm`."""
+        assigner = credit_of(algorithm, credit_assigner)
+        rollouts, counts = await self._play_all(requests, max_steps, timeout_s, concurrency)
+        batch = batch_from_rollouts(rollouts, assigner, sample_filter)
+        batch.meta.update(vars(counts))
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"episodes": self._episodes}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._episodes = int(state["episodes"])
+
+    async def _play_all(
+        self, requests: Sequence[RolloutRequest], max_steps: int, timeout_s: float | None, concurrency: int
+    ) -> tuple[list[Rollout], RolloutCounts]:
+        episodes = self._expand(requests)
+        gate = asyncio.Semaphore(max(1, concurrency))
+        async with asyncio.TaskGroup() as tasks:
+            for episode in episodes:
+                tasks.create_task(self._play(episode, gate, max_steps, timeout_s))
+        kept, counts = _without_failed_groups(episodes)
+        rollouts = [rollout for episode in kept for rollout in episode.rollouts]
+        if self._jsonl_path is not None and rollouts:
+            await asyncio.to_thread(append_rollouts, self._jsonl_path, rollouts)
+        return rollouts, counts
+
+    def _expand(self, requests: Sequence[RolloutRequest]) -> list[_Episode]:
+        for request in requests:  # a name that is wrong is wrong for every episode: say so before any is played
+            _factory(self._protocols, request.protocol.kind, "protocol")
+            _factory(self._envs, request.env.kind, "env")
+        wanted = [request for request in requests for _ in range(request.num_episodes)]
+        episodes = [_Episode(self._episodes + i, request) for i, request in enumerate(wanted)]
+        self._episodes += len(episodes)
+        return episodes
+
+    async def _play(self, episode: _Episode, gate: asyncio.Semaphore, max_steps: int, timeout_s: float | None) -> None:
+        async with gate:
+            while True:
+                try:
+                    episode.rollouts = await self._play_once(episode, max_steps, timeout_s)
+                    return
+                except Exception as error:
+                    if episode.retries == self._max_retries:
+                        episode.error = error
+                        return
+                    episode.retries += 1
+
+    async def _play_once(self, episode: _Episode, max_steps: int, timeout_s: float | None) -> list[Rollout]:
+        request = episode.request
+        protocol = _factory(self._protocols, request.protocol.kind, "protocol")(**request.protocol.kwargs)
+        env = _factory(self._envs, request.env.kind, "env")(**request.env.kwargs)
+        env_seed = episode.index if request.env_seed is None else request.env_seed
+        sampling_seed = episode.index if request.sampling_seed is None else request.sampling_seed
+        try:
+            rollouts = await protocol.run(
+                env=env,
+                max_steps=max_steps,
+                env_seed=env_seed,
+                sampling_seed=sampling_seed,
+                inference=request.inference,
+                timeout_s=timeout_s,
+            )
+        finally:
+            await _close(env)
+        facts = _engine_facts(request, max_steps, timeout_s, env_seed, sampling_seed)
+        for rollout in rollouts:
+            _describe(rollout, episode, facts)
+        return rollouts
+
+
+def credit_of(algorithm: RLAlgorithm | None, credit_assigner: CreditAssigner | None) -> CreditAssigner:
+    """The credit assigner given, or that of the algorithm."""
+    if credit_assigner is not None:
+        return credit_assigner
+    if algorithm is None:
+        raise ConfigError("credit_assigner or algorithm must be given; credit turns rewards into weights")
+    return algorithm.credit_assigner
+
+
+def _factory(registry: Mapping[str, Callable[..., Any]], kind: str, what: str) -> Callable[..., Any]:
+    if kind not in registry:
+        raise KeyError(f"Unknown {what} kind {kind!r}; registered: {sorted(registry)}")
+    return registry[kind]
+
+
+def _engine_facts(
+    request: RolloutRequest, max_steps: int, timeout_s: float | None, env_seed: int, sampling_seed: int
+) -> dict[str, Any]:
+    asked = request.inference.return_ if request.inference else ReturnSpec()
+    return {
+        "max_steps": max_steps,
+        "timeout_s": timeout_s,
+        "env_kind": request.env.kind,
+        "protocol_kind": request.protocol.kind,
+        "env_seed": env_seed,
+        "sampling_seed": sampling_seed,
+        "forced_env_seed": request.env_seed,
+        "forced_sampling_seed": request.sampling_seed,
+        "return_spec": {
+            "return_token_ids": asked.return_token_ids,
+            "return_chosen_logprobs": asked.return_chosen_logprobs,
+            "top_logprobs_k": asked.top_logprobs_k,
+        },
+    }
+
+
+def _describe(rollout: Rollout, episode: _Episode, facts: dict[str, Any]) -> None:
+    """Say in the rollout's meta where it comes from."""
+    rollout.meta.setdefault("episode_idx", episode.index)
+    rollout.meta.update(episode.request.meta)
+    rollout.meta["request_meta"] = {**rollout.meta.get("request_meta", {}), **episode.request.meta}
+    rollout.meta["engine"] = dict(facts)
+    versions = [step.info["policy_version"] for step in rollout.steps if "policy_version" in step.info]
+    if versions:
+        rollout.meta.setdefault("policy_version", min(versions))
+
+
+async def _close(env: Any) -> None:
+    """Release what the environment holds, if it offers to. A failure there does not undo the episode."""
+    close = getattr(env, "close", None)
+    if close is None:
+        return
+    try:
+        result = close()
+        if inspect.isawaitable(result):
+            await result
+    except Exception:
+        logger.warning("%s.close() failed", type(env).__name__, exc_info=True)
+
+
+def _without_failed_groups(episodes: Sequence[_Episode]) -> tuple[list[_Episode], RolloutCounts]:
+    """The episodes of groups in which none failed. Raises RolloutError when there were episodes and none is left."""
+    failed = [episode for episode in episodes if episode.error is not None]
+    lost = {episode.group for episode in failed}
+    kept = [episode for episode in episodes if episode.group not in lost]
+    counts = RolloutCounts(
+        num_episodes=len(episodes),
+        num_retried_episodes=sum(episode.retries > 0 for episode in episodes),
+        num_failed_episodes=len(failed),
+        num_dropped_groups=len(lost),
+    )
+    for episode in failed[:SHOWN_FAILURES]:
+        logger.error(
+            "episode %d failed %d times; its group is left out", episode.index, episode.retries + 1, exc_info=episode.error
+        )
+    if len(failed) > SHOWN_FAILURES:
+        logger.error("%d more episodes failed", len(failed) - SHOWN_FAILURES)
+    if failed and not kept:
+        first = failed[0].error
+        raise RolloutError(
+            f"{len(failed)} of {len(episodes)} episodes failed and no complete group is left; "
+            f"the first error was {type(first).__name__}: {first}"
+        ) from first
+    return kept, counts

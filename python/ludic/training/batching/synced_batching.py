@@ -1,0 +1,77 @@
+"""Batches on demand: the rollouts of a step are played when the trainer asks for it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from ludic.errors import ConfigError
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.batching.rollout_engine import RolloutEngine, credit_of
+from ludic.training.types import CreditAssigner, RolloutRequest, SampleFilter, SAWBatch
+
+AnyRequestsFn = Callable[[], Sequence[RolloutRequest] | Awaitable[Sequence[RolloutRequest]]]
+
+
+class RolloutBatchSource:
+    """Plays the requests of `requests_fn` with an engine and gives the batch.
+
+    `orchestrator` and `engine`, `requests_fn` and `request_fn` are two spellings of one parameter. Credit is that of `credit_assigner` or of
+    `algorithm`. Its state is that of the engine and, where it has one, of the requests' source.
+    """
+
+    def __init__(
+        self,
+        *,
+        orchestrator: RolloutEngine | None = None,
+        credit_assigner: CreditAssigner | None = None,
+        requests_fn: AnyRequestsFn | None = None,
+        max_steps: int = 1,
+        timeout_s: float | None = None,
+        concurrency: int = 8,
+        sample_filter: SampleFilter | None = None,
+        engine: RolloutEngine | None = None,
+        request_fn: AnyRequestsFn | None = None,
+        algorithm: RLAlgorithm | None = None,
+    ) -> None:
+        self.engine: RolloutEngine = _one(orchestrator, engine, "orchestrator", "engine")
+        self.requests_fn: AnyRequestsFn = _one(requests_fn, request_fn, "requests_fn", "request_fn")
+        self.credit_assigner = credit_of(algorithm, credit_assigner)
+        self.max_steps = max_steps
+        self.timeout_s = timeout_s
+        self.concurrency = concurrency
+        self.sample_filter = sample_filter
+
+    async def next_batch(self) -> SAWBatch:
+        """Play the next requests. RequestsExhausted passes through when there are none."""
+        requests = self.requests_fn()
+        if inspect.isawaitable(requests):
+            requests = await requests
+        return await self.engine.generate_batch(
+            requests=requests,
+            max_steps=self.max_steps,
+            credit_assigner=self.credit_assigner,
+            timeout_s=self.timeout_s,
+            concurrency=self.concurrency,
+            sample_filter=self.sample_filter,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self._stateful().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, part in self._stateful().items():
+            if name in state:
+                part.load_state_dict(state[name])
+
+    def _stateful(self) -> dict[str, Any]:
+        parts = {"engine": self.engine, "requests": self.requests_fn}
+        return {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
+
+
+def _one(first: Any, second: Any, first_name: str, second_name: str) -> Any:
+    """The one of two spellings that was used."""
+    if (first is None) == (second is None):
+        raise ConfigError(f"give {first_name} or {second_name}, which are one parameter, and not both")
+    return second if first is None else first
