@@ -6,6 +6,22 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+__all__ = [
+    "Arena",
+    "Plan",
+    "RankPlan",
+    "SampleTable",
+    "__version__",
+    "group_pairs",
+    "plan_greedy",
+    "plan_optimal",
+    "plan_padding_free",
+    "plan_pairs",
+    "plan_ranks",
+    "reduce_column",
+    "reduce_records",
+]
+
 __version__: str
 
 @final
@@ -14,18 +30,25 @@ class SampleTable:
 
     @staticmethod
     def from_items(items: Sequence[Any]) -> SampleTable:
-        """Ingest `SAWItem`s once. Their sequences may be lists, numpy arrays or bytes."""
+        """Ingest `SAWItem`s once. Their sequences may be lists, tuples, numpy arrays or bytes.
+
+        An array that is not contiguous or not aligned is copied; foreign byte order and any other type raise `DataTypeError`.
+        Ids outside 0..2**31 - 1, masks that are ragged or hold anything but 0 and 1, log-probs that are not finite, not one for
+        each action or not on all samples, weights that are not finite: `DataError`, naming the sample, the value and the rule.
+        At most 2**20 items; columns have no such limit.
+        """
 
     @staticmethod
     def from_columns(
-        input_ids: NDArray[np.int32] | NDArray[np.int64],
-        action_mask: NDArray[Any],
-        offsets: NDArray[np.int64],
-        weights: NDArray[np.float32] | NDArray[np.float64] | None = None,
-        actor_logps: NDArray[np.float32] | None = None,
-        attention_mask: NDArray[Any] | None = None,
+        input_ids: NDArray[np.integer[Any]] | Sequence[int],
+        action_mask: NDArray[np.integer[Any] | np.bool] | Sequence[int],
+        offsets: NDArray[np.integer[Any]] | Sequence[int],
+        weights: NDArray[np.floating[Any]] | Sequence[float] | None = None,
+        actor_logps: NDArray[np.floating[Any]] | Sequence[float] | None = None,
+        attention_mask: NDArray[np.integer[Any] | np.bool] | Sequence[int] | None = None,
     ) -> SampleTable:
-        """Columns of S tokens; `offsets` [N + 1]. `actor_logps` [S] is aligned with the tokens, 0 off the actions."""
+        """Columns of S tokens; `offsets` [N + 1]; weights are 1 when absent. `actor_logps` [S] is aligned with the tokens: what
+        stands off the actions is not read."""
 
     def __len__(self) -> int: ...
     @property
@@ -50,7 +73,7 @@ class SampleTable:
     def truncate(self, max_seq_len: int) -> SampleTable:
         """The same samples cut on the right to at most `max_seq_len` tokens. A change of length, no copy."""
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> SampleTable:
-        """The samples at `indices`, in that order. No token is copied."""
+        """The samples at `indices`, in that order; an index may come twice. No token is copied."""
     def collate(
         self, indices: Sequence[int] | NDArray[np.int64], pad_token_id: int, arena: Arena | None = None
     ) -> dict[str, NDArray[Any]]:
@@ -60,16 +83,17 @@ class SampleTable:
         self, indices: Sequence[int] | NDArray[np.int64], arena: Arena | None = None
     ) -> dict[str, NDArray[Any]]:
         """`input_ids` i64, `position_ids` i64, `action_mask` f32 [1, S], `cu_seqlens` i32 [B + 1], `weight` f32 [B]; with actor
-        log-probs also `actor_logps` f32 [1, S] and `old_logp_action` f32 [B]."""
+        log-probs also `actor_logps` f32 [1, S] and `old_logp_action` f32 [B]. A sample with a 0 in its attention mask is refused."""
     def collate_compact(
         self, indices: Sequence[int] | NDArray[np.int64], pad_token_id: int, arena: Arena | None = None
     ) -> dict[str, NDArray[Any]]:
         """Nine bytes a token: `input_ids` i32, `action_mask` u8 [B, T], `lengths` i32 [B], `weight` f32 [B]; with actor log-probs
-        also `actor_logps` f32 [B, T] and `old_logp_action` f32 [B]."""
+        also `actor_logps` f32 [B, T] and `old_logp_action` f32 [B]. A sample with a 0 in its attention mask is refused."""
 
 @final
 class Arena:
-    """Output buffers used again in turn. An array handed out is overwritten `slots` collations later."""
+    """Output buffers used again in turn, by one thread at a time. An array handed out is overwritten `slots` collations later: copy
+    it, or be done with it, by then."""
 
     def __new__(cls, slots: int = 2) -> Arena: ...
 
@@ -142,7 +166,12 @@ def reduce_records(
     num_samples: int,
     num_rollouts: int,
 ) -> list[float]:
-    """All reducers in one pass. A reducer is (kind: mean | sum | count_true, dotted path, None | samples | rollouts)."""
+    """All reducers in one pass. A reducer is (kind: mean | sum | count_true, dotted path, None | samples | rollouts).
+
+    An absent key and None are skipped, as is a path through something that is no mapping. Booleans count as 0 and 1. A denominator
+    divides the sum once, also for `mean`, whose own count it replaces. `count_true` by rollouts counts a `rollout_id` once, however
+    many of its steps are true, so that a rate never exceeds 1. Without values, or with a denominator of 0, the result is 0.
+    """
 
 def reduce_column(kind: str, values: NDArray[np.float64]) -> float:
     """The same over one column; NaN stands for an absent value."""
