@@ -90,13 +90,13 @@ def compose_preprocess(*fns: PreprocessFn) -> PreprocessFn:
     return composed
 
 
-def validate_actor_logps(batch: SAWBatch) -> SAWBatch:
+def validate_actor_logps(saw_batch: SAWBatch) -> SAWBatch:
     """Check that every sample carries one log-probability for each action token; ratios need them.
 
     Raises DataError for a wrong count or a sample without any, DataTypeError for values that are no numbers.
     """
     missing = []
-    for index, item in enumerate(batch.items):
+    for index, item in enumerate(saw_batch.items):
         attached = item.attachments.actor_logps
         if attached is None:
             missing.append(index)
@@ -106,7 +106,7 @@ def validate_actor_logps(batch: SAWBatch) -> SAWBatch:
         raise DataError(
             f"samples {missing} have no actor_logps; sample with ReturnSpec.for_rl() so that the log-probabilities come back"
         )
-    return batch
+    return saw_batch
 
 
 def _check_logps(index: int, item: SAWItem, logps: Any) -> None:
@@ -121,37 +121,37 @@ def _check_logps(index: int, item: SAWItem, logps: Any) -> None:
         raise DataTypeError(f"actor_logps of sample {index} must be a List[float] or a float array, got {type(logps).__name__}")
 
 
-def drop_zero_weight_samples(batch: SAWBatch, *, eps: float = 1e-4) -> SAWBatch:
-    """Keep the samples with |weight| > eps. Changes `batch.items`.
+def drop_zero_weight_samples(saw_batch: SAWBatch, *, eps: float = 1e-4) -> SAWBatch:
+    """Keep the samples with |weight| > eps. Changes `saw_batch.items`.
 
     Under a mean over samples this raises the weight of the others; the trainer's `skip_zero_weight` saves the same work and keeps the
     gradient.
     """
     if eps < 0:
         raise ConfigError(f"eps must be >= 0, got {eps}")
-    batch.items = [item for item in batch.items if abs(item.weight) > eps]
-    return batch
+    saw_batch.items = [item for item in saw_batch.items if abs(item.weight) > eps]
+    return saw_batch
 
 
-def filter_zero_variance_groups(batch: SAWBatch, *, eps: float = 1e-6) -> SAWBatch:
+def filter_zero_variance_groups(saw_batch: SAWBatch, *, eps: float = 1e-6) -> SAWBatch:
     """Drop the groups whose weights have a sample standard deviation of at most `eps`: they carry no signal.
 
     A group is the samples with one `meta["request_meta"]["group_id"]`. Groups of one sample, and samples without a group, stay. The order
-    of the samples stays. `batch.meta["zvp_filter_frac"]` is the share of groups dropped. Changes `batch.items`.
+    of the samples stays. `saw_batch.meta["zvp_filter_frac"]` is the share of groups dropped. Changes `saw_batch.items`.
     """
     if eps < 0:
         raise ConfigError(f"eps must be >= 0, got {eps}")
     weights: dict[Any, list[float]] = {}
-    for item in batch.items:
+    for item in saw_batch.items:
         group = _group_id(item)
         if group is not None:
             weights.setdefault(group, []).append(item.weight)
     if not weights:
-        return batch
+        return saw_batch
     dropped = {group for group, values in weights.items() if len(values) > 1 and float(np.std(values, ddof=1)) <= eps}
-    batch.items = [item for item in batch.items if _group_id(item) not in dropped]
-    batch.meta["zvp_filter_frac"] = len(dropped) / len(weights)
-    return batch
+    saw_batch.items = [item for item in saw_batch.items if _group_id(item) not in dropped]
+    saw_batch.meta["zvp_filter_frac"] = len(dropped) / len(weights)
+    return saw_batch
 
 
 def _group_id(item: SAWItem) -> Any:
