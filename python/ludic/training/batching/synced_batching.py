@@ -17,8 +17,8 @@ AnyRequestsFn = Callable[[], Sequence[RolloutRequest] | Awaitable[Sequence[Rollo
 class RolloutBatchSource:
     """Plays the requests of `requests_fn` with an engine and gives the batch.
 
-    `orchestrator` and `engine`, `requests_fn` and `request_fn` are two spellings of one parameter. Credit is that of `credit_assigner` or of
-    `algorithm`. Its state is that of the engine and, where it has one, of the requests' source.
+    `orchestrator` and `engine`, `requests_fn` and `request_fn` are two spellings of one parameter. Credit is that of
+    `credit_assigner` or of `algorithm`. Its state is that of the engine and, where it has one, of the requests' source.
     """
 
     def __init__(
