@@ -1,1 +1,215 @@
-"""Losses, credit, batching and the trainer."""
+"""Losses, credit, batching and the trainer. Every name is imported when it is first asked for; torch is all that they need."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOMES = {
+    "algorithm": (
+        "RLAlgorithm",
+        "compose_preprocess",
+        "drop_zero_weight_samples",
+        "filter_zero_variance_groups",
+        "validate_actor_logps",
+    ),
+    "backend": ("TorchBackend", "TrainingBackend"),
+    "batching.intra_batch_control": ("GRPORequestStrategy", "IdentityStrategy", "RequestStrategy"),
+    "batching.micro_batching": (
+        "MicroBatch",
+        "collate_micro_batches",
+        "collate_saw_items",
+        "split_items_by_token_budget",
+    ),
+    "batching.requests_from_dataset": (
+        "RequestsExhausted",
+        "make_dataset_queue_requests_fn",
+        "make_dataset_sequence_requests_fn",
+        "make_requests_fn_from_queue",
+    ),
+    "batching.rollout_engine": ("RolloutEngine",),
+    "batching.synced_batching": ("RolloutBatchSource",),
+    "checkpoint": ("CheckpointConfig", "CheckpointManager"),
+    "config": ("TrainerConfig",),
+    "credit_assignment": (
+        "ConstantCredit",
+        "EpisodicReturn",
+        "GroupNormalizedReturn",
+        "HybridNormalizedReturn",
+        "MonteCarloReturn",
+        "PerStepReward",
+    ),
+    "filters": (
+        "any_of",
+        "apply_filter",
+        "combine",
+        "drop_incomplete_completions",
+        "drop_parse_errors",
+        "drop_truncated",
+        "keep_all",
+    ),
+    "futures": ("TrainFuture",),
+    "loggers": ("JSONLLogger", "PrintLogger", "RichLiveLogger", "TeeLogger", "TrainingLogger", "WandbLogger"),
+    "loss": (
+        "BatchTotals",
+        "CISPOLoss",
+        "ClippedSurrogateLoss",
+        "CompositeLoss",
+        "EntropyBonus",
+        "KLLoss",
+        "Loss",
+        "LossTerm",
+        "MaskedCausalLMCrossEntropyLoss",
+        "ReinforceBaselineLoss",
+        "ReinforceLoss",
+        "SharedContext",
+        "TokenClippedSurrogateLoss",
+        "TokenKLLoss",
+        "selective_log_softmax",
+    ),
+    "presets": (
+        "make_cispo",
+        "make_grpo",
+        "make_gspo",
+        "make_reinforce",
+        "make_reinforce_baseline",
+        "make_scalerl",
+        "make_sft",
+    ),
+    "schedule": ("LearningRateSchedule",),
+    "stats": ("Reducer", "aggregate_stats", "apply_reducers_to_records", "default_reducers"),
+    "trainer": ("Trainer",),
+    "types": (
+        "ActorTokenLogps",
+        "BatchSource",
+        "CreditAssigner",
+        "CtxSpec",
+        "EnvSpec",
+        "ProtocolSpec",
+        "RolloutRequest",
+        "SAWBatch",
+        "SAWItem",
+        "SampleAttachments",
+        "SampleFilter",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if TYPE_CHECKING:
+    from ludic.training.algorithm import (
+        RLAlgorithm as RLAlgorithm,
+        compose_preprocess as compose_preprocess,
+        drop_zero_weight_samples as drop_zero_weight_samples,
+        filter_zero_variance_groups as filter_zero_variance_groups,
+        validate_actor_logps as validate_actor_logps,
+    )
+    from ludic.training.backend import TorchBackend as TorchBackend, TrainingBackend as TrainingBackend
+    from ludic.training.batching.intra_batch_control import (
+        GRPORequestStrategy as GRPORequestStrategy,
+        IdentityStrategy as IdentityStrategy,
+        RequestStrategy as RequestStrategy,
+    )
+    from ludic.training.batching.micro_batching import (
+        MicroBatch as MicroBatch,
+        collate_micro_batches as collate_micro_batches,
+        collate_saw_items as collate_saw_items,
+        split_items_by_token_budget as split_items_by_token_budget,
+    )
+    from ludic.training.batching.requests_from_dataset import (
+        RequestsExhausted as RequestsExhausted,
+        make_dataset_queue_requests_fn as make_dataset_queue_requests_fn,
+        make_dataset_sequence_requests_fn as make_dataset_sequence_requests_fn,
+        make_requests_fn_from_queue as make_requests_fn_from_queue,
+    )
+    from ludic.training.batching.rollout_engine import RolloutEngine as RolloutEngine
+    from ludic.training.batching.synced_batching import RolloutBatchSource as RolloutBatchSource
+    from ludic.training.checkpoint import CheckpointConfig as CheckpointConfig, CheckpointManager as CheckpointManager
+    from ludic.training.config import TrainerConfig as TrainerConfig
+    from ludic.training.credit_assignment import (
+        ConstantCredit as ConstantCredit,
+        EpisodicReturn as EpisodicReturn,
+        GroupNormalizedReturn as GroupNormalizedReturn,
+        HybridNormalizedReturn as HybridNormalizedReturn,
+        MonteCarloReturn as MonteCarloReturn,
+        PerStepReward as PerStepReward,
+    )
+    from ludic.training.filters import (
+        any_of as any_of,
+        apply_filter as apply_filter,
+        combine as combine,
+        drop_incomplete_completions as drop_incomplete_completions,
+        drop_parse_errors as drop_parse_errors,
+        drop_truncated as drop_truncated,
+        keep_all as keep_all,
+    )
+    from ludic.training.futures import TrainFuture as TrainFuture
+    from ludic.training.loggers import (
+        JSONLLogger as JSONLLogger,
+        PrintLogger as PrintLogger,
+        RichLiveLogger as RichLiveLogger,
+        TeeLogger as TeeLogger,
+        TrainingLogger as TrainingLogger,
+        WandbLogger as WandbLogger,
+    )
+    from ludic.training.loss import (
+        BatchTotals as BatchTotals,
+        CISPOLoss as CISPOLoss,
+        ClippedSurrogateLoss as ClippedSurrogateLoss,
+        CompositeLoss as CompositeLoss,
+        EntropyBonus as EntropyBonus,
+        KLLoss as KLLoss,
+        Loss as Loss,
+        LossTerm as LossTerm,
+        MaskedCausalLMCrossEntropyLoss as MaskedCausalLMCrossEntropyLoss,
+        ReinforceBaselineLoss as ReinforceBaselineLoss,
+        ReinforceLoss as ReinforceLoss,
+        SharedContext as SharedContext,
+        TokenClippedSurrogateLoss as TokenClippedSurrogateLoss,
+        TokenKLLoss as TokenKLLoss,
+        selective_log_softmax as selective_log_softmax,
+    )
+    from ludic.training.presets import (
+        make_cispo as make_cispo,
+        make_grpo as make_grpo,
+        make_gspo as make_gspo,
+        make_reinforce as make_reinforce,
+        make_reinforce_baseline as make_reinforce_baseline,
+        make_scalerl as make_scalerl,
+        make_sft as make_sft,
+    )
+    from ludic.training.schedule import LearningRateSchedule as LearningRateSchedule
+    from ludic.training.stats import (
+        Reducer as Reducer,
+        aggregate_stats as aggregate_stats,
+        apply_reducers_to_records as apply_reducers_to_records,
+        default_reducers as default_reducers,
+    )
+    from ludic.training.trainer import Trainer as Trainer
+    from ludic.training.types import (
+        ActorTokenLogps as ActorTokenLogps,
+        BatchSource as BatchSource,
+        CreditAssigner as CreditAssigner,
+        CtxSpec as CtxSpec,
+        EnvSpec as EnvSpec,
+        ProtocolSpec as ProtocolSpec,
+        RolloutRequest as RolloutRequest,
+        SampleAttachments as SampleAttachments,
+        SampleFilter as SampleFilter,
+        SAWBatch as SAWBatch,
+        SAWItem as SAWItem,
+    )

@@ -7,7 +7,7 @@ factor, and without a wrapper they are summed before clipping.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,9 +27,15 @@ from ludic.training.futures import TrainFuture
 from ludic.training.loss import BatchTotals, SharedContext
 from ludic.training.memory import MemoryProfile
 from ludic.training.nonfinite import nonfinite_report
+from ludic.training.state_files import read_model, read_optimizer, write_model, write_optimizer
 from ludic.training.weights import ParamFilter, published_weights
 
-MicroBatches = MicroBatch | Collection[MicroBatch]
+
+class MicroBatches(Protocol):
+    """The micro-batches of a mini-batch: a list, or one that collates as it goes. It may be run through twice."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[MicroBatch]: ...
 
 
 @dataclass
@@ -47,7 +53,9 @@ class BackwardResult:
 class TrainingBackend(Protocol):
     """What the trainer needs of a model. Every call returns at once; the answer may come later."""
 
-    def forward_backward(self, batch: MicroBatches, *, totals: BatchTotals | None = None) -> TrainFuture[BackwardResult]:
+    def forward_backward(
+        self, batch: MicroBatch | MicroBatches, *, totals: BatchTotals | None = None
+    ) -> TrainFuture[BackwardResult]:
         """Add the gradient of the micro-batches. `totals` are those of the mini-batch that they belong to."""
 
     def optim_step(self, *, lr_factor: float = 1.0) -> TrainFuture[dict[str, float]]:
@@ -99,27 +107,30 @@ class TorchBackend:
         cfg: TrainerConfig,
         *,
         algo: RLAlgorithm,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer_factory: Callable[[], torch.optim.Optimizer] | None = None,
         enable_gradient_checkpointing: bool = False,
     ) -> None:
+        """`optimizer_factory` is called once the model is on its device; without it, AdamW."""
         self.cfg, self.algo = cfg, algo
         self.model = model if _is_sharded(model) else model.to(cfg.model_device)
         if enable_gradient_checkpointing:
             enable_checkpointing(self.model)
-        self.optimizer = build_optimizer(self.model, cfg) if optimizer is None else optimizer
+        self.optimizer = build_optimizer(self.model, cfg) if optimizer_factory is None else optimizer_factory()
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         averages = _is_sharded(model) or isinstance(model, DistributedDataParallel)
         self._gradient_scale = float(ranks.world_size()) if averages else 1.0
         self._sum_gradients = ranks.is_distributed() and not averages
-        self._pending: list[tuple[Collection[MicroBatch], BatchTotals | None]] = []
+        self._pending: list[tuple[MicroBatches, BatchTotals | None]] = []
         self._loss: Tensor | None = None
 
-    def forward_backward(self, batch: MicroBatches, *, totals: BatchTotals | None = None) -> TrainFuture[BackwardResult]:
+    def forward_backward(
+        self, batch: MicroBatch | MicroBatches, *, totals: BatchTotals | None = None
+    ) -> TrainFuture[BackwardResult]:
         micro_batches = [batch] if isinstance(batch, MicroBatch) else batch
         return TrainFuture.of("forward_backward", lambda: self._forward_backward(micro_batches, totals))
 
-    def _forward_backward(self, batch: Collection[MicroBatch], totals: BatchTotals | None) -> BackwardResult:
+    def _forward_backward(self, batch: MicroBatches, totals: BatchTotals | None) -> BackwardResult:
         self.model.train()
         result = BackwardResult(torch.zeros((), device=self.cfg.model_device))
         for index, micro_batch in enumerate(batch):
@@ -183,9 +194,7 @@ class TorchBackend:
         norm: Any = nn.utils.clip_grad_norm_(parameters, limit)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
-    def _check_finite(
-        self, norm: float, loss: Tensor | None, pending: list[tuple[Collection[MicroBatch], BatchTotals | None]]
-    ) -> None:
+    def _check_finite(self, norm: float, loss: Tensor | None, pending: list[tuple[MicroBatches, BatchTotals | None]]) -> None:
         value = 0.0 if loss is None else float(loss)
         broken = not torch.isfinite(torch.tensor([norm, value])).all()
         if not ranks.max_over_ranks([float(broken)], self.cfg.model_device)[0]:
@@ -194,7 +203,7 @@ class TorchBackend:
         reports = (self._report(batch, totals) for batch, totals in pending) if broken else iter(["they are on another rank"])
         raise NonFiniteError(f"loss {value} with gradient norm {norm} is not finite; {'; '.join(reports)}. No weight was changed")
 
-    def _report(self, batch: Collection[MicroBatch], totals: BatchTotals | None) -> str:
+    def _report(self, batch: MicroBatches, totals: BatchTotals | None) -> str:
         if ranks.is_distributed():  # a pass of one rank alone would hang in the others' collectives
             return f"samples (rollout/step): {', '.join(name for micro in batch for name in micro.sample_names)}"
         return nonfinite_report(self.model, batch, lambda micro_batch: self._backward(micro_batch, totals)[0])
@@ -219,16 +228,19 @@ class TorchBackend:
         return published_weights(self.model, param_filter=param_filter, device=self.cfg.runtime_device)
 
     def save(self, path: str | Path) -> TrainFuture[None]:
-        return TrainFuture.of("save", lambda: self._on_disk(path, "save"))
+        return TrainFuture.of("save", lambda: self._save(Path(path)))
+
+    def _save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_model(self.model, folder)
+        write_optimizer(self.optimizer, self.model, folder)
 
     def load(self, path: str | Path) -> TrainFuture[None]:
-        return TrainFuture.of("load", lambda: self._on_disk(path, "load"))
+        return TrainFuture.of("load", lambda: self._load(Path(path)))
 
-    def _on_disk(self, path: str | Path, direction: str) -> None:
-        from ludic.training import checkpoint
-
-        act: Callable[..., None] = checkpoint.write_state if direction == "save" else checkpoint.read_state
-        act(Path(path), self.model, self.optimizer)
+    def _load(self, folder: Path) -> None:
+        read_model(self.model, folder)
+        read_optimizer(self.optimizer, self.model, folder)
 
 
 def _is_sharded(model: nn.Module) -> bool:

@@ -1,0 +1,197 @@
+"""Checkpoints: a folder of safetensors and JSON in Hugging Face layout, which appears whole or not at all.
+
+    output_dir/
+      step_000050/            config.json and model*.safetensors (adapter_model.safetensors for adapters), as save_pretrained writes
+        optimizer.safetensors tensors of the optimizer's state
+        optimizer.json        its other values and parameter groups
+        trainer_state.json    {"step", and what the trainer keeps of the run}
+      latest.json             {"last_checkpoint", "step"}
+
+Nothing is pickled, and nothing pickled is read. A checkpoint is written into a folder beside its place and renamed; a crash leaves the
+older ones as they were. `state_files` turns models and optimizers into files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ludic.errors import CheckpointError, ConfigError
+from ludic.training import ranks
+from ludic.training.state_files import read_json, read_model, read_optimizer, write_json, write_model, write_optimizer
+
+logger = logging.getLogger(__name__)
+
+STEP_NAME = re.compile(r"step_(\d{6,})")
+UNFINISHED = ".unfinished_"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Where checkpoints go, how often, and how many stay."""
+
+    output_dir: str | Path
+    every_n_steps: int = 0
+    """0: only when asked."""
+    max_to_keep: int = 2
+    """Older ones are deleted."""
+    save_optimizer: bool = True
+
+    def __post_init__(self) -> None:
+        if self.every_n_steps < 0:
+            raise ConfigError(f"every_n_steps ({self.every_n_steps}) must be >= 0; 0 saves only when asked")
+        if self.max_to_keep < 1:
+            raise ConfigError(f"max_to_keep ({self.max_to_keep}) must be >= 1; the latest checkpoint always stays")
+
+
+class CheckpointManager:
+    """Writes, finds, reads and deletes checkpoints. With several ranks, all call `save`; rank 0 writes.
+
+    >>> manager = CheckpointManager(CheckpointConfig("checkpoints", every_n_steps=50))
+    >>> manager.maybe_save(model, optimizer=optimizer, step=50)
+    """
+
+    def __init__(self, cfg: CheckpointConfig) -> None:
+        self.cfg = cfg
+        self.root = Path(cfg.output_dir)
+        self.root.mkdir(parents=True, exist_ok=True)
+
+    def should_save(self, step: int) -> bool:
+        """Whether `step` is one of every `every_n_steps`."""
+        return self.cfg.every_n_steps > 0 and step % self.cfg.every_n_steps == 0
+
+    def maybe_save(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+        step: int,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Path | None:
+        """`save` if it is time."""
+        return self.save(model, optimizer=optimizer, step=step, metadata=metadata) if self.should_save(step) else None
+
+    def save(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+        step: int,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Path | None:
+        """Write the checkpoint of `step`; its folder on rank 0, None elsewhere. One of the same step is replaced."""
+        content = {"step": step, **(metadata or {})}
+        target = self.root / f"step_{step:06d}"
+        with self._written_aside(target) as folder:
+            write_model(model, folder)
+            if optimizer is not None and self.cfg.save_optimizer:
+                write_optimizer(optimizer, model, folder)
+            if folder is not None:
+                write_json(folder / "trainer_state.json", content)
+        ranks.barrier()
+        return target if ranks.rank() == 0 else None
+
+    @contextmanager
+    def _written_aside(self, target: Path) -> Iterator[Path | None]:
+        """A folder beside `target` that becomes it at the end. None on other ranks than 0, which write nothing."""
+        if ranks.rank() != 0:
+            yield None
+            return
+        aside = self.root / f"{UNFINISHED}{target.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        yield aside
+        _flush(aside)
+        if target.exists():
+            replaced = self.root / f"{UNFINISHED}replaced_{target.name}"
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.replace(target, replaced)
+        os.replace(aside, target)
+        _flush(self.root)
+        write_json(self.root / "latest.json", {"last_checkpoint": target.name, "step": _step_of(target)})
+        self._prune(target)
+
+    def _prune(self, written: Path) -> None:
+        """Delete what an interrupted save left behind, and all but the newest checkpoints; the one just written always stays."""
+        for leftover in self.root.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        older = [folder for folder in self._folders() if folder != written]
+        for folder in older[: max(0, len(older) - (self.cfg.max_to_keep - 1))]:
+            shutil.rmtree(folder)
+
+    def _folders(self) -> list[Path]:
+        """Checkpoints by step."""
+        folders = [path for path in self.root.iterdir() if path.is_dir() and STEP_NAME.fullmatch(path.name)]
+        return sorted(folders, key=_step_of)
+
+    def find(self, *, step: int | None = None, path: str | Path | None = None) -> Path:
+        """The checkpoint folder: `path` outranks `step`, that outranks latest.json, that outranks the newest folder."""
+        if path is not None:
+            return _existing(Path(path))
+        if step is not None:
+            return _existing(self.root / f"step_{step:06d}")
+        return self._latest()
+
+    def _latest(self) -> Path:
+        pointer = self.root / "latest.json"
+        if pointer.exists():
+            named = self.root / str(read_json(pointer).get("last_checkpoint"))
+            if named.is_dir():
+                return named
+            logger.warning("%s names %s, which is gone; taking the newest checkpoint", pointer, named.name)
+        folders = self._folders()
+        if not folders:
+            raise FileNotFoundError(f"{self.root} holds no checkpoint (step_NNNNNN); save one first, or pass path=")
+        return folders[-1]
+
+    def load(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        step: int | None = None,
+        path: str | Path | None = None,
+    ) -> dict[str, Any]:
+        """Read weights, and the optimizer's state if one is given and was saved. The metadata; `{"step": 0}` if there is none."""
+        folder = self.find(step=step, path=path)
+        read_model(model, folder)
+        if optimizer is not None:
+            if (folder / "optimizer.json").exists():
+                read_optimizer(optimizer, model, folder)
+            else:
+                logger.warning("%s has no optimizer state; the optimizer starts anew", folder)
+        state = folder / "trainer_state.json"
+        return read_json(state) if state.exists() else {"step": 0}
+
+
+def _existing(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no checkpoint at {folder}")
+    return folder
+
+
+def _step_of(folder: Path) -> int:
+    match = STEP_NAME.fullmatch(folder.name)
+    if match is None:
+        raise CheckpointError(f"{folder} is not named step_NNNNNN")
+    return int(match.group(1))
+
+
+def _flush(folder: Path) -> None:
+    """Bring the folder and the files in it to disk, so that a rename never comes before its content."""
+    for path in [*(entry for entry in folder.iterdir() if entry.is_file()), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,10 @@
+"""Where statistics go: a terminal, a file, a service, or several of them."""
+
+from ludic.training.loggers.base import TrainingLogger
+from ludic.training.loggers.jsonl import JSONLLogger
+from ludic.training.loggers.print import PrintLogger
+from ludic.training.loggers.rich_live import RichLiveLogger
+from ludic.training.loggers.tee import TeeLogger
+from ludic.training.loggers.wandb import WandbLogger
+
+__all__ = ["JSONLLogger", "PrintLogger", "RichLiveLogger", "TeeLogger", "TrainingLogger", "WandbLogger"]

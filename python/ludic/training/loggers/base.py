@@ -1,0 +1,23 @@
+"""What the trainer tells a logger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+
+class TrainingLogger(Protocol):
+    """Takes the statistics of a step. Keys have a prefix: `train/`, `eval/` or `perf/`."""
+
+    def log(self, step: int, stats: Mapping[str, float]) -> None: ...
+
+
+def select(stats: Mapping[str, float], keys: Sequence[str]) -> list[tuple[str, float]]:
+    """The statistics whose full name, or name without prefix, is among `keys`; in the order of `keys`."""
+    return [(name, stats[name]) for key in keys for name in stats if key in (name, bare(name))]
+
+
+def bare(name: str) -> str:
+    """`train/loss` is `loss`; `train/cispo/loss` is `cispo/loss`."""
+    prefix, slash, rest = name.partition("/")
+    return rest if slash and prefix in ("train", "eval", "perf") else name

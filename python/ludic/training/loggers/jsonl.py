@@ -1,0 +1,45 @@
+"""One JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+
+class JSONLLogger:
+    """Appends `{"step": ..., <statistics>}` to a file, flushed after each line. Values that are not finite become null.
+
+    >>> with JSONLLogger("runs/a/metrics.jsonl") as logger:
+    ...     logger.log(1, {"train/loss": 0.5})
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file: TextIO | None = None
+
+    def log(self, step: int, stats: Mapping[str, float]) -> None:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8")
+        record = {"step": step, **{key: _finite(value) for key, value in stats.items()}}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> JSONLLogger:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _finite(value: float) -> float | None:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,146 @@
+"""A dashboard in the terminal: three columns (train, eval, perf) over a panel with the course of one metric."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ludic.training.loggers.base import bare, select
+
+SECTIONS = {"train": "green", "eval": "magenta", "perf": "cyan"}
+HIDDEN = frozenset({"phase", "train_step", "eval_step", "train/step", "eval/step"})
+BARS = "▁▂▃▄▅▆▇█"
+
+
+class RichLiveLogger:
+    """Shows the latest statistics and a sparkline. Use it as a context manager, or let the first `log` start it.
+
+    >>> with RichLiveLogger(keys=["loss", "avg_total_reward"], spark_key="avg_total_reward") as logger:
+    ...     Trainer(..., train_logger=logger).train_sync(num_steps=100)
+    """
+
+    def __init__(
+        self,
+        *,
+        keys: Sequence[str] | None = None,
+        spark_key: str = "avg_total_reward",
+        history: int = 100,
+        spark_window: int = 50,
+        precision: int = 4,
+        console: Console | None = None,
+        live: Live | None = None,
+    ) -> None:
+        """`keys` filters what is shown, by full or bare name; `spark_key` is the metric of the sparkline, of whose last `history`
+        values `spark_window` are drawn."""
+        self.keys, self.spark_key = keys, spark_key
+        self.spark_window, self.precision = spark_window, precision
+        self.history_vals: deque[float] = deque(maxlen=history)
+        self.console = console or (live.console if live is not None else Console())
+        self._live = live
+        self._owns_live = False
+
+    def log(self, step: int, stats: Mapping[str, float]) -> None:
+        value = stats.get(self.spark_key, stats.get(f"train/{self.spark_key}"))
+        if value is not None and math.isfinite(value):
+            self.history_vals.append(float(value))
+        self.start()
+        assert self._live is not None
+        self._live.update(self.render(step, stats), refresh=True)
+
+    def start(self) -> None:
+        """Take the terminal, unless a running display was passed in."""
+        if self._live is None:
+            self._live = Live(console=self.console, auto_refresh=False, transient=False)
+            self._owns_live = True
+        if not self._live.is_started:
+            self._live.start()
+            self._owns_live = True
+
+    def close(self) -> None:
+        """Give the terminal back; the last picture stays."""
+        if self._live is not None and self._owns_live:
+            self._live.stop()
+            self._live, self._owns_live = None, False
+
+    def __enter__(self) -> RichLiveLogger:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def render(self, step: int, stats: Mapping[str, float]) -> RenderableType:
+        """The dashboard as rich draws it."""
+        columns = Table.grid(expand=True, padding=(0, 1))
+        for _ in SECTIONS:
+            columns.add_column(ratio=1)
+        columns.add_row(*(self._section(name, step, stats) for name in SECTIONS))
+        return Group(columns, self._sparkline_panel())
+
+    def _section(self, name: str, step: int, stats: Mapping[str, float]) -> Panel:
+        shown = stats.items() if self.keys is None else select(stats, self.keys)
+        rows = Table.grid(expand=True, padding=(0, 1))
+        rows.add_column(style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
+        rows.add_column(justify="right", no_wrap=True, style="bold")
+        for key, value in shown:
+            if key not in HIDDEN and section_of(key) == name:
+                rows.add_row(bare(key), self._number(value))
+        body: RenderableType = rows if rows.row_count else Text("nothing yet", style="dim italic")
+        return Panel(body, title=self._title(name, step, stats), border_style=SECTIONS[name], box=box.ROUNDED)
+
+    def _title(self, name: str, step: int, stats: Mapping[str, float]) -> str:
+        if name == "perf":
+            return name
+        at = stats.get(f"{name}/step", step if name == "train" else None)
+        return name if at is None else f"{name} · step {int(at)}"
+
+    def _number(self, value: float) -> str:
+        if not math.isfinite(value):
+            return str(value)
+        value = float(value)
+        if value.is_integer() and abs(value) >= 1:
+            return f"{int(value):,}"
+        small = value != 0 and abs(value) < 10**-self.precision
+        return f"{value:.{max(self.precision - 2, 1)}e}" if small else f"{value:,.{self.precision}f}"
+
+    def _sparkline_panel(self) -> Panel:
+        window = list(self.history_vals)[-self.spark_window :]
+        body = Text(no_wrap=True, overflow="crop")
+        if not window:
+            body.append("waiting for the first value", style="dim italic")
+        else:
+            body.append(sparkline(window), style="yellow")
+            body.append(f"  {self._number(window[-1])}", style="bold")
+            low, high = self._number(min(window)), self._number(max(window))
+            body.append(f"   low {low}   high {high}   last {len(window)} of {len(self.history_vals)} values", style="dim")
+        return Panel(body, title=self.spark_key, border_style="yellow", box=box.ROUNDED, title_align="left")
+
+
+def section_of(key: str) -> str:
+    """The column of a statistic; one without a prefix is the trainer's."""
+    prefix = key.partition("/")[0]
+    if prefix in SECTIONS:
+        return prefix
+    return "eval" if key.startswith("eval_") else "perf" if key.startswith("gpu_") else "train"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One bar a value, from the lowest to the highest of them; a constant is a line at half height.
+
+    >>> sparkline([0.0, 0.5, 1.0])
+    '▁▅█'
+    """
+    low, high = min(values), max(values)
+    if high == low:
+        return BARS[len(BARS) // 2 - 1] * len(values)
+    top = len(BARS) - 1
+    return "".join(BARS[math.floor((value - low) / (high - low) * top + 0.5)] for value in values)

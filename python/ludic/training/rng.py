@@ -1,0 +1,61 @@
+"""The states of the random generators of Python, numpy and torch, as values that JSON can hold."""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def rng_state() -> dict[str, Any]:
+    """The states now."""
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": [version, list(internal), gauss],
+        "numpy": [kind, _encode(np.asarray(keys, dtype=np.uint32).tobytes()), int(position), int(has_gauss), float(cached)],
+        "torch": _encode(torch.get_rng_state().numpy().tobytes()),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = [_encode(device.numpy().tobytes()) for device in torch.cuda.get_rng_state_all()]
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Go back to the states of `rng_state`."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.frombuffer(_decode(keys), dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_tensor(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        for index, device in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(_tensor(device), index)
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    """What is drawn inside leaves no trace, so that a run that is resumed after it draws what it would have drawn."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
+
+
+def _encode(raw: bytes) -> str:
+    return base64.b64encode(raw).decode("ascii")
+
+
+def _decode(text: str) -> bytes:
+    return base64.b64decode(text)
+
+
+def _tensor(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(_decode(text)), dtype=torch.uint8)

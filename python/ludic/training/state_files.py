@@ -1,0 +1,224 @@
+"""Models and optimizers as safetensors and JSON. Pickle is neither written nor read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ludic.errors import CheckpointError, DataError
+from ludic.training.weights import unwrapped
+
+INDEX, MODEL, ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
+PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model.pt")
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write aside and rename, so that a reader sees the old file or the new one."""
+    try:
+        text = json.dumps(content, indent=2, allow_nan=True)
+    except TypeError as error:
+        raise CheckpointError(f"{path.name} must hold plain JSON values: {error}; a state_dict must be made of those") from error
+    aside = path.with_name(f".{path.name}.unfinished")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object")
+    return content
+
+
+def write_model(model: nn.Module, folder: Path | None) -> None:
+    """As `save_pretrained` does; a module without it as model.safetensors with a config.json that names its class. Without a folder
+    only the collectives of a sharded model are taken."""
+    inner: Any = unwrapped(model)
+    state = model_state(inner)
+    if folder is None:
+        return
+    if hasattr(inner, "save_pretrained"):
+        inner.save_pretrained(folder, state_dict=state)
+        return
+    save_file(_without_aliases(state), folder / MODEL, metadata={"format": "pt"})
+    write_json(folder / "config.json", {"model_class": type(inner).__name__})
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """The whole state dict; of a sharded model it is gathered, by all ranks together."""
+    if not hasattr(model, "set_requires_gradient_sync"):
+        return model.state_dict()
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    state: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return state
+
+
+def _without_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One name for each tensor: tied weights are stored once."""
+    seen: set[tuple[Any, ...]] = set()
+    kept = {}
+    for name, tensor in state.items():
+        identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.numel() and identity in seen:
+            continue
+        seen.add(identity)
+        kept[name] = tensor.detach().contiguous()
+    return kept
+
+
+def read_model(model: nn.Module, folder: Path) -> None:
+    """Copy the weights in the folder into the model. All names must be there; tied weights count as one."""
+    model = unwrapped(model)
+    if (folder / ADAPTER).exists():
+        _read_adapter(model, folder)
+        return
+    state: dict[str, Any] = dict(_stored(folder))
+    if hasattr(model, "set_requires_gradient_sync"):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
+        return
+    _check_names(model, state, folder)
+    model.load_state_dict(state, strict=False)
+
+
+def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the folder. Order: index of shards, then the single file."""
+    if (folder / INDEX).exists():
+        yield from _sharded(folder)
+    elif (folder / MODEL).exists():
+        yield from load_file(folder / MODEL).items()
+    else:
+        pickled = [name for name in PICKLED if (folder / name).exists()]
+        if pickled:
+            raise CheckpointError(
+                f"{folder} holds {pickled[0]}, which is pickled: reading it can run code. Convert it to safetensors where you trust it"
+            )
+        raise FileNotFoundError(f"{folder} holds no weights: neither {INDEX} nor {MODEL} nor {ADAPTER}")
+
+
+def _sharded(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    places = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(places, dict):
+        raise DataError(f"{folder / INDEX} has no weight_map; the checkpoint is damaged")
+    for name in sorted(set(places.values())):
+        if Path(name).name != name:
+            raise CheckpointError(f"{folder / INDEX} names the file {name}, which is not in the folder")
+        with safe_open(folder / name, framework="pt") as shard:
+            held = set(shard.keys())
+            for key in (key for key, place in places.items() if place == name):
+                if key not in held:
+                    raise KeyError(f"{key} is not in {folder / name}, where the index puts it; the checkpoint is damaged")
+                yield key, shard.get_tensor(key)
+
+
+def _check_names(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
+    own = model.state_dict()
+    unknown = sorted(set(state) - set(own))
+    held = {own[name].data_ptr() for name in state if name in own}
+    missing = sorted(name for name in own if name not in state and own[name].data_ptr() not in held)
+    if missing or unknown:
+        raise CheckpointError(
+            f"the weights in {folder} do not fit {type(model).__name__}: missing {missing[:4]} ({len(missing)} in all), unknown "
+            f"{unknown[:4]} ({len(unknown)} in all); build the model from the same config"
+        )
+
+
+def _read_adapter(model: nn.Module, folder: Path) -> None:
+    if not hasattr(model, "peft_config"):
+        raise CheckpointError(
+            f"{folder} holds an adapter, but {type(model).__name__} has none; wrap it with the same LoRA config"
+        )
+    from peft import set_peft_model_state_dict
+
+    set_peft_model_state_dict(model, load_file(folder / ADAPTER))
+
+
+def write_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path | None) -> None:
+    """Tensors to optimizer.safetensors under `<parameter>/<value>`, everything else to optimizer.json."""
+    state = _optimizer_state(optimizer, model)
+    if folder is None:
+        return
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for parameter, entries in state["state"].items():
+        for name, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"{parameter}/{name}"] = value.detach().contiguous()
+            else:
+                values.setdefault(str(parameter), {})[name] = value
+    save_file(tensors, folder / "optimizer.safetensors")
+    groups = [{name: _plain(value) for name, value in group.items()} for group in state["param_groups"]]
+    write_json(folder / "optimizer.json", {"class": type(optimizer).__name__, "values": values, "param_groups": groups})
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path) -> None:
+    """Restore what `write_optimizer` wrote."""
+    stored = read_json(folder / "optimizer.json")
+    if stored["class"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"{folder} holds the state of {stored['class']}, the optimizer is {type(optimizer).__name__}; use the same, or load without it"
+        )
+    current = _optimizer_state(optimizer, model)
+    _check_groups(stored["param_groups"], current["param_groups"], folder)
+    sharded = hasattr(model, "set_requires_gradient_sync")
+    state: dict[Any, dict[str, Any]] = {}
+    for parameter, entries in stored["values"].items():
+        state.setdefault(parameter if sharded else int(parameter), {}).update(entries)
+    for key, tensor in load_file(folder / "optimizer.safetensors").items():
+        parameter, name = key.rsplit("/", 1)
+        state.setdefault(parameter if sharded else int(parameter), {})[name] = tensor
+    groups = [_typed_like(group, like) for group, like in zip(stored["param_groups"], current["param_groups"], strict=True)]
+    _set_optimizer_state(optimizer, model, {"state": state, "param_groups": groups})
+
+
+def _check_groups(stored: list[Any], current: list[Any], folder: Path) -> None:
+    sizes = [[len(group["params"]) for group in groups] for groups in (stored, current)]
+    if sizes[0] != sizes[1]:
+        raise CheckpointError(
+            f"the optimizer state in {folder} has parameter groups of {sizes[0]} parameters, the optimizer of {sizes[1]}; "
+            "train the same parameters, or load without the optimizer"
+        )
+
+
+def _typed_like(group: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON turns tuples into lists; this turns them back."""
+    return {name: tuple(value) if isinstance(like.get(name), tuple) else value for name, value in group.items()}
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    if not hasattr(model, "set_requires_gradient_sync"):
+        return optimizer.state_dict()
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
+    return state
+
+
+def _set_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
+    if not hasattr(model, "set_requires_gradient_sync"):
+        optimizer.load_state_dict(state)
+        return
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))

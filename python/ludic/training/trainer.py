@@ -1,0 +1,333 @@
+"""The training loop, and nothing else.
+
+A step: fetch a macro-batch, cut and plan it (`batching.mini_batches`), run it and step the optimizer (`backend`), publish the
+weights, keep a checkpoint, log. What a step measures is in `step_record`, what a checkpoint holds of the run in `run_state`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ludic.errors import CheckpointError, ConfigError, EmptyBatchError
+from ludic.training import ranks
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.backend import TorchBackend, TrainingBackend, build_optimizer
+from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.requests_from_dataset import RequestsExhausted
+from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
+from ludic.training.config import TrainerConfig
+from ludic.training.early_stopping import EarlyStopping
+from ludic.training.event_loop import EventLoop, awaited
+from ludic.training.loggers.base import TrainingLogger
+from ludic.training.loss.base import zero_weight_is_zero_gradient
+from ludic.training.rng import preserved_rng
+from ludic.training.run_state import restore_run, run_state
+from ludic.training.schedule import LearningRateSchedule
+from ludic.training.stats import Reducer, default_reducers, distinct_rollouts, group_keys
+from ludic.training.step_record import StepRecord
+from ludic.training.timings import PhaseTimer
+from ludic.training.types import BatchSource, SAWBatch
+from ludic.training.weights import ParamFilter
+
+if TYPE_CHECKING:
+    from ludic.distributed.interfaces import PolicyPublisher
+
+logger = logging.getLogger(__name__)
+
+Stats = dict[str, float]
+LogFn = Callable[[Stats], Any]
+"""A plain or a coroutine function."""
+
+
+class Trainer:
+    """Trains a model on the batches of a source.
+
+    >>> trainer = Trainer(model=model, algo=make_grpo(group_size=8), batch_source=source, publisher=publisher, cfg=cfg)
+    >>> trainer.train_sync(num_steps=100)
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        algo: RLAlgorithm,
+        batch_source: BatchSource,
+        publisher: PolicyPublisher | None = None,
+        cfg: TrainerConfig | None = None,
+        param_filter: ParamFilter | None = None,
+        enable_gradient_checkpointing: bool = False,
+        checkpointer: CheckpointManager | None = None,
+        checkpoint_config: CheckpointConfig | None = None,
+        resume_from: int | str | Path | None = None,
+        train_logger: TrainingLogger | None = None,
+        reducers: Mapping[str, Reducer] | None = None,
+        evaluator: Any | None = None,
+        total_training_steps: int | None = None,
+        backend: TrainingBackend | None = None,
+    ) -> None:
+        """Without `publisher` nothing is published; asking for `sync_every_steps` as well is an error.
+
+        `total_training_steps` is where the learning-rate schedule ends; without it, the `num_steps` of the first `train`.
+        """
+        self.cfg = TrainerConfig() if cfg is None else cfg
+        self.algo, self.batch_source, self.publisher = algo, batch_source, publisher
+        self.evaluator, self.train_logger, self.param_filter = evaluator, train_logger, param_filter
+        self.reducers = default_reducers() if reducers is None else reducers
+        self.model = model
+        self._check(checkpointer or checkpoint_config, resume_from)
+        self.sync_every_steps = (self.cfg.sync_every_steps or None) if publisher is not None else None
+        self.backend: TrainingBackend = backend or TorchBackend(
+            model,
+            self.cfg,
+            algo=algo,
+            optimizer_factory=self.initialize_optimizer,
+            enable_gradient_checkpointing=enable_gradient_checkpointing,
+        )
+        self.checkpointer = checkpointer or (CheckpointManager(checkpoint_config) if checkpoint_config else None)
+        self.schedule = LearningRateSchedule.from_config(self.cfg, total_training_steps)
+        self.early_stopping = EarlyStopping(self.cfg)
+        self._schedule_is_open = total_training_steps is None
+        self._step = 0
+        self.last_eval: Stats = {}
+        """What the last evaluation gave; logged with every step."""
+        self._event_loop = EventLoop()
+        self._publish_first = False
+        if resume_from is not None:
+            self._resume(resume_from)
+
+    def _check(self, checkpoints: object, resume_from: object) -> None:
+        self.cfg.validate()
+        if self.publisher is None and self.cfg.given("sync_every_steps") and self.cfg.sync_every_steps:
+            raise ConfigError(
+                f"sync_every_steps ({self.cfg.sync_every_steps}) needs a PolicyPublisher; pass publisher=, or sync_every_steps=0"
+            )
+        if self.evaluator is None and (self.cfg.eval_at_start or self.cfg.eval_every_n_steps):
+            raise ConfigError("eval_at_start and eval_every_n_steps need an evaluator; pass evaluator=")
+        if resume_from is not None and checkpoints is None:
+            raise ConfigError(f"resume_from ({resume_from}) needs a checkpointer; pass checkpointer= or checkpoint_config=")
+
+    def initialize_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the model where it now is; a subclass may group its parameters."""
+        return build_optimizer(self.model, self.cfg)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The backend's, if it is in this process."""
+        return getattr(self.backend, "optimizer", None)
+
+    @property
+    def current_step(self) -> int:
+        """Steps done, which is also the version of the weights."""
+        return self._step
+
+    async def train(
+        self,
+        num_steps: int | None = None,
+        *,
+        log_every: int = 1,
+        log_fn: LogFn | None = None,
+        eval_log_fn: LogFn | None = None,
+    ) -> None:
+        """Take `num_steps` steps; None: until the source raises RequestsExhausted or StopAsyncIteration.
+
+        `log_fn` gets the statistics of every `log_every`-th step, `eval_log_fn` those of each evaluation.
+        """
+        if num_steps is not None and self._schedule_is_open and self.cfg.lr_scheduler_type is not None:
+            self.schedule = LearningRateSchedule.from_config(self.cfg, self._step + num_steps)
+        self._schedule_is_open = False
+        if self.cfg.eval_at_start and self._step == 0:
+            await self.eval(log_fn=eval_log_fn)
+        last = None if num_steps is None else self._step + num_steps
+        while last is None or self._step < last:
+            try:
+                stats = await self.train_step()
+            except (RequestsExhausted, StopAsyncIteration):
+                if last is None:
+                    return
+                raise
+            if log_fn is not None and self._step % log_every == 0:
+                await awaited(log_fn(stats))
+            if await self._evaluated_enough(eval_log_fn):
+                return
+
+    async def _evaluated_enough(self, log_fn: LogFn | None) -> bool:
+        """Evaluate if it is time; whether training should stop."""
+        every = self.cfg.eval_every_n_steps
+        if every is None or self._step % every:
+            return False
+        metrics = (await self.eval(log_fn=log_fn))["metrics"]
+        stop = self.early_stopping.should_stop(metrics) if ranks.rank() == 0 else False
+        return bool(ranks.max_over_ranks([float(stop)], self.cfg.model_device)[0])
+
+    def resume_schedule(self, schedule: LearningRateSchedule) -> None:
+        """Go on with the schedule of the run that is resumed, which the next `train` does not stretch."""
+        self.schedule, self._schedule_is_open = schedule, False
+
+    async def train_step(self) -> Stats:
+        """One macro-batch: one optimizer step, or several if the config says so. Its statistics, grouped by prefix."""
+        timer = PhaseTimer()
+        if self._publish_first:
+            await self.publish(timer)
+        batch, macro = await self._next_batch(timer)
+        record = StepRecord(batch, macro, timer)
+        for epoch in range(self.cfg.epochs_per_batch):
+            for rows in macro.divide(self.cfg.minibatches_per_batch, seed=self.cfg.seed, step=self._step, epoch=epoch):
+                with timer.phase("batching"):
+                    mini_batch = MiniBatch(macro, rows, self.cfg, skip_zero_weight=self._skips_zero_weight)
+                if len(mini_batch):
+                    await self._optimize(mini_batch, record)
+                record.add_padding(mini_batch)
+        self._step += 1
+        if self.sync_every_steps and self._step % self.sync_every_steps == 0:
+            await self.publish(timer)
+        self._checkpoint(timer)
+        return self._logged(record)
+
+    @property
+    def _skips_zero_weight(self) -> bool:
+        return self.cfg.skip_zero_weight and zero_weight_is_zero_gradient(self.algo.loss)
+
+    async def _next_batch(self, timer: PhaseTimer) -> tuple[SAWBatch, MacroBatch]:
+        """A batch with something to train on."""
+        fetched = stale = 0
+        for _ in range(self.cfg.max_empty_batches):
+            with timer.phase("rollout"):
+                given = await self.batch_source.next_batch()
+            with timer.phase("batching"):
+                batch = SAWBatch([item for item in given.items if not self._is_stale(item.meta)], given.meta)
+                fetched, stale = fetched + len(given.items), stale + len(given.items) - len(batch.items)
+                if self.algo.preprocess is not None and batch.items:
+                    batch = await awaited(self.algo.preprocess(batch))
+                macro = MacroBatch.ingest(batch.items, self.cfg.max_seq_len)
+            if macro.items:
+                batch.items = macro.items
+                batch.meta["effective_rollouts"] = distinct_rollouts(macro.items)
+                return batch, macro
+            logger.warning("a batch of %d samples has none to train on; fetching another", len(given.items))
+        raise EmptyBatchError(
+            f"{self.cfg.max_empty_batches} batches in a row had no sample to train on: {fetched} samples came, {stale} were older than "
+            f"max_lag ({self.cfg.max_lag}), preprocessing and truncation dropped the rest; check the source and the filters, "
+            "or raise max_empty_batches"
+        )
+
+    def _is_stale(self, meta: Mapping[str, Any]) -> bool:
+        version = meta.get("policy_version")
+        return self.cfg.max_lag is not None and version is not None and self._step - version > self.cfg.max_lag
+
+    async def _optimize(self, mini_batch: MiniBatch, record: StepRecord) -> None:
+        with record.timer.phase("forward_backward"):
+            result = await self.backend.forward_backward(mini_batch, totals=mini_batch.totals).result()
+        with record.timer.phase("optimizer"):
+            step = await self.backend.optim_step(lr_factor=self.schedule.factor(self._step)).result()
+        record.add(result, step)
+
+    async def publish(self, timer: PhaseTimer | None = None) -> None:
+        """Hand the weights to the publisher as version `current_step`."""
+        publisher: Any = self.publisher  # its publish may be a coroutine function
+        if publisher is None:
+            raise ConfigError("there is no PolicyPublisher to publish with; pass publisher= to Trainer")
+        with (timer or PhaseTimer()).phase("publish"):
+            weights = await self.backend.export_weights(param_filter=self.param_filter).result()
+            if ranks.rank() == 0:
+                await awaited(publisher.publish(weights, version=self._step))
+            ranks.barrier()
+        self._publish_first = False
+
+    def _checkpoint(self, timer: PhaseTimer) -> None:
+        if self.checkpointer is not None and self.checkpointer.should_save(self._step):
+            with timer.phase("checkpoint"):
+                self.save_checkpoint()
+
+    def save_checkpoint(self, *, metadata: Mapping[str, Any] | None = None) -> Path | None:
+        """Write weights, optimizer and the state of the run; the folder, None on other ranks than 0."""
+        if self.checkpointer is None:
+            raise CheckpointError("the trainer has no checkpointer; pass checkpointer= or checkpoint_config=")
+        content = {**(metadata or {}), "algorithm": self.algo.name, **run_state(self)}
+        return self.checkpointer.save(self.model, optimizer=self.optimizer, step=self._step, metadata=content)
+
+    def _resume(self, resume_from: int | str | Path) -> None:
+        assert self.checkpointer is not None
+        is_step = isinstance(resume_from, int) or (str(resume_from).isdigit() and not Path(resume_from).exists())
+        where: dict[str, Any] = {"step": int(str(resume_from))} if is_step else {"path": resume_from}
+        metadata = self.checkpointer.load(self.model, optimizer=self.optimizer, **where)
+        self._step = int(metadata["step"])
+        restore_run(self, metadata)
+        self._publish_first = bool(self.sync_every_steps)
+
+    def _logged(self, record: StepRecord) -> Stats:
+        if self._step % self.cfg.log_every:
+            return {"train/step": float(self._step)}
+        stats = record.stats(self.reducers, self.cfg)
+        grouped = group_keys({"train_step": float(self._step), **stats})
+        self._log({**grouped, **self.last_eval})
+        return grouped
+
+    def _log(self, stats: Stats) -> None:
+        """A logger that fails does not end the run."""
+        if self.train_logger is None or ranks.rank() != 0:
+            return
+        try:
+            self.train_logger.log(self._step, stats)
+        except Exception:
+            logger.exception("the logger failed at step %d; training goes on", self._step)
+
+    async def eval(
+        self,
+        *,
+        reducers: Mapping[str, Reducer] | None = None,
+        max_steps: int | None = None,
+        timeout_s: float | None = None,
+        concurrency: int | None = None,
+        log_fn: LogFn | None = None,
+    ) -> dict[str, Any]:
+        """Evaluate on rank 0: `records` and `metrics`, empty on the others. What is not given here or in the config is the
+        evaluator's to decide. Random generators are left as they were."""
+        if self.evaluator is None:
+            raise ConfigError("the trainer has no evaluator; pass evaluator=")
+        records: list[Any] = []
+        metrics: Stats = {}
+        if ranks.rank() == 0:
+            with preserved_rng():
+                records, metrics = await self.evaluator.eval(
+                    reducers=reducers,
+                    max_steps=self._eval_setting("eval_max_steps", max_steps),
+                    timeout_s=self._eval_setting("eval_timeout_s", timeout_s),
+                    concurrency=self._eval_setting("eval_concurrency", concurrency),
+                )
+            self.last_eval = {f"eval/{name}": value for name, value in metrics.items()} | {"eval/step": float(self._step)}
+            self._log(self.last_eval)
+            if log_fn is not None:
+                await awaited(log_fn(self.last_eval))
+        ranks.barrier()
+        return {"records": records, "metrics": metrics}
+
+    def _eval_setting(self, name: str, explicit: float | None) -> Any:
+        if explicit is not None or not self.cfg.given(name):
+            return explicit
+        return getattr(self.cfg, name)
+
+    def train_sync(
+        self,
+        num_steps: int | None = None,
+        *,
+        log_every: int = 1,
+        log_fn: LogFn | None = None,
+        eval_log_fn: LogFn | None = None,
+    ) -> None:
+        """`train` from code that is not a coroutine."""
+        training = self.train(num_steps, log_every=log_every, log_fn=log_fn, eval_log_fn=eval_log_fn)
+        self._event_loop.run(training, instead="trainer.train(...)")
+
+    def train_step_sync(self) -> Stats:
+        """`train_step` from code that is not a coroutine."""
+        return self._event_loop.run(self.train_step(), instead="trainer.train_step()")
+
+    def eval_sync(self, **options: Any) -> dict[str, Any]:
+        """`eval` from code that is not a coroutine."""
+        return self._event_loop.run(self.eval(**options), instead="trainer.eval(...)")
