@@ -70,11 +70,17 @@ class RLAlgorithm:
 
 
 def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits [B, T, V] of a padded batch, [1, S, V] of a padding-free one, whose position ids keep its rows apart."""
+    """Logits [B, T, V] of a padded batch, [1, S, V] of a padding-free one, whose position ids keep its rows apart.
+
+    A model of transformers is told to keep no key-value cache: with one it would not tell the rows apart.
+    """
+    cached = hasattr(getattr(model, "config", None), "use_cache")
+    keywords: dict[str, Any] = {"use_cache": False} if cached else {}
     if "cu_seqlens" in batch:
-        output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=None)
+        keywords |= {"position_ids": batch["position_ids"], "attention_mask": None}
     else:
-        output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        keywords |= {"attention_mask": batch["attention_mask"]}
+    output = model(input_ids=batch["input_ids"], **keywords)
     logits: Tensor = output.logits if hasattr(output, "logits") else output
     return logits
 

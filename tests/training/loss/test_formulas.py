@@ -1,0 +1,266 @@
+"""Each loss by hand. Batches have one action token a row with probability 1/2 unless said otherwise: log pi = ln(1/2) = -0.693147."""
+
+import math
+
+import pytest
+import torch
+from loss_batches import two_token_batch
+
+from ludic.errors import ConfigError, DataError
+from ludic.training.loss import (
+    CISPOLoss,
+    ClippedSurrogateLoss,
+    CompositeLoss,
+    EntropyBonus,
+    KLLoss,
+    LossTerm,
+    MaskedCausalLMCrossEntropyLoss,
+    ReinforceBaselineLoss,
+    ReinforceLoss,
+    TokenClippedSurrogateLoss,
+    TokenKLLoss,
+)
+
+LN2 = math.log(2.0)
+
+
+def value(loss, ratios, weights):
+    logits, batch = two_token_batch(ratios, weights)
+    result, stats = loss.compute(logits, batch)
+    assert stats["loss"] == pytest.approx(result.item())
+    return result.item(), {k: float(v) for k, v in stats.items()}
+
+
+def gradient(loss, ratios, weights):
+    """d loss / d logit of the sampled token, for each row. With p = 1/2, d log pi / d logit = 1 - p = 1/2."""
+    logits, batch = two_token_batch(ratios, weights)
+    loss.compute(logits, batch)[0].backward()
+    return logits.grad[:, 0, 0].tolist()
+
+
+def test_reinforce_weighs_log_probability_by_ratio_and_credit():
+    # -(1/2)[2 * 1 * (-0.693147) + 0.5 * (-3) * (-0.693147)] = -(1/2)[-1.386294 + 1.039721] = 0.173287
+    loss, stats = value(ReinforceLoss(), [2.0, 0.5], [1.0, -3.0])
+    assert loss == pytest.approx(0.1732868, abs=1e-6)
+    assert stats["ratio_mean"] == pytest.approx(1.25)
+    assert stats["ratio_std"] == pytest.approx(0.75)
+    assert stats["adv_mean"] == pytest.approx(-1.0)
+    assert stats["logp_mean"] == pytest.approx(-LN2)
+    # k3: mean of (2 - 1 - ln 2, 0.5 - 1 + ln 2) = mean(0.306853, 0.193147) = 0.25
+    assert stats["kl_actor_policy"] == pytest.approx(0.25, abs=1e-6)
+
+
+def test_the_ratio_of_reinforce_is_a_constant():
+    # d/dlogit of -(1/2) * r A log pi = -(1/2) r A (1/2): rows -0.5 and 0.375. Were r not detached, each would have a term more.
+    assert gradient(ReinforceLoss(), [2.0, 0.5], [1.0, -3.0]) == pytest.approx([-0.5, 0.375])
+
+
+def test_the_baseline_is_the_mean_weight():
+    # A = (1, 0) - 0.5 = (0.5, -0.5). Both log pi are equal and r = 1, so the loss is 0 and the gradients are -0.125 and 0.125.
+    loss, stats = value(ReinforceBaselineLoss(), [1.0, 1.0], [1.0, 0.0])
+    assert loss == pytest.approx(0.0, abs=1e-7)
+    assert stats["baseline"] == pytest.approx(0.5)
+    assert gradient(ReinforceBaselineLoss(), [1.0, 1.0], [1.0, 0.0]) == pytest.approx([-0.125, 0.125])
+
+
+def test_a_normalised_baseline_divides_by_the_population_spread():
+    # std(1, 0) = 0.5, so A = (1, -1) and the gradients are -0.25 and 0.25.
+    assert gradient(ReinforceBaselineLoss(normalize=True), [1.0, 1.0], [1.0, 0.0]) == pytest.approx([-0.25, 0.25])
+
+
+@pytest.mark.parametrize("make", [ClippedSurrogateLoss, TokenClippedSurrogateLoss])
+def test_ppo_takes_the_lesser_of_ratio_and_clipped_ratio(make):
+    # r = 2, A = 1, range 0.1: -min(2, 1.1) = -1.1
+    assert value(make(clip_eps_low=0.1, clip_eps_high=0.1), [2.0], [1.0])[0] == pytest.approx(-1.1)
+    # r = 0.5, A = -1, range 0.2: -min(-0.5, -0.8) = 0.8
+    assert value(make(clip_eps_low=0.2, clip_eps_high=0.2), [0.5], [-1.0])[0] == pytest.approx(0.8)
+    # r = 2, A = -1: -min(-2, -1.1) = 2: a bad action that became likelier is not clipped
+    assert value(make(clip_eps_low=0.1, clip_eps_high=0.1), [2.0], [-1.0])[0] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("make", [ClippedSurrogateLoss, TokenClippedSurrogateLoss])
+def test_ratio_clip_caps_the_ratio_first(make):
+    loss, stats = value(make(clip_eps_low=10.0, clip_eps_high=10.0, ratio_clip=2.0), [10.0, 1.0], [1.0, 1.0])
+    assert loss == pytest.approx(-(2.0 + 1.0) / 2)
+    assert stats["ratio_clip_frac"] == pytest.approx(0.5)
+    assert stats["ratio_mean"] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("make", [ClippedSurrogateLoss, TokenClippedSurrogateLoss])
+def test_ppo_passes_no_gradient_outside_the_clip_on_the_side_that_the_advantage_pushes(make):
+    # Rows: out above with A > 0 (clipped), in range (-(1/2) r A (1/2) = -0.25 at r = 1), out below with A > 0 (not clipped: -0.125).
+    grads = gradient(make(clip_eps_low=0.1, clip_eps_high=0.1), [2.0, 1.0, 0.5, 0.5], [1.0, 1.0, 1.0, -1.0])
+    assert grads == pytest.approx([0.0, -0.125, -0.0625, 0.0])
+    _, stats = value(make(clip_eps_low=0.1, clip_eps_high=0.1), [2.0, 1.0, 0.5, 0.5], [1.0, 1.0, 1.0, -1.0])
+    assert stats["clip_frac"] == pytest.approx(0.75)
+
+
+def test_cispo_bounds_the_weight_and_passes_gradient_outside_the_clip():
+    # r = 2, high 0.1: -1.1 * log pi = 1.1 * 0.693147 = 0.762462; the gradient is -1.1 * (1/2) = -0.55
+    loss, stats = value(CISPOLoss(clip_eps_high=0.1), [2.0], [1.0])
+    assert loss == pytest.approx(1.1 * LN2)
+    assert stats["clip_frac"] == 1.0
+    assert stats["ratio_mean"] == pytest.approx(2.0)
+    assert gradient(CISPOLoss(clip_eps_high=0.1), [2.0], [1.0]) == pytest.approx([-0.55])
+
+
+def test_cispo_is_open_below_by_default():
+    assert gradient(CISPOLoss(), [0.25], [1.0]) == pytest.approx([-0.125])
+    assert gradient(CISPOLoss(clip_eps_low=0.2), [0.25], [1.0]) == pytest.approx([-0.4])
+
+
+def test_every_policy_gradient_agrees_where_the_policy_has_not_moved():
+    losses = [ReinforceLoss(), ClippedSurrogateLoss(), TokenClippedSurrogateLoss(), CISPOLoss()]
+    grads = [gradient(loss, [1.0, 1.0], [0.7, -1.3]) for loss in losses]
+    for other in grads[1:]:
+        assert other == pytest.approx(grads[0], abs=1e-6)
+
+
+def test_kl_by_token_has_three_estimators():
+    # log ratio ln 2 in row 0 and -ln 2 in row 1.
+    # k1: mean = 0. k2: (ln 2)^2 / 2 = 0.240227. k3: exp(-x) - 1 + x: 0.5 - 1 + 0.693147 and 2 - 1 - 0.693147: mean 0.25.
+    expected = {"k1": 0.0, "k2": 0.2402265, "k3": 0.25}
+    for estimator, kl in expected.items():
+        loss, stats = value(TokenKLLoss(coeff=2.0, estimator=estimator), [2.0, 0.5], [0.0, 0.0])
+        assert loss == pytest.approx(2 * kl, abs=1e-6)
+        assert stats["kl_mean"] == pytest.approx(kl, abs=1e-6)
+
+
+def test_kl_by_sequence_is_the_difference_of_log_probabilities():
+    loss, stats = value(KLLoss(coeff=0.5), [4.0, 1.0], [0.0, 0.0])
+    assert loss == pytest.approx(0.5 * (2 * LN2 + 0) / 2)
+    assert stats["kl_std"] == pytest.approx(LN2)
+
+
+def test_entropy_counts_the_positions_that_predict_an_action():
+    # Row 0 predicts its action from uniform logits (entropy ln 2), row 1 has no action: its entropy must not count.
+    logits, batch = two_token_batch([1.0, 1.0], [0.0, 0.0])
+    batch["action_mask"] = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    loss, stats = EntropyBonus(coeff=0.1).compute(logits, batch)
+    assert loss.item() == pytest.approx(-0.1 * LN2)
+    assert stats["entropy_mean"].item() == pytest.approx(LN2)
+
+
+def test_entropy_without_actions_is_zero():
+    logits, batch = two_token_batch([1.0], [0.0])
+    batch["action_mask"] = torch.zeros(1, 2)
+    assert EntropyBonus().compute(logits, batch)[0].item() == 0.0
+
+
+def test_cross_entropy_is_weighted_and_needs_no_weight():
+    # (1 * ln 2 + 3 * ln 2) / 2 = 2 ln 2; without weights ln 2
+    assert value(MaskedCausalLMCrossEntropyLoss(), [1.0, 1.0], [1.0, 3.0])[0] == pytest.approx(2 * LN2)
+    logits, batch = two_token_batch([1.0, 1.0], [1.0, 3.0])
+    del batch["weight"]
+    assert MaskedCausalLMCrossEntropyLoss().compute(logits, batch)[0].item() == pytest.approx(LN2)
+
+
+def three_token_batch():
+    """Row 0 has two action tokens, row 1 has one; vocabulary 2, uniform."""
+    logits = torch.zeros(2, 3, 2, requires_grad=True)
+    mask = torch.tensor([[0.0, 1.0, 1.0], [0.0, 1.0, 0.0]])
+    return logits, {
+        "input_ids": torch.zeros(2, 3, dtype=torch.long),
+        "action_mask": mask,
+        "actor_logps": -LN2 * mask,
+        "old_logp_action": -LN2 * mask.sum(dim=1),
+        "weight": torch.ones(2),
+    }
+
+
+def test_three_means_over_tokens():
+    logits, batch = three_token_batch()
+
+    def nll(**kwargs):
+        return MaskedCausalLMCrossEntropyLoss(**kwargs).compute(logits, batch)[0].item()
+
+    assert nll(length_normalize=False) == pytest.approx((2 + 1) * LN2 / 2)  # sums by row, mean over rows
+    assert nll(length_normalize=True) == pytest.approx((1 + 1) * LN2 / 2)  # means by row
+    assert nll(length_normalize=False, normalizer="tokens") == pytest.approx(3 * LN2 / 3)  # one mean over tokens
+
+
+def test_length_normalised_sequence_ratio_is_the_geometric_mean():
+    logits, batch = three_token_batch()
+    batch["old_logp_action"] = batch["old_logp_action"] - torch.tensor([2 * math.log(1.5), 0.0])  # r = 2.25 by product
+    _, stats = ClippedSurrogateLoss(clip_eps_low=9.0, clip_eps_high=9.0, length_normalize=True).compute(logits, batch)
+    assert stats["ratio_mean"].item() == pytest.approx((1.5 + 1.0) / 2)
+    _, stats = ClippedSurrogateLoss(clip_eps_low=9.0, clip_eps_high=9.0).compute(logits, batch)
+    assert stats["ratio_mean"].item() == pytest.approx((2.25 + 1.0) / 2)
+
+
+def test_composite_adds_weighted_terms_and_names_their_statistics():
+    logits, batch = two_token_batch([2.0], [1.0])
+    terms = [LossTerm("pg", CISPOLoss(clip_eps_high=0.1)), LossTerm("kl", KLLoss(coeff=1.0), weight=0.5)]
+    loss, stats = CompositeLoss(terms).compute(logits, batch)
+    # 1.1 ln 2 + 0.5 * ln 2 = 1.6 ln 2
+    assert loss.item() == pytest.approx(1.6 * LN2)
+    assert stats["loss"].item() == pytest.approx(1.6 * LN2)
+    assert stats["pg/loss"].item() == pytest.approx(1.1 * LN2)
+    assert stats["kl/loss"].item() == pytest.approx(LN2)
+    assert stats["kl/weight"] == 0.5
+    assert stats["kl/kl_mean"].item() == pytest.approx(LN2)
+    assert set(stats) == {
+        "loss", "pg/loss", "pg/weight", "pg/ratio_mean", "pg/ratio_std", "pg/clip_frac", "pg/kl_actor_policy", "pg/adv_mean",
+        "pg/adv_std", "pg/logp_mean", "pg/avg_action_tokens", "kl/loss", "kl/weight", "kl/kl_mean", "kl/kl_std",
+    }  # fmt: skip
+
+
+def test_a_composite_calls_a_loss_that_takes_no_shared_context():
+    class Square:
+        def compute(self, logits, batch):
+            loss = (logits**2).mean() + 1.0
+            return loss, {"loss": loss.detach()}
+
+    logits, batch = two_token_batch([1.0], [1.0])
+    assert CompositeLoss([LossTerm("square", Square())]).compute(logits, batch)[0].item() == pytest.approx(1.0)
+
+
+def test_weights_of_zero_give_a_gradient_of_exactly_zero():
+    for loss in (ReinforceLoss(), ClippedSurrogateLoss(), TokenClippedSurrogateLoss(), CISPOLoss()):
+        assert loss.zero_weight_is_zero_gradient
+        assert gradient(loss, [2.0, 0.5, 1.0], [0.0, 0.0, 0.0]) == [0.0, 0.0, 0.0]
+
+
+def test_settings_without_meaning_are_refused():
+    with pytest.raises(ValueError, match="clip_eps_low must be non-negative"):
+        ClippedSurrogateLoss(clip_eps_low=-0.1)
+    with pytest.raises(ValueError, match="clip_eps_high must be non-negative"):
+        CISPOLoss(clip_eps_high=-0.1)
+    with pytest.raises(ValueError, match="ratio_clip must be positive"):
+        TokenClippedSurrogateLoss(ratio_clip=0.0)
+    with pytest.raises(ValueError, match="at least one"):
+        CompositeLoss([])
+    with pytest.raises(ConfigError, match="exclude each other"):
+        CISPOLoss(normalizer="tokens")
+    with pytest.raises(ConfigError, match="'k1', 'k2' or 'k3'"):
+        TokenKLLoss(estimator="k4")
+
+
+def test_the_older_single_range_sets_both_sides_and_warns():
+    with pytest.warns(DeprecationWarning, match="clip_eps_low and clip_eps_high"):
+        loss = ClippedSurrogateLoss(clip_eps=0.2)
+    assert (loss.clip_eps_low, loss.clip_eps_high) == (0.2, 0.2)
+
+
+@pytest.mark.parametrize("loss", [TokenClippedSurrogateLoss(), CISPOLoss(), TokenKLLoss()], ids=lambda loss: type(loss).__name__)
+def test_token_losses_say_what_is_missing_or_misshapen(loss):
+    logits, batch = two_token_batch([1.0], [1.0])
+    with pytest.raises(KeyError, match="actor_logps"):
+        loss.compute(logits, {key: v for key, v in batch.items() if key != "actor_logps"})
+    with pytest.raises(DataError, match="shape"):
+        loss.compute(logits, {**batch, "actor_logps": torch.zeros(1, 3)})
+
+
+@pytest.mark.parametrize("loss", [ReinforceLoss(), ReinforceBaselineLoss(), ClippedSurrogateLoss(), KLLoss()], ids=str)
+def test_sequence_losses_name_the_missing_key(loss):
+    logits, batch = two_token_batch([1.0], [1.0])
+    with pytest.raises(KeyError, match="old_logp_action"):
+        loss.compute(logits, {key: v for key, v in batch.items() if key != "old_logp_action"})
+
+
+def test_statistics_without_any_action_are_zero():
+    logits, batch = two_token_batch([1.0], [1.0])
+    batch["action_mask"] = torch.zeros(1, 2)
+    for loss in (TokenClippedSurrogateLoss(), CISPOLoss()):
+        _, stats = loss.compute(logits, batch)
+        assert {float(stats[key]) for key in ("ratio_mean", "clip_frac", "kl_actor_policy")} == {0.0}

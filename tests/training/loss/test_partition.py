@@ -1,0 +1,130 @@
+"""The law of the project: however a batch is split, laid out and ordered, the gradient is that of the unsplit batch."""
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from loss_batches import Bigram, packed, padded, rows
+
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.loss import (
+    BatchTotals,
+    CISPOLoss,
+    ClippedSurrogateLoss,
+    CompositeLoss,
+    EntropyBonus,
+    KLLoss,
+    LossTerm,
+    MaskedCausalLMCrossEntropyLoss,
+    ReinforceBaselineLoss,
+    ReinforceLoss,
+    TokenClippedSurrogateLoss,
+    TokenKLLoss,
+)
+from ludic.training.loss.base import zero_weight_is_zero_gradient
+
+LOSSES = {
+    "reinforce": ReinforceLoss(length_normalize=True),
+    "baseline": ReinforceBaselineLoss(length_normalize=True),
+    "normalised baseline": ReinforceBaselineLoss(normalize=True, length_normalize=True),
+    "gspo": ClippedSurrogateLoss(0.2, 0.3, length_normalize=True),
+    "grpo": TokenClippedSurrogateLoss(),
+    "grpo over tokens": TokenClippedSurrogateLoss(normalizer="tokens"),
+    "cispo": CISPOLoss(),
+    "cispo over tokens": CISPOLoss(length_normalize=False, normalizer="tokens"),
+    "kl by token": TokenKLLoss(coeff=0.3, estimator="k3"),
+    "kl by sequence": KLLoss(coeff=0.3, length_normalize=True),
+    "entropy": EntropyBonus(coeff=0.3),
+    "cross entropy": MaskedCausalLMCrossEntropyLoss(),
+    "cross entropy over tokens": MaskedCausalLMCrossEntropyLoss(length_normalize=False, normalizer="tokens"),
+    "composite": CompositeLoss(
+        [
+            LossTerm("pg", CISPOLoss()),
+            LossTerm("h", EntropyBonus(0.5)),
+            LossTerm("b", ReinforceBaselineLoss(length_normalize=True), 0.1),
+        ]
+    ),
+}
+
+
+def totals_of(samples):
+    weights = torch.stack([s["weight"] for s in samples]).numpy()
+    targets = torch.stack([s["action_mask"][1:].sum() for s in samples]).long().numpy()
+    return BatchTotals.from_columns(weights, targets)
+
+
+def gradient(loss, parts, collate, totals=None):
+    model = Bigram()
+    algorithm = RLAlgorithm("test", ConstantCredit(), loss)
+    total = 0.0
+    for part in parts:
+        value, _ = algorithm.compute_loss(model, collate(part), totals=totals)
+        value.backward()
+        total += value.item()
+    return model.table.grad, total
+
+
+@st.composite
+def partitions(draw):
+    """Samples in some order, cut into micro-batches at random places."""
+    samples = rows(draw(st.integers(1, 12)), seed=draw(st.integers(0, 10_000)))
+    order = draw(st.permutations(range(len(samples))))
+    cuts = sorted(draw(st.sets(st.integers(1, max(1, len(samples) - 1)))) & set(range(1, len(samples))))
+    shuffled = [samples[i] for i in order]
+    return samples, [shuffled[a:b] for a, b in zip([0, *cuts], [*cuts, len(samples)], strict=True)]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(drawn=partitions(), extra=st.integers(0, 3), layout=st.sampled_from(["padded", "padding-free"]))
+def test_the_gradient_does_not_depend_on_the_split(name, drawn, extra, layout):
+    samples, parts = drawn
+    loss = LOSSES[name]
+    whole, value = gradient(loss, [samples], padded)
+    collate = packed if layout == "padding-free" else lambda part: padded(part, extra)
+    split, total = gradient(loss, parts, collate, totals_of(samples))
+    torch.testing.assert_close(split, whole, rtol=0, atol=1e-6 * max(1.0, whole.abs().max().item()))
+    assert total == pytest.approx(value, abs=1e-5, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(drawn=partitions())
+def test_samples_of_weight_zero_can_stay_out_where_the_loss_says_so(name, drawn):
+    samples, parts = drawn
+    loss = LOSSES[name]
+    kept = [[s for s in part if s["weight"] != 0] for part in parts]
+    kept = [part for part in kept if part]
+    if not kept or not zero_weight_is_zero_gradient(loss):
+        return
+    whole, _ = gradient(loss, [samples], padded)
+    without, _ = gradient(loss, kept, padded, totals_of(samples))
+    torch.testing.assert_close(without, whole, rtol=0, atol=1e-6 * max(1.0, whole.abs().max().item()))
+
+
+def test_the_losses_that_need_samples_of_weight_zero_say_so():
+    needing = {name for name, loss in LOSSES.items() if not zero_weight_is_zero_gradient(loss)}
+    assert needing == {"baseline", "normalised baseline", "kl by token", "kl by sequence", "entropy", "composite"}
+
+
+@pytest.mark.parametrize("name", ["grpo", "cispo over tokens", "entropy", "composite"])
+def test_a_transformer_gives_the_same_gradient_padded_split_and_padding_free(name):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=11, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=32
+    )
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config)
+    samples = rows(6, seed=3)
+    algorithm = RLAlgorithm("test", ConstantCredit(), LOSSES[name])
+
+    def flat(parts, collate, totals):
+        model.zero_grad()
+        for part in parts:
+            algorithm.compute_loss(model, collate(part), totals=totals)[0].backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    whole = flat([samples], padded, None)
+    assert whole.abs().max() > 1e-3
+    totals = totals_of(samples)
+    torch.testing.assert_close(flat([samples[:2], samples[2:3], samples[3:]], padded, totals), whole, rtol=0, atol=1e-6)
+    torch.testing.assert_close(flat([samples[4:], samples[:4]], packed, totals), whole, rtol=0, atol=1e-6)
