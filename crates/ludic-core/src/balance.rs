@@ -13,9 +13,9 @@ use crate::plan::{
     Plan, Sorted, check_budget, check_overhead, greedy_offsets, optimal_offsets, optimal_offsets_exactly, padding_free,
 };
 
-/// Above this many samples the last few micro-batches are made by halving instead of by an exact search, which costs a
-/// few dozen plans; they are then a vanishing share.
-const EXACT_SAMPLES: usize = 1 << 17;
+/// Above this many samples the search for the best micro-batches, a few dozen plans, gives way to the planners for one
+/// rank and a few halvings: among so many micro-batches the deal finds neighbours in cost anyway.
+const SEARCHED_SAMPLES: usize = 1 << 15;
 /// The most ranks.
 const MAX_RANKS: i64 = 1 << 20;
 /// The largest factor of the cost: then no sum of costs leaves 128 bits.
@@ -116,7 +116,7 @@ pub fn plan_ranks(lengths: &[i32], micro_token_budget: i64, options: &RankOption
         Packing::Greedy => pad(lengths, micro_token_budget, |sorted, budget| {
             let offsets = greedy_offsets(&sorted.runs, budget);
             let count = slots(offsets.len() - 1, ranks, sorted.len());
-            halve(offsets, count, |rows| prices.padded(lengths, &sorted.order[rows]))
+            halve(offsets, count, |rows| contiguous_work(lengths, sorted, &prices, rows))
         })?,
         Packing::Optimal => pad(lengths, micro_token_budget, |sorted, budget| {
             best_count(lengths, sorted, budget, overhead, &prices, ranks)
@@ -142,29 +142,51 @@ impl Prices {
         Ok(Self { linear, quadratic })
     }
 
-    fn sample(&self, length: i32) -> u128 {
-        let length = length as u128;
+    fn sample(&self, length: u64) -> u128 {
+        let length = u128::from(length);
         self.linear * length + self.quadratic * length * length
     }
 
-    fn packed(&self, lengths: &[i32], rows: &[u32]) -> u128 {
-        rows.iter().map(|&row| self.sample(lengths[row as usize])).sum()
+    /// What the samples cost by themselves.
+    fn real(&self, shape: &Shape) -> u128 {
+        self.linear * u128::from(shape.tokens) + self.quadratic * shape.squares
     }
 
-    fn padded(&self, lengths: &[i32], rows: &[u32]) -> u128 {
-        rows.len() as u128 * self.sample(longest(lengths, rows))
-    }
-
-    fn micro_batch(&self, lengths: &[i32], rows: &[u32], packing: Packing) -> u128 {
+    /// What a rank computes for them.
+    fn work(&self, shape: &Shape, packing: Packing) -> u128 {
         match packing {
-            Packing::PaddingFree => self.packed(lengths, rows),
-            Packing::Greedy | Packing::Optimal => self.padded(lengths, rows),
+            Packing::PaddingFree => self.real(shape),
+            Packing::Greedy | Packing::Optimal => u128::from(shape.rows) * self.sample(shape.longest),
         }
     }
 }
 
-fn longest(lengths: &[i32], rows: &[u32]) -> i32 {
-    rows.iter().map(|&row| lengths[row as usize]).max().unwrap_or(0)
+/// All that the cost of a micro-batch depends on.
+struct Shape {
+    rows: u64,
+    longest: u64,
+    tokens: u64,
+    squares: u128,
+}
+
+impl Shape {
+    fn of(lengths: &[i32], rows: &[u32]) -> Self {
+        let mut shape = Self { rows: rows.len() as u64, longest: 0, tokens: 0, squares: 0 };
+        for &row in rows {
+            let length = lengths[row as usize] as u64;
+            shape.longest = shape.longest.max(length);
+            shape.tokens += length;
+            shape.squares += u128::from(length * length);
+        }
+        shape
+    }
+
+    fn padded_tokens(&self, packing: Packing) -> u64 {
+        match packing {
+            Packing::PaddingFree => self.tokens,
+            Packing::Greedy | Packing::Optimal => self.rows * self.longest,
+        }
+    }
 }
 
 /// The least multiple of `ranks` that is at least `count`; fewer when there are not that many samples.
@@ -180,14 +202,20 @@ fn pad(lengths: &[i32], budget: i64, cut: impl FnOnce(&Sorted, u64) -> Vec<u32>)
     Ok(Plan::contiguous(lengths, sorted, offsets))
 }
 
+/// What a padded micro-batch of consecutive samples costs: its last row is its longest.
+fn contiguous_work(lengths: &[i32], sorted: &Sorted, prices: &Prices, rows: Range<usize>) -> u128 {
+    let longest = lengths[sorted.order[rows.end - 1] as usize];
+    rows.len() as u128 * prices.sample(longest as u64)
+}
+
 /// The cheapest in lockstep of greedy's halving and of the exact plans with the fewest steps and with the two numbers of
 /// steps next to the optimum for one rank.
 fn best_count(lengths: &[i32], sorted: &Sorted, budget: u64, overhead: u64, prices: &Prices, ranks: usize) -> Vec<u32> {
-    let cost = |rows: Range<usize>| prices.padded(lengths, &sorted.order[rows]);
+    let cost = |rows: Range<usize>| contiguous_work(lengths, sorted, prices, rows);
     let rounded = |count: usize| slots(count, ranks, sorted.len());
     let free = optimal_offsets(&sorted.runs, budget, overhead, 1);
     let most = rounded(free.len() - 1);
-    if sorted.len() > EXACT_SAMPLES {
+    if sorted.len() > SEARCHED_SAMPLES {
         return halve(free, most, cost);
     }
     let greedy = greedy_offsets(&sorted.runs, budget);
@@ -233,16 +261,18 @@ fn pack(lengths: &[i32], budget: i64, prices: &Prices, ranks: usize) -> Result<P
     let samples = sorted.len();
     let bound = usize::try_from(sorted.num_tokens.div_ceil(cap)).unwrap_or(samples).max(usize::from(samples > 0));
     let least = slots(bound, ranks, samples);
-    if let Some(plan) = spread(&sorted, cap, prices, least) {
+    let try_spread =
+        |count: usize| (samples <= SEARCHED_SAMPLES).then(|| spread(&sorted, cap, prices, count)).flatten();
+    if let Some(plan) = try_spread(least) {
         return Ok(plan);
     }
     let tight = padding_free(lengths, budget)?;
     let count = slots(tight.len(), ranks, samples);
-    let retry = (count > least).then(|| spread(&sorted, cap, prices, count)).flatten();
-    if let Some(plan) = retry {
+    if let Some(plan) = (count > least).then(|| try_spread(count)).flatten() {
         return Ok(plan);
     }
-    let offsets = halve(tight.offsets().to_vec(), count, |rows| prices.packed(lengths, &tight.indices()[rows]));
+    let cost = |rows: Range<usize>| prices.real(&Shape::of(lengths, &tight.indices()[rows]));
+    let offsets = halve(tight.offsets().to_vec(), count, cost);
     Ok(Plan::packed(tight.indices().to_vec(), offsets, tight.num_tokens()))
 }
 
@@ -259,7 +289,8 @@ fn spread(sorted: &Sorted, cap: u64, prices: &Prices, count: usize) -> Option<Pl
     let mut passed: Vec<Bin> = Vec::new();
     let mut patience = sorted.len().saturating_mul(16);
     for run in sorted.runs.iter().rev() {
-        let (length, cost) = (u64::from(run.length), prices.sample(run.length as i32));
+        let length = u64::from(run.length);
+        let cost = prices.sample(length);
         for _ in run.begin..run.end {
             let Reverse((load, rows, bin)) = loop {
                 let top = heap.pop()?;
@@ -299,30 +330,21 @@ fn gather(sorted: &Sorted, bins: &[u32], count: usize) -> Plan {
 
 /// One micro-batch a rank and step, by falling cost; within a step the costliest goes to the rank with the least so far.
 fn deal(lengths: &[i32], made: &Plan, packing: Packing, prices: &Prices, ranks: usize) -> Vec<RankPlan> {
-    let cost = |rows: &[u32]| prices.micro_batch(lengths, rows, packing);
-    let mut micro_batches: Vec<(u128, &[u32])> = made.iter().map(|rows| (cost(rows), rows)).collect();
-    micro_batches.sort_by_key(|&(cost, _)| Reverse(cost));
+    let shapes: Vec<Shape> = made.iter().map(|rows| Shape::of(lengths, rows)).collect();
+    let mut order: Vec<(u128, usize)> = shapes.iter().map(|shape| prices.work(shape, packing)).zip(0..).collect();
+    order.sort_by_key(|&(work, _)| Reverse(work));
     let mut plans = vec![RankPlan::new(); ranks];
     let mut loads: Vec<(u128, usize)> = (0..ranks).map(|rank| (0, rank)).collect();
-    for step in micro_batches.chunks(ranks) {
+    for step in order.chunks(ranks) {
         loads.sort_unstable();
-        let dealt = step.iter().copied().chain(std::iter::repeat((0, &[][..])));
-        for (load, (cost, rows)) in loads.iter_mut().zip(dealt) {
-            load.0 += cost;
-            plans[load.1].push(lengths, rows, packing, prices);
+        for (load, &(work, number)) in loads.iter_mut().zip(step) {
+            let (plan, shape) = (&mut plans[load.1], &shapes[number]);
+            load.0 += work;
+            plan.indices.extend(made.get(number).unwrap_or_default());
+            plan.cost += prices.real(shape);
+            plan.padded_tokens += shape.padded_tokens(packing);
         }
+        plans.iter_mut().for_each(|plan| plan.offsets.push(plan.indices.len() as u32));
     }
     plans
-}
-
-impl RankPlan {
-    fn push(&mut self, lengths: &[i32], rows: &[u32], packing: Packing, prices: &Prices) {
-        self.indices.extend_from_slice(rows);
-        self.offsets.push(self.indices.len() as u32);
-        self.cost += prices.packed(lengths, rows);
-        self.padded_tokens += match packing {
-            Packing::PaddingFree => rows.iter().map(|&row| lengths[row as usize] as u64).sum::<u64>(),
-            Packing::Greedy | Packing::Optimal => rows.len() as u64 * longest(lengths, rows) as u64,
-        };
-    }
 }
