@@ -1,0 +1,257 @@
+//! Laws of collation: each layout equals one built value by value, and taken apart again it is the samples.
+
+mod samples;
+
+use ludic_core::collate::{Batch, CompactOut, LogpsOut, PaddedOut, PaddingFreeOut};
+use ludic_core::{CoreError, SampleTable};
+use proptest::prelude::*;
+use samples::{Owned, table};
+
+const PAD: i64 = 299;
+/// Stands in every output before collation, so that a value left out shows.
+const DIRT: i8 = -77;
+
+#[derive(Debug, Default, PartialEq)]
+struct Layout {
+    ids: Vec<i64>,
+    attention: Vec<i64>,
+    positions: Vec<i64>,
+    action: Vec<f32>,
+    weight: Vec<f32>,
+    logps: Vec<f32>,
+    sums: Vec<f32>,
+    boundaries: Vec<i32>,
+}
+
+fn dirty<T: From<i8> + Clone>(size: usize) -> Vec<T> {
+    vec![T::from(DIRT); size]
+}
+
+fn logps_out<'a>(wanted: bool, logps: &'a mut [f32], sums: &'a mut [f32]) -> Option<LogpsOut<'a, f32>> {
+    wanted.then_some(LogpsOut { actor_logps: logps, old_logp_action: sums })
+}
+
+fn padded(table: &SampleTable, batch: &Batch<'_>) -> Layout {
+    let (rows, size) = (batch.num_rows(), batch.num_rows() * batch.num_columns());
+    let with_logps = table.has_actor_logps();
+    let mut out = Layout {
+        ids: dirty(size),
+        attention: dirty(size),
+        action: dirty(size),
+        weight: dirty(rows),
+        logps: dirty(if with_logps { size } else { 0 }),
+        sums: dirty(if with_logps { rows } else { 0 }),
+        ..Layout::default()
+    };
+    let write = PaddedOut {
+        input_ids: &mut out.ids,
+        attention_mask: &mut out.attention,
+        action_mask: &mut out.action[..],
+        weight: &mut out.weight[..],
+        logps: logps_out(with_logps, &mut out.logps, &mut out.sums),
+    };
+    batch.collate_padded(PAD, write).unwrap();
+    out
+}
+
+fn padding_free(table: &SampleTable, batch: &Batch<'_>) -> Layout {
+    let (rows, size) = (batch.num_rows(), batch.num_tokens());
+    let with_logps = table.has_actor_logps();
+    let mut out = Layout {
+        ids: dirty(size),
+        positions: dirty(size),
+        action: dirty(size),
+        weight: dirty(rows),
+        logps: dirty(if with_logps { size } else { 0 }),
+        sums: dirty(if with_logps { rows } else { 0 }),
+        boundaries: dirty(rows + 1),
+        ..Layout::default()
+    };
+    let write = PaddingFreeOut {
+        input_ids: &mut out.ids,
+        position_ids: &mut out.positions,
+        cu_seqlens: &mut out.boundaries[..],
+        action_mask: &mut out.action[..],
+        weight: &mut out.weight[..],
+        logps: logps_out(with_logps, &mut out.logps, &mut out.sums),
+    };
+    batch.collate_padding_free(write).unwrap();
+    out
+}
+
+/// The same layout one value after the other.
+fn padded_oracle(samples: &[Owned]) -> Layout {
+    let longest = samples.iter().map(|sample| sample.ids.len()).max().unwrap();
+    let mut want = Layout::default();
+    for sample in samples {
+        let aligned = sample.aligned_logps();
+        for at in 0..longest {
+            want.ids.push(*sample.ids.get(at).unwrap_or(&PAD));
+            want.attention.push(sample.attention.get(at).map_or(0, |&bit| i64::from(bit)));
+            want.action.push(sample.action.get(at).map_or(0.0, |&bit| f32::from(bit)));
+            if sample.logps.is_some() {
+                want.logps.push(*aligned.get(at).unwrap_or(&0.0));
+            }
+        }
+        want.weight.push(sample.weight as f32);
+    }
+    want
+}
+
+fn check_sums(samples: &[Owned], sums: &[f32]) -> Result<(), TestCaseError> {
+    for (sample, &sum) in samples.iter().zip(sums) {
+        let exact: f64 = sample.logps.iter().flatten().map(|&logp| f64::from(logp)).sum();
+        prop_assert!((f64::from(sum) - exact).abs() <= 1e-6 * exact.abs(), "{sum} for {exact}");
+    }
+    Ok(())
+}
+
+/// Rows of a padded layout back to samples: all that a model sees of them.
+fn uncollated(layout: &Layout, rows: usize) -> Vec<(Vec<i64>, Vec<f32>, f32)> {
+    let width = layout.ids.len() / rows;
+    let row = |at: usize| {
+        let cells = at * width..(at + 1) * width;
+        let length = layout.attention[cells.clone()].iter().filter(|&&bit| bit == 1).count();
+        let kept = cells.start..cells.start + length;
+        (layout.ids[kept.clone()].to_vec(), layout.action[kept].to_vec(), layout.weight[at])
+    };
+    (0..rows).map(row).collect()
+}
+
+fn visible(sample: &Owned) -> (Vec<i64>, Vec<f32>, f32) {
+    (sample.ids.clone(), sample.action.iter().map(|&bit| f32::from(bit)).collect(), sample.weight as f32)
+}
+
+proptest! {
+    #[test]
+    fn padded_equals_the_layout_built_value_by_value(
+        samples in samples::samples_with_holes(), limit in 1usize..160, picks in prop::collection::vec(any::<prop::sample::Index>(), 1..8),
+    ) {
+        prop_assume!(!samples.is_empty());
+        let indices: Vec<i64> = picks.iter().map(|pick| pick.index(samples.len()) as i64).collect();
+        let table = table(&samples).unwrap().truncate(limit as i64).unwrap();
+        let cut: Vec<Owned> = indices.iter().map(|&at| samples[at as usize].cut(limit)).collect();
+        let mut got = padded(&table, &table.batch(&indices).unwrap());
+        check_sums(&cut, &std::mem::take(&mut got.sums))?;
+        prop_assert_eq!(got, padded_oracle(&cut));
+    }
+
+    #[test]
+    fn collate_then_uncollate_is_the_identity((samples, limit, indices) in samples::batch()) {
+        let table = table(&samples).unwrap().truncate(limit as i64).unwrap();
+        let layout = padded(&table, &table.batch(&indices).unwrap());
+        let cut: Vec<_> = indices.iter().map(|&at| visible(&samples[at as usize].cut(limit))).collect();
+        prop_assert_eq!(uncollated(&layout, indices.len()), cut);
+    }
+
+    #[test]
+    fn padding_free_is_the_samples_one_after_the_other((samples, limit, indices) in samples::batch()) {
+        let table = table(&samples).unwrap().truncate(limit as i64).unwrap();
+        let got = padding_free(&table, &table.batch(&indices).unwrap());
+        let cut: Vec<Owned> = indices.iter().map(|&at| samples[at as usize].cut(limit)).collect();
+        check_sums(&cut, &got.sums)?;
+        prop_assert_eq!(got.boundaries[0], 0);
+        for (at, sample) in cut.iter().enumerate() {
+            let span = got.boundaries[at] as usize..got.boundaries[at + 1] as usize;
+            let (ids, action, weight) = visible(sample);
+            prop_assert_eq!(&got.ids[span.clone()], &ids);
+            prop_assert_eq!(&got.action[span.clone()], &action);
+            prop_assert_eq!(&got.positions[span.clone()], &(0..ids.len() as i64).collect::<Vec<_>>());
+            prop_assert_eq!(got.weight[at], weight);
+            if sample.logps.is_some() {
+                prop_assert_eq!(&got.logps[span], &sample.aligned_logps());
+            }
+        }
+        prop_assert_eq!(*got.boundaries.last().unwrap() as usize, got.ids.len());
+    }
+
+    #[test]
+    fn compact_says_the_same_as_padded((samples, limit, indices) in samples::batch()) {
+        let table = table(&samples).unwrap().truncate(limit as i64).unwrap();
+        let batch = table.batch(&indices).unwrap();
+        let want = padded(&table, &batch);
+        let (rows, size) = (batch.num_rows(), want.ids.len());
+        let (mut ids, mut action, mut lengths) = (dirty::<i32>(size), vec![77u8; size], dirty::<i32>(rows));
+        let (mut weight, mut logps, mut sums) =
+            (dirty::<f32>(rows), dirty::<f32>(want.logps.len()), dirty::<f32>(want.sums.len()));
+        let out = CompactOut {
+            input_ids: &mut ids[..], action_mask: &mut action[..], lengths: &mut lengths, weight: &mut weight[..],
+            logps: logps_out(table.has_actor_logps(), &mut logps, &mut sums),
+        };
+        batch.collate_compact(PAD, out).unwrap();
+        prop_assert_eq!(ids.iter().map(|&id| i64::from(id)).collect::<Vec<_>>(), want.ids);
+        prop_assert_eq!(action.iter().map(|&bit| f32::from(bit)).collect::<Vec<_>>(), want.action);
+        prop_assert_eq!((weight, logps, sums), (want.weight, want.logps, want.sums));
+        let width = size / rows;
+        for (at, length) in lengths.iter().enumerate() {
+            let attended: i64 = want.attention[at * width..(at + 1) * width].iter().sum();
+            prop_assert_eq!(i64::from(*length), attended);
+        }
+    }
+
+    #[test]
+    fn only_the_padded_layout_takes_a_hole_in_the_attention(samples in samples::samples_with_holes()) {
+        prop_assume!(!samples.is_empty());
+        let table = table(&samples).unwrap();
+        let indices: Vec<i64> = (0..samples.len() as i64).collect();
+        let batch = table.batch(&indices).unwrap();
+        let hole = samples.iter().position(|sample| sample.attention.contains(&0));
+        let Some(index) = hole else { return Ok(()) };
+        let want = CoreError::PartialAttention { index: index as i64 };
+        let free = PaddingFreeOut::<i64, i32, f32> { input_ids: &mut [], position_ids: &mut [], cu_seqlens: &mut [],
+            action_mask: &mut [], weight: &mut [], logps: None };
+        prop_assert_eq!(batch.collate_padding_free(free).unwrap_err(), want.clone());
+        let compact = CompactOut::<i32, u8, f32> { input_ids: &mut [], action_mask: &mut [], lengths: &mut [],
+            weight: &mut [], logps: None };
+        prop_assert_eq!(batch.collate_compact(PAD, compact).unwrap_err(), want);
+    }
+}
+
+fn plain(length: usize) -> Owned {
+    Owned { ids: vec![5; length], action: vec![1; length], attention: vec![1; length], logps: None, weight: 1.0 }
+}
+
+#[test]
+fn an_output_of_the_wrong_size_is_refused() {
+    let table = table(&[plain(3), plain(2)]).unwrap();
+    let batch = table.batch(&[0, 1]).unwrap();
+    let (mut ids, mut attention, mut action, mut weight) = ([0i64; 6], [0i64; 5], [0f32; 6], [0f32; 2]);
+    let out = PaddedOut {
+        input_ids: &mut ids[..],
+        attention_mask: &mut attention[..],
+        action_mask: &mut action[..],
+        weight: &mut weight[..],
+        logps: None,
+    };
+    let want = CoreError::OutputLength { name: "attention_mask", length: 5, expected: 6 };
+    assert_eq!(batch.collate_padded(0, out).unwrap_err(), want);
+}
+
+#[test]
+fn a_padding_token_outside_the_vocabulary_is_refused() {
+    let table = table(&[plain(0)]).unwrap();
+    let batch = table.batch(&[0]).unwrap();
+    for value in [-1, i64::from(i32::MAX) + 1] {
+        let mut weight = [0f32; 1];
+        let out = PaddedOut::<i64, f32> {
+            input_ids: &mut [],
+            attention_mask: &mut [],
+            action_mask: &mut [],
+            weight: &mut weight,
+            logps: None,
+        };
+        assert_eq!(batch.collate_padded(value, out).unwrap_err(), CoreError::PadToken { value });
+    }
+}
+
+#[test]
+fn an_empty_batch_is_refused() {
+    assert_eq!(table(&[plain(1)]).unwrap().batch(&[]).unwrap_err(), CoreError::EmptyBatch);
+}
+
+#[test]
+fn a_batch_that_32_bits_cannot_address_is_refused_before_any_memory_is_asked_for() {
+    let table = table(&[plain(1000)]).unwrap();
+    let error = table.batch(&vec![0; 10_000_000]).unwrap_err();
+    assert_eq!(error, CoreError::BatchTooLarge { rows: 10_000_000, columns: 1000 });
+}
