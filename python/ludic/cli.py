@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -18,10 +17,11 @@ app = typer.Typer(
     epilog="Start with `ludic train`: it teaches a small model to sort digits, on this machine's CPU, in about half a minute.",
 )
 
-_TRAIN_HELP = """Train a recipe and show what it learnt: held-out accuracy before and after, answers side by side, the reward curve.
+_TRAIN_HELP = """Train a recipe and show what it learnt: held-out accuracy before and after, answers side by side, and the
+reward curve.
 
-Everything is written to `runs/NAME/`: config.yaml, metrics.jsonl, rollouts.jsonl, summary.json, reward.png and the model in Hugging
-Face layout. Ctrl-C ends after the current step and keeps what was done.
+Everything is written to `runs/NAME/`: config.yaml, metrics.jsonl, rollouts.jsonl, summary.json, reward.png and the model in
+Hugging Face layout. Ctrl-C ends after the current step and keeps what was done.
 
 **Examples**
 
@@ -81,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,7 +1,7 @@
 """From arguments to one resolved recipe: built-in values, the algorithm's settings, a recipe file, then `key=value` overrides.
 
-Overrides follow Hydra's grammar (`trainer.lr=1e-4`, `task.args.digits=7`, `+algorithm_args.ratio_clip=2.0`). Later layers win; a key that
-no recipe has is an error that suggests the nearest.
+Overrides follow Hydra's grammar (`trainer.lr=1e-4`, `task.args.digits=7`, `+algorithm_args.ratio_clip=2.0`). Later layers win; a
+key that no recipe has is an error that suggests the nearest.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _read_builtin(name: str) -> DictConfig:
 
 
 def _read(path: Path) -> DictConfig:
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     if not path.is_file():
         raise ConfigError(f"recipe file {path} does not exist; built-in recipes are {', '.join(builtin_names())}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
@@ -50,7 +51,7 @@ def running_mean(values: Sequence[float], window: int = 10) -> list[float]:
 
 def _bucket_means(values: Sequence[float], buckets: int) -> list[float]:
     edges = [round(i * len(values) / buckets) for i in range(buckets + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
 
 
 def _clamp(eighths: int) -> int:

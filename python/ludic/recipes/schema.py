@@ -7,8 +7,7 @@ here give names, types and meanings only.
 from __future__ import annotations
 
 import types
-from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import Field, dataclass, field, fields, make_dataclass
+from dataclasses import MISSING as NO_DEFAULT, Field, dataclass, field, fields, make_dataclass
 from functools import cache
 from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type_hints
 

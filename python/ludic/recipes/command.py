@@ -1,0 +1,118 @@
+"""`ludic train`: resolve, run, report; and what happens on Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ludic.recipes.compose import compose, config_hash, to_yaml
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ludic.recipes.run import Run
+    from ludic.recipes.run_directory import RunDirectory
+    from ludic.recipes.schema import Recipe
+
+INTERRUPTED = 130
+
+
+def train_command(arguments: Sequence[str], *, resume: Path | None, json_only: bool, print_config: bool) -> int:
+    """The exit status: 0, or 128 and the signal's number after a stop. Errors of the user's are raised as `LudicError`."""
+    started = time.perf_counter()
+    if print_config:
+        print(to_yaml(compose(arguments)), end="")
+        return 0
+    with _output(json_only) as console:
+        try:
+            code, summary = _train(arguments, resume, console, started)
+        except KeyboardInterrupt:
+            console.print("Stopped at once.", highlight=False)
+            return INTERRUPTED
+    if json_only:
+        print(summary, end="")
+    return code
+
+
+@contextlib.contextmanager
+def _output(json_only: bool) -> Iterator[Console]:
+    """Where everything but the summary goes: standard output, or with `--json` standard error."""
+    from rich.console import Console
+
+    if not json_only:
+        yield Console(soft_wrap=True)
+        return
+    with contextlib.redirect_stdout(sys.stderr):
+        yield Console(stderr=True, soft_wrap=True)
+
+
+def _train(arguments: Sequence[str], resume: Path | None, console: Console, started: float) -> tuple[int, str]:
+    """The exit status and the summary."""
+    from ludic.errors import ConfigError
+    from ludic.recipes.run_directory import RunDirectory
+
+    if resume is not None and arguments:
+        raise ConfigError(f"--resume goes on with the recipe of {resume}; it takes no other setting ({' '.join(arguments)})")
+    opened = RunDirectory.open(resume) if resume is not None else None
+    recipe = opened[1] if opened else compose(arguments)
+    run = _set_up(recipe, opened[0] if opened else None, console, started)
+    with run.stop:
+        try:
+            code = _play(run)
+        finally:
+            run.watch.add("wall", time.perf_counter() - started)
+            run.directory.write_progress(run.progress)
+        return code, _conclude(run, console)
+
+
+def _set_up(recipe: Recipe, directory: RunDirectory | None, console: Console, started: float) -> Run:
+    """Everything is built before the folder is made, so that a wrong setting leaves nothing behind."""
+    from ludic.recipes.run import Parts, Run
+    from ludic.recipes.run_directory import RunDirectory
+    from ludic.recipes.screen import Screen
+    from ludic.recipes.watch import StopRequest
+
+    _quiet_libraries()
+    screen = Screen(console, every=recipe.log_every)
+    parts = Parts.build(recipe)
+    directory = directory or RunDirectory.create(recipe)
+    run = Run(recipe, parts, directory, screen, StopRequest(screen.note))
+    size = sum(parameter.numel() for parameter in parts.model.parameters())
+    screen.note(f"{recipe.recipe}: {size:,} parameters, seed {recipe.seed}, writing to {directory.path}/")
+    run.watch.add("set_up", time.perf_counter() - started)
+    return run
+
+
+def _play(run: Run) -> int:
+    from ludic.recipes.run import Interrupted
+
+    try:
+        asyncio.run(run.play())
+    except Interrupted:
+        run.screen.note(f"Stopped; go on with `ludic train --resume {run.directory.path}`")
+        return 128 + (run.stop.signum or 0)
+    return 0
+
+
+def _conclude(run: Run, console: Console) -> str:
+    """Write summary and picture, show the report; the summary as JSON."""
+    from ludic.recipes.report import draw_rewards, outcome_of, show_report
+
+    outcome = outcome_of(run.progress, run.directory, run.parts.task, seed=run.recipe.seed, config_hash=config_hash(run.recipe))
+    outcome.summary.write(run.directory)
+    if outcome.rewards:
+        draw_rewards(outcome, run.directory, f"{run.recipe.recipe}, {run.recipe.algorithm}, seed {run.recipe.seed}")
+    show_report(console, outcome, run.directory)
+    return outcome.summary.to_json()
+
+
+def _quiet_libraries() -> None:
+    """Progress bars of loading and saving small models say nothing."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()

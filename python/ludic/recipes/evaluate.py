@@ -1,0 +1,83 @@
+"""Held-out measurement: the reward of sampled answers, the accuracy of greedy ones, and a few answers to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ludic.envs.tasks import Problem, Task
+from ludic.inference import InferenceSpec
+from ludic.recipes.rollouts import evaluation_inference, request_for
+from ludic.recipes.schema import EvaluationSection, RolloutSection
+from ludic.training.batching.rollout_engine import RolloutEngine
+from ludic.types import Rollout
+
+_SHOWN = 8  # answers kept for the report
+_SAMPLING_SEED = 1_000_000  # before and after are sampled with the same seeds
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sampled answer to a held-out problem."""
+
+    question: str
+    text: str
+    expected: str
+    reward: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured at one moment of a run."""
+
+    sampled_reward: float
+    """Mean over `samples_per_prompt` answers to each problem."""
+    greedy_accuracy: float
+    """Share of problems whose greedy answer earns the full reward."""
+    facts: dict[str, float]
+    """Share of sampled answers for which each of the task's facts holds."""
+    answers: list[Answer]
+    """The first sampled answers."""
+
+    def rates(self) -> dict[str, float]:
+        """The numbers, without the answers."""
+        return {"sampled_reward": self.sampled_reward, "greedy_accuracy": self.greedy_accuracy, **self.facts}
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Evaluation:
+        return cls(**{**values, "answers": [Answer(**answer) for answer in values["answers"]]})
+
+
+async def evaluate(engine: RolloutEngine, task: Task, section: EvaluationSection, rollout: RolloutSection) -> Evaluation:
+    """Play every held-out problem that `section` asks for. Changes nothing; the same policy gives the same numbers."""
+    problems = task.heldout()[: section.prompts]
+    sampling = evaluation_inference(rollout, task, greedy=False)
+    greedy = evaluation_inference(rollout, task, greedy=True)
+    sampled = await _play(engine, list(problems) * section.samples_per_prompt, sampling, rollout.concurrency)
+    best = await _play(engine, problems, greedy, rollout.concurrency)
+    return Evaluation(
+        sampled_reward=_mean([episode.total_reward for episode in sampled]),
+        greedy_accuracy=_mean([float(episode.total_reward >= 1.0) for episode in best]),
+        facts={name: _mean([float(_info(episode).get(name, False)) for episode in sampled]) for name in task.facts},
+        answers=[
+            Answer(problem["question"], episode.steps[0].action, problem["answer"], episode.total_reward)
+            for problem, episode in zip(problems[:_SHOWN], sampled, strict=False)
+        ],
+    )
+
+
+async def _play(engine: RolloutEngine, problems: Sequence[Problem], inference: InferenceSpec, concurrency: int) -> list[Rollout]:
+    requests = [request_for(problem, inference=inference, seed=_SAMPLING_SEED + index) for index, problem in enumerate(problems)]
+    return await engine.generate_rollouts(requests=requests, max_steps=1, concurrency=concurrency)
+
+
+def _info(episode: Rollout) -> dict[str, Any]:
+    return episode.steps[-1].info
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

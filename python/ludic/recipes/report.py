@@ -1,0 +1,204 @@
+"""What a run shows at its end, and its summary.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ludic.recipes.curve import text_curve, write_picture
+from ludic.recipes.evaluate import Answer, Evaluation
+from ludic.recipes.run_directory import Progress, RunDirectory, write_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ludic.envs.tasks import Task
+
+_TRAINER_PHASES = ("rollout", "batching", "forward_backward", "optimizer", "publish")
+_TOKEN_KEYS = ("real_tokens", "padded_tokens", "padded_tokens_greedy", "padded_tokens_unpacked")
+_RATE_NAMES = {"sampled_reward": "held-out reward, sampled", "greedy_accuracy": "held-out accuracy, greedy"}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The content of summary.json."""
+
+    before: dict[str, float] | None
+    """Held-out rates after the warm-up; null where the run was interrupted before."""
+    after: dict[str, float] | None
+    """Held-out rates at the end; null where the run was interrupted."""
+    wall_s: float
+    phases_s: dict[str, float]
+    padding: dict[str, float]
+    steps: int
+    """Batches of reinforcement done."""
+    clip_fraction: float | None
+    """Mean over the steps; null for an algorithm without a clip."""
+    seed: int
+    config_hash: str
+
+    def to_json(self) -> str:
+        return json.dumps(vars(self), indent=2) + "\n"
+
+    def write(self, directory: RunDirectory) -> None:
+        write_text(directory.summary, self.to_json())
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Everything that the report shows."""
+
+    summary: Summary
+    task: Task
+    before: Evaluation | None
+    after: Evaluation | None
+    rewards: Sequence[float]
+    """Mean reward of the sampled answers of each step."""
+    facts: Mapping[str, Sequence[float]]
+    """The same for each of the task's facts."""
+
+
+def outcome_of(progress: Progress, directory: RunDirectory, task: Task, *, seed: int, config_hash: str) -> Outcome:
+    """From what the run wrote: progress.json and metrics.jsonl, so that a resumed run reports as a whole."""
+    before, after = (None if found is None else Evaluation.from_dict(found) for found in (progress.before, progress.after))
+    warm_up, reinforce = directory.read_metrics("warm_up"), directory.read_metrics("reinforce")
+    clipped = [value for line in reinforce for key, value in line.items() if key.endswith("clip_frac") and "ratio" not in key]
+    summary = Summary(
+        before=before.rates() if before else None,
+        after=after.rates() if after else None,
+        wall_s=round(progress.seconds.get("wall", 0.0), 2),
+        phases_s=_phases(progress.seconds, reinforce),
+        padding=_padding([*warm_up, *reinforce]),
+        steps=progress.steps,
+        clip_fraction=sum(clipped) / len(clipped) if clipped else None,
+        seed=seed,
+        config_hash=config_hash,
+    )
+    return Outcome(
+        summary=summary,
+        task=task,
+        before=before,
+        after=after,
+        rewards=[line["train/avg_total_reward"] for line in reinforce],
+        facts={name: [line[f"train/{name}"] for line in reinforce] for name in task.facts},
+    )
+
+
+def _phases(seconds: Mapping[str, float], reinforce: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds of set-up, warm-up and evaluation, and of the parts of reinforcement as the trainer timed them."""
+    whole = {name: seconds.get(name, 0.0) for name in ("set_up", "warm_up", "evaluate")}
+    parts = {name: sum(line.get(f"perf/{name}_s", 0.0) for line in reinforce) for name in _TRAINER_PHASES}
+    rest = seconds.get("wall", 0.0) - sum(whole.values()) - sum(parts.values())
+    return {name: round(value, 2) for name, value in {**whole, **parts, "other": max(0.0, rest)}.items()}
+
+
+def _padding(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Tokens of all training passes, as they were packed and as they might have been."""
+    real, computed, greedy, unpacked = (sum(line.get(f"perf/{key}", 0.0) for line in lines) for key in _TOKEN_KEYS)
+    if not computed:
+        return {}
+    return {
+        "real_tokens": real,
+        "computed_tokens": computed,
+        "greedy_tokens": greedy,
+        "unpacked_tokens": unpacked,
+        "saved_vs_greedy": 1 - computed / greedy,
+        "saved_vs_unpacked": 1 - computed / unpacked,
+    }
+
+
+def draw_rewards(outcome: Outcome, directory: RunDirectory, title: str) -> None:
+    """reward.png: every step, and the held-out rates at both ends."""
+    marks = {}
+    if outcome.before is not None and outcome.after is not None:
+        before, after = outcome.before.rates(), outcome.after.rates()
+        marks = {_RATE_NAMES.get(name, f"held-out {name}"): (before[name], after[name]) for name in before}
+    series = {"reward of the sampled answers": outcome.rewards, **outcome.facts}
+    write_picture(directory.picture, series, marks=marks, title=title)
+
+
+def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> None:
+    """Rates, answers, curve, timings, padding, and where everything lies."""
+    if outcome.before is not None:
+        console.print(_rates_table(outcome.task, outcome.before, outcome.after))
+    if outcome.before is not None and outcome.after is not None:
+        console.print(_answers_table(outcome.before.answers, outcome.after.answers))
+    for line in text_curve(outcome.rewards):
+        console.print(line, highlight=False, markup=False)
+    console.print(_timings_line(outcome.summary), highlight=False)
+    console.print(_padding_line(outcome.summary.padding), highlight=False)
+    console.print(_honest_line(outcome), highlight=False)
+    _show_files(console, directory)
+
+
+def _rates_table(task: Task, before: Evaluation, after: Evaluation | None) -> Any:
+    from rich.table import Table
+
+    table = Table(title="Held-out problems", title_justify="left")
+    for column in ("", "before reinforcement", "after"):
+        table.add_column(column, justify="left" if not column else "right")
+    later = after.rates() if after else {}
+    for name, value in before.rates().items():
+        label = _RATE_NAMES.get(name) or f"{task.facts[name]}, sampled"
+        table.add_row(label, f"{value:.3f}", f"{later[name]:.3f}" if name in later else "not measured")
+    return table
+
+
+def _answers_table(before: Sequence[Answer], after: Sequence[Answer]) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="Sampled answers", title_justify="left")
+    for column in ("question", "right answer", "before", "after"):
+        table.add_column(column)
+    for old, new in zip(before, after, strict=True):
+        cells = [
+            Text(f"{'✓' if a.reward >= 1 else '✗'} {_printable(a.text)}", "green" if a.reward >= 1 else "red") for a in (old, new)
+        ]
+        table.add_row(Text(old.question), Text(old.expected), *cells)
+    return table
+
+
+def _timings_line(summary: Summary) -> str:
+    phases = ", ".join(f"{name.replace('_', ' ')} {seconds:.1f}" for name, seconds in summary.phases_s.items())
+    return f"[bold]Seconds[/]: {summary.wall_s:.1f} in all; {phases}"
+
+
+def _padding_line(padding: Mapping[str, float]) -> str:
+    if not padding:
+        return "[bold]Padding[/]: nothing was trained on"
+    return (
+        f"[bold]Padding[/]: {padding['computed_tokens']:,.0f} tokens computed for {padding['real_tokens']:,.0f} real ones; greedy "
+        f"packing would compute {padding['greedy_tokens']:,.0f} ({padding['saved_vs_greedy']:.1%} saved), no packing "
+        f"{padding['unpacked_tokens']:,.0f} ({padding['saved_vs_unpacked']:.1%} saved)"
+    )
+
+
+def _honest_line(outcome: Outcome) -> str:
+    clip = outcome.summary.clip_fraction
+    clipped = "" if clip is None else f" The clip acted on {clip:.2%} of what it saw."
+    return (
+        f"[bold]What this shows[/]: the reward sees {outcome.task.reward_sees}. The demonstrations of the "
+        f"warm-up already contain right answers; reinforcement selects and sharpens them.{clipped}"
+    )
+
+
+def _show_files(console: Console, directory: RunDirectory) -> None:
+    console.print(f"[bold]Written to[/] {directory.path}/", highlight=False)
+    notes = {
+        directory.summary: "this, for programs",
+        directory.picture: "the reward curve",
+        directory.config: "the resolved recipe; `ludic train` reads it",
+        directory.metrics: "every step",
+        directory.rollouts: "sampled episodes",
+        directory.model: "model and tokenizer in Hugging Face layout",
+    }
+    for path, note in notes.items():
+        if path.exists():
+            console.print(f"  {path.name:<15}{note}", highlight=False, markup=False)
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else "·" for char in text)

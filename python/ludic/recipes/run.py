@@ -1,0 +1,219 @@
+"""One run: make the policy, warm it up, measure, reinforce, measure again. Every step is the trainer's; here they are lined up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ludic.distributed.adapters.local import LocalPublisher
+from ludic.envs.tasks import Task
+from ludic.inference.local import LocalChatClient
+from ludic.recipes.build import build_algorithm, build_task, build_trainer_config
+from ludic.recipes.demonstrations import DemonstrationSource
+from ludic.recipes.evaluate import Evaluation, evaluate
+from ludic.recipes.model import load_model, make_policy
+from ludic.recipes.rollouts import OccasionallyLogged, TrainingRequests, make_engine
+from ludic.recipes.run_directory import RunDirectory
+from ludic.recipes.schema import Recipe
+from ludic.recipes.screen import Screen
+from ludic.recipes.watch import PhaseLogger, StoppableSource, StopRequest, Stopwatch
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.batching.requests_from_dataset import RequestsExhausted
+from ludic.training.batching.rollout_engine import RolloutEngine
+from ludic.training.batching.synced_batching import RolloutBatchSource
+from ludic.training.checkpoint import CheckpointConfig
+from ludic.training.config import TrainerConfig
+from ludic.training.loggers import JSONLLogger, TeeLogger, TrainingLogger
+from ludic.training.presets import make_sft
+from ludic.training.stats import Reducer, default_reducers
+from ludic.training.trainer import Trainer
+
+WARM_UP, REINFORCE, DONE = "warm_up", "reinforce", "done"
+WARM_UP_KEYS = ["train/loss", "train/grad_norm", "perf/step_s"]
+REINFORCE_KEYS = ["train/avg_total_reward", "train/loss", "train/grad_norm", "train/clip_frac", "perf/step_s"]
+
+
+class Interrupted(Exception):
+    """A stop was asked for, and what was done is saved."""
+
+
+@dataclass
+class Parts:
+    """The objects of a recipe. They are built before anything is written, so that a wrong setting costs nothing."""
+
+    task: Task
+    algorithm: RLAlgorithm
+    warmup_cfg: TrainerConfig
+    trainer_cfg: TrainerConfig
+    model: Any
+    tokenizer: Any
+
+    @classmethod
+    def build(cls, recipe: Recipe) -> Parts:
+        """Seeds every generator, so that two runs of one recipe are the same."""
+        task, algorithm = build_task(recipe.task), build_algorithm(recipe)
+        if recipe.threads is not None:
+            torch.set_num_threads(recipe.threads)
+        random.seed(recipe.seed)
+        torch.manual_seed(recipe.seed)
+        model, tokenizer = make_policy(recipe)
+        derived = {"pad_token_id": tokenizer.pad_token_id, "seed": recipe.seed}
+        return cls(
+            task=task,
+            algorithm=algorithm,
+            warmup_cfg=build_trainer_config(recipe.warmup.trainer, **derived),
+            trainer_cfg=build_trainer_config(recipe.trainer, **derived),
+            model=model,
+            tokenizer=tokenizer,
+        )
+
+
+class Run:
+    """A recipe on its way through its phases, in its folder."""
+
+    def __init__(self, recipe: Recipe, parts: Parts, directory: RunDirectory, screen: Screen, stop: StopRequest) -> None:
+        self.recipe, self.parts, self.directory, self.screen, self.stop = recipe, parts, directory, screen, stop
+        self.progress = directory.read_progress()
+        self.watch = Stopwatch(self.progress.seconds)
+        if self.progress.phase == REINFORCE:
+            parts.model = load_model(str(directory.model), recipe.dtype)
+        parts.model.to(parts.trainer_cfg.model_device)
+        self._client = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
+
+    async def play(self) -> None:
+        """The phases that are left. Raises `Interrupted` after a stop."""
+        if self.progress.phase == WARM_UP:
+            await self._warm_up()
+        if self.progress.phase == REINFORCE:
+            await self._reinforce()
+
+    async def _warm_up(self) -> None:
+        recipe, parts = self.recipe, self.parts
+        if recipe.warmup.steps:
+            source = DemonstrationSource(
+                parts.task,
+                parts.tokenizer,
+                batch_size=recipe.warmup.batch_size,
+                seed=recipe.seed,
+                system_prompt=recipe.rollout.system_prompt,
+            )
+            self.screen.note(f"Warm-up: {recipe.warmup.steps} steps on demonstrations of an imperfect teacher")
+            with self._logger(WARM_UP, keys=WARM_UP_KEYS, spark_key="loss", steps=recipe.warmup.steps) as logger:
+                trainer = self._trainer(WARM_UP, make_sft(normalizer="tokens"), source, parts.warmup_cfg, logger)
+                await self._train(trainer, recipe.warmup.steps, WARM_UP)
+        self.progress.before = (await self._evaluate()).to_dict()
+        self._end_phase(REINFORCE)
+
+    async def _reinforce(self) -> None:
+        recipe, parts = self.recipe, self.parts
+        requests = TrainingRequests(parts.task, recipe.rollout, seed=recipe.seed)
+        plain, logged = (self._rollout_source(requests, log) for log in (None, self.directory.rollouts))
+        source = OccasionallyLogged(plain, logged, requests, every=recipe.rollout.log_every)
+        each = f"{recipe.rollout.prompts} problems x {recipe.rollout.group_size} answers"
+        self.screen.note(f"Reinforcement with {recipe.algorithm}: {recipe.steps} steps of {each}")
+        with self._logger(REINFORCE, keys=REINFORCE_KEYS, spark_key="avg_total_reward", steps=recipe.steps) as logger:
+            trainer = self._trainer(REINFORCE, parts.algorithm, source, parts.trainer_cfg, logger)
+            await self._train(trainer, recipe.steps, REINFORCE)
+        self.progress.after = (await self._evaluate()).to_dict()
+        self._end_phase(DONE)
+
+    def _rollout_source(self, requests: TrainingRequests, log: Path | None) -> RolloutBatchSource:
+        return RolloutBatchSource(
+            engine=self._engine(log),
+            requests_fn=requests,
+            credit_assigner=self.parts.algorithm.credit_assigner,
+            max_steps=1,
+            concurrency=self.recipe.rollout.concurrency,
+        )
+
+    @contextmanager
+    def _logger(self, phase: str, *, keys: list[str], spark_key: str, steps: int) -> Iterator[TrainingLogger]:
+        """To the screen and, with the phase beside every line, to metrics.jsonl."""
+        with (
+            JSONLLogger(self.directory.metrics) as written,
+            self.screen.logger(phase, keys=keys, spark_key=spark_key, last_step=steps) as shown,
+        ):
+            yield TeeLogger(PhaseLogger(written, phase), shown)
+
+    def _trainer(self, phase: str, algorithm: RLAlgorithm, source: Any, cfg: TrainerConfig, logger: TrainingLogger) -> Trainer:
+        """The public trainer; it goes on from the last checkpoint of its phase, if there is one."""
+        checkpoints = self.directory.checkpoints / phase
+        facts = {name: Reducer("count_true", name, normalize_by="samples") for name in self.parts.task.facts}
+        return Trainer(
+            model=self.parts.model,
+            algo=algorithm,
+            batch_source=StoppableSource(source, self.stop),
+            publisher=LocalPublisher(self._client) if phase == REINFORCE and cfg.sync_every_steps else None,
+            cfg=cfg,
+            checkpoint_config=CheckpointConfig(
+                checkpoints,
+                every_n_steps=self.recipe.checkpoint.every_n_steps,
+                max_to_keep=self.recipe.checkpoint.max_to_keep,
+            ),
+            resume_from=_latest(checkpoints),
+            train_logger=logger,
+            reducers={**default_reducers(), **(facts if phase == REINFORCE else {})},
+            total_training_steps=self.recipe.warmup.steps if phase == WARM_UP else self.recipe.steps,
+        )
+
+    async def _train(self, trainer: Trainer, steps: int, phase: str) -> None:
+        """All steps that are left, or those until a stop; then a checkpoint is kept."""
+        with self.watch.measure(phase):
+            try:
+                await trainer.train(steps - trainer.current_step)
+            except RequestsExhausted:
+                trainer.save_checkpoint()
+        if phase == REINFORCE:
+            self.progress.steps = trainer.current_step
+        self._stop_if_asked()
+
+    async def _evaluate(self) -> Evaluation:
+        self.screen.note(f"Measuring on {self.recipe.evaluation.prompts} held-out problems")
+        with self.watch.measure("evaluate"):
+            measured = await evaluate(self._engine(), self.parts.task, self.recipe.evaluation, self.recipe.rollout)
+        rates = ", ".join(f"{name.replace('_', ' ')} {rate:.3f}" for name, rate in measured.rates().items())
+        self.screen.note(f"  {rates}")
+        return measured
+
+    def _engine(self, log: Path | None = None) -> RolloutEngine:
+        return make_engine(
+            self.parts.task,
+            self._client,
+            model_name=self.recipe.model or "small",
+            system_prompt=self.recipe.rollout.system_prompt,
+            jsonl_path=log,
+        )
+
+    def _end_phase(self, following: str) -> None:
+        """Keep the policy and say where the run stands; from here on a resumed run starts with the next phase."""
+        self.save_model()
+        self.progress.phase = following
+        self.directory.write_progress(self.progress)
+        self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
+        if self.stop and self.progress.phase != DONE:
+            self.save_model()
+            self.directory.write_progress(self.progress)
+            raise Interrupted
+
+    def save_model(self) -> None:
+        """Model and tokenizer, in Hugging Face layout."""
+        self.parts.model.save_pretrained(self.directory.model)
+        self.parts.tokenizer.save_pretrained(self.directory.model)
+
+
+def _latest(checkpoints: Path) -> Path | None:
+    """Where `CheckpointManager` finds the newest checkpoint, if there is any."""
+    from ludic.training.checkpoint import CheckpointManager
+
+    try:
+        return CheckpointManager(CheckpointConfig(checkpoints)).find()
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,90 @@
+"""The folder of one run: what lies where, and the progress that lets an interrupted run go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ludic.errors import CheckpointError
+from ludic.recipes.compose import compose, to_yaml
+from ludic.recipes.schema import Recipe
+
+
+@dataclass
+class Progress:
+    """How far a run has come. Written whenever a phase ends or the run is interrupted."""
+
+    phase: str = "warm_up"
+    """The phase to go on with: warm_up, reinforce or done."""
+    before: dict[str, Any] | None = None
+    """The evaluation before reinforcement, with sampled answers."""
+    after: dict[str, Any] | None = None
+    """The same after it."""
+    steps: int = 0
+    """Batches of reinforcement that are done."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time of set-up, warm-up, reinforcement and evaluation so far, and of the whole (`wall`)."""
+
+
+class RunDirectory:
+    """Paths and small files of `output/name`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.rollouts = path / "rollouts.jsonl"
+        self.summary = path / "summary.json"
+        self.picture = path / "reward.png"
+        self.model = path / "model"
+        self.checkpoints = path / "checkpoints"
+        self._progress = path / "progress.json"
+
+    @classmethod
+    def create(cls, recipe: Recipe) -> RunDirectory:
+        """A new folder; a name that was not asked for by the user gets the time where it is taken already."""
+        output = Path(recipe.output).expanduser()
+        path = output / (recipe.name or f"{recipe.recipe}-{recipe.algorithm}-seed{recipe.seed}")
+        if path.exists() and recipe.name is None:
+            path = output / f"{path.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError as error:
+            raise CheckpointError(f"{path} is there already; choose another name=, or go on with --resume {path}") from error
+        directory = cls(path)
+        write_text(directory.config, to_yaml(recipe))
+        directory.write_progress(Progress())
+        return directory
+
+    @classmethod
+    def open(cls, path: Path) -> tuple[RunDirectory, Recipe]:
+        """An interrupted run, with the recipe that it was started with."""
+        directory = cls(path)
+        if not directory.config.is_file() or not directory._progress.is_file():
+            raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml and progress.json")
+        return directory, compose([str(directory.config)])
+
+    def read_progress(self) -> Progress:
+        return Progress(**json.loads(self._progress.read_text(encoding="utf-8")))
+
+    def write_progress(self, progress: Progress) -> None:
+        write_text(self._progress, json.dumps(asdict(progress), indent=2) + "\n")
+
+    def read_metrics(self, phase: str) -> list[dict[str, Any]]:
+        """The lines of one phase in metrics.jsonl, one a step; of a step that was run twice the last counts."""
+        if not self.metrics.is_file():
+            return []
+        lines = [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines() if line]
+        by_step = {line["step"]: line for line in lines if line.get("phase") == phase}
+        return [by_step[step] for step in sorted(by_step)]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all: written aside, then renamed."""
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
