@@ -47,7 +47,7 @@ def train(
     json_only: Annotated[bool, typer.Option("--json", help="Print summary.json alone on standard output.")] = False,
     print_config: Annotated[bool, typer.Option(help="Print the resolved recipe as YAML and stop.")] = False,
 ) -> None:
-    from ludic.errors import LudicError
+    from ludic.errors import ConfigError, LudicError
     from ludic.recipes.command import train_command
 
     given = [*(arguments or ()), *([f"algorithm={algorithm}"] if algorithm else ())]
@@ -55,7 +55,7 @@ def train(
         code = train_command(given, resume=resume, json_only=json_only, print_config=print_config)
     except LudicError as error:
         typer.secho(f"ludic: {error}", err=True, fg="red")
-        raise typer.Exit(2) from error
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
     raise typer.Exit(code)
 
 

@@ -51,7 +51,7 @@ def test_the_trainer_can_tell_what_the_recipe_asked_for() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["algorithm=crispo"], r"algorithm \(crispo\) is not known; did you mean cispo\?"),
+        (["algorithm=crispo"], r"algorithm \(crispo\) is not known; did you mean cispo"),
         (["algorithm=x"], r"there are cispo, grpo"),
         (["algorithm_args.clip_eps_hi=0.3"], r"algorithm_args\.clip_eps_hi: .* did you mean clip_eps_high\?"),
     ],

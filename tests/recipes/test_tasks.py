@@ -4,8 +4,7 @@ from collections import Counter
 from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ludic.envs.tasks import Addition, DigitSort, Problem, Task
 from ludic.envs.tasks.addition import sum_matches, textbook, without_carry

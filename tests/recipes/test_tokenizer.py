@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from ludic.recipes.tokenizer import BYTE_OFFSET, EOS_ID, PAD_ID, VOCAB_SIZE, make_byte_tokenizer
+from hypothesis import given, strategies as st
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from ludic.recipes.tokenizer import BYTE_OFFSET, EOS_ID, PAD_ID, VOCAB_SIZE, make_byte_tokenizer
 
 
 @pytest.fixture(scope="module")

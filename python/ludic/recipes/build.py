@@ -54,8 +54,8 @@ def build_trainer_config(section: Any, *, pad_token_id: int, seed: int) -> Train
 def _look_up(registry: dict[str, Callable[..., Any]], name: str, setting: str) -> Callable[..., Any]:
     if name in registry:
         return registry[name]
-    near = get_close_matches(name, registry, n=1)
-    remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(registry))}"
+    near = get_close_matches(name, registry, n=2)
+    remedy = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(registry))}"
     raise ConfigError(f"{setting} ({name}) is not known; {remedy}")
 
 

@@ -1,0 +1,277 @@
+"""Whole runs, tiny ones: what they write, that they repeat, resume and stop, and that any model on disk can be trained."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from ludic.cli import app
+
+SUMMARY_KEYS = ["before", "after", "wall_s", "phases_s", "padding", "steps", "clip_fraction", "seed", "config_hash"]
+
+
+def train(*arguments: str) -> str:
+    """Standard output of `ludic train`, which must succeed."""
+    result = CliRunner().invoke(app, ["train", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_everything_it_promises(tiny: list[str], tmp_path: Path) -> None:
+    shown = train(*tiny)
+    run = tmp_path / "run"
+    for name in ("config.yaml", "metrics.jsonl", "rollouts.jsonl", "summary.json", "reward.png"):
+        assert (run / name).stat().st_size > 0, name
+    assert (run / "reward.png").read_bytes().startswith(b"\x89PNG")
+    for said in ("Held-out problems", "Sampled answers", "right answer", "Seconds", "Padding", "the reward sees", "step 3"):
+        assert said in shown, said
+    assert [(line["phase"], line["step"]) for line in metrics(run)] == [
+        *(("warm_up", step) for step in (1, 2, 3)),
+        *(("reinforce", step) for step in (1, 2, 3)),
+    ]
+
+
+def test_the_model_on_disk_is_the_one_that_was_trained_and_reads_its_own_tokens(tiny: list[str], tmp_path: Path) -> None:
+    train(*tiny)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert tokenizer("529140>")["input_ids"] == [byte + 3 for byte in b"529140>"]
+    final = json.loads((tmp_path / "run" / "progress.json").read_text())
+    assert final["phase"] == "done"
+    assert sum(parameter.numel() for parameter in model.parameters()) < 20_000
+
+
+def test_json_prints_the_summary_alone_with_exactly_its_keys(tiny: list[str], tmp_path: Path) -> None:
+    summary = json.loads(train(*tiny, "--json"))
+    assert list(summary) == SUMMARY_KEYS
+    assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert set(summary["before"]) == set(summary["after"]) == {"sampled_reward", "greedy_accuracy"}
+    assert (summary["steps"], summary["seed"]) == (3, 0)
+    assert {"rollout", "batching", "forward_backward", "publish"} <= set(summary["phases_s"])
+    assert sum(summary["phases_s"].values()) == pytest.approx(summary["wall_s"], abs=0.1)
+    assert summary["padding"]["real_tokens"] <= summary["padding"]["computed_tokens"] <= summary["padding"]["unpacked_tokens"]
+
+
+def test_addition_reports_its_scratchpad_beside_the_reward(tiny: list[str], tmp_path: Path) -> None:
+    shown = train("addition", *tiny)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert set(summary["after"]) == {"sampled_reward", "greedy_accuracy", "scratchpad_right"}
+    assert "never the scratchpad" in shown
+    assert all("train/scratchpad_right" in line for line in metrics(tmp_path / "run") if line["phase"] == "reinforce")
+
+
+def test_rollouts_are_written_for_every_second_batch_with_their_tokens(tiny: list[str], tmp_path: Path) -> None:
+    train(*tiny)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 * 8  # batches 0 and 2, of 2 problems x 4 answers
+    assert all(line["steps"][0]["trace"]["completion_token_ids"] for line in lines)
+
+
+def test_a_demonstration_has_the_prompt_tokens_that_the_policy_is_asked_with(tiny: list[str], tmp_path: Path) -> None:
+    import asyncio
+    from random import Random
+
+    from ludic.envs.tasks import DigitSort
+    from ludic.recipes.demonstrations import DemonstrationSource
+    from ludic.recipes.tokenizer import make_byte_tokenizer
+
+    train(*tiny, "rollout.system_prompt=Sort.", "rollout.log_every=1")
+    line = json.loads((tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()[0])
+    asked = line["steps"][0]["trace"]["prompt_token_ids"]
+    assert bytes(i - 3 for i in asked) == b"Sort." + line["steps"][0]["prev_obs"].encode()
+
+    source = DemonstrationSource(DigitSort(), make_byte_tokenizer(), batch_size=2, seed=0, system_prompt="Sort.")
+    item = asyncio.run(source.next_batch()).items[0]
+    prompt = [token for token, is_action in zip(item.input_ids, item.action_mask, strict=True) if not is_action]
+    question = DigitSort().draw(Random("demonstrations 0 0"))["question"]
+    assert bytes(i - 3 for i in prompt) == b"Sort." + question.encode()
+    assert item.input_ids[-1] == 2  # the end is part of what is learnt
+
+
+def test_two_runs_of_one_recipe_are_the_same(tiny: list[str], tmp_path: Path) -> None:
+    train(*tiny, "name=one")
+    train(*tiny, "name=two")
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two")]
+    assert summaries[0]["after"] == summaries[1]["after"]
+    assert summaries[0]["config_hash"] == summaries[1]["config_hash"]
+
+
+def test_another_seed_is_another_run(tiny: list[str], tmp_path: Path) -> None:
+    train(*tiny, "name=one")
+    train(*tiny, "name=two", "seed=1")
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert any(not torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("algorithm", ["cispo", "gspo", "reinforce", "grpo", "scalerl", "reinforce_baseline"])
+def test_every_algorithm_runs_through(tiny: list[str], tmp_path: Path, algorithm: str) -> None:
+    easy = ["task.args.digits=3", "network.hidden_size=64", "warmup.steps=120", "warmup.batch_size=32", "rollout.prompts=8"]
+    train(*tiny, "--algorithm", algorithm, *easy)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 3
+    assert (summary["clip_fraction"] is None) == algorithm.startswith("reinforce")
+
+
+def test_a_model_on_disk_is_trained_on(tiny: list[str], tmp_path: Path) -> None:
+    train(*tiny, "name=first")
+    path = tmp_path / "first" / "model"
+    shown = train(*tiny, "name=second", f"model={path}", "warmup.steps=0", "steps=1", "evaluation.prompts=3")
+    assert "writing to" in shown
+    # Nothing was warmed up and the same held-out problems were asked with the same seeds: the second begins where the first ended.
+    first, second = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("first", "second"))
+    assert second["before"] == first["after"]
+
+
+def test_a_run_can_be_repeated_from_its_own_config(tiny: list[str], tmp_path: Path) -> None:
+    train(*tiny)
+    train(str(tmp_path / "run" / "config.yaml"), "name=again")
+    one, two = weights(tmp_path / "run"), weights(tmp_path / "again")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trainer.lrr=1"], "did you mean trainer.lr"),
+        (["--algorithm", "gpro"], "did you mean gspo or grpo"),
+        (["trainer.micro_token_budget=8"], "micro_token_budget"),
+        (["model=/nowhere/at/all"], "config.json"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_leaves_no_folder(
+    tiny: list[str], tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    result = CliRunner().invoke(app, ["train", *tiny, *arguments])
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "Traceback" not in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_that_is_taken_is_refused_before_anything_is_trained(tiny: list[str], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    result = CliRunner().invoke(app, ["train", *tiny])
+    assert result.exit_code == 1
+    assert "--resume" in result.stderr
+
+
+# ---- stopping and going on -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("phase", "step"), [("warm_up", 2), ("reinforce", 1), ("reinforce", 2)])
+def test_a_run_stopped_anywhere_and_resumed_is_the_run(tiny: list[str], tmp_path: Path, phase: str, step: int) -> None:
+    train(*tiny, "name=whole")
+    code = _train_until(tmp_path, phase, step, [*tiny, "name=parts"])
+    assert code == 130
+    interrupted = json.loads((tmp_path / "parts" / "summary.json").read_text())
+    assert interrupted["after"] is None
+    assert (interrupted["before"] is None) == (phase == "warm_up")
+    result = CliRunner().invoke(app, ["train", "--resume", str(tmp_path / "parts")])
+    assert result.exit_code == 0, result.output
+
+    one, two = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    whole, parts = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts"))
+    assert (parts["before"], parts["after"], parts["steps"]) == (whole["before"], whole["after"], whole["steps"])
+    assert parts["config_hash"] == whole["config_hash"]
+
+
+def _train_until(tmp_path: Path, phase: str, step: int, arguments: list[str]) -> int:
+    """Interrupt this process, as Ctrl-C would, when the metrics of that step are written; the exit status."""
+    from ludic.training.loggers import JSONLLogger
+
+    class Interrupting(JSONLLogger):
+        def log(self, number: int, stats: Any) -> None:
+            super().log(number, stats)
+            if (stats["phase"], number) == (phase, step):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ludic.recipes.run.JSONLLogger", Interrupting)
+        return CliRunner().invoke(app, ["train", *arguments]).exit_code
+
+
+def test_a_finished_run_resumed_only_reports(tiny: list[str], tmp_path: Path) -> None:
+    train(*tiny)
+    before = len(metrics(tmp_path / "run"))
+    assert "Held-out problems" in train("--resume", str(tmp_path / "run"))
+    assert len(metrics(tmp_path / "run")) == before
+
+
+def test_resume_takes_no_other_setting(tiny: list[str], tmp_path: Path) -> None:
+    train(*tiny)
+    result = CliRunner().invoke(app, ["train", "--resume", str(tmp_path / "run"), "seed=1"])
+    assert result.exit_code == 2
+    assert "takes no other setting" in result.stderr
+
+
+def test_ctrl_c_in_a_process_of_its_own_ends_it_cleanly(tiny: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ludic.cli", "train", *tiny, "steps=100000", "log_every=1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("[reinforce]"):
+                break
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert "--resume" in rest
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert 0 < summary["steps"] < 100_000
+    assert summary["after"] is None
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert list((tmp_path / "run" / "checkpoints" / "reinforce").glob("step_*"))
+
+
+# ---- the command itself --------------------------------------------------------------------------------------------
+
+
+def test_help_is_quick_and_has_examples() -> None:
+    code = "import sys, ludic.cli; print([m for m in ('torch', 'transformers', 'matplotlib', 'hydra') if m in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
+    shown = CliRunner().invoke(app, ["train", "--help"]).output
+    assert "ludic train addition" in shown
+    assert "--resume" in shown
+
+
+def test_print_config_shows_every_field_and_runs_nothing(tmp_path: Path) -> None:
+    shown = train("--print-config", f"output={tmp_path}", "seed=9")
+    assert "seed: 9" in shown
+    assert "micro_token_budget:" in shown
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_doctor_names_versions_devices_and_extras() -> None:
+    shown = CliRunner().invoke(app, ["doctor"]).output
+    for said in ("torch", "CPU", "CUDA", "wandb"):
+        assert said in shown
+    report = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)
+    assert set(report) == {"python", "platform", "packages", "core", "devices", "extras"}
+    assert report["packages"]["torch"] == torch.__version__.split("+")[0] or report["packages"]["torch"] == torch.__version__
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    from importlib.metadata import version
+
+    assert CliRunner().invoke(app, ["version"]).output.strip() == version("ludic")
