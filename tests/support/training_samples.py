@@ -1,0 +1,108 @@
+"""Samples, sources and a model for the tests of training: real ids of the byte tokenizer, and a Qwen2 of 10,000 parameters."""
+
+import random
+
+import torch
+
+from ludic.recipes.tokenizer import VOCAB_SIZE, make_byte_tokenizer
+from ludic.training import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem, TrainerConfig
+
+TOKENIZER = make_byte_tokenizer()
+
+
+def tiny_model(seed=0, **changes):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 32,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.2,  # logits that differ, so that a wrong shift or mask shows
+    }
+    return Qwen2ForCausalLM(Qwen2Config(**{**settings, **changes}))
+
+
+def sorting_item(index, draw, *, group_size=4, weight=None):
+    """The prompt `529140>`, an answer that may be wrong, and log-probabilities of some older policy."""
+    digits = "".join(draw.choice("0123456789") for _ in range(draw.randint(1, 9)))
+    answer = "".join(sorted(digits, reverse=draw.random() < 0.5))[: draw.randint(1, 9)]
+    prompt_ids = TOKENIZER.encode(f"{digits}>")
+    completion_ids = [*TOKENIZER.encode(answer), TOKENIZER.eos_token_id]
+    return SAWItem(
+        input_ids=prompt_ids + completion_ids,
+        attention_mask=[1] * (len(prompt_ids) + len(completion_ids)),
+        action_mask=[0] * len(prompt_ids) + [1] * len(completion_ids),
+        weight=draw.choice([-1.0, -0.5, 0.0, 0.0, 0.5, 1.5]) if weight is None else weight,
+        meta={
+            "rollout_id": f"r{index}",
+            "step_index": 0,
+            "total_reward": float(answer == "".join(sorted(digits))),
+            "completion_length": len(completion_ids),
+            "prompt_length": len(prompt_ids),
+            "request_meta": {"group_id": index // group_size},
+        },
+        attachments=SampleAttachments(ActorTokenLogps([-0.2 - 5 * draw.random() for _ in completion_ids])),
+    )
+
+
+def sorting_items(count, seed=0, **options):
+    draw = random.Random(seed)
+    return [sorting_item(index, draw, **options) for index in range(count)]
+
+
+class ListSource:
+    """Gives the batches in turn, again and again, a fresh copy of each."""
+
+    def __init__(self, *batches, meta=None):
+        self.batches, self.meta, self.position = batches, meta or {}, 0
+
+    async def next_batch(self):
+        items = self.batches[self.position % len(self.batches)]
+        self.position += 1
+        return SAWBatch(list(items), {"target_rollouts": len(items), **self.meta})
+
+
+class DrawingSource:
+    """Draws new samples from the generators of Python and torch, and from a counter that it keeps in its state."""
+
+    def __init__(self, count=8):
+        self.count, self.drawn = count, 0
+
+    async def next_batch(self):
+        seed = random.getrandbits(20) + int(torch.randint(1 << 20, ()))
+        items = sorting_items(self.count, seed=seed + self.drawn)
+        for item in items:
+            item.meta["rollout_id"] = f"{self.drawn}/{item.meta['rollout_id']}"
+        self.drawn += 1
+        return SAWBatch(items, {"target_rollouts": self.count})
+
+    def state_dict(self):
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state):
+        self.drawn = state["drawn"]
+
+
+def cpu_config(**changes):
+    return TrainerConfig(**{"model_device": "cpu", "max_seq_len": 32, "micro_token_budget": 128, "lr": 1e-2, **changes})
+
+
+def weights_of(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def gradients_of(model):
+    return {name: parameter.grad.detach().clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_same_tensors(left, right, *, atol=0.0):
+    assert left.keys() == right.keys()
+    for name in left:
+        difference = (left[name] - right[name]).abs().max().item()
+        assert difference <= atol, f"{name} differs by {difference}"

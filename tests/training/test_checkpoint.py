@@ -1,0 +1,288 @@
+"""Checkpoints appear whole or not at all, hold no pickle, and come back exactly."""
+
+import io
+import json
+import os
+import pickletools
+import zipfile
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from training_samples import ListSource, assert_same_tensors, cpu_config, sorting_items, tiny_model, weights_of
+
+from ludic.errors import CheckpointError, ConfigError, LudicError
+from ludic.training import CheckpointConfig, CheckpointManager, Trainer, make_grpo
+
+
+def stepped(model, seed=0, steps=2):
+    """The model after a few AdamW steps on random gradients, and the optimizer."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.95))
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return optimizer
+
+
+def manager(folder, **options):
+    return CheckpointManager(CheckpointConfig(folder, **options))
+
+
+def test_weights_and_optimizer_come_back_exactly(tmp_path):
+    model = tiny_model()
+    optimizer = stepped(model)
+    manager(tmp_path).save(model, optimizer=optimizer, step=3, metadata={"note": "kept"})
+    other = tiny_model(seed=1)
+    restored = stepped(other, seed=5, steps=1)
+    metadata = manager(tmp_path).load(other, optimizer=restored)
+    assert metadata == {"step": 3, "note": "kept"}
+    assert_same_tensors(weights_of(other), weights_of(model))
+    saved, loaded = optimizer.state_dict(), restored.state_dict()
+    assert loaded["param_groups"] == saved["param_groups"]
+    for index, entries in saved["state"].items():
+        assert_same_tensors(loaded["state"][index], entries)
+
+
+def test_a_restored_optimizer_takes_the_same_next_step(tmp_path):
+    model = tiny_model()
+    optimizer = stepped(model)
+    manager(tmp_path).save(model, optimizer=optimizer, step=1)
+    other = tiny_model(seed=1)
+    restored = torch.optim.AdamW(other.parameters(), lr=1.0)
+    manager(tmp_path).load(other, optimizer=restored)
+    for each, its_model in ((optimizer, model), (restored, other)):
+        for parameter in its_model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        each.step()
+    assert_same_tensors(weights_of(other), weights_of(model))
+
+
+def test_the_folder_is_a_hugging_face_model(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_model()
+    folder = manager(tmp_path).save(model, optimizer=None, step=12)
+    assert folder.name == "step_000012"
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert_same_tensors(weights_of(loaded), weights_of(model))
+    assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
+
+
+def test_no_file_of_a_checkpoint_is_pickled(tmp_path):
+    """Neither a zip archive, as torch.save writes, nor a stream that pickletools can read."""
+    model = tiny_model()
+    trainer = Trainer(
+        model=model,
+        algo=make_grpo(group_size=4),
+        batch_source=ListSource(sorting_items(8)),
+        cfg=cpu_config(),
+        checkpoint_config=CheckpointConfig(tmp_path, every_n_steps=1),
+    )
+    trainer.train_step_sync()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    names = {path.name for path in files}
+    assert {"model.safetensors", "optimizer.safetensors", "optimizer.json", "trainer_state.json", "latest.json"} <= names
+    for path in files:
+        assert path.suffix in (".json", ".safetensors"), path
+        assert not zipfile.is_zipfile(path)
+        with pytest.raises(ValueError):
+            list(pickletools.genops(io.BytesIO(path.read_bytes())))
+
+
+def test_pickled_weights_are_refused_with_the_reason(tmp_path):
+    folder = tmp_path / "step_000001"
+    folder.mkdir()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin, which is pickled"):
+        manager(tmp_path).load(tiny_model())
+
+
+@pytest.mark.parametrize("point", ["model", "optimizer", "state", "rename"])
+def test_a_crash_while_saving_leaves_the_older_checkpoint_as_the_latest(tmp_path, monkeypatch, point):
+    from ludic.training import checkpoint
+
+    model = tiny_model()
+    optimizer = stepped(model)
+    manager(tmp_path).save(model, optimizer=optimizer, step=1)
+    before = weights_of(model)
+    stepped(model, seed=9)
+
+    def crash(*_, **__):
+        raise OSError("disk full")
+
+    targets = {"model": "write_model", "optimizer": "write_optimizer", "state": "write_json"}
+    with monkeypatch.context() as patch:
+        if point == "rename":
+            patch.setattr(os, "replace", crash)
+        else:
+            patch.setattr(checkpoint, targets[point], crash)
+        with pytest.raises(OSError, match="disk full"):
+            manager(tmp_path).save(model, optimizer=optimizer, step=2)
+    other = tiny_model(seed=1)
+    assert manager(tmp_path).load(other)["step"] == 1
+    assert_same_tensors(weights_of(other), before)
+    manager(tmp_path).save(model, optimizer=optimizer, step=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "step_000001", "step_000002"]
+
+
+def test_a_crash_before_latest_json_still_finds_a_whole_checkpoint(tmp_path):
+    model = tiny_model()
+    manager(tmp_path).save(model, optimizer=None, step=1)
+    (tmp_path / "latest.json").write_text(json.dumps({"last_checkpoint": "step_000009", "step": 9}))
+    assert manager(tmp_path).load(tiny_model())["step"] == 1
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    model = tiny_model()
+    manager(tmp_path).save(model, optimizer=None, step=1)
+    stepped(model)
+    manager(tmp_path).save(model, optimizer=None, step=1)
+    other = tiny_model(seed=1)
+    manager(tmp_path).load(other)
+    assert_same_tensors(weights_of(other), weights_of(model))
+
+
+def test_the_oldest_checkpoints_are_deleted(tmp_path):
+    keeper = manager(tmp_path, max_to_keep=2)
+    for step in (1, 2, 10):
+        keeper.save(nn.Linear(2, 2), optimizer=None, step=step)
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000002", "step_000010"]
+
+
+def test_a_run_that_went_back_keeps_the_checkpoint_it_just_wrote(tmp_path):
+    """Resumed from step 1, it writes step 2 while step 10 of the abandoned run is still there."""
+    keeper = manager(tmp_path, max_to_keep=1)
+    keeper.save(nn.Linear(2, 2), optimizer=None, step=10)
+    keeper.save(nn.Linear(2, 2), optimizer=None, step=2)
+    assert [path.name for path in tmp_path.glob("step_*")] == ["step_000002"]
+    assert keeper.load(nn.Linear(2, 2))["step"] == 2
+
+
+def test_path_outranks_step_outranks_latest_outranks_newest(tmp_path):
+    keeper = manager(tmp_path, max_to_keep=5)
+    for step in (1, 2, 3):
+        keeper.save(nn.Linear(2, 2), optimizer=None, step=step)
+    (tmp_path / "latest.json").write_text(json.dumps({"last_checkpoint": "step_000002", "step": 2}))
+    model = nn.Linear(2, 2)
+    assert keeper.load(model, path=tmp_path / "step_000001", step=3)["step"] == 1
+    assert keeper.load(model, step=3)["step"] == 3
+    assert keeper.load(model)["step"] == 2
+    (tmp_path / "latest.json").unlink()
+    assert keeper.load(model)["step"] == 3
+
+
+def test_nothing_to_load_is_a_file_not_found_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+        manager(tmp_path).load(nn.Linear(2, 2))
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        manager(tmp_path).load(nn.Linear(2, 2), step=4)
+    (tmp_path / "step_000001").mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no weights"):
+        manager(tmp_path).load(nn.Linear(2, 2))
+
+
+def test_missing_metadata_counts_as_step_zero(tmp_path):
+    folder = manager(tmp_path).save(nn.Linear(2, 2), optimizer=None, step=7)
+    (folder / "trainer_state.json").unlink()
+    assert manager(tmp_path).load(nn.Linear(2, 2)) == {"step": 0}
+
+
+def test_a_plain_module_is_stored_with_its_class_and_tied_weights_once(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+            self.outer.weight = self.inner.weight
+
+    model = Tied()
+    folder = manager(tmp_path).save(model, optimizer=None, step=1)
+    assert json.loads((folder / "config.json").read_text()) == {"model_class": "Tied"}
+    assert list(load_file(folder / "model.safetensors")) == ["inner.weight"]
+    other = Tied()
+    manager(tmp_path).load(other)
+    assert torch.equal(other.outer.weight, model.inner.weight)
+
+
+def test_shards_are_read_by_their_index(tmp_path):
+    model = tiny_model()
+    folder = tmp_path / "step_000001"
+    model.save_pretrained(folder, max_shard_size="8KB")
+    assert (folder / "model.safetensors.index.json").exists()
+    other = tiny_model(seed=1)
+    manager(tmp_path).load(other)
+    assert_same_tensors(weights_of(other), weights_of(model))
+
+
+def index_of(folder, content):
+    folder.mkdir()
+    save_file({"weight": torch.zeros(2, 2)}, folder / "a.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
+def test_an_index_without_weight_map_is_a_value_error(tmp_path):
+    index_of(tmp_path / "step_000001", {})
+    with pytest.raises(ValueError, match="weight_map"):
+        manager(tmp_path).load(nn.Linear(2, 2))
+
+
+def test_a_name_that_its_shard_lacks_is_a_key_error(tmp_path):
+    index_of(tmp_path / "step_000001", {"weight_map": {"weight": "a.safetensors", "bias": "a.safetensors"}})
+    with pytest.raises(KeyError, match="bias"):
+        manager(tmp_path).load(nn.Linear(2, 2))
+
+
+def test_an_index_cannot_name_a_file_elsewhere(tmp_path):
+    index_of(tmp_path / "step_000001", {"weight_map": {"weight": "../step_000001/a.safetensors"}})
+    with pytest.raises(CheckpointError, match="not in the folder"):
+        manager(tmp_path).load(nn.Linear(2, 2))
+
+
+def test_weights_of_another_model_are_refused_by_name(tmp_path):
+    manager(tmp_path).save(nn.Linear(2, 2), optimizer=None, step=1)
+    with pytest.raises(CheckpointError, match=r"missing .*'2\.bias'"):
+        manager(tmp_path).load(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    model = nn.Linear(2, 2)
+    manager(tmp_path).save(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), step=1)
+    with pytest.raises(CheckpointError, match="state of SGD"):
+        manager(tmp_path).load(model, optimizer=torch.optim.AdamW(model.parameters()))
+    with pytest.raises(CheckpointError, match=r"groups of \[2\]"):
+        manager(tmp_path).load(model, optimizer=torch.optim.SGD([model.weight], lr=0.1))
+
+
+def test_state_that_is_not_plain_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json must hold plain JSON"):
+        manager(tmp_path).save(nn.Linear(2, 2), optimizer=None, step=1, metadata={"queue": object()})
+
+
+def test_wrong_settings_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="every_n_steps"):
+        CheckpointConfig(tmp_path, every_n_steps=-1)
+    with pytest.raises(ValueError, match="max_to_keep"):
+        CheckpointConfig(tmp_path, max_to_keep=0)
+
+
+def test_should_save_is_every_n_steps(tmp_path):
+    assert [step for step in range(1, 7) if manager(tmp_path, every_n_steps=3).should_save(step)] == [3, 6]
+    assert not manager(tmp_path).should_save(3)
+
+
+def test_the_optimizer_is_left_out_when_asked(tmp_path):
+    model = tiny_model()
+    folder = manager(tmp_path, save_optimizer=False).save(model, optimizer=stepped(model), step=1)
+    assert not list(folder.glob("optimizer*"))
+
+
+def test_save_checkpoint_without_a_checkpointer_is_an_error():
+    trainer = Trainer(
+        model=tiny_model(), algo=make_grpo(group_size=4), batch_source=ListSource(sorting_items(4)), cfg=cpu_config()
+    )
+    with pytest.raises(RuntimeError, match="no checkpointer") as caught:
+        trainer.save_checkpoint()
+    assert isinstance(caught.value, LudicError)

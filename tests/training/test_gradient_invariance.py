@@ -1,0 +1,167 @@
+"""The gradient of a mini-batch does not depend on how it is packed, in which order, or which samples of weight zero are run."""
+
+import asyncio
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+from training_samples import (
+    ListSource,
+    assert_same_tensors,
+    cpu_config,
+    gradients_of,
+    sorting_items,
+    tiny_model,
+    weights_of,
+)
+
+from ludic.training import RLAlgorithm, Trainer, collate_saw_items, make_grpo
+from ludic.training.backend import TorchBackend
+from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.loss import (
+    CISPOLoss,
+    ClippedSurrogateLoss,
+    CompositeLoss,
+    EntropyBonus,
+    KLLoss,
+    LossTerm,
+    MaskedCausalLMCrossEntropyLoss,
+    ReinforceBaselineLoss,
+    ReinforceLoss,
+    TokenClippedSurrogateLoss,
+    TokenKLLoss,
+)
+from ludic.training.loss.base import zero_weight_is_zero_gradient
+
+LOSSES = {
+    "reinforce": ReinforceLoss(length_normalize=True),
+    "reinforce_baseline": ReinforceBaselineLoss(length_normalize=True),
+    "reinforce_baseline_normalized": ReinforceBaselineLoss(normalize=True, length_normalize=True),
+    "gspo": ClippedSurrogateLoss(clip_eps_low=0.5, clip_eps_high=0.5, length_normalize=True),
+    "grpo": TokenClippedSurrogateLoss(ratio_clip=10.0),
+    "grpo_by_row": TokenClippedSurrogateLoss(length_normalize=True),
+    "dapo": TokenClippedSurrogateLoss(normalizer="tokens"),
+    "cispo": CISPOLoss(),
+    "cispo_tokens": CISPOLoss(length_normalize=False, normalizer="tokens"),
+    "token_kl": TokenKLLoss(coeff=1.0),
+    "kl": KLLoss(length_normalize=True),
+    "entropy": EntropyBonus(coeff=1.0),
+    "supervised": MaskedCausalLMCrossEntropyLoss(),
+    "composite": CompositeLoss(
+        [LossTerm("pg", CISPOLoss(length_normalize=False, normalizer="tokens")), LossTerm("kl", TokenKLLoss(), 0.5)]
+    ),
+    "composite_entropy": CompositeLoss([LossTerm("pg", TokenClippedSurrogateLoss()), LossTerm("h", EntropyBonus(0.1))]),
+}
+COUNT = 12
+
+
+@cache
+def model():
+    return tiny_model()
+
+
+@cache
+def samples():
+    return tuple(sorting_items(COUNT, seed=3))
+
+
+def algorithm(name):
+    return RLAlgorithm(name, ConstantCredit(1.0), LOSSES[name])
+
+
+@cache
+def unsplit_gradient(name):
+    """One padded batch of all samples, straight through the loss: no plan, no totals, no skipping."""
+    batch = collate_saw_items(samples(), pad_token_id=0, device="cpu")
+    model().zero_grad(set_to_none=True)
+    loss, _ = algorithm(name).compute_loss(model(), batch)
+    loss.backward()
+    return gradients_of(model()), loss.item()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    order=st.permutations(range(COUNT)),
+    budget=st.integers(20, 260),
+    packing=st.sampled_from(["greedy", "optimal", "padding_free"]),
+    overhead_tokens=st.sampled_from([0, 64, 256]),
+    skip=st.booleans(),
+)
+def test_the_gradient_is_that_of_the_unsplit_batch(name, order, budget, packing, overhead_tokens, skip):
+    expected, expected_loss = unsplit_gradient(name)
+    cfg = cpu_config(max_seq_len=20, micro_token_budget=budget, packing=packing, overhead_tokens=overhead_tokens)
+    macro = MacroBatch.ingest([samples()[index] for index in order], cfg.max_seq_len)
+    skips = skip and zero_weight_is_zero_gradient(LOSSES[name])
+    mini_batch = MiniBatch(macro, np.arange(COUNT), cfg, skip_zero_weight=skips)
+    backend = TorchBackend(model(), cfg, algo=algorithm(name))
+    model().zero_grad(set_to_none=True)
+    result = asyncio.run(backend.forward_backward(mini_batch, totals=mini_batch.totals).result())
+    assert_same_tensors(gradients_of(model()), expected, atol=1e-6 * max(1.0, largest(expected)))
+    assert result.loss.item() == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
+
+
+def largest(gradients):
+    return max(gradient.abs().max().item() for gradient in gradients.values())
+
+
+def test_the_expected_gradients_are_not_zero():
+    for name in LOSSES:
+        assert largest(unsplit_gradient(name)[0]) > 1e-3, name
+
+
+class DescentTrainer(Trainer):
+    """Plain gradient descent at rate 1: the step is the gradient."""
+
+    def initialize_optimizer(self):
+        return torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=1.0)
+
+
+@pytest.mark.parametrize("packing", ["greedy", "optimal", "padding_free"])
+@pytest.mark.parametrize("budget", [20, 57, 1000])
+def test_the_step_of_the_trainer_is_the_gradient_of_the_unsplit_batch(packing, budget):
+    expected, _ = unsplit_gradient("grpo")
+    trained = tiny_model()
+    before = weights_of(trained)
+    cfg = cpu_config(max_seq_len=20, micro_token_budget=budget, packing=packing, max_grad_norm=None)
+    trainer = DescentTrainer(model=trained, algo=algorithm("grpo"), batch_source=ListSource(samples()), cfg=cfg)
+    trainer.train_step_sync()
+    moved = {name: before[name] - weight for name, weight in weights_of(trained).items()}
+    assert_same_tensors(moved, expected, atol=1e-6 * max(1.0, largest(expected)))
+
+
+def test_leaving_out_samples_of_weight_zero_saves_their_tokens_and_keeps_the_gradient():
+    items = sorting_items(16, seed=5)
+    tokens = sum(len(item.input_ids) for item in items)
+    weightless = sum(len(item.input_ids) for item in items if item.weight == 0)
+    assert 0.2 < weightless / tokens < 0.6
+    moved, computed = {}, {}
+    for skip in (True, False):
+        trained = tiny_model()
+        before = weights_of(trained)
+        cfg = cpu_config(skip_zero_weight=skip, max_grad_norm=None)
+        algo = make_grpo(group_size=4)
+        trainer = DescentTrainer(model=trained, algo=algo, batch_source=ListSource(items), cfg=cfg)
+        stats = trainer.train_step_sync()
+        moved[skip] = {name: before[name] - weight for name, weight in weights_of(trained).items()}
+        computed[skip] = stats["perf/real_tokens"]
+        assert stats["train/zero_weight_skipped"] == (sum(item.weight == 0 for item in items) if skip else 0)
+    assert_same_tensors(moved[True], moved[False], atol=1e-6)
+    assert computed[False] == tokens
+    assert computed[True] == tokens - weightless
+
+
+def test_an_entropy_term_keeps_samples_of_weight_zero_in_the_forward_pass():
+    items = sorting_items(8, seed=5)
+    trainer = Trainer(
+        model=tiny_model(),
+        algo=algorithm("composite_entropy"),
+        batch_source=ListSource(items),
+        cfg=cpu_config(skip_zero_weight=True),
+    )
+    stats = trainer.train_step_sync()
+    assert stats["train/zero_weight_skipped"] == 0
+    assert stats["perf/real_tokens"] == sum(len(item.input_ids) for item in items)

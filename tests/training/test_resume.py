@@ -1,0 +1,136 @@
+"""A run that is killed and resumed is the run: same losses, same weights, bit for bit."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from training_samples import DrawingSource, assert_same_tensors, cpu_config, tiny_model, weights_of
+
+from ludic.training import CheckpointConfig, Trainer, make_grpo
+from ludic.training.rng import preserved_rng, rng_state, set_rng_state
+
+STEPS = 5
+TIMES = "_s"
+
+
+def seed_everything(seed):
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def trainer_of(folder, **options):
+    cfg = cpu_config(
+        minibatches_per_batch=2, lr_scheduler_type="cosine", warmup_steps=2, weight_decay=0.1, **options.pop("config", {})
+    )
+    return Trainer(
+        model=tiny_model(options.pop("model_seed", 0), attention_dropout=0.2),
+        algo=make_grpo(group_size=4),
+        batch_source=DrawingSource(),
+        cfg=cfg,
+        checkpoint_config=CheckpointConfig(folder, every_n_steps=1, max_to_keep=STEPS),
+        total_training_steps=STEPS,
+        **options,
+    )
+
+
+def measured(stats):
+    """Statistics without wall times."""
+    return {name: value for name, value in stats.items() if not name.endswith(TIMES)}
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """The uninterrupted run: its checkpoints, the statistics of each step, and the weights at the end."""
+    folder = tmp_path_factory.mktemp("whole")
+    trainer = trainer_of(folder)
+    seed_everything(7)
+    stats = [measured(trainer.train_step_sync()) for _ in range(STEPS)]
+    return folder, stats, weights_of(trainer.model)
+
+
+@pytest.mark.parametrize("killed_after", range(1, STEPS))
+def test_resuming_after_any_step_gives_the_same_losses_and_weights(whole_run, killed_after):
+    folder, stats, weights = whole_run
+    seed_everything(99)  # another process: other generators, other initial weights
+    trainer = trainer_of(folder, resume_from=killed_after, model_seed=1)
+    assert trainer.current_step == killed_after
+    rest = [measured(trainer.train_step_sync()) for _ in range(STEPS - killed_after)]
+    assert rest == stats[killed_after:]
+    assert_same_tensors(weights_of(trainer.model), weights)
+
+
+def test_the_run_itself_depends_on_the_generators(whole_run, tmp_path):
+    """Otherwise the test above could not fail for a state that was not kept."""
+    _, stats, _ = whole_run
+    trainer = trainer_of(tmp_path)
+    seed_everything(8)
+    assert measured(trainer.train_step_sync())["train/loss"] != stats[0]["train/loss"]
+
+
+def test_resume_accepts_a_step_a_string_of_digits_and_a_path(whole_run):
+    folder, *_ = whole_run
+    for where in (2, "2", folder / "step_000002", str(folder / "step_000002")):
+        assert trainer_of(folder, resume_from=where).current_step == 2
+
+
+def test_the_schedule_goes_on_where_the_whole_run_would(tmp_path):
+    """Without a total the first `train` fixes it; the one after the resumption must not stretch it."""
+
+    def run(folder, steps, **options):
+        trainer = Trainer(
+            model=tiny_model(),
+            algo=make_grpo(group_size=4),
+            batch_source=DrawingSource(),
+            cfg=cpu_config(lr_scheduler_type="linear"),
+            checkpoint_config=CheckpointConfig(folder, every_n_steps=1, max_to_keep=9),
+            **options,
+        )
+        rates = []
+        trainer.train_sync(steps, log_fn=lambda stats: rates.append(stats["train/lr"]))
+        return rates
+
+    rates = run(tmp_path, 4)
+    assert rates == pytest.approx([1e-2, 0.75e-2, 0.5e-2, 0.25e-2])
+    assert run(tmp_path, 2, resume_from=2) == rates[2:]
+
+
+def test_an_evaluation_between_two_steps_leaves_no_trace(tmp_path):
+    """An evaluator that draws from the generators must not change what training draws next."""
+
+    class DrawingEvaluator:
+        async def eval(self, **_):
+            torch.rand(3), random.random(), np.random.rand()
+            return [], {"accuracy": 0.5}
+
+    weights = []
+    for every in (None, 1):
+        seed_everything(3)
+        options = {"evaluator": DrawingEvaluator(), "config": {"eval_every_n_steps": every}}
+        trainer = trainer_of(tmp_path / str(every), **options)
+        seed_everything(3)
+        trainer.train_sync(2)
+        weights.append(weights_of(trainer.model))
+    assert_same_tensors(*weights)
+
+
+def test_generator_states_survive_json_and_go_back():
+    import json
+
+    seed_everything(1)
+    random.gauss(0, 1), np.random.randn()  # both keep a second value for the next call
+    state = json.loads(json.dumps(rng_state()))
+    drawn = [random.gauss(0, 1), random.random(), np.random.randn(), torch.rand(3).tolist()]
+    set_rng_state(state)
+    assert [random.gauss(0, 1), random.random(), np.random.randn(), torch.rand(3).tolist()] == drawn
+
+
+def test_preserved_rng_goes_back_even_after_an_error():
+    seed_everything(1)
+    expected = torch.rand(1).item()
+    seed_everything(1)
+    with pytest.raises(KeyError), preserved_rng():
+        torch.rand(5)
+        raise KeyError
+    assert torch.rand(1).item() == expected
