@@ -231,7 +231,7 @@ pub enum CoreError {
 
     /// A log-probability that is NaN or infinite.
     #[error(
-        "sample {sample}: actor log-prob {position} is {value}, but it must be finite in float32; drop the sample or ask the server for log-probs again"
+        "sample {sample}: actor log-prob {position} is {value:?}, but it must be finite in float32; drop the sample or ask the server for log-probs again"
     )]
     NonFiniteLogp {
         /// The sample.
@@ -244,7 +244,7 @@ pub enum CoreError {
 
     /// A weight that is NaN or infinite.
     #[error(
-        "sample {sample}: weight is {value}, but it must be finite in float32; check the rewards and the credit assigner"
+        "sample {sample}: weight is {value:?}, but it must be finite in float32; check the rewards and the credit assigner"
     )]
     NonFiniteWeight {
         /// The sample.

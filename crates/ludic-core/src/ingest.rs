@@ -370,32 +370,42 @@ fn aligned_logps<T: Float>(values: &[T], mask: &[u8]) -> Vec<f32> {
 }
 
 fn rows_of(offsets: Ints<'_>, tokens: usize, weights: Option<Floats<'_>>) -> Result<Vec<Row>, CoreError> {
-    let bounds: Vec<i128> = each_width!(offsets, values => values.iter().map(|value| value.exact()).collect());
-    let (Some(&first), Some(&last)) = (bounds.first(), bounds.last()) else {
+    if let Some(weights) = weights {
+        check_column("weights", weights.len(), offsets.len().saturating_sub(1))?;
+    }
+    let mut rows = each_width!(offsets, values => unweighted_rows(values, tokens))?;
+    if let Some(weights) = weights {
+        for (sample, row) in rows.iter_mut().enumerate() {
+            row.weight = finite_weight(sample, each_float!(weights, values => Float::wide(values[sample])))?;
+        }
+    }
+    Ok(rows)
+}
+
+fn unweighted_rows<T: Int>(offsets: &[T], tokens: usize) -> Result<Vec<Row>, CoreError> {
+    let (Some(first), Some(last)) = (offsets.first(), offsets.last()) else {
         return Err(CoreError::NoOffsets);
     };
+    let (first, last) = (first.exact(), last.exact());
     if first != 0 || last != tokens as i128 {
         return Err(CoreError::OffsetEnds { first, last, tokens });
     }
-    let samples = bounds.len() - 1;
-    if let Some(weights) = weights {
-        check_column("weights", weights.len(), samples)?;
-    }
-    let row = |(sample, pair): (usize, &[i128])| {
-        let length = pair[1] - pair[0];
+    let row = |(sample, pair): (usize, &[T])| {
+        let (begin, end) = (pair[0].exact(), pair[1].exact());
+        let length = end - begin;
         if length < 0 {
-            return Err(CoreError::OffsetOrder { sample, begin: pair[0], end: pair[1] });
+            return Err(CoreError::OffsetOrder { sample, begin, end });
         }
         if length > i128::from(i32::MAX) {
             return Err(CoreError::SampleTooLong { sample, length: length as usize });
         }
-        let weight = match weights {
-            None => 1.0,
-            Some(weights) => finite_weight(sample, each_float!(weights, values => Float::wide(values[sample])))?,
-        };
-        Ok(Row { start: pair[0] as usize, len: length as u32, original_len: length as u32, weight })
+        Ok(Row { start: begin as usize, len: length as u32, original_len: length as u32, weight: 1.0 })
     };
-    bounds.windows(2).enumerate().map(row).collect()
+    let mut rows = Vec::with_capacity(offsets.len() - 1);
+    for step in offsets.windows(2).enumerate() {
+        rows.push(row(step)?);
+    }
+    Ok(rows)
 }
 
 /// The sample that holds a position of the columns, and where in the sample that is.

@@ -234,7 +234,10 @@ fn hold<'a>(
 fn wrong_type(value: &Bound<'_, PyAny>, field: Field) -> PyErr {
     let found = value.get_type().name().map_or_else(|_| "?".to_owned(), |name| name.to_string());
     let place = field.whole();
-    raised("DataTypeError", format!("{place} is a {found}, but must be a list, a tuple, a numpy array or bytes"))
+    raised(
+        "DataTypeError",
+        format!("{place} is a {found}, but must be a list, a tuple, a one-dimensional numpy array or bytes"),
+    )
 }
 
 /// The elements of a contiguous, aligned buffer.

@@ -1,0 +1,174 @@
+"""The layouts that the core writes, against collation one value at a time."""
+
+import collation_oracle as oracle
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from ludic import _core
+from ludic.errors import ConfigError, DataError
+from ludic.training.types import SAWItem
+
+DTYPES = {
+    "input_ids": np.int64,
+    "attention_mask": np.int64,
+    "position_ids": np.int64,
+    "action_mask": np.float32,
+    "weight": np.float32,
+    "actor_logps": np.float32,
+    "old_logp_action": np.float32,
+    "cu_seqlens": np.int32,
+}
+batches = oracle.items(min_size=1).flatmap(
+    lambda items: st.tuples(st.just(items), st.lists(st.integers(0, len(items) - 1), min_size=1, max_size=6), st.integers(1, 45))
+)
+
+
+def table_of(*lengths: int) -> _core.SampleTable:
+    offsets = np.cumsum([0, *lengths])
+    ids = np.arange(offsets[-1])
+    return _core.SampleTable.from_columns(ids, np.ones_like(ids), offsets)
+
+
+@given(batches)
+def test_padded_equals_collation_one_value_at_a_time(batch: tuple[list[SAWItem], list[int], int]) -> None:
+    items, indices, max_seq_len = batch
+    got = _core.SampleTable.from_items(items).truncate(max_seq_len).collate(indices, oracle.PAD)
+    cut = [oracle.cut(items[index], max_seq_len) for index in indices]
+    if "old_logp_action" in got:
+        sums = [sum(oracle.aligned_logps(sample)) for sample in cut]
+        assert got.pop("old_logp_action").tolist() == pytest.approx(sums, rel=1e-6)
+    assert {name: values.tolist() for name, values in got.items()} == oracle.collate(cut)
+    assert all(values.dtype == DTYPES[name] for name, values in got.items())
+
+
+@given(batches)
+def test_collate_then_uncollate_is_the_identity(batch: tuple[list[SAWItem], list[int], int]) -> None:
+    items, indices, max_seq_len = batch
+    got = _core.SampleTable.from_items(items).truncate(max_seq_len).collate(indices, oracle.PAD)
+    for row, index in enumerate(indices):
+        sample = oracle.cut(items[index], max_seq_len)
+        there = got["attention_mask"][row] == 1
+        action = got["action_mask"][row] == 1
+        assert got["input_ids"][row][there].tolist() == sample.input_ids
+        assert got["action_mask"][row][there].tolist() == sample.action_mask
+        if sample.actor_logps is not None:
+            assert got["actor_logps"][row][action].tolist() == sample.actor_logps.token_logps
+        assert (got["input_ids"][row][~there] == oracle.PAD).all()
+
+
+@given(batches)
+def test_padding_free_is_the_samples_one_after_the_other(batch: tuple[list[SAWItem], list[int], int]) -> None:
+    items, indices, max_seq_len = batch
+    got = _core.SampleTable.from_items(items).truncate(max_seq_len).collate_padding_free(indices)
+    cut = [oracle.cut(items[index], max_seq_len) for index in indices]
+    lengths = [len(sample.input_ids) for sample in cut]
+    assert got["cu_seqlens"].tolist() == np.cumsum([0, *lengths]).tolist()
+    assert got["input_ids"].tolist() == [[token for sample in cut for token in sample.input_ids]]
+    assert got["position_ids"].tolist() == [[position for length in lengths for position in range(length)]]
+    assert got["action_mask"].tolist() == [[bit for sample in cut for bit in sample.action_mask]]
+    assert got["weight"].tolist() == [sample.weight for sample in cut]
+    if cut[0].actor_logps is not None:
+        assert got["actor_logps"].tolist() == [[logp for sample in cut for logp in oracle.aligned_logps(sample)]]
+    assert all(values.dtype == DTYPES[name] for name, values in got.items())
+
+
+@given(batches)
+def test_compact_says_the_same_as_padded(batch: tuple[list[SAWItem], list[int], int]) -> None:
+    items, indices, max_seq_len = batch
+    table = _core.SampleTable.from_items(items).truncate(max_seq_len)
+    compact, padded = table.collate_compact(indices, oracle.PAD), table.collate(indices, oracle.PAD)
+    columns = np.arange(padded["input_ids"].shape[1])
+    attended = columns < compact.pop("lengths")[:, None]
+    np.testing.assert_array_equal(attended, padded.pop("attention_mask"))
+    assert compact["input_ids"].dtype == np.int32
+    assert compact["action_mask"].dtype == np.uint8
+    for name, values in padded.items():
+        np.testing.assert_array_equal(compact[name], values)
+
+
+@given(batches, st.integers(1, 4))
+def test_an_arena_changes_nothing_but_the_memory(batch: tuple[list[SAWItem], list[int], int], slots: int) -> None:
+    items, indices, max_seq_len = batch
+    table = _core.SampleTable.from_items(items).truncate(max_seq_len)
+    arena = _core.Arena(slots)
+    for rows in (indices, indices[:1], indices):
+        for collate in (
+            lambda arena, rows=rows: table.collate(rows, oracle.PAD, arena),
+            lambda arena, rows=rows: table.collate_padding_free(rows, arena),
+            lambda arena, rows=rows: table.collate_compact(rows, oracle.PAD, arena),
+        ):
+            fresh, reused = collate(None), collate(arena)
+            assert fresh.keys() == reused.keys()
+            for name, values in fresh.items():
+                np.testing.assert_array_equal(values, reused[name])
+                assert values.dtype == reused[name].dtype
+
+
+def test_an_arena_overwrites_an_array_after_as_many_collations_as_it_has_slots() -> None:
+    table, arena = table_of(4, 4, 4), _core.Arena(slots=2)
+    first = table.collate([0], 0, arena)["input_ids"]
+    table.collate([1], 0, arena)
+    assert first.tolist() == [[0, 1, 2, 3]]
+    table.collate([2], 0, arena)
+    assert first.tolist() == [[8, 9, 10, 11]]
+
+
+def test_an_array_outlives_its_arena_and_a_buffer_that_grew() -> None:
+    table, arena = table_of(4, 400), _core.Arena(slots=1)
+    small = table.collate([0], 0, arena)["input_ids"]
+    large = table.collate([1], 0, arena)["input_ids"]
+    del arena
+    assert small.tolist() == [[0, 1, 2, 3]]
+    assert large[0, -1] == 403
+
+
+def test_arrays_are_writeable_and_their_own() -> None:
+    table = table_of(3)
+    first, second = table.collate([0], 0), table.collate([0], 0)
+    first["input_ids"][:] = 7
+    assert second["input_ids"].tolist() == [[0, 1, 2]]
+
+
+def test_an_arena_without_slots_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"slots \(0\)"):
+        _core.Arena(0)
+
+
+def test_a_hole_in_the_attention_is_kept_by_the_padded_layout_only() -> None:
+    table = _core.SampleTable.from_columns([1, 2, 3, 4], [0, 1, 0, 1], [0, 2, 4], attention_mask=[1, 1, 0, 1])
+    assert table.collate([1, 0], 0)["attention_mask"].tolist() == [[0, 1], [1, 1]]
+    assert table.collate_padding_free([0])["input_ids"].tolist() == [[1, 2]]
+    with pytest.raises(DataError, match=r"index 1: attention_mask is 0 .* padded"):
+        table.collate_padding_free([0, 1])
+    with pytest.raises(DataError, match="index 1"):
+        table.collate_compact([1], 0)
+
+
+@pytest.mark.parametrize("indices", [[2], [-1], [2**70], np.array([-(2**63)]), np.array([2**64 - 1], np.uint64)])
+def test_an_index_that_names_no_sample_is_refused(indices: list[int]) -> None:
+    with pytest.raises(DataError, match="ind"):
+        table_of(3, 3).collate(indices, 0)
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(DataError, match="empty"):
+        table_of(3).collate([], 0)
+
+
+@pytest.mark.parametrize("pad", [-1, 2**31, 2**70])
+def test_a_padding_token_that_no_vocabulary_holds_is_refused(pad: int) -> None:
+    with pytest.raises(ConfigError, match="pad_token_id"):
+        table_of(3).collate([0], pad)
+
+
+def test_more_than_32_bits_can_address_is_refused_before_memory_is_asked_for() -> None:
+    table = table_of(1000)
+    rows = np.zeros(10_000_000, np.int64)
+    for collate in (
+        lambda: table.collate(rows, 0),
+        lambda: table.collate_padding_free(rows),
+        lambda: table.collate_compact(rows, 0),
+    ):
+        with pytest.raises(DataError, match="10000000 rows"):
+            collate()
