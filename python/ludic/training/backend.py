@@ -84,9 +84,11 @@ def build_optimizer(model: nn.Module, cfg: TrainerConfig) -> torch.optim.Optimiz
 
 def enable_checkpointing(model: Any) -> None:
     """Recompute activations in the backward pass instead of keeping them."""
-    if not hasattr(model, "gradient_checkpointing_enable"):
-        raise ConfigError(f"{type(model).__name__} has no gradient_checkpointing_enable; leave gradient checkpointing off")
-    model.gradient_checkpointing_enable()
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # newer and older transformers
+    enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+    if enable is None:
+        raise ConfigError(f"{type(model).__name__} has no {names[0]}; leave gradient checkpointing off")
+    enable()
     if hasattr(model, "config"):
         model.config.use_cache = False
     if hasattr(model, "enable_input_require_grads"):
