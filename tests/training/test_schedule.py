@@ -1,0 +1,49 @@
+"""The learning rate at each step, by hand."""
+
+import math
+
+import pytest
+
+from ludic.errors import ConfigError
+from ludic.training import LearningRateSchedule, TrainerConfig
+
+
+def factors(steps, **options):
+    schedule = LearningRateSchedule(**options)
+    return [schedule.factor(step) for step in range(steps)]
+
+
+def test_without_a_kind_the_rate_is_constant():
+    assert factors(3) == [1.0, 1.0, 1.0]
+
+
+def test_warm_up_starts_above_zero_and_ends_at_one():
+    assert factors(5, kind="constant_with_warmup", warmup_steps=4, total_steps=10) == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_linear_falls_to_the_floor_and_stays():
+    # after 2 of 6 steps: p = 0, 1/4, 2/4, 3/4, 1, 1; 0.2 + 0.8 * (1 - p)
+    expected = [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]
+    assert factors(8, kind="linear", warmup_steps=2, total_steps=6, min_ratio=0.2) == pytest.approx(expected)
+
+
+def test_cosine_is_half_way_at_half_time():
+    # p = 0, 1/4, 1/2, 3/4, 1: (1 + cos(pi p)) / 2
+    root = math.sqrt(0.5)
+    expected = [1.0, (1 + root) / 2, 0.5, (1 - root) / 2, 0.0]
+    assert factors(5, kind="cosine", total_steps=4) == pytest.approx(expected)
+
+
+def test_warmup_steps_outrank_warmup_ratio():
+    cfg = TrainerConfig(lr_scheduler_type="linear", warmup_ratio=0.5)
+    assert LearningRateSchedule.from_config(cfg, 10).warmup_steps == 5
+    cfg = TrainerConfig(lr_scheduler_type="linear", warmup_ratio=0.5, warmup_steps=2)
+    assert LearningRateSchedule.from_config(cfg, 10).warmup_steps == 2
+    assert LearningRateSchedule.from_config(cfg, None).total_steps == 1_000_000
+
+
+def test_wrong_settings_are_refused():
+    with pytest.raises(ConfigError, match="lr_scheduler_type"):
+        LearningRateSchedule("step")
+    with pytest.raises(ConfigError, match="total_training_steps"):
+        LearningRateSchedule("linear", total_steps=0)

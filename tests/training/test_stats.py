@@ -1,0 +1,209 @@
+"""Statistics by hand."""
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ludic.errors import ConfigError, DataError
+from ludic.training import Reducer, SAWBatch, SAWItem, aggregate_stats, apply_reducers_to_records, default_reducers
+from ludic.training.stats import group_keys
+
+
+def item(**meta):
+    return SAWItem([5, 6, 7], [1, 1, 1], [0, 1, 1], 1.0, meta)
+
+
+def batch(*items, **meta):
+    return SAWBatch(list(items), meta)
+
+
+def test_no_micro_batch_gives_nothing():
+    assert aggregate_stats([], [batch(item())]) == {}
+
+
+def test_means_are_weighted_by_samples():
+    # (1 * 3 + 5 * 1) / 4 = 2
+    stats = aggregate_stats([{"loss": torch.tensor(1.0)}, {"loss": torch.tensor(5.0)}], [], micro_batch_sizes=[3, 1])
+    assert stats["loss"] == 2.0
+
+
+def test_without_sizes_micro_batches_weigh_the_same():
+    assert aggregate_stats([{"loss": 1.0}, {"loss": 5.0}], [])["loss"] == 3.0
+
+
+def test_a_key_that_a_micro_batch_lacks_is_not_a_zero():
+    # only the second has it: 4, not (0 * 3 + 4 * 1) / 4 = 1
+    stats = aggregate_stats([{"loss": 1.0}, {"loss": 1.0, "margin": 4.0}], [], micro_batch_sizes=[3, 1])
+    assert stats["margin"] == 4.0
+
+
+def test_gpu_peaks_are_maxima_and_counts_are_sums():
+    micro = [{"gpu_mem_peak_mb": 7.0, "total_completion_tokens": 2}, {"gpu_mem_peak_mb": 3.0, "total_completion_tokens": 5}]
+    stats = aggregate_stats(micro, [], micro_batch_sizes=[1, 9])
+    assert stats["gpu_mem_peak_mb"] == 7.0
+    assert stats["total_completion_tokens"] == 7.0
+
+
+def test_python_floats_of_a_composite_loss_pass_through():
+    stats = aggregate_stats([{"kl/weight": 0.5, "kl/loss": torch.tensor(2.0)}], [])
+    assert stats["kl/weight"] == 0.5
+    assert stats["kl/loss"] == 2.0
+
+
+def test_sizes_of_another_number_are_refused():
+    with pytest.raises(DataError, match=r"micro_batch_sizes \(1\)"):
+        aggregate_stats([{}, {}], [], micro_batch_sizes=[1])
+
+
+def test_batch_statistics_are_means_over_samples():
+    first = batch(item(total_reward=1.0, completion_length=4), item(total_reward=0.0, completion_length=2), target_rollouts=3)
+    second = batch(item(total_reward=0.5, completion_length=3), target_rollouts=1, effective_rollouts=1)
+    stats = aggregate_stats([{"loss": 0.0}], [first, second])
+    assert stats["num_samples"] == 3
+    assert stats["target_rollouts"] == 4
+    assert stats["effective_rollouts"] == 4  # 3, the target, for the first: it does not say
+    assert stats["avg_total_reward"] == 0.5
+    assert stats["avg_completion_length"] == 3.0
+
+
+def test_older_names_of_target_rollouts_and_samples_that_do_not_say_their_length():
+    assert aggregate_stats([{}], [batch(item(), batch_size=5)])["target_rollouts"] == 5
+    assert aggregate_stats([{}], [batch(item(), num_rollouts=6)])["target_rollouts"] == 6
+    stats = aggregate_stats([{}], [batch(item(rollout_id="a"), item(rollout_id="a"), item(rollout_id="b"))])
+    assert stats["target_rollouts"] == 2  # an offline batch: those that came
+    assert stats["avg_completion_length"] == 2.0  # action tokens
+
+
+def test_an_empty_batch_has_means_of_zero():
+    stats = aggregate_stats([{"loss": 1.0}], [batch()])
+    assert stats["avg_total_reward"] == 0.0
+    assert stats["num_samples"] == 0
+
+
+RECORDS = [
+    {"passed": True, "score": 1.0, "nested": {"quality": 2.0}, "result": "win", "rollout_id": "a"},
+    {"passed": False, "score": None, "nested": {}, "result": "loss", "rollout_id": "a"},
+    {"passed": True, "score": 4.0, "result": "win", "rollout_id": "b"},
+]
+
+
+def reduce(reducer, **counts):
+    return apply_reducers_to_records(RECORDS, {"x": reducer}, **counts)["x"]
+
+
+def test_reducers_by_hand():
+    assert reduce(Reducer("mean", "score")) == 2.5  # the None is skipped: (1 + 4) / 2
+    assert reduce(Reducer("sum", "score")) == 5.0
+    assert reduce(Reducer("count_true", "passed")) == 2
+    assert reduce(Reducer("count_true", "passed", normalize_by="samples")) == pytest.approx(2 / 3)
+    assert reduce(Reducer("mean", "nested.quality")) == 2.0
+    assert reduce(Reducer("mean", "absent")) == 0.0
+
+
+def test_transforms_and_functions():
+    assert reduce(Reducer("count_true", "result", transform=lambda v: v == "win")) == 2
+    assert reduce(Reducer("mean", lambda record: record["score"])) == 2.5
+    assert reduce(Reducer("sum", "score", transform=lambda v: 10 * v)) == 50.0
+    assert reduce(Reducer("mean", "passed", transform=lambda v: None if v else 3.0)) == 3.0
+
+
+def test_a_rate_by_rollouts_counts_rollouts_not_steps():
+    # both steps of rollout a and the one of b are true for "result is there": 2 rollouts of 2, not 3 of 2
+    reducer = Reducer("count_true", "result", transform=bool, normalize_by="rollouts")
+    assert reduce(reducer, rollout_count=2) == 1.0
+    assert reduce(Reducer("count_true", "passed", normalize_by="rollouts"), rollout_count=4) == 0.5
+
+
+def test_a_mean_with_a_denominator_is_divided_once():
+    # sum 5 over 3 samples; upstream divided the mean 2.5 by 3 again
+    for source in ("score", lambda record: record["score"]):
+        assert reduce(Reducer("mean", source, normalize_by="samples")) == pytest.approx(5 / 3)
+
+
+def test_a_denominator_of_zero_gives_zero():
+    for source in ("score", lambda record: record["score"]):
+        assert reduce(Reducer("sum", source, normalize_by="rollouts"), rollout_count=0) == 0.0
+    assert reduce(Reducer("count_true", "passed", normalize_by="rollouts"), rollout_count=0) == 0.0
+
+
+def test_unknown_kinds_are_refused_when_applied():
+    with pytest.raises(ValueError, match=r"kind \(median\)"):
+        reduce(Reducer("median", "score"))
+    with pytest.raises(ConfigError, match="normalize_by"):
+        reduce(Reducer("mean", "score", normalize_by="steps"))
+
+
+def test_default_reducers():
+    items = [
+        item(finish_reason="length", seq_len_truncated=True),
+        item(finish_reason="stop"),
+        item(),
+        item(finish_reason="length"),
+    ]
+    stats = aggregate_stats([{}], [batch(*items)], reducers=default_reducers())
+    assert stats["completion_truncated_rate"] == 0.5
+    assert stats["seq_len_truncated_rate"] == 0.25
+    assert all(reducer.as_percent for reducer in default_reducers().values())
+
+
+def test_callable_sources_receive_the_sample_in_training():
+    reducers = {"ids": Reducer("sum", lambda saw_item: len(saw_item.input_ids))}
+    assert aggregate_stats([{}], [batch(item(), item())], reducers=reducers)["ids"] == 6
+
+
+@given(
+    st.lists(st.dictionaries(st.sampled_from(["a", "b", "rollout_id"]), st.one_of(st.none(), st.booleans(), st.integers(-5, 5)))),
+    st.sampled_from(["mean", "sum", "count_true"]),
+    st.sampled_from([None, "samples", "rollouts"]),
+)
+def test_a_path_and_a_function_that_follows_it_reduce_alike(records, kind, normalize_by):
+    counts = {"sample_count": 7, "rollout_count": 3}
+    by_path = apply_reducers_to_records(records, {"x": Reducer(kind, "a", normalize_by=normalize_by)}, **counts)
+    by_function = apply_reducers_to_records(
+        records, {"x": Reducer(kind, lambda r: r.get("a"), normalize_by=normalize_by)}, **counts
+    )
+    assert by_path["x"] == pytest.approx(by_function["x"])
+
+
+class Transfers(TorchDispatchMode):
+    """Counts what brings values to Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_statistic_is_transferred_alone():
+    micro = [{name: torch.tensor(float(k)) for name in "abcdef"} for k in range(5)]
+    with Transfers() as transfers:
+        aggregate_stats(micro, [batch(item())])
+    assert transfers.count == 0  # .tolist() of the one stacked tensor copies memory; .item() would be seen
+
+
+def test_keys_are_grouped_by_prefix():
+    grouped = group_keys(
+        {
+            "loss": 1,
+            "eval_loss": 2,
+            "gpu_mem_alloc_mb": 3,
+            "perf/x": 4,
+            "phase": 5,
+            "train_step": 6,
+            "eval_step": 7,
+            "cispo/loss": 8,
+        }
+    )
+    assert grouped == {
+        "train/loss": 1,
+        "eval/loss": 2,
+        "perf/gpu_mem_alloc_mb": 3,
+        "perf/x": 4,
+        "train/step": 6,
+        "eval/step": 7,
+        "train/cispo/loss": 8,
+    }
