@@ -52,31 +52,49 @@ class Evaluation:
         return cls(**{**values, "answers": [Answer(**answer) for answer in values["answers"]]})
 
 
-async def evaluate(engine: RolloutEngine, task: Task, section: EvaluationSection, rollout: RolloutSection) -> Evaluation:
-    """Play every held-out problem that `section` asks for. Changes nothing; the same policy gives the same numbers."""
-    problems = task.heldout()[: section.prompts]
-    sampling = evaluation_inference(rollout, task, greedy=False)
-    greedy = evaluation_inference(rollout, task, greedy=True)
-    sampled = await _play(engine, list(problems) * section.samples_per_prompt, sampling, rollout.concurrency)
-    best = await _play(engine, problems, greedy, rollout.concurrency)
-    return Evaluation(
-        sampled_reward=_mean([episode.total_reward for episode in sampled]),
-        greedy_accuracy=_mean([float(episode.total_reward >= 1.0) for episode in best]),
-        facts={name: _mean([float(_info(episode).get(name, False)) for episode in sampled]) for name in task.facts},
-        answers=[
-            Answer(problem["question"], episode.steps[0].action, problem["answer"], episode.total_reward)
-            for problem, episode in zip(problems[:_SHOWN], sampled, strict=False)
-        ],
-    )
+class HeldOut:
+    """Plays the held-out problems. The same policy gives the same numbers. Also an evaluator, as `Trainer` takes one."""
 
+    def __init__(self, engine: RolloutEngine, task: Task, section: EvaluationSection, rollout: RolloutSection) -> None:
+        self._engine, self._task, self._section, self._rollout = engine, task, section, rollout
 
-async def _play(engine: RolloutEngine, problems: Sequence[Problem], inference: InferenceSpec, concurrency: int) -> list[Rollout]:
-    requests = [request_for(problem, inference=inference, seed=_SAMPLING_SEED + index) for index, problem in enumerate(problems)]
-    return await engine.generate_rollouts(requests=requests, max_steps=1, concurrency=concurrency)
+    async def measure(self, *, concurrency: int | None = None, timeout_s: float | None = None) -> Evaluation:
+        """Every problem sampled and answered greedily."""
+        problems = self._task.heldout()[: self._section.prompts]
+        sampling, greedy = (evaluation_inference(self._rollout, self._task, greedy=flag) for flag in (False, True))
+        limits = {"concurrency": concurrency or self._rollout.concurrency, "timeout_s": timeout_s}
+        sampled = await self._play(list(problems) * self._section.samples_per_prompt, sampling, **limits)
+        best = await self._play(problems, greedy, **limits)
+        return Evaluation(
+            sampled_reward=_mean([episode.total_reward for episode in sampled]),
+            greedy_accuracy=_mean([float(episode.total_reward >= 1.0) for episode in best]),
+            facts={
+                name: _mean([float(episode.steps[-1].info.get(name, False)) for episode in sampled]) for name in self._task.facts
+            },
+            answers=[
+                Answer(problem["question"], episode.steps[0].action, problem["answer"], episode.total_reward)
+                for problem, episode in zip(problems[:_SHOWN], sampled, strict=False)
+            ],
+        )
 
+    async def eval(
+        self,
+        *,
+        requests: Any = None,
+        reducers: Any = None,
+        max_steps: int | None = None,
+        timeout_s: float | None = None,
+        concurrency: int | None = None,
+    ) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """(sampled answers, rates). Requests, reducers and steps are those of the task."""
+        measured = await self.measure(concurrency=concurrency, timeout_s=timeout_s)
+        return [asdict(answer) for answer in measured.answers], measured.rates()
 
-def _info(episode: Rollout) -> dict[str, Any]:
-    return episode.steps[-1].info
+    async def _play(self, problems: Sequence[Problem], inference: InferenceSpec, **limits: Any) -> list[Rollout]:
+        requests = [
+            request_for(problem, inference=inference, seed=_SAMPLING_SEED + index) for index, problem in enumerate(problems)
+        ]
+        return await self._engine.generate_rollouts(requests=requests, max_steps=1, **limits)
 
 
 def _mean(values: Sequence[float]) -> float:

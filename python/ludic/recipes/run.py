@@ -16,7 +16,7 @@ from ludic.envs.tasks import Task
 from ludic.inference.local import LocalChatClient
 from ludic.recipes.build import build_algorithm, build_task, build_trainer_config
 from ludic.recipes.demonstrations import DemonstrationSource
-from ludic.recipes.evaluate import Evaluation, evaluate
+from ludic.recipes.evaluate import Evaluation, HeldOut
 from ludic.recipes.model import load_model, make_policy
 from ludic.recipes.rollouts import OccasionallyLogged, TrainingRequests, make_engine
 from ludic.recipes.run_directory import RunDirectory
@@ -35,8 +35,8 @@ from ludic.training.stats import Reducer, default_reducers
 from ludic.training.trainer import Trainer
 
 WARM_UP, REINFORCE, DONE = "warm_up", "reinforce", "done"
-WARM_UP_KEYS = ["train/loss", "train/grad_norm", "perf/step_s"]
-REINFORCE_KEYS = ["train/avg_total_reward", "train/loss", "train/grad_norm", "train/clip_frac", "perf/step_s"]
+WARM_UP_KEYS = ["loss", "grad_norm"]
+REINFORCE_KEYS = ["avg_total_reward", "loss", "grad_norm", "clip_frac"]
 
 
 class Interrupted(Exception):
@@ -85,6 +85,7 @@ class Run:
             parts.model = load_model(str(directory.model), recipe.dtype)
         parts.model.to(parts.trainer_cfg.model_device)
         self._client = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
+        self._held_out = HeldOut(self._engine(), parts.task, recipe.evaluation, recipe.rollout)
 
     async def play(self) -> None:
         """The phases that are left. Raises `Interrupted` after a stop."""
@@ -117,8 +118,13 @@ class Run:
         source = OccasionallyLogged(plain, logged, requests, every=recipe.rollout.log_every)
         each = f"{recipe.rollout.prompts} problems x {recipe.rollout.group_size} answers"
         self.screen.note(f"Reinforcement with {recipe.algorithm}: {recipe.steps} steps of {each}")
-        with self._logger(REINFORCE, keys=REINFORCE_KEYS, spark_key="avg_total_reward", steps=recipe.steps) as logger:
+        with self._logger(
+            REINFORCE, keys=[*parts.task.facts, *REINFORCE_KEYS], spark_key="avg_total_reward", steps=recipe.steps
+        ) as logger:
             trainer = self._trainer(REINFORCE, parts.algorithm, source, parts.trainer_cfg, logger)
+            if self.progress.before is not None and not trainer.last_eval:  # shown beside the training until there is a newer one
+                rates = Evaluation.from_dict(self.progress.before).rates()
+                trainer.last_eval = {"eval/step": 0.0, **{f"eval/{name}": rate for name, rate in rates.items()}}
             await self._train(trainer, recipe.steps, REINFORCE)
         self.progress.after = (await self._evaluate()).to_dict()
         self._end_phase(DONE)
@@ -158,6 +164,7 @@ class Run:
             ),
             resume_from=_latest(checkpoints),
             train_logger=logger,
+            evaluator=self._held_out,
             reducers={**default_reducers(), **(facts if phase == REINFORCE else {})},
             total_training_steps=self.recipe.warmup.steps if phase == WARM_UP else self.recipe.steps,
         )
@@ -176,7 +183,7 @@ class Run:
     async def _evaluate(self) -> Evaluation:
         self.screen.note(f"Measuring on {self.recipe.evaluation.prompts} held-out problems")
         with self.watch.measure("evaluate"):
-            measured = await evaluate(self._engine(), self.parts.task, self.recipe.evaluation, self.recipe.rollout)
+            measured = await self._held_out.measure()
         rates = ", ".join(f"{name.replace('_', ' ')} {rate:.3f}" for name, rate in measured.rates().items())
         self.screen.note(f"  {rates}")
         return measured

@@ -10,6 +10,13 @@ from rich.console import Console
 from ludic.recipes.watch import EveryFew
 from ludic.training.loggers import PrintLogger, RichLiveLogger, TrainingLogger
 
+DASHBOARD_KEYS = [
+    *("lr", "nll_mean", "kl_actor_policy"),
+    *("avg_completion_length", "completion_truncated_rate", "zero_weight_skipped"),
+    *("sampled_reward", "greedy_accuracy"),
+    *("rollout_s", "batching_s", "forward_backward_s", "optimizer_s", "publish_s", "step_s", "real_tokens", "padded_tokens"),
+]
+
 
 class Screen:
     """Notes between phases, and a logger for each phase."""
@@ -24,9 +31,9 @@ class Screen:
 
     @contextmanager
     def logger(self, title: str, *, keys: list[str], spark_key: str, last_step: int) -> Iterator[TrainingLogger]:
-        """`keys` are those of the plain lines; the dashboard shows everything, and the course of `spark_key`."""
+        """`keys` are those of the plain lines; the dashboard shows more, and the course of `spark_key`."""
         if self.console.is_terminal:
-            with RichLiveLogger(spark_key=spark_key, console=self.console) as live:
+            with RichLiveLogger(keys=[*keys, *DASHBOARD_KEYS], spark_key=spark_key, console=self.console) as live:
                 yield live
         else:
             lines = PrintLogger(prefix=f"[{title}]", keys=keys, precision=3)
