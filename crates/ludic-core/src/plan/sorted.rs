@@ -3,7 +3,7 @@
 use crate::CoreError;
 
 /// Consecutive samples of one length, positions `begin..end` of the sorted order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Run {
     pub length: u32,
     pub begin: u32,
@@ -24,13 +24,13 @@ impl Sorted {
         let Some((shortest, longest)) = range(lengths)? else {
             return Ok(Self { order: Vec::new(), runs: Vec::new(), num_tokens: 0 });
         };
-        let num_tokens = lengths.iter().map(|&length| length as u64).sum();
         let span = (longest - shortest) as usize + 1;
         let (order, runs) = if span <= lengths.len().saturating_mul(4).max(1 << 14) {
             counting_sort(lengths, shortest, span)
         } else {
             comparison_sort(lengths)
         };
+        let num_tokens = runs.iter().map(|run| u64::from(run.length) * u64::from(run.end - run.begin)).sum();
         Ok(Self { order, runs, num_tokens })
     }
 
@@ -65,16 +65,17 @@ fn counting_sort(lengths: &[i32], shortest: u32, span: usize) -> (Vec<u32>, Vec<
     for &length in lengths {
         next[(length as u32 - shortest) as usize] += 1;
     }
-    let mut runs = Vec::new();
-    let mut begin = 0;
+    // Written without a branch, which a processor could not foresee: an empty run is overwritten by the next.
+    let mut runs = vec![Run::default(); span.min(lengths.len()) + 1];
+    let (mut found, mut begin) = (0, 0);
     for (slot, length) in next.iter_mut().zip(shortest..) {
         let end = begin + *slot;
-        if end > begin {
-            runs.push(Run { length, begin, end });
-        }
+        runs[found] = Run { length, begin, end };
+        found += usize::from(end > begin);
         *slot = begin;
         begin = end;
     }
+    runs.truncate(found);
     let mut order = vec![0u32; lengths.len()];
     for (&length, index) in lengths.iter().zip(0u32..) {
         let slot = &mut next[(length as u32 - shortest) as usize];
