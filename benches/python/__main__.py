@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from benches.python.contest import hold, markdown
 
-SUBJECTS = ["collation", "reduction"]
+SUBJECTS = ["collation", "planning", "reduction"]
 
 
 def main() -> None:
@@ -25,8 +25,11 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"CPython {platform.python_version()}, numpy {np.__version__}, torch {torch.__version__}, one thread\n")
     for subject in options.subjects or SUBJECTS:
-        for contest in importlib.import_module(f"benches.python.{subject}").contests():
+        module = importlib.import_module(f"benches.python.{subject}")
+        for contest in module.contests():
             print(markdown(contest, hold(contest, options.rounds)), flush=True)
+        if hasattr(module, "report"):
+            print(module.report(), flush=True)
 
 
 if __name__ == "__main__":

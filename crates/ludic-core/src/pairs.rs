@@ -70,11 +70,17 @@ pub fn group(ids: &[PairId<'_>], roles: &[&str], drop_incomplete: bool) -> Resul
 fn collect(ids: &[PairId<'_>], roles: &[&str]) -> Result<Vec<[Option<u32>; 2]>, CoreError> {
     let mut slots = HashMap::with_capacity(ids.len() / 2 + 1);
     let mut found: Vec<[Option<u32>; 2]> = Vec::with_capacity(ids.len() / 2 + 1);
+    let mut neighbour = None;
     for ((id, role), sample) in ids.iter().zip(roles).zip(0u32..) {
         let Some(role) = ROLES.iter().position(|known| known == role) else {
             return Err(CoreError::UnknownRole { index: u64::from(sample), role: (*role).to_owned() });
         };
-        let slot = *slots.entry(id).or_insert(found.len());
+        // Most often the two halves of a pair stand side by side: then the second needs no look-up.
+        let slot = match neighbour {
+            Some((last, slot)) if last == id => slot,
+            _ => *slots.entry(id).or_insert(found.len()),
+        };
+        neighbour = Some((id, slot));
         if slot == found.len() {
             found.push([None; 2]);
         }

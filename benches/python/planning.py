@@ -1,0 +1,224 @@
+"""Planning micro-batches from lengths: the core against the documented algorithms in plain Python and the best of numpy.
+
+`contests` compares speed, `report` what the plans save and how well ranks are balanced.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from benches.python.contest import Contender, Contest
+from benches.python.samples import lengths as drawn
+from numpy.typing import NDArray
+
+from ludic import _core
+
+BUDGET = 16384
+OVERHEAD = 256
+Lists = list[list[int]]
+
+
+def greedy(lengths: Sequence[int]) -> Lists:
+    """The documented algorithm: ascending stable sort, a new micro-batch when `longest * rows` exceeds the budget."""
+    plan: Lists = []
+    rows: list[int] = []
+    longest = 0
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        longest = max(longest, lengths[index])
+        if rows and longest * (len(rows) + 1) > BUDGET:
+            plan.append(rows)
+            rows, longest = [], lengths[index]
+        rows.append(index)
+    return [*plan, rows] if rows else plan
+
+
+def greedy_by_numpy(lengths: NDArray[np.int32]) -> Lists:
+    """One `argsort`, one `searchsorted` a micro-batch: on ascending lengths the first that does not fit is found by its product."""
+    order = np.argsort(lengths, kind="stable")
+    ascending = lengths[order].astype(np.int64)
+    ranks = np.arange(1, len(order) + 1)
+    plan, begin, reach = [], 0, BUDGET // 16
+    while begin < len(order):
+        window = ascending[begin : begin + reach] * ranks[: min(reach, len(order) - begin)]
+        end = begin + int(np.searchsorted(window, BUDGET, side="right"))
+        plan.append(order[begin:end].tolist())
+        begin = end
+    return plan
+
+
+def best_fit_decreasing(lengths: Sequence[int]) -> Lists:
+    """Longest first, each into the fullest that holds it, found by bisection."""
+    plan: Lists = []
+    free: list[tuple[int, int]] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        at = bisect_left(free, (lengths[index], 0))
+        space, number = free.pop(at) if at < len(free) else (BUDGET, len(plan))
+        if number == len(plan):
+            plan.append([])
+        plan[number].append(index)
+        insort(free, (space - lengths[index], number))
+    return plan
+
+
+def programme(lengths: Sequence[int]) -> Lists:
+    """The exact optimum as a dynamic programme over ascending lengths, each end looking back as far as the budget lets it."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    best, begins = [0], [0]
+    for end, index in enumerate(order, start=1):
+        longest = lengths[index]
+        reach = range(max(0, end - BUDGET // longest), end)
+        cost, begin = min((best[begin] + (end - begin) * longest, begin) for begin in reach)
+        best.append(cost + OVERHEAD)
+        begins.append(begin)
+    plan: Lists = []
+    end = len(order)
+    while end:
+        plan.append(order[begins[end] : end])
+        end = begins[end]
+    return plan[::-1]
+
+
+def drop_in(sequences: Sequence[list[int]]) -> list[list[list[int]]]:
+    """From lists to lists of lists, as `split_items_by_token_budget` has it."""
+    lengths = np.fromiter(map(len, sequences), np.int32, len(sequences))
+    return [[sequences[row] for row in rows] for rows in _core.plan_greedy(lengths, BUDGET).to_lists()]
+
+
+def plain_split(sequences: Sequence[list[int]]) -> list[list[list[int]]]:
+    """The same in plain Python."""
+    plan: list[list[list[int]]] = []
+    rows: list[list[int]] = []
+    for sequence in sorted(sequences, key=len):
+        if rows and max(len(sequence), max(map(len, rows[-1:]))) * (len(rows) + 1) > BUDGET:
+            plan.append(rows)
+            rows = []
+        rows.append(sequence)
+    return [*plan, rows] if rows else plan
+
+
+def contests() -> Iterator[Contest]:
+    """Lists in and out, then each planner on a column of lengths."""
+    sequences = [[0] * length for length in drawn(1000).tolist()]
+    yield Contest(
+        "Greedy split of 1000 lists into lists",
+        1000,
+        "sequence",
+        [
+            Contender("plain Python", lambda: plain_split(sequences)),
+            Contender("core", lambda: drop_in(sequences), _same, repeats=20),
+        ],
+    )
+    for samples in (1000, 10_000, 100_000):
+        yield from _on_columns(samples)
+
+
+def _on_columns(samples: int) -> Iterator[Contest]:
+    column = drawn(samples)
+    listed = column.tolist()
+    repeats = max(1, 20_000 // samples)
+
+    def contender(name: str, planner: Callable[..., _core.Plan], *settings: int, check: Any = _same_plan) -> Contender:
+        return Contender(name, lambda: planner(column, BUDGET, *settings), check, repeats)
+
+    yield Contest(
+        f"Greedy plan of {samples} lengths",
+        samples,
+        "sequence",
+        [
+            Contender("plain Python", lambda: greedy(listed)),
+            Contender("numpy", lambda: greedy_by_numpy(column), _same),
+            contender("core, greedy", _core.plan_greedy),
+            contender("core, optimal", _core.plan_optimal, OVERHEAD, check=None),
+        ],
+    )
+    yield Contest(
+        f"Plan of {samples} lengths without padding",
+        samples,
+        "sequence",
+        [
+            Contender("plain Python, bisection", lambda: best_fit_decreasing(listed)),
+            contender("core", _core.plan_padding_free, check=_as_few),
+        ],
+    )
+    if samples <= 10_000:
+        yield Contest(
+            f"Exact optimum of {samples} lengths",
+            samples,
+            "sequence",
+            [
+                Contender("plain Python", lambda: programme(listed)),
+                contender("core", _core.plan_optimal, OVERHEAD),
+            ],
+        )
+
+
+def _same(got: Any, want: Any) -> None:
+    assert got == want
+
+
+def _same_plan(got: _core.Plan, want: Lists) -> None:
+    assert got.to_lists() == want
+
+
+def _as_few(got: _core.Plan, want: Lists) -> None:
+    assert len(got) <= len(want)
+
+
+def report() -> str:
+    """What the plans are worth, as means over 50 seeds of W1."""
+    return "\n".join([*_savings(), "", *_bounds(), "", *_balance(), ""])
+
+
+def _savings(seeds: int = 50) -> Iterator[str]:
+    yield f"### Cost of an optimal plan against greedy's: padded tokens + {OVERHEAD} a micro-batch, budget {BUDGET}"
+    yield from ("", "| samples | greedy: real / padded | optimal: real / padded | cost saved |", "|---|---|---|---|")
+    for samples in (32, 128, 512):
+        rows = []
+        for seed in range(seeds):
+            lengths = drawn(samples, seed)
+            plans = _core.plan_greedy(lengths, BUDGET), _core.plan_optimal(lengths, BUDGET, OVERHEAD)
+            costs = [plan.padded_tokens + OVERHEAD * len(plan) for plan in plans]
+            rows.append([*(plan.num_tokens / plan.padded_tokens for plan in plans), 1 - costs[1] / costs[0]])
+        plain, best, saved = 100 * np.mean(rows, axis=0)
+        yield f"| {samples} | {plain:.1f} % | {best:.1f} % | {saved:.1f} % |"
+
+
+def _bounds(seeds: int = 50) -> Iterator[str]:
+    yield f"### Micro-batches without padding, budget {BUDGET}: beyond the fewest that the tokens allow"
+    yield from ("", "| samples | mean excess | largest excess | over the budget |", "|---|---|---|---|")
+    for samples in (32, 128, 1000, 10_000, 100_000):
+        excess, over = [], 0
+        for seed in range(seeds if samples <= 10_000 else 5):
+            lengths = drawn(samples, seed)
+            plan = _core.plan_padding_free(lengths, BUDGET)
+            excess.append(len(plan) + -int(lengths.sum()) // BUDGET)
+            over += sum(int(lengths[rows].sum()) > BUDGET for rows in plan)
+        yield f"| {samples} | {np.mean(excess):.2f} | {max(excess)} | {over} |"
+
+
+def _balance(seeds: int = 20, ranks: int = 8) -> Iterator[str]:
+    yield f"### {ranks} ranks, budget {BUDGET}: work of the samples over that of ranks that wait for each other"
+    yield from ("", "| packing | samples | each step | at the end | steps | ms |", "|---|---|---|---|---|---|")
+    for packing in ("greedy", "optimal", "padding_free"):
+        for samples in (256, 1000, 1024, 4096):
+            rows = [_balance_of(drawn(samples, seed), packing, ranks) for seed in range(seeds)]
+            step, end, steps, seconds = np.mean(rows, axis=0)
+            yield f"| {packing} | {samples} | {100 * step:.2f} % | {100 * end:.2f} % | {steps:.1f} | {1000 * seconds:.2f} |"
+
+
+def _balance_of(lengths: NDArray[np.int32], packing: str, ranks: int) -> tuple[float, float, int, float]:
+    begin = time.perf_counter()
+    plans = _core.plan_ranks(lengths, BUDGET, ranks, packing)
+    seconds = time.perf_counter() - begin
+    cost = lengths.astype(np.int64) * (24576 + lengths.astype(np.int64))
+
+    def work(rows: NDArray[np.int64]) -> int:
+        return int(cost[rows].sum() if packing == "padding_free" else len(rows) * cost[rows].max(initial=0))
+
+    table = np.array([[work(rows) for rows in plan] for plan in plans])
+    share = cost.sum() / ranks
+    return share / table.max(axis=0).sum(), share / table.sum(axis=1).max(), table.shape[1], seconds
