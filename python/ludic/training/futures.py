@@ -26,6 +26,7 @@ class TrainFuture(Generic[T]):
         self.operation = operation
         """What was asked for, for logs and errors."""
         self._future: Future[T] = Future()
+        self._future.set_running_or_notify_cancel()  # one who stops waiting does not cancel it for the others
 
     @classmethod
     def of(cls, operation: str, compute: Callable[[], T]) -> TrainFuture[T]:

@@ -83,19 +83,27 @@ class RichLiveLogger:
         columns = Table.grid(expand=True, padding=(0, 1))
         for _ in SECTIONS:
             columns.add_column(ratio=1)
-        columns.add_row(*(self._section(name, step, stats) for name in SECTIONS))
+        shown = self._by_section(stats)
+        height = max(1, *map(len, shown.values())) + 2
+        columns.add_row(*(self._section(name, rows, self._title(name, step, stats), height) for name, rows in shown.items()))
         return Group(columns, self._sparkline_panel())
 
-    def _section(self, name: str, step: int, stats: Mapping[str, float]) -> Panel:
-        shown = stats.items() if self.keys is None else select(stats, self.keys)
+    def _by_section(self, stats: Mapping[str, float]) -> dict[str, list[tuple[str, float]]]:
+        """What each column shows."""
+        shown = list(stats.items()) if self.keys is None else select(stats, self.keys)
+        return {
+            section: [(bare(key), value) for key, value in shown if key not in HIDDEN and section_of(key) == section]
+            for section in SECTIONS
+        }
+
+    def _section(self, name: str, shown: Sequence[tuple[str, float]], title: str, height: int) -> Panel:
         rows = Table.grid(expand=True, padding=(0, 1))
         rows.add_column(style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
         rows.add_column(justify="right", no_wrap=True, style="bold")
         for key, value in shown:
-            if key not in HIDDEN and section_of(key) == name:
-                rows.add_row(bare(key), self._number(value))
-        body: RenderableType = rows if rows.row_count else Text("nothing yet", style="dim italic")
-        return Panel(body, title=self._title(name, step, stats), border_style=SECTIONS[name], box=box.ROUNDED)
+            rows.add_row(key, self._number(value))
+        body: RenderableType = rows if shown else Text("nothing yet", style="dim italic")
+        return Panel(body, title=title, border_style=SECTIONS[name], box=box.ROUNDED, height=height)
 
     def _title(self, name: str, step: int, stats: Mapping[str, float]) -> str:
         if name == "perf":
@@ -121,7 +129,7 @@ class RichLiveLogger:
             body.append(sparkline(window), style="yellow")
             body.append(f"  {self._number(window[-1])}", style="bold")
             low, high = self._number(min(window)), self._number(max(window))
-            body.append(f"   low {low}   high {high}   last {len(window)} of {len(self.history_vals)} values", style="dim")
+            body.append(f"\nlow {low}   high {high}   last {len(window)} of {len(self.history_vals)} values", style="dim")
         return Panel(body, title=self.spark_key, border_style="yellow", box=box.ROUNDED, title_align="left")
 
 

@@ -1,0 +1,210 @@
+"""What loggers show, and that none of them takes the run down."""
+
+import io
+import json
+import sys
+import types
+
+import pytest
+from rich.console import Console
+
+from ludic.errors import MissingExtraError
+from ludic.training.loggers import JSONLLogger, PrintLogger, RichLiveLogger, TeeLogger, WandbLogger
+from ludic.training.loggers.rich_live import sparkline
+
+STATS = {"train/loss": 0.12345, "train/avg_total_reward": 0.5, "eval/accuracy": 0.75, "eval/step": 4.0, "perf/step_s": 0.25}
+
+
+# --- print
+
+
+def test_print_sorts_and_wraps(capsys):
+    PrintLogger(max_items_per_line=2, precision=2).log(3, {"b": 2.0, "a": 1.0, "c": 7})
+    assert capsys.readouterr().out == "[trainer] step=3 a=1.00 b=2.00\n          c=7\n"
+
+
+def test_print_keeps_the_order_of_given_keys_and_finds_them_under_their_prefix(capsys):
+    PrintLogger(prefix="[x]", keys=["avg_total_reward", "train/loss", "absent"], precision=3).log(1, STATS)
+    assert capsys.readouterr().out == "[x] step=1 train/avg_total_reward=0.500 train/loss=0.123\n"
+
+
+def test_print_without_statistics_prints_the_step(capsys):
+    PrintLogger().log(2, {})
+    assert capsys.readouterr().out == "[trainer] step=2\n"
+
+
+# --- rich
+
+
+def drawn(logger, step=7, stats=STATS):
+    console = Console(width=100, file=io.StringIO(), color_system=None)
+    console.print(logger.render(step, stats))
+    return console.file.getvalue()
+
+
+def test_the_dashboard_has_three_columns_with_their_steps_and_a_panel_for_the_sparkline():
+    text = drawn(RichLiveLogger())
+    title, first = text.splitlines()[:2]
+    assert title.index("train · step 7") < title.index("eval · step 4") < title.index("perf")
+    assert first.index("loss") < first.index("accuracy") < first.index("step_s")
+    assert "0.1235" in first  # the value, to four places
+    assert "avg_total_reward" in text.splitlines()[-3]
+    assert "waiting for the first value" in text
+
+
+def test_the_dashboard_hides_step_counters_and_filters_by_full_or_bare_name():
+    text = drawn(RichLiveLogger(keys=["loss", "eval/accuracy"]), stats={**STATS, "train/step": 7.0})
+    assert "accuracy" in text
+    assert "step_s" not in text
+    assert "nothing yet" in text  # the column of perf
+    assert not any(line.strip("│ ").startswith("step ") for line in text.splitlines())
+
+
+def test_the_sparkline_follows_its_key_with_or_without_prefix_within_its_history():
+    console = Console(file=io.StringIO(), color_system=None, width=100)
+    with RichLiveLogger(spark_key="avg_total_reward", history=3, spark_window=2, console=console) as logger:
+        for step, reward in enumerate([0.0, 0.25, 0.5, 1.0]):
+            logger.log(step, {"train/avg_total_reward": reward})
+        assert list(logger.history_vals) == [0.25, 0.5, 1.0]
+        logger.log(5, {"avg_total_reward": 0.75})
+        logger.log(6, {"avg_total_reward": float("nan"), "train/loss": 1.0})
+        assert list(logger.history_vals) == [0.5, 1.0, 0.75]
+        text = drawn(logger)
+    assert "█▁  0.7500" in text  # the window of two: 1.0 and 0.75
+    assert "low 0.7500   high 1   last 2 of 3 values" in text
+
+
+def test_a_sparkline_spans_its_values():
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([2.0, 2.0]) == "▄▄"
+
+
+def test_the_first_log_starts_the_display_and_close_ends_it():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    logger = RichLiveLogger(console=console)
+    logger.log(1, STATS)
+    assert "train · step 1" in console.file.getvalue()
+    logger.close()
+    logger.close()
+
+
+def test_a_display_that_was_passed_in_running_is_left_running():
+    from rich.live import Live
+
+    console = Console(file=io.StringIO(), width=80)
+    with Live(console=console, auto_refresh=False) as live:
+        with RichLiveLogger(live=live) as logger:
+            logger.log(1, STATS)
+        assert live.is_started
+
+
+def test_numbers_are_readable():
+    logger = RichLiveLogger(precision=4)
+    numbers = [0.5, 1234567.0, 1.2e-5, 0.0, float("inf"), 12345.678, 3]
+    assert [logger._number(number) for number in numbers] == [
+        "0.5000",
+        "1,234,567",
+        "1.20e-05",
+        "0.0000",
+        "inf",
+        "12,345.6780",
+        "3",
+    ]
+
+
+# --- jsonl
+
+
+def test_jsonl_appends_one_object_a_line_and_writes_null_for_what_is_not_finite(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    with JSONLLogger(path) as logger:
+        logger.log(1, {"train/loss": 0.5, "train/x": float("nan")})
+        assert path.read_text().count("\n") == 1  # flushed at once
+    with JSONLLogger(path) as logger:
+        logger.log(2, {"train/loss": 0.25})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [{"step": 1, "train/loss": 0.5, "train/x": None}, {"step": 2, "train/loss": 0.25}]
+
+
+# --- tee
+
+
+class Collecting:
+    def __init__(self):
+        self.logged, self.entered, self.left = [], False, False
+
+    def log(self, step, stats):
+        self.logged.append((step, stats))
+
+    def __enter__(self):
+        self.entered = True
+        return self
+
+    def __exit__(self, *_):
+        self.left = True
+
+
+class Failing:
+    def log(self, step, stats):
+        raise ConnectionError("down")
+
+
+def test_tee_skips_none_and_a_failing_logger_does_not_stop_the_others(caplog):
+    last = Collecting()
+    tee = TeeLogger(None, Failing(), last)
+    assert len(tee.loggers) == 2
+    tee.log(1, STATS)
+    assert last.logged == [(1, STATS)]
+    assert "Failing failed at step 1" in caplog.text
+
+
+def test_tee_enters_and_leaves_what_can_be_entered():
+    inner = Collecting()
+    with TeeLogger(inner, Failing()) as tee:
+        assert inner.entered
+        assert isinstance(tee, TeeLogger)
+    assert inner.left
+
+
+# --- wandb
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """The part of wandb that is used, noting its calls."""
+    module = types.ModuleType("wandb")
+    module.calls = []
+    module.init = lambda **kwargs: module.calls.append(("init", kwargs)) or object()
+    module.log = lambda stats, step: module.calls.append(("log", stats, step))
+    module.finish = lambda: module.calls.append(("finish",))
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    return module
+
+
+def test_wandb_starts_with_the_first_log_and_finishes(wandb):
+    with WandbLogger(name="a", tags=("x",), config={"lr": 1}) as logger:
+        assert wandb.calls == []
+        logger.log(3, STATS)
+        logger.log(4, STATS)
+    assert wandb.calls == [
+        ("init", {"name": "a", "tags": ["x"], "config": {"lr": 1}, "project": "Ludic"}),
+        ("log", STATS, 3),
+        ("log", STATS, 4),
+        ("finish",),
+    ]
+
+
+def test_wandb_arguments_outrank_init_kwargs_and_the_environment_outranks_the_default_project(wandb, monkeypatch):
+    assert WandbLogger(init_kwargs={"project": "a", "reinit": False}, project="b").init_kwargs == {
+        "project": "b",
+        "reinit": False,
+    }
+    monkeypatch.setenv("WANDB_PROJECT", "c")
+    assert "project" not in WandbLogger().init_kwargs
+
+
+def test_without_wandb_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingExtraError, match=r"ludic\[wandb\]"):
+        WandbLogger()
