@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from ludic.cli import app
+from ludic.recipes.demonstrations import prompt_text
 
 SUMMARY_KEYS = ["before", "after", "wall_s", "phases_s", "padding", "steps", "clip_fraction", "seed", "config_hash"]
 
@@ -139,6 +141,19 @@ def test_a_model_on_disk_is_trained_on(tiny: list[str], tmp_path: Path) -> None:
     # Nothing was warmed up and the same held-out problems were asked with the same seeds: the second begins where the first ended.
     first, second = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("first", "second"))
     assert second["before"] == first["after"]
+
+
+def test_a_tokenizer_with_a_chat_template_is_warmed_up_and_asked_with_the_same_prompt(tiny: list[str], tmp_path: Path) -> None:
+    train(*tiny, "name=first")
+    path = tmp_path / "first" / "model"
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[answer]"
+    tokenizer.save_pretrained(path)
+    train(*tiny, "name=second", f"model={path}", "rollout.max_new_tokens=4")
+    line = json.loads((tmp_path / "second" / "rollouts.jsonl").read_text().splitlines()[0])["steps"][0]
+    asked = bytes(i - 3 for i in line["trace"]["prompt_token_ids"]).decode()
+    assert asked == f"[user]{line['prev_obs']}[answer]" == prompt_text(tokenizer, line["prev_obs"], None)
+    assert len(line["trace"]["completion_token_ids"]) <= 4
 
 
 def test_a_run_can_be_repeated_from_its_own_config(tiny: list[str], tmp_path: Path) -> None:
@@ -268,7 +283,9 @@ def test_the_doctor_names_versions_devices_and_extras() -> None:
         assert said in shown
     report = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)
     assert set(report) == {"python", "platform", "packages", "core", "devices", "extras"}
-    assert report["packages"]["torch"] == torch.__version__.split("+")[0] or report["packages"]["torch"] == torch.__version__
+    assert report["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert all(extra["adds"] for extra in report["extras"].values())
+    assert set(report["extras"]) <= set(metadata("ludic").get_all("Provides-Extra") or [])
 
 
 def test_the_version_is_that_of_the_package() -> None:

@@ -11,15 +11,11 @@ from typing import Any
 
 REQUIRED = ("ludic", "torch", "transformers", "peft", "numpy", "safetensors", "hydra-core", "rich", "openai")
 
-# Extra: (modules that it brings, what it adds).
+# Extra: (modules that it brings, what it adds). Those that nothing here would use are not named.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
-    "wandb": (("wandb",), "WandbLogger: metrics on Weights & Biases"),
-    "tensorboard": (("tensorboard",), "metrics in TensorBoard"),
-    "trackio": (("trackio",), "metrics in Trackio"),
-    "redis": (("redis",), "rollouts from other machines through Redis Streams"),
-    "datasets": (("datasets",), "data sets of the Hugging Face hub"),
-    "math": (("math_verify",), "verification of mathematical answers"),
-    "metrics": (("torchmetrics", "sklearn"), "more metrics for classification and calibration"),
+    "wandb": (("wandb",), "WandbLogger sends metrics to Weights & Biases"),
+    "datasets": (("datasets",), "rows of Hugging Face data sets as problems of DatasetQAEnv"),
+    "math": (("math_verify",), "math_verify as a verifier of DatasetQAEnv"),
 }
 
 
