@@ -1,0 +1,74 @@
+"""One rank of a training step on two: `python two_ranks.py RANK STORE OUT WRAPPING`. Rank 0 writes what it found as JSON."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from training_samples import ListSource, cpu_config, sorting_items, tiny_model
+
+from ludic.training import CheckpointConfig, ReinforceBaselineLoss, RLAlgorithm, Trainer, collate_saw_items
+from ludic.training.credit_assignment import ConstantCredit
+
+ALGO = RLAlgorithm("baseline", ConstantCredit(1.0), ReinforceBaselineLoss(normalize=True, length_normalize=True))
+
+
+class DescentTrainer(Trainer):
+    def initialize_optimizer(self):
+        return torch.optim.SGD(self.model.parameters(), lr=1.0)
+
+
+def wrapped(model, wrapping):
+    if wrapping == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(model)
+    if wrapping == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+class Publisher:
+    def publish(self, state_dict, version=None):
+        self.weights = {name.removeprefix("module."): tensor.clone() for name, tensor in state_dict.items()}
+
+
+def main(rank, store, out, wrapping):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    items = sorting_items(12, seed=3)
+    own = items[:3] if rank == 0 else items[3:]  # 3 and 9: another number of micro-batches each
+    publisher = Publisher()
+    trainer = DescentTrainer(
+        model=wrapped(tiny_model(), wrapping),
+        algo=ALGO,
+        batch_source=ListSource(own),
+        publisher=publisher,
+        cfg=cpu_config(micro_token_budget=40, max_seq_len=32, max_grad_norm=None, reduce_stats_across_ranks=True),
+        checkpoint_config=CheckpointConfig(Path(out).parent / "checkpoints", every_n_steps=1),
+    )
+    stats = trainer.train_step_sync()
+    if rank == 0:
+        Path(out).write_text(json.dumps({**compared(items, publisher.weights), "stats": stats}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def compared(items, weights):
+    """How far the step is from the gradient of all samples at once, and the loss of these."""
+    model = tiny_model()
+    loss, _ = ALGO.compute_loss(model, collate_saw_items(items, pad_token_id=0, device="cpu"))
+    loss.backward()
+    worst = max(
+        ((parameter.detach() - weights[name]) - parameter.grad).abs().max().item() for name, parameter in model.named_parameters()
+    )
+    return {"difference": worst, "loss": loss.item()}
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])
