@@ -1,7 +1,7 @@
 """The compiled batching core: truncate, plan, collate and reduce. Shapes: N samples, S tokens in all, B rows, T columns."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ __all__ = [
     "SampleTable",
     "__version__",
     "group_pairs",
+    "lengths_of",
     "plan_greedy",
     "plan_optimal",
     "plan_padding_free",
@@ -21,6 +22,8 @@ __all__ = [
     "reduce_column",
     "reduce_records",
 ]
+
+_T = TypeVar("_T")
 
 __version__: str
 
@@ -102,7 +105,7 @@ class Plan:
     """Micro-batches as lists of sample indices: every index once, none empty."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> NDArray[np.int64]: ...
+    def __getitem__(self, index: int, /) -> NDArray[np.int64]: ...
     @property
     def indices(self) -> NDArray[np.int64]:
         """[N] sample indices, micro-batch after micro-batch."""
@@ -115,7 +118,12 @@ class Plan:
     @property
     def padded_tokens(self) -> int:
         """Tokens computed: rows times longest for padded plans, the real tokens for padding-free ones."""
+    def split(self, items: list[_T]) -> list[list[_T]]:
+        """The items at the indices of each micro-batch, where `items` has one for each sample planned."""
     def to_lists(self) -> list[list[int]]: ...
+
+def lengths_of(sequences: list[Any]) -> NDArray[np.int32]:
+    """[N] `len` of each sequence of a list."""
 
 def plan_greedy(lengths: NDArray[np.int32], micro_token_budget: int) -> Plan:
     """Ascending stable sort; a new micro-batch when `longest * rows` would exceed the budget. O(n)."""
@@ -153,7 +161,7 @@ class RankPlan:
     """One rank's micro-batches. An empty one stands for a row of weight zero that keeps the ranks in step."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> NDArray[np.int64]: ...
+    def __getitem__(self, index: int, /) -> NDArray[np.int64]: ...
     @property
     def cost(self) -> int:
         """Sum of the cost of its samples, in the units of `linear` and `quadratic`."""

@@ -1,7 +1,9 @@
 """The planners again in plain Python, slow and obvious, and the inputs on which they must agree."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from numpy.typing import NDArray
 
 Lists = list[list[int]]
 LONGEST = 2**31 - 1
+Result = TypeVar("Result")
 
 
 def int32(lengths: Sequence[int]) -> NDArray[np.int32]:
@@ -75,14 +78,14 @@ def optimal(lengths: Sequence[int], budget: int, overhead: int) -> Lists:
 def best_fit_decreasing(lengths: Sequence[int], budget: int) -> Lists:
     """The longest first, each into the fullest that holds it, among equals the one so full the longest."""
     bins: list[tuple[int, int, list[int]]] = []
-    for time, index in enumerate(sorted(range(len(lengths)), key=lambda index: -lengths[index])):
+    for turn, index in enumerate(sorted(range(len(lengths)), key=lambda index: -lengths[index])):
         length = lengths[index]
         fits = [(free, since, number) for number, (free, since, _) in enumerate(bins) if free >= length]
         if not fits:
-            bins.append((budget - length, time, [index]))
+            bins.append((budget - length, turn, [index]))
             continue
         free, since, number = min(fits)
-        bins[number] = (free - length, time if length else since, [*bins[number][2], index])
+        bins[number] = (free - length, turn if length else since, [*bins[number][2], index])
     return [rows for _, _, rows in bins]
 
 
@@ -109,3 +112,13 @@ def cheapest(lengths: Sequence[int], budget: int, overhead: int, partitions: Ite
     """The least cost among the partitions that keep the budget."""
     feasible = (lists for lists in partitions if all(padded(lengths, rows) <= budget for rows in lists))
     return min(cost(lengths, lists, overhead) for lists in feasible)
+
+
+def least_seconds(run: Callable[[], Result], tries: int = 5) -> tuple[float, Result]:
+    """The shortest of a few runs, for a machine that does other work as well."""
+    times = []
+    for _ in range(tries):
+        begin = time.perf_counter()
+        result = run()
+        times.append(time.perf_counter() - begin)
+    return min(times), result

@@ -18,6 +18,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<collate::Arena>()?;
     module.add_class::<plan::Plan>()?;
     module.add_class::<ranks::RankPlan>()?;
+    module.add_function(wrap_pyfunction!(plan::lengths_of, module)?)?;
     module.add_function(wrap_pyfunction!(plan::plan_greedy, module)?)?;
     module.add_function(wrap_pyfunction!(plan::plan_optimal, module)?)?;
     module.add_function(wrap_pyfunction!(plan::plan_padding_free, module)?)?;

@@ -4,9 +4,10 @@ use ludic_core::plan;
 use numpy::PyArray1;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
+use pyo3::types::PyList;
 
 use crate::arguments::{Count, Lengths};
-use crate::errors::Result;
+use crate::errors::{Result, raised};
 
 /// Micro-batches as lists of sample indices: every index once, none empty.
 #[pyclass(frozen, sequence, module = "ludic._core")]
@@ -50,6 +51,20 @@ impl Plan {
         self.0.padded_tokens()
     }
 
+    /// The items at the indices of each micro-batch. `items` has one for each sample that was planned.
+    fn split<'py>(&self, py: Python<'py>, items: &Bound<'py, PyList>) -> PyResult<Bound<'py, PyList>> {
+        let (given, planned) = (items.len(), self.0.indices().len());
+        if given != planned {
+            let message = format!("items ({given}) and the plan's samples ({planned}) must be equally long");
+            return Err(raised("DataError", message));
+        }
+        let micro_batch = |rows: &[u32]| {
+            let rows = rows.iter().map(|&row| items.get_item(row as usize));
+            PyList::new(py, rows.collect::<PyResult<Vec<_>>>()?)
+        };
+        PyList::new(py, self.0.iter().map(micro_batch).collect::<PyResult<Vec<_>>>()?)
+    }
+
     fn to_lists(&self) -> Vec<Vec<u32>> {
         self.0.iter().map(<[u32]>::to_vec).collect()
     }
@@ -75,7 +90,10 @@ pub fn plan_greedy(py: Python<'_>, lengths: Lengths, micro_token_budget: Count) 
 
 /// The exact minimum of `padded_tokens + overhead_tokens * micro_batches` under the same rule. O(n log n).
 #[pyfunction]
-#[pyo3(signature = (lengths, micro_token_budget, overhead_tokens = Count(256)))]
+#[pyo3(
+    signature = (lengths, micro_token_budget, overhead_tokens = Count(256)),
+    text_signature = "(lengths, micro_token_budget, overhead_tokens=256)"
+)]
 pub fn plan_optimal(
     py: Python<'_>,
     lengths: Lengths,
@@ -89,4 +107,15 @@ pub fn plan_optimal(
 #[pyfunction]
 pub fn plan_padding_free(py: Python<'_>, lengths: Lengths, micro_token_budget: Count) -> Result<Plan> {
     Ok(Plan(py.detach(|| plan::padding_free(&lengths.0, micro_token_budget.0))?))
+}
+
+/// [N] `len` of each sequence of a list.
+#[pyfunction]
+pub fn lengths_of<'py>(py: Python<'py>, sequences: &Bound<'py, PyList>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+    let length = |sequence: Bound<'py, PyAny>| {
+        let length = sequence.cast::<PyList>().map_or_else(|_| sequence.len(), |list| Ok(list.len()))?;
+        i32::try_from(length)
+            .map_err(|_| raised("DataError", format!("a sequence of {length} tokens exceeds 2**31 - 1")))
+    };
+    Ok(PyArray1::from_vec(py, sequences.iter().map(length).collect::<PyResult<_>>()?))
 }

@@ -40,10 +40,13 @@ impl RankPlan {
 
 /// One plan for all ranks: the same number of micro-batches for each, balanced by `linear * len + quadratic * len**2`.
 #[pyfunction]
-#[pyo3(signature = (
-    lengths, micro_token_budget, world_size, packing = "optimal", overhead_tokens = Count(256), linear = Count(24576),
-    quadratic = Count(1)
-))]
+#[pyo3(
+    signature = (
+        lengths, micro_token_budget, world_size, packing = "optimal", overhead_tokens = Count(256), linear = Count(24576),
+        quadratic = Count(1)
+    ),
+    text_signature = "(lengths, micro_token_budget, world_size, packing='optimal', overhead_tokens=256, linear=24576, quadratic=1)"
+)]
 #[allow(clippy::too_many_arguments)] // The signature of the Python function.
 pub fn plan_ranks(
     py: Python<'_>,

@@ -25,7 +25,7 @@ impl Sorted {
             return Ok(Self { order: Vec::new(), runs: Vec::new(), num_tokens: 0 });
         };
         let span = (longest - shortest) as usize + 1;
-        let (order, runs) = if span <= lengths.len().saturating_mul(4).max(1 << 14) {
+        let (order, runs) = if span <= lengths.len().saturating_mul(8) {
             counting_sort(lengths, shortest, span)
         } else {
             comparison_sort(lengths)
