@@ -55,7 +55,10 @@ def _packed_row(tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
 
 def to_tensors(columns: Mapping[str, NDArray[Any]], device: torch.device | str) -> dict[str, Tensor]:
     """The core's arrays as tensors that share their memory, moved to `device` if that is another one."""
-    return {name: torch.from_numpy(column).to(device, non_blocking=True) for name, column in columns.items()}
+    tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
+    if torch.device(device).type == "cpu":
+        return tensors
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
 def collate_saw_items(items: Sequence[SAWItem], *, pad_token_id: int, device: torch.device | str) -> dict[str, Tensor]:
