@@ -10,6 +10,7 @@ use ludic_core::{Floats, Ints};
 use pyo3::buffer::{ElementType, PyUntypedBuffer};
 use pyo3::exceptions::PyOverflowError;
 use pyo3::ffi;
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyList, PyTuple};
 
@@ -81,6 +82,17 @@ impl FloatReader {
             }
             None => float_buffer(hold(&mut self.buffer, value, field)?, field),
         }
+    }
+}
+
+/// Whether `value` is a list of `length` values that all equal 1. The list counts them itself, several times as fast as they
+/// can be read from outside; nearly every attention mask is such a list.
+pub fn is_list_of_ones(value: &Bound<'_, PyAny>, length: usize) -> PyResult<bool> {
+    match value.cast_exact::<PyList>() {
+        Ok(list) if list.len() == length => {
+            Ok(list.call_method1(intern!(list.py(), "count"), (1,))?.extract::<usize>()? == length)
+        }
+        _ => Ok(false),
     }
 }
 

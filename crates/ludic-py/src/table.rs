@@ -9,7 +9,7 @@ use pyo3::types::{PyDict, PyList, PyString};
 use crate::arguments::Count;
 use crate::collate::{self, Arena};
 use crate::errors::{Result, raised};
-use crate::sequences::{Field, FloatReader, IntReader};
+use crate::sequences::{Field, FloatReader, IntReader, is_list_of_ones};
 
 /// More items than this are refused at once: reading an object costs about half a microsecond, columns cost nothing.
 const MAX_ITEMS: usize = 1 << 20;
@@ -24,7 +24,7 @@ impl SampleTable {
     #[staticmethod]
     fn from_items(items: &Bound<'_, PyAny>) -> Result<Self> {
         let items = list_of_items(items)?;
-        let mut builder = TableBuilder::with_capacity(items.len(), 0);
+        let mut builder = TableBuilder::with_capacity(items.len(), expected_tokens(&items));
         let mut reader = ItemReader::default();
         for (at, item) in items.iter().enumerate() {
             reader.push(&mut builder, at, &item)?;
@@ -182,10 +182,16 @@ impl ItemReader {
         let attention_mask = attribute(intern!(py, "attention_mask"))?;
         let weight = attribute(intern!(py, "weight"))?;
         let logps = token_logps(item)?;
+        let ids = self.ids.read(&input_ids, field("input_ids"))?;
+        let attended = is_list_of_ones(&attention_mask, ids.len())?;
+        let attention = match attended {
+            true => None,
+            false => Some(self.attention.read_mask(&attention_mask, field("attention_mask"))?),
+        };
         let sample = Sample {
-            input_ids: self.ids.read(&input_ids, field("input_ids"))?,
+            input_ids: ids,
             action_mask: self.action.read_mask(&action_mask, field("action_mask"))?,
-            attention_mask: Some(self.attention.read_mask(&attention_mask, field("attention_mask"))?),
+            attention_mask: attention,
             actor_logps: logps.map(|logps| self.logps.read(&logps, field("actor_logps"))).transpose()?,
             weight: weight.extract().map_err(|_| wrong_weight(&weight, at))?,
         };
@@ -204,6 +210,14 @@ fn token_logps<'py>(item: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAn
         }
     }
     Ok(Some(found))
+}
+
+/// A guess at the tokens of all items, so that the columns need not grow: what a sequence says of its length may be wrong.
+fn expected_tokens(items: &Bound<'_, PyList>) -> usize {
+    const LIMIT: usize = 1 << 26;
+    let length = |item: Bound<'_, PyAny>| item.getattr(intern!(item.py(), "input_ids"))?.len();
+    let total = items.iter().fold(0usize, |total, item| total.saturating_add(length(item).unwrap_or(0)));
+    total.min(LIMIT)
 }
 
 fn list_of_items<'py>(items: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
