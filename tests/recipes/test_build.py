@@ -6,7 +6,7 @@ import pytest
 
 from ludic.envs.tasks import DigitSort
 from ludic.errors import ConfigError
-from ludic.recipes.build import ALGORITHMS, build_algorithm, build_task, build_trainer_config
+from ludic.recipes.build import ALGORITHMS, build_algorithm, build_task, build_trainer_config, check_numbers
 from ludic.recipes.compose import compose
 from ludic.recipes.model import make_small_model
 from ludic.recipes.schema import TaskSection
@@ -73,6 +73,15 @@ def test_a_wrong_algorithm_is_an_error_with_a_way_out(arguments: list[str], said
 def test_a_wrong_task_is_an_error_with_a_way_out(arguments: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         build_task(compose(arguments).task)
+
+
+@pytest.mark.parametrize(
+    "override", ["steps=-1", "threads=0", "rollout.prompts=0", "evaluation.prompts=0", "warmup.batch_size=0"]
+)
+def test_a_count_that_is_too_small_is_named(override: str) -> None:
+    key = override.split("=")[0]
+    with pytest.raises(ConfigError, match=rf"{key} \(.*\) must be at least"):
+        check_numbers(compose([override]))
 
 
 def test_a_network_whose_heads_do_not_divide_it_is_refused() -> None:

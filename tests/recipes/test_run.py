@@ -117,6 +117,12 @@ def test_two_runs_of_one_recipe_are_the_same(tiny: list[str], tmp_path: Path) ->
     assert summaries[0]["config_hash"] == summaries[1]["config_hash"]
 
 
+def test_without_steps_of_reinforcement_nothing_changes_after_the_warm_up(tiny: list[str], tmp_path: Path) -> None:
+    summary = json.loads(train(*tiny, "steps=0", "--json"))
+    assert summary["before"] == summary["after"]
+    assert (summary["steps"], summary["clip_fraction"]) == (0, None)
+
+
 def test_another_seed_is_another_run(tiny: list[str], tmp_path: Path) -> None:
     train(*tiny, "name=one")
     train(*tiny, "name=two", "seed=1")

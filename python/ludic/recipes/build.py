@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import asdict
 from difflib import get_close_matches
+from functools import reduce
 from importlib import import_module
 from typing import Any
 
@@ -26,6 +27,21 @@ ALGORITHMS: dict[str, Callable[..., RLAlgorithm]] = {
     "reinforce_baseline": presets.make_reinforce_baseline,
     "scalerl": presets.make_scalerl,
 }
+
+
+_LEAST = {
+    **dict.fromkeys(("steps", "warmup.steps", "rollout.log_every", "seed"), 0),
+    **dict.fromkeys(("threads", "log_every", "warmup.batch_size", "evaluation.prompts", "evaluation.samples_per_prompt"), 1),
+    **dict.fromkeys(("rollout.prompts", "rollout.group_size", "rollout.max_new_tokens", "rollout.concurrency"), 1),
+}
+
+
+def check_numbers(recipe: Recipe) -> None:
+    """Raise `ConfigError` for a count that is too small to mean anything."""
+    for path, least in _LEAST.items():
+        value = reduce(getattr, path.split("."), recipe)
+        if value is not None and value < least:  # type: ignore[operator]
+            raise ConfigError(f"{path} ({value}) must be at least {least}")
 
 
 def build_task(section: TaskSection) -> Task:

@@ -14,7 +14,7 @@ import torch
 from ludic.distributed.adapters.local import LocalPublisher
 from ludic.envs.tasks import Task
 from ludic.inference.local import LocalChatClient
-from ludic.recipes.build import build_algorithm, build_task, build_trainer_config
+from ludic.recipes.build import build_algorithm, build_task, build_trainer_config, check_numbers
 from ludic.recipes.demonstrations import DemonstrationSource
 from ludic.recipes.evaluate import Evaluation, HeldOut
 from ludic.recipes.model import load_model, make_policy
@@ -57,6 +57,7 @@ class Parts:
     @classmethod
     def build(cls, recipe: Recipe) -> Parts:
         """Seeds every generator, so that two runs of one recipe are the same."""
+        check_numbers(recipe)
         task, algorithm = build_task(recipe.task), build_algorithm(recipe)
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
@@ -92,7 +93,10 @@ class Run:
         if self.progress.phase == WARM_UP:
             await self._warm_up()
         if self.progress.phase == REINFORCE:
-            await self._reinforce()
+            if self.recipe.steps:
+                await self._reinforce()
+            self.progress.after = (await self._evaluate()).to_dict()
+            self._end_phase(DONE)
 
     async def _warm_up(self) -> None:
         recipe, parts = self.recipe, self.parts
@@ -113,21 +117,24 @@ class Run:
 
     async def _reinforce(self) -> None:
         recipe, parts = self.recipe, self.parts
-        requests = TrainingRequests(parts.task, recipe.rollout, seed=recipe.seed)
-        plain, logged = (self._rollout_source(requests, log) for log in (None, self.directory.rollouts))
-        source = OccasionallyLogged(plain, logged, requests, every=recipe.rollout.log_every)
         each = f"{recipe.rollout.prompts} problems x {recipe.rollout.group_size} answers"
         self.screen.note(f"Reinforcement with {recipe.algorithm}: {recipe.steps} steps of {each}")
-        with self._logger(
-            REINFORCE, keys=[*parts.task.facts, *REINFORCE_KEYS], spark_key="avg_total_reward", steps=recipe.steps
-        ) as logger:
-            trainer = self._trainer(REINFORCE, parts.algorithm, source, parts.trainer_cfg, logger)
-            if self.progress.before is not None and not trainer.last_eval:  # shown beside the training until there is a newer one
-                rates = Evaluation.from_dict(self.progress.before).rates()
-                trainer.last_eval = {"eval/step": 0.0, **{f"eval/{name}": rate for name, rate in rates.items()}}
+        keys = [*parts.task.facts, *REINFORCE_KEYS]
+        with self._logger(REINFORCE, keys=keys, spark_key="avg_total_reward", steps=recipe.steps) as logger:
+            trainer = self._trainer(REINFORCE, parts.algorithm, self._rollouts(), parts.trainer_cfg, logger)
+            self._show_start(trainer)
             await self._train(trainer, recipe.steps, REINFORCE)
-        self.progress.after = (await self._evaluate()).to_dict()
-        self._end_phase(DONE)
+
+    def _show_start(self, trainer: Trainer) -> None:
+        """Held-out rates stand beside the training from its first step."""
+        if self.progress.before is not None and not trainer.last_eval:
+            rates = Evaluation.from_dict(self.progress.before).rates()
+            trainer.last_eval = {"eval/step": 0.0, **{f"eval/{name}": rate for name, rate in rates.items()}}
+
+    def _rollouts(self) -> OccasionallyLogged:
+        requests = TrainingRequests(self.parts.task, self.recipe.rollout, seed=self.recipe.seed)
+        plain, logged = (self._rollout_source(requests, log) for log in (None, self.directory.rollouts))
+        return OccasionallyLogged(plain, logged, requests, every=self.recipe.rollout.log_every)
 
     def _rollout_source(self, requests: TrainingRequests, log: Path | None) -> RolloutBatchSource:
         return RolloutBatchSource(
