@@ -1,0 +1,46 @@
+"""A run of 8 steps that can be killed: `python killed_run.py FOLDER`. It resumes from the latest checkpoint there, and at the end
+writes the losses of its own steps and a digest of the weights."""
+
+import hashlib
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+from training_samples import DrawingSource, cpu_config, tiny_model
+
+from ludic.training import CheckpointConfig, Trainer, make_grpo
+
+STEPS = 8
+
+
+def main(folder):
+    torch.set_num_threads(1)
+    random.seed(5)
+    torch.manual_seed(5)
+    model = tiny_model()
+    trainer = Trainer(
+        model=model,
+        algo=make_grpo(group_size=4),
+        batch_source=DrawingSource(),
+        cfg=cpu_config(minibatches_per_batch=2),
+        checkpoint_config=CheckpointConfig(folder / "checkpoints", every_n_steps=1),
+        resume_from=folder / "checkpoints" / latest["last_checkpoint"] if (latest := read_latest(folder)) else None,
+    )
+    while trainer.current_step < STEPS:
+        stats = trainer.train_step_sync()
+        print(json.dumps([trainer.current_step, stats["train/loss"]]), flush=True)
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    print(json.dumps(digest.hexdigest()), flush=True)
+
+
+def read_latest(folder):
+    path = folder / "checkpoints" / "latest.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
