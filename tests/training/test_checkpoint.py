@@ -22,7 +22,7 @@ def stepped(model, seed=0, steps=2):
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         for parameter in model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return optimizer
@@ -286,3 +286,32 @@ def test_save_checkpoint_without_a_checkpointer_is_an_error():
     with pytest.raises(RuntimeError, match="no checkpointer") as caught:
         trainer.save_checkpoint()
     assert isinstance(caught.value, LudicError)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+def test_adapters_are_stored_alone_and_come_back(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    def adapted(seed):
+        torch.manual_seed(seed)
+        return get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+
+    model, other = adapted(1), adapted(2)
+    folder = manager(tmp_path).save(model, optimizer=None, step=1)
+    assert all("lora_" in name for name in load_file(folder / "adapter_model.safetensors"))
+    manager(tmp_path).load(other)
+    assert_same_tensors(weights_of(other), weights_of(model))
+    with pytest.raises(CheckpointError, match="holds an adapter"):
+        manager(tmp_path).load(tiny_model())
+
+
+def test_bfloat16_weights_come_back_exactly(tmp_path):
+    model = tiny_model().bfloat16()
+    optimizer = stepped(model)
+    manager(tmp_path).save(model, optimizer=optimizer, step=1)
+    other = tiny_model(seed=1).bfloat16()
+    restored = torch.optim.AdamW(other.parameters())
+    manager(tmp_path).load(other, optimizer=restored)
+    assert_same_tensors(weights_of(other), weights_of(model))
+    for index, entries in optimizer.state_dict()["state"].items():
+        assert_same_tensors(restored.state_dict()["state"][index], entries)
