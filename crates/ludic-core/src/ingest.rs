@@ -331,37 +331,28 @@ fn first_non_finite<T: Float>(values: &[T]) -> Option<usize> {
     if all_finite { None } else { values.iter().position(|value| !value.single().is_finite()) }
 }
 
-/// Appends one value a token: the next log-probability where the mask is 1, else 0. Masks are runs, so whole groups of
-/// zeros and ones are copied at once. There are as many values as ones.
+/// Appends one value a token: the next log-probability where the mask is 1, else 0. Masks are runs, and a run is copied at
+/// once. There are as many values as ones.
 fn scatter<T: Float>(values: &[T], mask: &[u8], column: &mut Vec<f32>) {
-    const GROUP: usize = 16;
-    const ONES: u128 = u128::from_ne_bytes([1; GROUP]);
-    let mut rest = values;
-    let (groups, tail) = mask.as_chunks::<GROUP>();
-    for group in groups {
-        match u128::from_ne_bytes(*group) {
-            0 => column.extend_from_slice(&[0.0; GROUP]),
-            ONES => {
-                let (taken, left) = rest.split_at(GROUP);
-                column.extend(taken.iter().map(|value| value.single()));
-                rest = left;
-            }
-            _ => rest = scatter_one_by_one(rest, group, column),
-        }
+    let start = column.len();
+    column.resize(start + mask.len(), 0.0);
+    let out = &mut column[start..];
+    let (mut at, mut rest) = (0, values);
+    while !rest.is_empty() {
+        at += leading(&mask[at..], 0);
+        let (run, left) = rest.split_at(leading(&mask[at..], 1));
+        out[at..].iter_mut().zip(run).for_each(|(slot, value)| *slot = value.single());
+        (at, rest) = (at + run.len(), left);
     }
-    scatter_one_by_one(rest, tail, column);
 }
 
-fn scatter_one_by_one<'a, T: Float>(values: &'a [T], mask: &[u8], column: &mut Vec<f32>) -> &'a [T] {
-    let mut rest = values;
-    column.extend(mask.iter().map(|&bit| match rest.split_first() {
-        Some((value, left)) if bit == 1 => {
-            rest = left;
-            value.single()
-        }
-        _ => 0.0,
-    }));
-    rest
+/// How many values at the beginning of the mask are `bit`.
+fn leading(mask: &[u8], bit: u8) -> usize {
+    const GROUP: usize = 16;
+    let (groups, _) = mask.as_chunks::<GROUP>();
+    let whole = u128::from_ne_bytes([bit; GROUP]);
+    let sure = GROUP * groups.iter().take_while(|&&group| u128::from_ne_bytes(group) == whole).count();
+    sure + mask[sure..].iter().take_while(|&&value| value == bit).count()
 }
 
 /// Token-aligned log-probabilities, with 0 wherever the token is no action.
