@@ -40,9 +40,10 @@ def test_overrides_follow_the_grammar_of_hydra() -> None:
 
 def test_what_the_recipe_does_not_set_is_the_trainers_own_default() -> None:
     assert compose().trainer.packing == TrainerConfig().packing
-    assert compose().trainer.overhead_tokens == TrainerConfig().overhead_tokens
+    assert compose().trainer.max_empty_batches == TrainerConfig().max_empty_batches
 
 
+@settings(max_examples=20)  # each reads and writes files
 @given(lr=st.floats(1e-8, 1.0), seed=st.integers(0, 2**31))
 def test_a_resolved_recipe_written_and_read_again_is_the_same(
     tmp_path_factory: pytest.TempPathFactory, lr: float, seed: int
@@ -65,6 +66,14 @@ def test_an_algorithm_brings_its_settings_and_the_command_line_wins() -> None:
     assert compose().algorithm_args == {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "normalizer": "tokens"}
     assert "clip_eps_high" not in compose(["algorithm=reinforce"]).algorithm_args
     assert compose(["algorithm_args.clip_eps_high=0.5"]).algorithm_args["clip_eps_high"] == 0.5
+
+
+def test_another_task_does_not_inherit_the_arguments_of_the_first(tmp_path: Path) -> None:
+    assert compose(["task.kind=addition"]).task.args == {}
+    assert compose(["task.args.right=0.5", "task.kind=addition"]).task.args == {"right": 0.5}
+    path = tmp_path / "mine.yaml"
+    path.write_text("task: {kind: addition, args: {right: 0.4}}\n")
+    assert compose([str(path)]).task.args == {"right": 0.4}
 
 
 def test_a_file_may_have_settings_for_each_algorithm(tmp_path: Path) -> None:

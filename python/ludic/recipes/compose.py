@@ -50,6 +50,7 @@ def compose(arguments: Sequence[str] = ()) -> Recipe:
     tree = _schema()
     for where, layer in _layers(sources[0] if sources else None, overrides):
         _merge(tree, layer, where)
+    _forget_arguments_of_another_task(tree, next((o.value for o in overrides if o.key == "task.kind"), tree.task.kind))
     for override in overrides:
         _apply(tree, override)
     return cast(Recipe, OmegaConf.to_object(tree))
@@ -143,9 +144,16 @@ def _merge(tree: DictConfig, layer: DictConfig, where: str) -> None:
         if key not in known and not key.startswith(tuple(f"{section}." for section in _OPEN_SECTIONS)):
             raise ConfigError(f"{where}: there is no setting {key!r}{suggest(key, known)}")
     try:
+        _forget_arguments_of_another_task(tree, OmegaConf.select(layer, "task.kind"))
         tree.merge_with(layer)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{where}: {_first_line(error)}") from error
+
+
+def _forget_arguments_of_another_task(tree: DictConfig, kind: Any) -> None:
+    """Arguments belong to the task that they were written for."""
+    if kind is not None and not OmegaConf.is_missing(tree.task, "kind") and kind != tree.task.kind:
+        tree.task.args = {}
 
 
 def _apply(tree: DictConfig, override: Override) -> None:
