@@ -1,0 +1,182 @@
+"""The built-in sorting task with ludic and with TRL's GRPOTrainer: same weights to start from, same problems, samples and steps.
+
+    python -m benches.python.compare_trl --trl-python .venv-trl/bin/python --out docs
+
+TRL is not a dependency: give it an environment of its own (`pip install trl==1.16.0 -c constraints.txt`). This process warms a model
+up with ludic and trains it; another, with that interpreter, runs this file with `--trl` and imports TRL alone. Both models are
+measured by the same held-out evaluation. It writes comparison.json and comparison.png, and prints the table of docs/comparison.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PROMPTS, GROUP, MINIBATCHES = 32, 8, 2
+
+
+def main() -> None:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for both: threads that wait sleep
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl-python", default=".venv-trl/bin/python", help="interpreter of an environment with TRL")
+    parser.add_argument("--steps", type=int, default=120, help="batches of 32 problems x 8 samples")
+    parser.add_argument("--seed", type=int, default=60)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("docs"))
+    parser.add_argument("--trl", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.trl is not None:
+        train_with_trl(args.trl, args.steps, args.seed, args.threads)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        report(compare(Path(folder), args), args.out)
+
+
+def compare(work: Path, args: argparse.Namespace) -> dict[str, dict[str, object]]:
+    """Train with both from one warm model; what each reached."""
+    common = [f"seed={args.seed}", f"threads={args.threads}", f"output={work}"]
+    ludic(*common, "name=warm", "steps=0")
+    warm = work / "warm" / "model"
+    write_problems(work, args.steps, args.seed)
+    started = [*common, f"model={warm}", "warmup.steps=0"]
+    ours = ludic(*started, "name=ludic", f"steps={args.steps}")
+    here = [args.trl_python, __file__, "--trl", str(work), "--steps", str(args.steps)]
+    subprocess.run([*here, "--seed", str(args.seed), "--threads", str(args.threads)], check=True)
+    theirs = json.loads((work / "trl.json").read_text())
+    after = ludic(*common, f"model={work / 'trl' / 'model'}", "warmup.steps=0", "steps=0", "name=trl-measured")
+    phases = ours["phases_s"]
+    seconds = sum(phases[name] for name in ("rollout", "batching", "forward_backward", "optimizer", "publish", "other"))
+    samples = args.steps * PROMPTS * GROUP
+    return {
+        "ludic": {
+            "before": ours["before"],
+            "after": ours["after"],
+            "rewards": rewards(work / "ludic" / "metrics.jsonl"),
+            "seconds": seconds,
+            "samples_per_second": samples / seconds,
+        },
+        "trl": {
+            "before": ours["before"],
+            "after": after["before"],
+            "rewards": theirs["rewards"],
+            "seconds": theirs["seconds"],
+            "samples_per_second": samples / theirs["seconds"],
+        },
+    }
+
+
+def ludic(*overrides: str) -> dict[str, dict[str, float]]:
+    """`ludic train` with these overrides; its summary."""
+    command = [sys.executable, "-c", "from ludic.cli import main; main()", "train", "--json", *overrides]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    summary: dict[str, dict[str, float]] = json.loads(done.stdout)
+    return summary
+
+
+def rewards(metrics: Path) -> list[float]:
+    """Mean reward of each batch."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [
+        line["train/avg_total_reward"] for line in lines if "train/avg_total_reward" in line and line.get("phase") == "reinforce"
+    ]
+
+
+def write_problems(work: Path, steps: int, seed: int) -> None:
+    """The problems that ludic draws in this run, in their order."""
+    from random import Random
+
+    from ludic.envs.tasks.digit_sort import DigitSort
+
+    task, problems = DigitSort(), []
+    for batch in range(steps):
+        rng = Random(f"rollouts {seed} {batch}")
+        for _ in range(PROMPTS):
+            problem = task.draw(rng)
+            rng.randrange(2**31)  # the seed of the request comes from the same stream
+            problems.append({"prompt": problem["question"], "answer": problem["answer"]})
+    (work / "problems.json").write_text(json.dumps(problems))
+
+
+def train_with_trl(work: Path, steps: int, seed: int, threads: int) -> None:
+    """GRPO with TRL: two optimizer steps a batch, token-level mean (`dapo`), the same clip range, optimizer and schedule."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(work / "warm" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(work / "warm" / "model")
+    data = Dataset.from_list(json.loads((work / "problems.json").read_text()))
+
+    def exact(completions: list[str], answer: list[str], **_: object) -> list[float]:
+        return [float(text == target) for text, target in zip(completions, answer, strict=True)]
+
+    config = GRPOConfig(
+        output_dir=str(work / "trl"),
+        use_cpu=True,
+        bf16=False,
+        seed=seed,
+        max_steps=steps * MINIBATCHES,
+        per_device_train_batch_size=PROMPTS * GROUP // MINIBATCHES,
+        steps_per_generation=MINIBATCHES,
+        num_generations=GROUP,
+        max_completion_length=8,
+        temperature=1.0,
+        learning_rate=3e-4,
+        lr_scheduler_type="linear",
+        warmup_steps=10 * MINIBATCHES,
+        adam_beta2=0.99,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        epsilon=0.2,
+        epsilon_high=0.28,
+        beta=0.0,
+        loss_type="dapo",
+        shuffle_dataset=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        gradient_checkpointing=False,
+    )
+    trainer = GRPOTrainer(model=model, reward_funcs=exact, args=config, train_dataset=data, processing_class=tokenizer)
+    start = time.perf_counter()
+    trainer.train()
+    seconds = time.perf_counter() - start
+    logged = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    means = [sum(logged[i : i + MINIBATCHES]) / MINIBATCHES for i in range(0, len(logged), MINIBATCHES)]
+    trainer.model.save_pretrained(work / "trl" / "model")
+    tokenizer.save_pretrained(work / "trl" / "model")
+    (work / "trl.json").write_text(json.dumps({"seconds": seconds, "rewards": means}))
+
+
+def report(results: dict[str, dict[str, object]], out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "comparison.json").write_text(json.dumps(results, indent=1) + "\n")
+    figure, axes = pyplot.subplots(figsize=(7, 3.5))
+    for name, result in results.items():
+        axes.plot(result["rewards"], label=name)
+    axes.set(xlabel="batch of 32 problems x 8 samples", ylabel="mean reward", ylim=(0, 1))
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(out / "comparison.png", dpi=120)
+    print("| | before: sampled / greedy | after: sampled / greedy | seconds | samples per second |\n|---|---|---|---|---|")
+    for name, r in results.items():
+        before, after = ("{sampled_reward:.3f} / {greedy_accuracy:.3f}".format(**r[key]) for key in ("before", "after"))
+        print(f"| {name} | {before} | {after} | {r['seconds']:.1f} | {r['samples_per_second']:.0f} |")
+
+
+if __name__ == "__main__":
+    main()
