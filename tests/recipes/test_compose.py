@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ludic.errors import ConfigError
 from ludic.recipes.compose import builtin_names, compose, config_hash, to_yaml
