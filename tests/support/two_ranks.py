@@ -53,10 +53,35 @@ def main(rank, store, out, wrapping):
         checkpoint_config=CheckpointConfig(Path(out).parent / "checkpoints", every_n_steps=1),
     )
     stats = trainer.train_step_sync()
+    resumed = resumes_exactly(own, wrapping, Path(out).parent / "adam")
     if rank == 0:
-        Path(out).write_text(json.dumps({**compared(items, publisher.weights), "stats": stats}))
+        Path(out).write_text(json.dumps({**compared(items, publisher.weights), "stats": stats, "resumed": resumed}))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def resumes_exactly(items, wrapping, folder):
+    """Whether two AdamW steps end where one, a checkpoint, and another in a new trainer end."""
+
+    def trainer_of(**options):
+        publisher = Publisher()
+        return publisher, Trainer(
+            model=wrapped(tiny_model(options.pop("seed", 0)), wrapping),
+            algo=ALGO,
+            batch_source=ListSource(items),
+            publisher=publisher,
+            cfg=cpu_config(weight_decay=0.1),
+            checkpoint_config=CheckpointConfig(folder, every_n_steps=1),
+            **options,
+        )
+
+    publisher, trainer = trainer_of()
+    trainer.train_sync(2)
+    again, resumed = trainer_of(seed=1, resume_from=1)
+    resumed.train_step_sync()
+    if dist.get_rank() != 0:
+        return True
+    return all(torch.equal(weight, again.weights[name]) for name, weight in publisher.weights.items())
 
 
 def compared(items, weights):

@@ -35,6 +35,7 @@ def test_two_ranks_take_the_step_of_one(tmp_path, wrapping):
     assert result["difference"] < 1e-6
     assert result["stats"]["train/loss"] == pytest.approx(result["loss"], rel=1e-5)
     assert result["stats"]["train/num_samples"] == 12
+    assert result["resumed"]
     rewards = [item.meta["total_reward"] for item in sorting_items(12, seed=3)]
     assert result["stats"]["train/avg_total_reward"] == pytest.approx(sum(rewards) / 12)
     restored = tiny_model(seed=1)

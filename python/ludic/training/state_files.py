@@ -178,8 +178,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: P
         raise CheckpointError(
             f"{folder} holds the state of {stored['class']}, the optimizer is {type(optimizer).__name__}; use the same, or load without it"
         )
-    current = _optimizer_state(optimizer, model)
-    _check_groups(stored["param_groups"], current["param_groups"], folder)
+    _check_groups(stored["param_groups"], optimizer.param_groups, folder)
     sharded = hasattr(model, "set_requires_gradient_sync")
     state: dict[Any, dict[str, Any]] = {}
     for parameter, entries in stored["values"].items():
@@ -187,7 +186,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: P
     for key, tensor in load_file(folder / "optimizer.safetensors").items():
         parameter, name = key.rsplit("/", 1)
         state.setdefault(parameter if sharded else int(parameter), {})[name] = tensor
-    groups = [_typed_like(group, like) for group, like in zip(stored["param_groups"], current["param_groups"], strict=True)]
+    groups = [_typed_like(group, like) for group, like in zip(stored["param_groups"], optimizer.param_groups, strict=True)]
     _set_optimizer_state(optimizer, model, {"state": state, "param_groups": groups})
 
 
