@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataError, DataTypeError
 from ludic.training.loss.base import Batch, BatchTotals, Loss, SharedContext, Stats, reads_shared_only, scaled_loss
-from ludic.training.types import CreditAssigner, SAWBatch, SAWItem
+from ludic.training.types import CreditAssigner, SAWBatch, SAWItem, is_float_array
+from ludic.types import is_list_of
 
 if TYPE_CHECKING:
     from ludic.training.presets import (
@@ -121,9 +122,7 @@ def _check_logps(index: int, item: SAWItem, logps: Any) -> None:
         raise DataError(
             f"actor_logps length mismatch in sample {index}: {len(logps)} values for {actions} action tokens; there must be one each"
         )
-    if isinstance(logps, np.ndarray) and logps.dtype.kind == "f":
-        return
-    if not isinstance(logps, list) or not all(type(p) is float or type(p) is int for p in logps):
+    if not (is_list_of(logps, float, int) or is_float_array(logps)):
         raise DataTypeError(f"actor_logps of sample {index} must be a List[float] or a float array, got {type(logps).__name__}")
 
 

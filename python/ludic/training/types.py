@@ -22,7 +22,7 @@ import numpy as np
 
 from ludic.errors import DataTypeError
 from ludic.inference.request import InferenceSpec
-from ludic.types import Rollout, Step
+from ludic.types import Rollout, Step, is_list_of
 
 RolloutStepKey = tuple[str, int]
 """(rollout id, step index)."""
@@ -77,11 +77,13 @@ class ActorTokenLogps:
     token_logps: list[float]
 
     def __post_init__(self) -> None:
-        logps = self.token_logps
-        if isinstance(logps, np.ndarray) and logps.ndim == 1 and logps.dtype.kind == "f":
-            return
-        if not isinstance(logps, list) or not all(type(p) is float or type(p) is int for p in logps):
-            raise DataTypeError(f"token_logps must be a List[float] or a float array, got {type(logps).__name__}")
+        if not (is_list_of(self.token_logps, float, int) or is_float_array(self.token_logps)):
+            raise DataTypeError(f"token_logps must be a List[float] or a float array, got {type(self.token_logps).__name__}")
+
+
+def is_float_array(value: object) -> bool:
+    """Whether `value` is a one-dimensional array of floats."""
+    return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind == "f"
 
 
 @dataclass
