@@ -8,13 +8,13 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Union
+from typing import Any
 
 from ludic.errors import DataError, DataTypeError
 
 logger = logging.getLogger(__name__)
 
-JSON = Union[str, int, float, bool, None, dict[str, Any], list[Any]]
+JSON = str | int | float | bool | None | dict[str, Any] | list[Any]
 Message = dict[str, Any]
 """`{"role": ..., "content": ...}`; messages of tools carry more."""
 Observation = str
