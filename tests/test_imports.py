@@ -1,0 +1,126 @@
+"""The layers of the library: lower never imports higher. Imports within functions and for type checking alone do not count: the first
+are how optional and heavy parts are reached late, the second never run."""
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "python"
+LAYERS = [
+    ["ludic.errors", "ludic.types", "ludic._core"],
+    ["ludic.parsers", "ludic.envs", "ludic.context", "ludic.inference"],
+    ["ludic.agents", "ludic.agent"],
+    ["ludic.interaction"],
+    ["ludic.training.types", "ludic.training.credit_assignment", "ludic.training.filters", "ludic.training.loss"],
+    ["ludic.training.algorithm", "ludic.training.presets"],
+    ["ludic.training.batching"],
+    [
+        "ludic.training.stats",
+        "ludic.training.loggers",
+        "ludic.training.checkpoint",
+        "ludic.training.lora",
+        "ludic.training.schedule",
+        "ludic.training.backend",
+    ],
+    ["ludic.distributed", "ludic.eval"],
+    ["ludic.training.trainer", "ludic.training.rm_trainer"],
+    ["ludic.recipes", "ludic.cli"],
+]
+LAZY = {"ludic", "ludic.training"}
+"""Packages that import nothing when they are imported, and may name all."""
+
+
+def layer_of(module: str) -> int | None:
+    """The layer of the longest name above that the module lies in. Modules beside the trainer that are not named serve it."""
+    named = [(len(name), number) for number, names in enumerate(LAYERS) for name in names if f"{module}.".startswith(f"{name}.")]
+    return max(named)[1] if named else None
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_when_loaded(tree: ast.Module) -> list[str]:
+    """Modules named by the imports that run when the file does."""
+    found: list[str] = []
+
+    def visit(nodes: list[ast.stmt]) -> None:
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                found.extend(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.extend(f"{node.module}.{alias.name}" for alias in node.names)
+            elif isinstance(node, ast.If):
+                if "TYPE_CHECKING" not in ast.dump(node.test):
+                    visit(node.body)
+                visit(node.orelse)
+            elif isinstance(node, ast.Try):
+                visit([*node.body, *node.orelse, *node.finalbody, *(s for handler in node.handlers for s in handler.body)])
+            elif isinstance(node, ast.ClassDef | ast.With):
+                visit(node.body)
+
+    visit(tree.body)
+    return [name for name in found if name.startswith("ludic")]
+
+
+def upward_imports(root: Path = ROOT) -> list[str]:
+    problems = []
+    for path in sorted((root / "ludic").rglob("*.py")):
+        module = module_name(path)
+        here = layer_of(module)
+        if here is None or module in LAZY:
+            continue
+        for target in imports_when_loaded(ast.parse(path.read_text(encoding="utf-8"))):
+            there = layer_of(target)
+            if there is not None and there > here:
+                problems.append(f"{module} (layer {here}) imports {target} (layer {there})")
+    return problems
+
+
+def test_no_module_imports_one_of_a_higher_layer():
+    assert upward_imports() == []
+
+
+def test_an_upward_import_would_be_seen():
+    tree = ast.parse("try:\n    from ludic.training.trainer import Trainer\nexcept ImportError:\n    pass\n")
+    assert imports_when_loaded(tree) == ["ludic.training.trainer.Trainer"]
+    assert layer_of("ludic.training.trainer.Trainer") > layer_of("ludic.training.loss.base")
+    hidden = ast.parse("def f():\n    import ludic.cli\nif TYPE_CHECKING:\n    import ludic.cli\n")
+    assert imports_when_loaded(hidden) == []
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120).stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("ludic", ["torch", "transformers", "numpy"]),
+        ("ludic._core", ["torch", "transformers"]),
+        ("ludic.types", ["torch", "transformers"]),
+        ("ludic.inference", ["torch", "transformers", "vllm"]),
+        ("ludic.agents", ["torch", "transformers"]),
+        ("ludic.interaction", ["torch", "transformers"]),
+        ("ludic.distributed", ["torch", "transformers", "vllm"]),
+        ("ludic.cli", ["torch", "transformers"]),
+        ("ludic.training", ["transformers", "peft", "wandb"]),
+        ("ludic.training.trainer", ["transformers", "peft", "wandb"]),
+    ],
+)
+def test_importing_a_package_does_not_load(module, absent):
+    loaded = run(f"import sys, {module}; print(*[name for name in {absent!r} if name in sys.modules])")
+    assert loaded == ""
+
+
+def test_importing_ludic_takes_less_than_a_tenth_of_a_second():
+    """The best of several: what the import costs, not what the machine is busy with."""
+    code = "import time; t = time.perf_counter(); import ludic; print(time.perf_counter() - t)"
+    deadline = time.monotonic() + 30
+    best = min(float(run(code)) for _ in range(5) if time.monotonic() < deadline)
+    assert best < 0.1
