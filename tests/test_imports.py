@@ -15,10 +15,18 @@ LAYERS = [
     ["ludic.parsers", "ludic.envs", "ludic.context", "ludic.inference"],
     ["ludic.agents", "ludic.agent"],
     ["ludic.interaction"],
-    ["ludic.training.types", "ludic.training.credit_assignment", "ludic.training.filters", "ludic.training.loss"],
+    [
+        "ludic.training.types",
+        "ludic.training.config",
+        "ludic.training.ranks",
+        "ludic.training.credit_assignment",
+        "ludic.training.filters",
+        "ludic.training.loss",
+    ],
     ["ludic.training.algorithm", "ludic.training.presets"],
     ["ludic.training.batching"],
     [
+        "ludic.training",  # what serves the backend and the trainer and is named nowhere else
         "ludic.training.stats",
         "ludic.training.loggers",
         "ludic.training.checkpoint",
@@ -35,7 +43,7 @@ LAZY = {"ludic", "ludic.training"}
 
 
 def layer_of(module: str) -> int | None:
-    """The layer of the longest name above that the module lies in. Modules beside the trainer that are not named serve it."""
+    """The layer of the longest name above that the module lies in."""
     named = [(len(name), number) for number, names in enumerate(LAYERS) for name in names if f"{module}.".startswith(f"{name}.")]
     return max(named)[1] if named else None
 
