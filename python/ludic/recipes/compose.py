@@ -24,7 +24,7 @@ from ludic.errors import ConfigError
 from ludic.recipes.schema import Recipe, trainer_section
 
 _OPEN_SECTIONS = ("task.args", "algorithm_args")  # their keys are those of a callable, which checks them itself
-_FILE_ONLY = "per_algorithm"
+_PER_ALGORITHM, _LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys
 
 
 @dataclass(frozen=True)
@@ -99,17 +99,20 @@ def _schema() -> DictConfig:
 
 
 def _layers(source: str | None, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:
-    """Lowest first: built-in recipe, its settings for the algorithm, the user's file, its settings for the algorithm."""
+    """Lowest first: the built-in recipe with its settings for the algorithm and for a loaded model, the user's file with its own."""
     chosen = {override.key: override.value for override in overrides}
     is_file = source is not None and source.endswith((".yaml", ".yml"))
     user = _read(Path(cast(str, source)).expanduser()) if is_file else OmegaConf.create({})
     base_name = chosen.get("recipe", user.get("recipe", "sort") if is_file else source or "sort")
     base = _read_builtin(str(base_name))
     algorithm = chosen.get("algorithm", user.get("algorithm", base.algorithm))
+    model = chosen.get("model", user.get("model", base.model))
     for where, layer in ((f"recipe {base_name}", base), (str(source), user)):
-        special = layer.pop(_FILE_ONLY, {})
+        by_algorithm, loaded = layer.pop(_PER_ALGORITHM, {}), layer.pop(_LOADED_MODEL, OmegaConf.create({}))
         yield where, layer
-        yield f"{where}, {_FILE_ONLY}.{algorithm}", special.get(algorithm, OmegaConf.create({}))
+        yield f"{where}, {_PER_ALGORITHM}.{algorithm}", by_algorithm.get(algorithm, OmegaConf.create({}))
+        if model is not None:
+            yield f"{where}, {_LOADED_MODEL}", loaded
 
 
 def _builtin_folder() -> Any:
