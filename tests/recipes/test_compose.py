@@ -68,6 +68,17 @@ def test_an_algorithm_brings_its_settings_and_the_command_line_wins() -> None:
     assert compose(["algorithm_args.clip_eps_high=0.5"]).algorithm_args["clip_eps_high"] == 0.5
 
 
+def test_a_loaded_model_is_trained_at_gentler_rates_unless_others_are_asked_for(tmp_path: Path) -> None:
+    small, loaded = compose(), compose(["model=somewhere"])
+    assert loaded.trainer.lr < small.trainer.lr / 10
+    assert loaded.warmup.trainer.lr < small.warmup.trainer.lr / 10
+    assert compose(["model=somewhere", "trainer.lr=1e-3"]).trainer.lr == 1e-3
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: somewhere\nloaded_model: {steps: 9}\n")
+    assert (compose([str(path)]).steps, compose([str(path)]).trainer.lr) == (9, loaded.trainer.lr)
+    assert compose([str(path), "model=null"]).steps == small.steps
+
+
 def test_another_task_does_not_inherit_the_arguments_of_the_first(tmp_path: Path) -> None:
     assert compose(["task.kind=addition"]).task.args == {}
     assert compose(["task.args.right=0.5", "task.kind=addition"]).task.args == {"right": 0.5}
