@@ -1,9 +1,13 @@
 //! Seeded workloads shared by the benches: the lengths of macro-batches as training meets them.
 #![deny(missing_docs)]
 
+mod columns;
+
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, LogNormal, Normal, Uniform};
+
+pub use columns::Columns;
 
 /// A distribution of lengths, clipped to [16, 4096] tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
