@@ -220,7 +220,8 @@ fn best_count(lengths: &[i32], sorted: &Sorted, budget: u64, overhead: u64, pric
     }
     let greedy = greedy_offsets(&sorted.runs, budget);
     let least = rounded(greedy.len() - 1);
-    let mut counts = vec![least, most.saturating_sub(ranks).max(least), most];
+    let one_step_less = (most.div_ceil(ranks).saturating_sub(1) * ranks).max(least);
+    let mut counts = vec![least, one_step_less, most];
     counts.dedup();
     let exact = counts.into_iter().map(|count| optimal_offsets_exactly(&sorted.runs, budget, count));
     let step = u128::from(overhead).saturating_mul(prices.linear);

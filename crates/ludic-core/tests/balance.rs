@@ -107,6 +107,16 @@ fn samples_that_fill_the_budget_leave_only_single_rows() {
 }
 
 #[test]
+fn a_number_of_samples_that_is_no_multiple_of_the_ranks_leaves_no_more_places_than_it_must() {
+    // The best plan for one rank is five single rows, three steps for two ranks with one place empty. A step less has four
+    // places, and five samples fill them all.
+    let free = RankOptions { overhead_tokens: 0, linear: 1, quadratic: 0, ..options(2, Packing::Optimal) };
+    let plans = plan_ranks(&[20, 40, 80, 10, 30], 240, &free).unwrap();
+    let empty = plans.iter().flat_map(RankPlan::iter).filter(|rows| rows.is_empty()).count();
+    assert_eq!(empty, (2 * plans[0].len()).saturating_sub(5));
+}
+
+#[test]
 fn a_heavy_sample_is_balanced_by_many_light_ones() {
     // linear 1, quadratic 0: 8 tokens against 4 + 3 + 1.
     let light = RankOptions { linear: 1, quadratic: 0, ..options(2, Packing::PaddingFree) };
