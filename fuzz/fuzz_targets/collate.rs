@@ -1,0 +1,138 @@
+//! Any sequences, masks, log-probs, weights, cuts and indices: every layout says what the samples say, or the error names
+//! what was wrong.
+//!
+//! `cargo +nightly fuzz run collate -- -max_total_time=600`
+#![no_main]
+
+use arbitrary::Arbitrary;
+use libfuzzer_sys::fuzz_target;
+use ludic_core::collate::{Batch, LogpsOut, PaddedOut, PaddingFreeOut};
+use ludic_core::{ColumnInput, CoreError, Floats, Ints, Sample, SampleTable, TableBuilder};
+
+#[derive(Debug, Arbitrary)]
+struct Input {
+    samples: Vec<Drawn>,
+    columns: Columns,
+    max_seq_len: i16,
+    indices: Vec<i8>,
+    pad_token_id: i32,
+}
+
+/// A sample. Its masks fit its ids unless `ragged`, so that not every input ends at the first check.
+#[derive(Debug, Arbitrary)]
+struct Drawn {
+    ids: Vec<(u16, bool)>,
+    any_ids: Option<Vec<i64>>,
+    ragged: Option<Vec<u8>>,
+    attention: Option<Vec<u8>>,
+    logps: bool,
+    any_logps: Option<Vec<f32>>,
+    weight: f64,
+}
+
+#[derive(Debug, Arbitrary)]
+struct Columns {
+    ids: Vec<i64>,
+    action: Vec<u8>,
+    attention: Option<Vec<i8>>,
+    logps: Option<Vec<f64>>,
+    weights: Option<Vec<f32>>,
+    offsets: Vec<i64>,
+}
+
+fn push(builder: &mut TableBuilder, drawn: &Drawn) -> Result<(), CoreError> {
+    let ids: Vec<i64> = drawn.ids.iter().map(|&(id, _)| i64::from(id)).collect();
+    let action: Vec<u8> = drawn.ids.iter().map(|&(_, action)| u8::from(action)).collect();
+    let logps: Vec<f32> = action.iter().filter(|&&bit| bit == 1).map(|_| -0.5).collect();
+    let logps = drawn.any_logps.as_deref().unwrap_or(&logps);
+    builder.push(&Sample {
+        input_ids: Ints::I64(drawn.any_ids.as_deref().unwrap_or(&ids)),
+        action_mask: Ints::U8(drawn.ragged.as_deref().unwrap_or(&action)),
+        attention_mask: drawn.attention.as_deref().map(Ints::U8),
+        actor_logps: drawn.logps.then_some(Floats::F32(logps)),
+        weight: drawn.weight,
+    })
+}
+
+fn table(samples: &[Drawn]) -> Result<SampleTable, CoreError> {
+    let mut builder = TableBuilder::with_capacity(samples.len(), 0);
+    samples.iter().try_for_each(|drawn| push(&mut builder, drawn))?;
+    Ok(builder.finish())
+}
+
+fn from_columns(columns: &Columns) -> Result<SampleTable, CoreError> {
+    SampleTable::from_columns(&ColumnInput {
+        input_ids: Ints::I64(&columns.ids),
+        action_mask: Ints::U8(&columns.action),
+        attention_mask: columns.attention.as_deref().map(Ints::I8),
+        actor_logps: columns.logps.as_deref().map(Floats::F64),
+        weights: columns.weights.as_deref().map(Floats::F32),
+        offsets: Ints::I64(&columns.offsets),
+    })
+}
+
+fn check(table: &SampleTable, input: &Input) -> Result<(), CoreError> {
+    let table = table.truncate(i64::from(input.max_seq_len))?;
+    let indices: Vec<i64> = input.indices.iter().map(|&index| i64::from(index)).collect();
+    let batch = table.batch(&indices)?;
+    let padded = padded(&table, &batch, i64::from(input.pad_token_id))?;
+    let (lengths, counts) = (table.lengths(), table.action_counts());
+    for (row, &index) in indices.iter().enumerate() {
+        let cells = row * batch.num_columns()..(row + 1) * batch.num_columns();
+        let (tokens, padding) = (&padded.0[cells.clone()]).split_at(lengths[index as usize] as usize);
+        assert!(tokens.iter().all(|&id| (0..=i64::from(i32::MAX)).contains(&id)));
+        assert!(padding.iter().all(|&id| id == i64::from(input.pad_token_id)));
+        assert_eq!(padded.1[cells].iter().sum::<f32>(), counts[index as usize] as f32);
+    }
+    let free = padding_free(&table, &batch)?;
+    let kept = |row: usize| &padded.0[row * batch.num_columns()..][..lengths[indices[row] as usize] as usize];
+    assert_eq!(free, (0..indices.len()).flat_map(kept).copied().collect::<Vec<_>>());
+    Ok(())
+}
+
+fn padded(table: &SampleTable, batch: &Batch<'_>, pad: i64) -> Result<(Vec<i64>, Vec<f32>), CoreError> {
+    let (rows, size) = (batch.num_rows(), batch.num_rows() * batch.num_columns());
+    let (mut ids, mut attention, mut action, mut weight) =
+        (vec![-7; size], vec![-7; size], vec![-7.0; size], vec![0.0; rows]);
+    let (mut logps, mut sums) = (vec![f32::NAN; size], vec![f32::NAN; rows]);
+    let out = LogpsOut { actor_logps: &mut logps[..], old_logp_action: &mut sums[..] };
+    batch.collate_padded(
+        pad,
+        PaddedOut::<i64, f32> {
+            input_ids: &mut ids,
+            attention_mask: &mut attention,
+            action_mask: &mut action,
+            weight: &mut weight,
+            logps: table.has_actor_logps().then_some(out),
+        },
+    )?;
+    assert!(attention.iter().all(|bit| (0..2).contains(bit)));
+    assert!(!table.has_actor_logps() || logps.iter().all(|logp| logp.is_finite()));
+    Ok((ids, action))
+}
+
+fn padding_free(table: &SampleTable, batch: &Batch<'_>) -> Result<Vec<i64>, CoreError> {
+    let (rows, size) = (batch.num_rows(), batch.num_tokens());
+    let (mut ids, mut positions, mut action, mut weight) =
+        (vec![-7; size], vec![-7; size], vec![0.0; size], vec![0.0; rows]);
+    let (mut logps, mut sums, mut boundaries) = (vec![f32::NAN; size], vec![f32::NAN; rows], vec![-7; rows + 1]);
+    let out = LogpsOut { actor_logps: &mut logps[..], old_logp_action: &mut sums[..] };
+    batch.collate_padding_free(PaddingFreeOut::<i64, i32, f32> {
+        input_ids: &mut ids,
+        position_ids: &mut positions,
+        cu_seqlens: &mut boundaries,
+        action_mask: &mut action,
+        weight: &mut weight,
+        logps: table.has_actor_logps().then_some(out),
+    })?;
+    assert!(boundaries.is_sorted() && boundaries.last() == Some(&(size as i32)));
+    Ok(ids)
+}
+
+fuzz_target!(|input: Input| {
+    for built in [table(&input.samples), from_columns(&input.columns)] {
+        if let Err(error) = built.and_then(|table| check(&table, &input)) {
+            assert!(!error.to_string().is_empty());
+        }
+    }
+});
