@@ -88,6 +88,8 @@ impl Case {
     fn check_ranks(&self, plans: &[RankPlan], padded: bool) {
         let steps = plans[0].len();
         assert!(plans.iter().all(|plan| plan.len() == steps));
+        let empty = plans.iter().flat_map(RankPlan::iter).filter(|rows| rows.is_empty()).count();
+        assert!(steps == 0 || empty == (steps * plans.len()).saturating_sub(self.lengths.len()), "{empty} empty");
         let busy = |plan: &RankPlan| plan.iter().any(|rows| !rows.is_empty());
         assert!(self.lengths.len() < plans.len() || plans.iter().all(busy), "an idle rank");
         self.check(plans.iter().flat_map(RankPlan::iter), padded);

@@ -40,6 +40,8 @@ fn lockstep(lengths: &[i32], plans: &[RankPlan], overhead: i64) -> i128 {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1500))]
+
     #[test]
     fn ranks_take_the_same_number_of_steps_and_none_is_idle(
         (lengths, budget) in oracle::workload(200), world_size in 1..=64usize, packing in packing(),

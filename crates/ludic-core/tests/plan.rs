@@ -33,6 +33,8 @@ fn cheapest(lengths: &[i32], budget: i64, overhead: i64, partitions: &[Lists]) -
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1500))]
+
     #[test]
     fn greedy_is_the_documented_algorithm((lengths, budget) in oracle::workload(200)) {
         let plan = greedy(&lengths, budget).unwrap();
