@@ -1,0 +1,298 @@
+"""The engine in this process: the tokens of a seed, their log-probabilities, weights that change between batches and never within."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+from playing import play, tiny_model, tokenizer
+
+from ludic.distributed import LocalPublisher
+from ludic.errors import ConfigError, InferenceError
+from ludic.inference import ChatCompletionRequest, LocalChatClient, ReturnSpec, SamplingParams, ToolRequest
+from ludic.inference.local_sampler import Sampler
+
+
+def request(text="abc", seed=0, returned=None, **sampling):
+    settings = {"temperature": 1.0, "max_tokens": 8, **sampling}
+    return ChatCompletionRequest(
+        model="tiny",
+        messages=[{"role": "user", "content": text}],
+        sampling=SamplingParams(**settings),
+        return_=returned or ReturnSpec.for_rl(),
+        seed=seed,
+    )
+
+
+async def answers(client, requests):
+    return [response for response, _ in await asyncio.gather(*[client.complete(r) for r in requests])]
+
+
+MIXED = [
+    request(text, seed, temperature=temperature, top_p=top_p, max_tokens=limit)
+    for seed, (text, temperature, top_p, limit) in enumerate(
+        [("a", 1.0, 1.0, 8), ("abcdef", 1.0, 1.0, 3), ("xy", 0.0, 1.0, 8), ("a longer prompt", 0.7, 0.9, 12), ("q", 2.0, 0.5, 1)]
+        * 5
+    )
+]
+
+
+def test_each_request_gets_the_tokens_that_its_seed_gives_alone():
+    client = LocalChatClient(tiny_model(), tokenizer())
+    together = play(answers(client, MIXED))
+    alone = [play(answers(client, [r]))[0] for r in MIXED]
+    assert [r.completion_token_ids for r in together] == [r.completion_token_ids for r in alone]
+    assert len({tuple(r.completion_token_ids) for r in together}) > 10  # seeds differ, and so do their tokens
+    for a, b in zip(together, alone, strict=True):
+        assert a.completion_logprobs == pytest.approx(b.completion_logprobs, abs=1e-4)
+
+
+def test_log_probabilities_are_those_of_the_models_forward_pass():
+    model = tiny_model()
+    for answer in play(answers(LocalChatClient(model, tokenizer()), MIXED)):
+        prompt, completion = answer.prompt_token_ids, answer.completion_token_ids
+        with torch.no_grad():
+            logp = torch.log_softmax(model(input_ids=torch.tensor([prompt + completion])).logits[0].float(), dim=-1)
+        expected = [logp[len(prompt) - 1 + i, token].item() for i, token in enumerate(completion)]
+        assert answer.completion_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_processed_log_probabilities_are_those_of_the_distribution_drawn_from():
+    model = tiny_model()
+    raw, processed = (LocalChatClient(model, tokenizer(), logprobs_mode=mode) for mode in ("raw", "processed"))
+    hot = [request(seed=s, temperature=0.5, max_tokens=1) for s in range(4)]
+    for a, b in zip(play(answers(raw, hot)), play(answers(processed, hot)), strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([a.prompt_token_ids])).logits[0, -1]
+        token = a.completion_token_ids[0]
+        assert a.completion_logprobs[0] == pytest.approx(torch.log_softmax(logits, -1)[token].item(), abs=1e-4)
+        assert b.completion_logprobs[0] == pytest.approx(torch.log_softmax(logits / 0.5, -1)[token].item(), abs=1e-4)
+    assert play(answers(processed, [request(temperature=0.0)]))[0].completion_logprobs == [0.0] * 8
+
+
+def test_temperature_zero_takes_the_most_likely_token():
+    model, ids = tiny_model(), None
+    answer = play(answers(LocalChatClient(model, tokenizer()), [request(temperature=0.0)]))[0]
+    ids = list(answer.prompt_token_ids)
+    for token in answer.completion_token_ids:
+        with torch.no_grad():
+            assert model(input_ids=torch.tensor([ids])).logits[0, -1].argmax().item() == token
+        ids.append(token)
+
+
+def test_tokens_are_drawn_with_the_models_probabilities():
+    model = tiny_model(initializer_range=0.1)
+    client = LocalChatClient(model, tokenizer(), max_batch_size=4096)
+    draws = 4000
+    got = play(answers(client, [request(seed=s, max_tokens=1) for s in range(draws)]))
+    with torch.no_grad():
+        p = model(input_ids=torch.tensor([got[0].prompt_token_ids])).logits[0, -1].softmax(-1).double()
+    counts = torch.bincount(torch.tensor([r.completion_token_ids[0] for r in got]), minlength=259).double()
+    # Sum of (observed - expected)^2 / expected has mean 258 and standard deviation about sqrt(2 * 258) = 22.7: six of them above.
+    assert ((counts - draws * p) ** 2 / (draws * p)).sum() < 258 + 6 * 23
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it():
+    # Probabilities 0.5, 0.3, 0.15, 0.05. top_p 0.6 keeps the first two, renormalised to 0.625 and 0.375; 0.49 keeps the first alone.
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(400, 1)
+    sampler = Sampler([SamplingParams(temperature=1.0, top_p=0.6, max_tokens=1)] * 400, list(range(400)), torch.device("cpu"))
+    tokens, raw, drawn = sampler.draw(logits, 0)
+    assert set(tokens.tolist()) == {0, 1}
+    assert 0.55 < (tokens == 0).float().mean() < 0.70
+    torch.testing.assert_close(drawn.exp(), torch.where(tokens == 0, 0.625, 0.375))
+    torch.testing.assert_close(raw.exp(), torch.where(tokens == 0, 0.5, 0.3))
+    sampler = Sampler([SamplingParams(temperature=1.0, top_p=0.49, max_tokens=1)] * 400, list(range(400)), torch.device("cpu"))
+    assert set(sampler.draw(logits, 0)[0].tolist()) == {0}
+
+
+def test_penalties_lower_the_logits_of_tokens_already_drawn():
+    # Greedy over equal logits with a presence penalty never draws a token twice.
+    sampler = Sampler([SamplingParams(temperature=0.0, presence_penalty=1.0, max_tokens=4)], [0], torch.device("cpu"))
+    drawn = [sampler.draw(torch.zeros(1, 4), step)[0].item() for step in range(4)]
+    assert sorted(drawn) == [0, 1, 2, 3]
+
+
+def test_a_completion_ends_with_its_end_token_or_at_its_limit():
+    client = LocalChatClient(tiny_model(), tokenizer())
+    got = play(answers(client, [request(seed=s, max_tokens=24) for s in range(64)]))
+    ended = [r for r in got if r.finish_reason == "stop"]
+    assert ended
+    assert len(ended) < len(got)
+    for r in got:
+        assert (2 in r.completion_token_ids) == (r.finish_reason == "stop")
+        assert 2 not in r.completion_token_ids[:-1]
+        assert len(r.completion_token_ids) == len(r.completion_logprobs) <= 24
+        assert r.finish_reason == "stop" or len(r.completion_token_ids) == 24
+
+
+def test_a_stop_string_ends_the_text_before_it_and_keeps_the_tokens_sampled():
+    client = LocalChatClient(tiny_model(), tokenizer())
+    free = play(answers(client, [request(seed=s) for s in range(32)]))
+    # A seed whose completion has an ASCII character that is not its first: that character is the stop string.
+    seed, at = next(
+        (seed, i)
+        for seed, r in enumerate(free)
+        for i, t in enumerate(r.completion_token_ids)
+        if i and ord("!") <= t - 3 <= ord("~")
+    )
+    ids = free[seed].completion_token_ids
+    stop = chr(ids[at] - 3)
+    at = ids.index(ids[at])
+    cut, whole = play(answers(client, [request(seed=seed, stop=["never said", stop]), request(seed=seed)]))
+    assert cut.text == free[seed].text[: free[seed].text.index(stop)]
+    assert cut.finish_reason == "stop"
+    assert cut.completion_token_ids == ids[: at + 1]
+    assert whole.completion_token_ids == ids
+
+
+def test_only_what_was_asked_for_comes_back():
+    got = play(answers(LocalChatClient(tiny_model(), tokenizer()), [request(returned=ReturnSpec())]))[0]
+    assert (got.prompt_token_ids, got.completion_token_ids, got.completion_logprobs) == (None, None, None)
+
+
+def test_the_models_context_bounds_a_completion():
+    client = LocalChatClient(tiny_model(max_position_embeddings=10), tokenizer())
+    got = play(answers(client, [request("1234567", max_tokens=50, seed=s) for s in range(8)]))
+    assert max(len(r.completion_token_ids) for r in got) == 3
+    with pytest.raises(InferenceError, match="shorten the prompt"):
+        play(answers(client, [request("1234567890")]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"), [({"temperature": -1.0}, "temperature"), ({"top_p": 0.0}, "top_p"), ({"max_tokens": 0}, "max_tokens")]
+)
+def test_settings_without_meaning_are_refused_before_anything_runs(settings, rule):
+    with pytest.raises(ConfigError, match=rule):
+        play(answers(LocalChatClient(tiny_model(), tokenizer()), [request(**settings)]))
+
+
+def test_tools_are_refused():
+    asked = ChatCompletionRequest(model="m", messages=[], tools=ToolRequest(tools=[]))
+    with pytest.raises(ConfigError, match="tools"):
+        play(answers(LocalChatClient(tiny_model(), tokenizer()), [asked]))
+
+
+class Failing(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, **_):
+        raise ValueError("no such luck")
+
+
+def test_a_failure_of_the_model_reaches_everybody_in_the_batch():
+    async def both():
+        client = LocalChatClient(Failing(), tokenizer())
+        return await asyncio.gather(*[client.complete(request(seed=s)) for s in range(3)], return_exceptions=True)
+
+    errors = play(asyncio.wait_for(both(), 30))
+    assert [type(e) for e in errors] == [InferenceError] * 3
+    assert "no such luck" in str(errors[0])
+
+
+def test_a_request_that_is_cancelled_does_not_disturb_the_others():
+    async def scenario():
+        client = LocalChatClient(tiny_model(), tokenizer())
+        tasks = [asyncio.create_task(client.complete(request(seed=s))) for s in range(3)]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        done = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+        again = await client.complete(request(seed=2))
+        return done, again
+
+    done, again = play(scenario())
+    assert isinstance(done[1], asyncio.CancelledError)
+    assert done[2][0].completion_token_ids == again[0].completion_token_ids
+
+
+def test_a_client_works_in_one_event_loop_after_another():
+    client = LocalChatClient(tiny_model(), tokenizer())
+    first, second = (play(answers(client, [request()]))[0] for _ in range(2))
+    assert first.completion_token_ids == second.completion_token_ids
+
+
+def test_a_shared_model_is_seen_at_once_and_a_copy_only_when_published():
+    model = tiny_model(0)
+    shared, own = LocalChatClient(model, tokenizer()), LocalChatClient(model, tokenizer(), copy_model=True)
+    asked = [request(seed=s, temperature=0.0) for s in range(1)]
+    before = play(answers(own, asked))[0].completion_token_ids
+    other = tiny_model(1)
+    model.load_state_dict(other.state_dict())
+    expected = play(answers(LocalChatClient(other, tokenizer()), asked))[0].completion_token_ids
+    assert expected != before
+    assert play(answers(shared, asked))[0].completion_token_ids == expected
+    assert play(answers(own, asked))[0].completion_token_ids == before
+    LocalPublisher(own).publish(dict(model.named_parameters()), version=7)
+    assert play(answers(own, asked))[0].completion_token_ids == expected
+    assert play(own.get_policy_version()) == 7
+
+
+def test_the_version_that_was_sampled_from_comes_with_the_answer():
+    async def scenario():
+        client = LocalChatClient(tiny_model(), tokenizer())
+        _, first = await client.complete(request())
+        client.sync_weights({}, version=3)
+        _, second = await client.complete(request())
+        return first["policy_version"], second["policy_version"]
+
+    assert play(scenario()) == (0, 3)
+
+
+def test_weights_that_do_not_fit_change_nothing():
+    model = tiny_model()
+    client = LocalChatClient(model, tokenizer())
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    name = next(iter(before))
+    with pytest.raises(ConfigError, match="no weight 'nonsense'"):
+        client.sync_weights({name: torch.zeros_like(before[name]), "nonsense": torch.zeros(1)})
+    with pytest.raises(ConfigError, match="shape"):
+        client.sync_weights({name: torch.zeros(3)})
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert play(client.get_policy_version()) == 0
+
+
+class Slow(torch.nn.Module):
+    """Waits in its first forward pass until it is let go."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.entered, self.go = model, threading.Event(), threading.Event()
+
+    def forward(self, **keywords):
+        self.entered.set()
+        assert self.go.wait(30)
+        return self.model(**keywords)
+
+
+def test_a_publish_waits_for_the_batch_that_is_being_decoded():
+    slow = Slow(tiny_model())
+    client = LocalChatClient(slow, tokenizer())
+    thread = threading.Thread(target=lambda: play(client.complete(request())))
+    thread.start()
+    assert slow.entered.wait(30)
+    with pytest.raises(TimeoutError, match="weights were not changed"):
+        client.sync_weights({}, timeout_s=0.05, version=1)
+    slow.go.set()
+    thread.join(30)
+    assert client.sync_weights({}, timeout_s=5, version=1) == "1"
+
+
+def test_the_model_is_left_in_the_mode_it_was_in():
+    model = tiny_model().train()
+    play(answers(LocalChatClient(model, tokenizer()), [request()]))
+    assert model.training
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_chat_template_is_used_where_there_is_one():
+    from ludic.recipes.tokenizer import make_byte_tokenizer
+
+    templated = make_byte_tokenizer()
+    templated.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    got = play(answers(LocalChatClient(tiny_model(), templated), [request("hi")]))[0]
+    assert templated.decode(got.prompt_token_ids) == "[user]hi>"
+    plain = play(answers(LocalChatClient(tiny_model(), tokenizer()), [request("hi")]))[0]
+    assert tokenizer().decode(plain.prompt_token_ids) == "hi"
