@@ -1,4 +1,4 @@
-r"""Parsers: raw text of a model to an action, or to feedback and a penalty. They never raise on what a model wrote."""
+"""Parsers: raw text of a model to an action, or to feedback and a penalty. They never raise on what a model wrote."""
 
 from __future__ import annotations
 
@@ -67,33 +67,42 @@ Finder = Callable[[str], tuple[str | None, str]]
 """Text to (what was found, or None) and (what is wrong)."""
 
 
-def _inner(tag: str, exact: bool) -> Finder:
+def _tags(tag: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Opening and closing tag. They are searched for one after the other: one pattern for the pair takes quadratic time on text that
+    repeats the opening tag."""
     name = re.escape(tag)
-    pair = re.compile(rf"<{name}>(.*?)</{name}>", re.IGNORECASE | re.DOTALL)
-    whole = re.compile(rf"\s*<{name}>(.*)</{name}>\s*", re.IGNORECASE | re.DOTALL)
-    tags = re.compile(rf"</?{name}>", re.IGNORECASE)
+    return re.compile(f"<{name}>", re.IGNORECASE), re.compile(f"</{name}>", re.IGNORECASE)
+
+
+def _inner(tag: str, exact: bool) -> Finder:
+    opening, closing = _tags(tag)
+    expected = f"Expected {'only ' if exact else ''}<{tag}>...</{tag}>."
 
     def find(raw: str) -> tuple[str | None, str]:
-        match = whole.fullmatch(raw) if exact else pair.search(raw)
-        if match is None or (exact and tags.search(match.group(1))):
-            only = "only " if exact else ""
-            return None, f"Expected {only}<{tag}>...</{tag}>."
-        text = match.group(1).strip()
-        return (text, "") if text else (None, f"Empty <{tag}> tag.")
+        text = raw.strip() if exact else raw
+        start = opening.match(text) if exact else opening.search(text)
+        end = closing.search(text, start.end()) if start else None
+        if start is None or end is None:
+            return None, expected
+        if exact and (end.end() < len(text) or opening.search(text, start.end())):
+            return None, expected
+        inner = text[start.end() : end.start()].strip()
+        return (inner, "") if inner else (None, f"Empty <{tag}> tag.")
 
     return find
 
 
 def _remainder(tag: str) -> Finder:
-    name = re.escape(tag)
-    prefix = re.compile(rf"\s*<{name}>.*?</{name}>(.*)", re.IGNORECASE | re.DOTALL)
+    opening, closing = _tags(tag)
 
     def find(raw: str) -> tuple[str | None, str]:
-        match = prefix.fullmatch(raw)
-        if match is None or not match.group(1):
+        text = raw.lstrip()
+        start = opening.match(text)
+        end = closing.search(text, start.end()) if start else None
+        if end is None or end.end() == len(text):
             return None, f"Expected '<{tag}>...</{tag}>' followed by the answer."
-        text = match.group(1).strip()
-        return (text, "") if text else (None, f"Missing content after </{tag}>.")
+        remainder = text[end.end() :].strip()
+        return (remainder, "") if remainder else (None, f"Missing content after </{tag}>.")
 
     return find
 
@@ -112,30 +121,26 @@ def think_prefix_parser(raw: str, *, success_reward: float = 0.1, error_reward: 
 cot_prefix_parser = think_prefix_parser
 
 _BOX = re.compile(r"\\boxed\s*\{")
+_BRACE = re.compile(r"\\[{}\\]|[{}]")
 
 
 def extract_last_boxed_content(raw: str) -> str | None:
     r"""The content of the last `\boxed{...}` whose braces balance, not stripped; None if there is none. `\{` and `\}` do not count."""
-    for match in reversed(list(_BOX.finditer(raw))):
-        end = _closing_brace(raw, match.end())
-        if end is not None:
-            return raw[match.end() : end]
-    return None
+    closes = _closing_braces(raw)
+    boxes = [match.end() for match in _BOX.finditer(raw) if match.end() - 1 in closes]
+    return raw[boxes[-1] : closes[boxes[-1] - 1]] if boxes else None
 
 
-def _closing_brace(text: str, start: int) -> int | None:
-    """Position of the brace that closes the one before `start`."""
-    depth, position = 1, start
-    while position < len(text):
-        char = text[position]
-        if char == "\\" and text[position + 1 : position + 2] in ("{", "}", "\\"):
-            position += 2
-            continue
-        depth += (char == "{") - (char == "}")
-        if depth == 0:
-            return position
-        position += 1
-    return None
+def _closing_braces(text: str) -> dict[int, int]:
+    r"""Position of each opening brace that is closed -> position of its closing brace. A backslash escapes a brace and a backslash."""
+    still_open: list[int] = []
+    closes: dict[int, int] = {}
+    for match in _BRACE.finditer(text):
+        if match.group() == "{":
+            still_open.append(match.start())
+        elif match.group() == "}" and still_open:
+            closes[still_open.pop()] = match.start()
+    return closes
 
 
 def boxed_parser(raw: str, *, success_reward: float = 0.1, error_reward: float = -1.0) -> ParseResult:

@@ -43,12 +43,12 @@ class TokenTrace:
         for name in ("prompt_token_ids", "completion_token_ids"):
             ids = getattr(self, name)
             if not is_list_of(ids, int):
-                raise DataTypeError(f"{name} must be a list of int, got {_described(ids)}")
+                raise DataTypeError(f"{name} must be a list of int, got {_described(ids, int)}")
         logps = self.completion_logprobs
         if logps is None:
             return
         if not is_list_of(logps, float, int):
-            raise DataTypeError(f"completion_logprobs must be a list of float, got {_described(logps)}")
+            raise DataTypeError(f"completion_logprobs must be a list of float, got {_described(logps, float, int)}")
         if len(logps) != len(self.completion_token_ids):
             raise DataError(
                 f"completion_logprobs has {len(logps)} values for {len(self.completion_token_ids)} completion tokens; "
@@ -70,15 +70,19 @@ class TokenTrace:
 
 
 def is_list_of(value: object, *kinds: type) -> bool:
-    """Whether `value` is a list of exactly these types; a bool is no int here. About 10 ns an element."""
-    return isinstance(value, list) and set(map(type, value)) <= set(kinds)
+    """Whether `value` is a list of these types or subclasses of them; a bool is no int here. About 10 ns an element."""
+    return isinstance(value, list) and all(_is_kind(found, kinds) for found in set(map(type, value)))
 
 
-def _described(value: Any) -> str:
-    if isinstance(value, list):
-        wrong = next((v for v in value if type(v) not in (int, float)), None)
-        return f"a list that holds {wrong!r} ({type(wrong).__name__})" if wrong is not None else "a list of other numbers"
-    return type(value).__name__
+def _is_kind(found: type, kinds: tuple[type, ...]) -> bool:
+    return issubclass(found, kinds) and found is not bool
+
+
+def _described(value: object, *kinds: type) -> str:
+    if not isinstance(value, list):
+        return type(value).__name__
+    wrong = next(element for element in value if not _is_kind(type(element), kinds))
+    return f"a list that holds {wrong!r} ({type(wrong).__name__})"
 
 
 @dataclass

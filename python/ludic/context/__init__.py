@@ -2,5 +2,6 @@
 
 from ludic.context.base import ContextStrategy
 from ludic.context.full_dialog import FullDialog
+from ludic.context.truncated_thinking import TruncatedThinkingContext
 
-__all__ = ["ContextStrategy", "FullDialog"]
+__all__ = ["ContextStrategy", "FullDialog", "TruncatedThinkingContext"]

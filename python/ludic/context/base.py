@@ -13,13 +13,11 @@ class ContextStrategy(ABC):
 
     def __init__(self, system_prompt: str | None = None) -> None:
         self._default_system_prompt = system_prompt
-        self._messages: list[Message] = []
-        self.reset()
+        self._messages: list[Message] = _opening(system_prompt)
 
     def reset(self, *, system_prompt: str | None = None) -> None:
         """Forget all messages; begin with the system prompt given, else the default one, if it is not empty."""
-        prompt = self._default_system_prompt if system_prompt is None else system_prompt
-        self._messages = [{"role": "system", "content": prompt}] if prompt else []
+        self._messages = _opening(self._default_system_prompt if system_prompt is None else system_prompt)
 
     @property
     def supports_tools(self) -> bool:
@@ -63,3 +61,7 @@ class ContextStrategy(ABC):
     def add_tool_result(self, tool_call_id: str, tool_name: str, result: str) -> None:
         """Append what a tool returned."""
         self._messages.append({"role": "tool", "tool_call_id": tool_call_id, "name": tool_name, "content": result})
+
+
+def _opening(system_prompt: str | None) -> list[Message]:
+    return [{"role": "system", "content": system_prompt}] if system_prompt else []

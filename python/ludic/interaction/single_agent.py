@@ -7,7 +7,7 @@ from typing import Any
 
 from ludic.agents.base_agent import Agent
 from ludic.envs.env import LudicEnv
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, RolloutError
 from ludic.inference.request import InferenceSpec
 from ludic.interaction.base import InteractionProtocol, derived_seed
 from ludic.interaction.info import merge_step_info
@@ -76,7 +76,7 @@ class SingleAgentProtocol(InteractionProtocol):
         if _has_async_env_methods(env)[0]:
             obs, info = await env.env_reset(seed=env_seed)  # type: ignore[attr-defined]
         else:
-            obs, info = env.reset(seed=env_seed)[agent_id]
+            obs, info = await _own(env.reset(seed=env_seed), env, agent_id)
         prompt = self.agent._ctx.default_system_prompt or getattr(env, "suggested_sysprompt", None)
         self.agent.reset(system_prompt=prompt)
         self.agent.on_env_reset(obs, info)
@@ -119,8 +119,18 @@ def _only_agent(env: LudicEnv[str, str, str]) -> str:
 async def _advance(env: LudicEnv[str, str, str], agent_id: str, action: str) -> StepOutcome:
     if _has_async_env_methods(env)[1]:
         outcome: StepOutcome = await env.env_step(action)  # type: ignore[attr-defined]
-        return outcome
-    return env.step({agent_id: action})[agent_id]
+    else:
+        outcome = await _own(env.step({agent_id: action}), env, agent_id)
+    return outcome
+
+
+async def _own(by_agent: Any, env: LudicEnv[str, str, str], agent_id: str) -> Any:
+    """The agent's part of what `reset` or `step` returned; either may be an awaitable."""
+    by_agent = await by_agent if inspect.isawaitable(by_agent) else by_agent
+    if agent_id not in by_agent:
+        raise RolloutError(f"{type(env).__name__} answered {sorted(by_agent)} and not {agent_id!r}, the agent that acts in it")
+    own = by_agent[agent_id]
+    return await own if inspect.isawaitable(own) else own
 
 
 def _played(
@@ -142,13 +152,14 @@ def _played(
 
 
 def _close(steps: list[Step], *, inactive: bool) -> tuple[bool, str | None]:
-    """(truncated, reason) of the episode. Running out of steps marks the last one; an agent that is no longer asked ran out of none."""
+    """(truncated, reason) of the episode. Running out of steps marks the last one; an agent that the environment no longer asks ran out
+    of none, and its steps stay as they are."""
     if steps and steps[-1].terminated:
         return False, None
     if steps and steps[-1].truncated:
         return True, "env"
     if inactive:
-        return False, "inactive"
+        return False, None
     if steps:
         last = steps[-1]
         last.truncated = True

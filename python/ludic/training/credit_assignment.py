@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ class EpisodicReturn:
     """The undiscounted return of the episode, at every step."""
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
-        return _by_rollout(rollouts, [rollout.total_reward for rollout in rollouts])
+        return _by_rollout(rollouts, [_return(rollout) for rollout in rollouts])
 
 
 @dataclass
@@ -78,7 +79,7 @@ class GroupNormalizedReturn:
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         advantages = np.zeros(len(rollouts))
         for members in _groups(rollouts, self.group_size, allow_partial=self.allow_partial):
-            centred = _centred([rollouts[i].total_reward for i in members])
+            centred = _centred([_return(rollouts[i]) for i in members])
             if self.positive_only:
                 centred = np.maximum(centred, 0.0)
             if self.normalize_adv:
@@ -105,12 +106,20 @@ class HybridNormalizedReturn:
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         advantages = np.zeros(len(rollouts))
         for members in _groups(rollouts, self.group_size, allow_partial=self.allow_partial):
-            advantages[members] = _centred([rollouts[i].total_reward for i in members])
+            advantages[members] = _centred([_return(rollouts[i]) for i in members])
         if len(rollouts):
             advantages = advantages / (advantages.std() + self.eps)
         if self.positive_only:
             advantages = np.maximum(advantages, 0.0)
         return _by_rollout(rollouts, advantages.tolist())
+
+
+def _return(rollout: Rollout) -> float:
+    """Sum of the rewards, rounded once: equal rewards in another order are an equal return, so that their group's credit is exactly 0."""
+    rewards = [step.reward for step in rollout.steps]
+    if not all(map(math.isfinite, rewards)):
+        raise DataError(f"the rewards of rollout {rollout.id} are {rewards}; rewards must be finite")
+    return math.fsum(rewards)
 
 
 def _centred(returns: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -1,0 +1,36 @@
+"""The whole dialogue, without what the model thought in earlier answers."""
+
+from __future__ import annotations
+
+import re
+
+from ludic.context.full_dialog import FullDialog
+from ludic.types import Message
+
+_THINKING_THEN_ANSWER = re.compile(r"(\s*<think>)(.*?)(</think>\s*)(\S.*)", re.IGNORECASE | re.DOTALL)
+
+
+class TruncatedThinkingContext(FullDialog):
+    """Shows the model its own answers with the text inside a leading `<think>...</think>` replaced by `placeholder`.
+
+    Only the view changes: the stored messages stay whole. A message is shown as it is unless it opens with the first tag, closes it,
+    and goes on with an answer.
+    """
+
+    def __init__(self, system_prompt: str | None = None, placeholder: str = "[TRUNCATED]") -> None:
+        super().__init__(system_prompt)
+        self.placeholder = placeholder
+        self.strict_pattern = _THINKING_THEN_ANSWER
+
+    def on_before_act(self) -> list[Message]:
+        return [self._without_thinking(message) for message in self._messages]
+
+    def _without_thinking(self, message: Message) -> Message:
+        content = message.get("content")
+        if message.get("role") != "assistant" or not isinstance(content, str):
+            return message
+        match = self.strict_pattern.fullmatch(content)
+        if match is None:
+            return message
+        opening, _, closing, answer = match.groups()
+        return {**message, "content": f"{opening}{self.placeholder}{closing}{answer}"}
