@@ -1,0 +1,90 @@
+"""Publishing: the order of what is announced, sent and finished; rank 0 alone."""
+
+import torch
+import torch.distributed
+from playing import ScriptedClient
+
+from ludic.distributed import (
+    BroadcastPolicyPublisher,
+    ControlPlane,
+    LocalPublisher,
+    PolicyPublisher,
+    Rank0OnlyPublisher,
+    TensorCommunicator,
+)
+
+
+class Recorder:
+    rank = 3
+
+    def __init__(self):
+        self.calls = []
+
+    def announce_update_batch(self, metadata, version=None):
+        self.calls.append(("announce", [(m["name"], m["dtype"], list(m["shape"])) for m in metadata], version))
+
+    def finalize_update(self, version=None):
+        self.calls.append(("finalize", version))
+
+    def broadcast(self, tensor, src):
+        assert tensor.is_contiguous()
+        self.calls.append(("broadcast", tuple(tensor.shape), src))
+
+    def barrier(self):
+        self.calls.append(("barrier",))
+
+    def publish(self, state_dict, version=None):
+        self.calls.append(("publish", sorted(state_dict), version))
+
+
+def test_tensors_are_announced_broadcast_by_name_and_finished_with_their_version():
+    both = Recorder()
+    assert isinstance(both, ControlPlane)
+    assert isinstance(both, TensorCommunicator)
+    weights = {"b": torch.zeros(2, 3).T, "a": torch.zeros(4, dtype=torch.bfloat16)}
+    BroadcastPolicyPublisher(both, both, src_rank=3).publish(weights, version=5)
+    assert both.calls == [
+        ("announce", [("a", "torch.bfloat16", [4]), ("b", "torch.float32", [3, 2])], 5),
+        ("broadcast", (4,), 3),
+        ("broadcast", (3, 2), 3),
+        ("barrier",),
+        ("finalize", 5),
+    ]
+
+
+def test_rank_zero_alone_makes_and_uses_the_publisher(monkeypatch):
+    made = []
+
+    def make():
+        made.append(Recorder())
+        return made[-1]
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    publisher = Rank0OnlyPublisher(make)
+    assert isinstance(publisher, PolicyPublisher)
+    publisher.publish({}, 1)
+    assert made == []
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    publisher.publish({}, 2)
+    publisher.publish({}, 3)
+    assert [recorder.calls for recorder in made] == [[("publish", [], 2), ("publish", [], 3)]]
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    Rank0OnlyPublisher(make, enabled=False).publish({}, 4)
+    assert made[-1].calls == [("publish", [], 4)]
+
+
+def test_without_a_process_group_this_process_is_rank_zero():
+    recorder = Recorder()
+    Rank0OnlyPublisher(lambda: recorder).publish({"w": torch.zeros(1)}, 1)
+    assert recorder.calls == [("publish", ["w"], 1)]
+
+
+def test_the_local_publisher_hands_weights_to_its_client():
+    class Taking(ScriptedClient):
+        def sync_weights(self, params, *, timeout_s, version):
+            self.got = (sorted(params), timeout_s, version)
+
+    client = Taking("a")
+    LocalPublisher(client, timeout_s=2.0).publish({"w": torch.zeros(1)}, version=8)
+    assert client.got == (["w"], 2.0, 8)

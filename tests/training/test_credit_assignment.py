@@ -1,0 +1,114 @@
+"""Credit by hand, and what holds for all rewards."""
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from ludic.training import (
+    ConstantCredit,
+    EpisodicReturn,
+    GroupNormalizedReturn,
+    HybridNormalizedReturn,
+    MonteCarloReturn,
+    PerStepReward,
+)
+from ludic.types import Rollout, Step
+
+
+def rollout(*rewards, group=None, name=None):
+    steps = [Step(i, "o", "a", "n", r, False, i == len(rewards) - 1) for i, r in enumerate(rewards)]
+    meta = {} if group is None else {"request_meta": {"group_id": group}}
+    return Rollout(**({"id": name} if name else {}), steps=steps, meta=meta)
+
+
+def weights(assigner, *rollouts):
+    """Weights by rollout, in order."""
+    computed = assigner.compute(list(rollouts))
+    assert set(computed) == {(r.id, s.index) for r in rollouts for s in r.steps}
+    return [[computed[r.id, s.index] for s in r.steps] for r in rollouts]
+
+
+def test_monte_carlo_discounts_what_follows():
+    # G_2 = 4; G_1 = 2 + 0.5 * 4 = 4; G_0 = 1 + 0.5 * 4 = 3
+    assert weights(MonteCarloReturn(0.5), rollout(1.0, 2.0, 4.0)) == [[3.0, 4.0, 4.0]]
+    assert weights(MonteCarloReturn(), rollout(1.0, 2.0, 4.0)) == [[7.0, 6.0, 4.0]]
+
+
+def test_the_simple_assigners():
+    assert weights(PerStepReward(), rollout(1.0, 2.0)) == [[1.0, 2.0]]
+    assert weights(EpisodicReturn(), rollout(1.0, 2.0)) == [[3.0, 3.0]]
+    assert weights(ConstantCredit(0.3), rollout(1.0, 2.0)) == [[0.3, 0.3]]
+
+
+def group(*rewards):
+    return [rollout(r, group="g") for r in rewards]
+
+
+def flat(assigner, *rewards):
+    return [w for (w,) in weights(assigner, *group(*rewards))]
+
+
+def test_a_group_is_centred_and_normalised():
+    # R - mean = (.75, -.25, -.25, -.25); std = sqrt((.5625 + 3 * .0625) / 4) = .433013
+    assert flat(GroupNormalizedReturn(4), 1, 0, 0, 0) == pytest.approx([0.75, -0.25, -0.25, -0.25])
+    assert flat(GroupNormalizedReturn(4, normalize_adv=True), 1, 0, 0, 0) == pytest.approx([1.7320508] + [-0.5773503] * 3)
+    assert flat(GroupNormalizedReturn(2, normalize_adv=True), 1.0, -0.1) == pytest.approx([1.0, -1.0])
+
+
+def test_positive_only_clamps_before_it_divides():
+    # max(A, 0) = (.75, 0, 0, 0); mean .1875; std = sqrt((.5625^2 + 3 * .1875^2) / 4) = .324760; .75 / .324760 = 2.309401
+    both = GroupNormalizedReturn(4, normalize_adv=True, positive_only=True)
+    assert flat(both, 1, 0, 0, 0) == pytest.approx([2.3094011, 0, 0, 0])
+
+
+def test_the_spread_may_have_a_floor():
+    # the measured recipe: (r - mean) / (std + 1e-4): .5 / .5001
+    assert flat(GroupNormalizedReturn(2, normalize_adv=True, eps=1e-4), 1, 0) == pytest.approx([0.5 / 0.5001, -0.5 / 0.5001])
+
+
+def test_hybrid_centres_by_group_and_scales_by_batch():
+    a = [rollout(1.0, group="a"), rollout(0.0, group="a")]  # centred .5, -.5
+    b = [rollout(4.0, group="b"), rollout(0.0, group="b")]  # centred 2, -2
+    # std of (.5, -.5, 2, -2) = sqrt((.25 + .25 + 4 + 4) / 4) = 1.457738
+    got = [w for (w,) in weights(HybridNormalizedReturn(2), *a, *b)]
+    assert got == pytest.approx([0.3429972, -0.3429972, 1.3719887, -1.3719887])
+    positive = [w for (w,) in weights(HybridNormalizedReturn(2, positive_only=True), *a, *b)]
+    assert positive == pytest.approx([0.3429972, 0.0, 1.3719887, 0.0])
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1e9, -0.3])
+@pytest.mark.parametrize("make", [GroupNormalizedReturn, HybridNormalizedReturn])
+def test_equal_returns_give_exactly_zero(make, reward):
+    assert flat(make(3), *[reward] * 3) == [0.0, 0.0, 0.0]
+    assert flat(GroupNormalizedReturn(3, normalize_adv=True), *[reward] * 3) == [0.0, 0.0, 0.0]
+
+
+def test_every_step_of_a_rollout_gets_its_advantage():
+    got = weights(GroupNormalizedReturn(2), rollout(1.0, 1.0, group="g"), rollout(0.0, group="g"))
+    assert got == [[1.0, 1.0], [-1.0]]
+
+
+@pytest.mark.parametrize("make", [GroupNormalizedReturn, HybridNormalizedReturn])
+def test_groups_that_do_not_fit_are_errors(make):
+    with pytest.raises(ValueError, match="missing group_id"):
+        make(1).compute([rollout(1.0)])
+    with pytest.raises(ValueError, match="Group size mismatch"):
+        make(3).compute(group(1.0, 0.0))
+    with pytest.raises(ValueError, match="Group size mismatch"):
+        make(1, allow_partial=True).compute(group(1.0, 0.0))
+    with pytest.raises(ValueError, match="group_size must be positive"):
+        make(0)
+    assert flat(make(3, allow_partial=True), 1.0, 1.0) == [0.0, 0.0]
+    assert make(2).compute([]) == {}
+
+
+@given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=4, max_size=4), min_size=1, max_size=5), st.randoms())
+def test_advantages_of_a_group_add_up_to_nothing_in_any_order(rewards, random):
+    rollouts = [rollout(r, group=g, name=f"{g}-{i}") for g, rs in enumerate(rewards) for i, r in enumerate(rs)]
+    shuffled = random.sample(rollouts, len(rollouts))
+    for assigner in (GroupNormalizedReturn(4), GroupNormalizedReturn(4, normalize_adv=True), HybridNormalizedReturn(4)):
+        got = assigner.compute(rollouts)
+        for g in range(len(rewards)):
+            assert sum(got[f"{g}-{i}", 0] for i in range(4)) == pytest.approx(0.0, abs=1e-6)
+        again = assigner.compute(shuffled)
+        assert np.allclose([got[key] for key in got], [again[key] for key in got], atol=1e-9)

@@ -1,0 +1,39 @@
+"""Filters of samples."""
+
+import pytest
+
+from ludic.training import any_of, apply_filter, combine, drop_incomplete_completions, drop_parse_errors, drop_truncated, keep_all
+from ludic.training.types import SAWItem
+
+
+def item(**meta):
+    return SAWItem([1], [1], [1], 1.0, meta)
+
+
+CASES = [
+    (drop_truncated, {"truncated": True}, {"truncated": False}),
+    (drop_incomplete_completions, {"finish_reason": "length"}, {"finish_reason": "stop"}),
+    (drop_parse_errors, {"parse_error": True}, {"parse_error": False}),
+]
+
+
+@pytest.mark.parametrize(("keep", "dropped", "kept"), CASES)
+def test_a_filter_drops_what_it_names_and_keeps_what_says_nothing(keep, dropped, kept):
+    assert keep(item(**dropped)) is False
+    assert keep(item(**kept)) is True
+    assert keep(item()) is True
+
+
+@pytest.mark.parametrize("keep", [keep_all, *(case[0] for case in CASES)])
+def test_a_filter_called_without_a_sample_is_itself(keep):
+    assert keep()(item(truncated=True, finish_reason="length", parse_error=True)) is (keep is keep_all)
+
+
+def test_filters_combine():
+    good, cut, wrong = item(), item(truncated=True), item(parse_error=True)
+    both, either = combine(drop_truncated(), drop_parse_errors), any_of(drop_truncated, drop_parse_errors())
+    assert apply_filter([good, cut, wrong], both) == [good]
+    assert apply_filter([good, cut, wrong, item(truncated=True, parse_error=True)], either) == [good, cut, wrong]
+    assert both(cut) is False
+    assert combine()(cut) is True
+    assert any_of()(good) is False
