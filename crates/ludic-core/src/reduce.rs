@@ -103,17 +103,10 @@ impl Accumulator {
 /// Reduces one column; NaN stands for an absent value. The order of the sum is fixed, so that the result is the same on
 /// every machine.
 pub fn reduce_column(reduction: Reduction, values: &[f64]) -> f64 {
-    let (total, count) = match reduction {
-        Reduction::CountTrue => (sum_of(values, |value| f64::from(u8::from((value != 0.0) & !value.is_nan()))), 0.0),
-        Reduction::Sum => (sum_of(values, present_or_zero), 0.0),
-        Reduction::Mean => {
-            (sum_of(values, present_or_zero), sum_of(values, |value| f64::from(u8::from(!value.is_nan()))))
-        }
-    };
     match reduction {
-        Reduction::Mean if count == 0.0 => 0.0,
-        Reduction::Mean => total / count,
-        Reduction::Sum | Reduction::CountTrue => total,
+        Reduction::CountTrue => total(values, is_true),
+        Reduction::Sum => total(values, present_or_zero),
+        Reduction::Mean => mean(values),
     }
 }
 
@@ -121,12 +114,32 @@ fn present_or_zero(value: f64) -> f64 {
     if value.is_nan() { 0.0 } else { value }
 }
 
-fn sum_of(values: &[f64], term: impl Fn(f64) -> f64) -> f64 {
-    const LANES: usize = 8;
+fn is_present(value: f64) -> f64 {
+    if value.is_nan() { 0.0 } else { 1.0 }
+}
+
+fn is_true(value: f64) -> f64 {
+    if value.is_nan() | (value == 0.0) { 0.0 } else { 1.0 }
+}
+
+const LANES: usize = 8;
+
+fn total(values: &[f64], term: impl Fn(f64) -> f64) -> f64 {
     let (groups, tail) = values.as_chunks::<LANES>();
     let mut lanes = [0.0f64; LANES];
     for group in groups {
         lanes.iter_mut().zip(group).for_each(|(lane, &value)| *lane += term(value));
     }
     lanes.iter().sum::<f64>() + tail.iter().map(|&value| term(value)).sum::<f64>()
+}
+
+/// Sum and count in one pass over the memory.
+fn mean(values: &[f64]) -> f64 {
+    const BLOCK: usize = 1024;
+    let (mut sum, mut count) = (0.0, 0.0);
+    for block in values.chunks(BLOCK) {
+        sum += total(block, present_or_zero);
+        count += total(block, is_present);
+    }
+    if count == 0.0 { 0.0 } else { sum / count }
 }
