@@ -1,8 +1,12 @@
-"""Parsers on good, bad and arbitrary text."""
+"""Parsers on good, bad, hostile and arbitrary text."""
+
+import time
+from functools import partial
 
 import pytest
 from hypothesis import given, strategies as st
 
+from ludic.errors import LudicError
 from ludic.parsers import (
     ParseResult,
     boxed_parser,
@@ -14,86 +18,236 @@ from ludic.parsers import (
     xml_tag_parser,
 )
 
-
-def test_the_first_tag_anywhere_is_the_action():
-    parse = xml_tag_parser("move")
-    assert parse("I play <MOVE> a1\n </Move> or <move>b2</move>") == ParseResult("a1", 0.1, None)
-    assert parse("<move>a\nb</move>").action == "a\nb"
-
-
-def test_exact_allows_white_space_alone_around_one_tag():
-    parse = xml_tag_parser("move", exact=True, success_reward=0.5)
-    assert parse(" \n<move>a1</move> ") == ParseResult("a1", 0.5, None)
-    for raw in ("so <move>a1</move>", "<move>a1</move><move>b2</move>", "<move>a1"):
-        assert parse(raw).action is None
-
-
-def test_failures_say_what_is_wrong():
-    parse = xml_tag_parser("move", error_reward=-2.0)
-    missing, empty = parse("a1"), parse("<move>  </move>")
-    assert (missing.action, missing.reward) == (None, -2.0)
-    assert missing.obs.startswith("Invalid action format:")
-    assert "Empty" in empty.obs
-
-
-def test_a_tag_is_no_pattern():
-    assert xml_tag_parser("a.c")("<abc>x</abc>").action is None
-    assert xml_tag_parser("a.c")("<a.c>x</a.c>").action == "x"
-
-
-def test_the_answer_follows_the_thought():
-    assert think_prefix_parser(" <think>hm</think> 42 ") == ParseResult("42", 0.1, None)
-    assert think_prefix_parser("<think>a</think>b</think>c").action == "b</think>c"
-    assert "Missing content" in think_prefix_parser("<think>x</think>   ").obs
-    for raw in ("<think>x</think>", "42", "so <think>x</think> 42", "<think>x"):
-        assert "Expected '<think>...</think>'" in think_prefix_parser(raw).obs
-    assert cot_prefix_parser is think_prefix_parser
+PARSERS = {
+    "inner": xml_tag_parser("answer"),
+    "exact": xml_tag_parser("answer", exact=True),
+    "remainder": xml_parser("think", kind="remainder_after_prefix"),
+    "think": think_prefix_parser,
+    "boxed": boxed_parser,
+    "composed": compose_parsers(think_prefix_parser, xml_tag_parser("answer"), boxed_parser),
+}
+# Text made of the pieces that the parsers look for, so that most draws are nearly right.
+pieces = st.sampled_from(
+    [
+        "<think>",
+        "</think>",
+        "<answer>",
+        "</answer>",
+        "<ANSWER>",
+        r"\boxed{",
+        "\\boxed",
+        "{",
+        "}",
+        r"\{",
+        r"\}",
+        "\\",
+        " ",
+        "\n",
+        "4",
+        "x",
+    ]
+)
+nearly_right = st.lists(pieces, max_size=14).map("".join)
+anything = st.text() | nearly_right
 
 
-def test_kinds_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="exact=True is not supported"):
-        xml_parser("t", exact=True, kind="remainder_after_prefix")
-    with pytest.raises(ValueError, match="Unknown kind"):
-        xml_parser("t", kind="outer")
+@pytest.mark.parametrize("parser", PARSERS.values(), ids=PARSERS)
+@given(raw=anything)
+def test_parsers_never_raise_and_either_act_or_say_why_not(parser, raw):
+    result = parser(raw)
+    if result.action is None:
+        assert result.reward < 0
+        assert result.obs.startswith(("Invalid action format:", "Invalid boxed answer:"))
+    else:
+        assert result.action
+        assert result.action == result.action.strip()
+        assert result.obs is None
+        assert result.reward > 0
 
 
-def test_the_last_balanced_box_counts():
-    cases = {
-        r"\boxed{1} then \boxed{2}": "2",
-        r"\boxed {x}": "x",
-        r"\boxed{\frac{1}{2}}": r"\frac{1}{2}",
-        r"\boxed{a\}b}": r"a\}b",
-        r"\boxed{1} and \boxed{2": "1",
-        r"\boxed{ a }": " a ",
-        "none": None,
-        r"\boxed{": None,
-    }
-    assert {raw: extract_last_boxed_content(raw) for raw in cases} == cases
+@given(nearly_right)
+def test_an_exact_answer_is_also_found_by_search(raw):
+    exact = PARSERS["exact"](raw)
+    if exact.action is not None:
+        assert PARSERS["inner"](raw) == exact
 
 
-def test_a_boxed_answer_is_stripped_and_never_empty():
-    assert boxed_parser(r"so \boxed{ 42 }") == ParseResult("42", 0.1, None)
-    for raw in ("42", r"\boxed{ }"):
-        assert boxed_parser(raw).obs.startswith("Invalid boxed answer:")
+@pytest.mark.parametrize(
+    ("raw", "action"),
+    [
+        ("<answer>4</answer>", "4"),
+        ("so <Answer> 4\n</ANSWER> or <answer>5</answer>", "4"),  # the first, whatever the case, stripped
+        ("<answer>two\nlines</answer>", "two\nlines"),
+        ("<answer>1 <answer>2</answer>", "1 <answer>2"),  # from the first opening tag to the first closing one
+        ("</answer><answer>4</answer>", "4"),
+    ],
+)
+def test_inner_is_the_first_pair_anywhere(raw, action):
+    assert PARSERS["inner"](raw) == ParseResult(action, 0.1, None)
 
 
-def test_parsers_in_a_row_add_their_rewards_up_to_the_first_failure():
-    both = compose_parsers(think_prefix_parser, xml_tag_parser("a"))
-    assert both("<think>x</think><a>1</a>") == ParseResult("1", pytest.approx(0.2), None)
-    failed = both("<think>x</think>1")
-    assert failed.action is None
-    assert failed.reward == pytest.approx(0.1 - 1.0)
-    assert "<a>" in failed.obs
-    assert both("1").reward == -1.0
+@pytest.mark.parametrize(
+    ("raw", "part"),
+    [
+        ("4", "Expected <answer>...</answer>"),
+        ("<answer>4", "Expected <answer>...</answer>"),
+        ("</answer>4<answer>", "Expected <answer>...</answer>"),
+        ("<answer> \n </answer>", "Empty"),
+        ("<answer></answer><answer>4</answer>", "Empty"),  # the first pair is the one that counts
+    ],
+)
+def test_inner_fails_with_what_is_missing(raw, part):
+    result = PARSERS["inner"](raw)
+    assert (result.action, result.reward) == (None, -1.0)
+    assert result.obs.startswith("Invalid action format:")
+    assert part in result.obs
 
 
-PIECES = st.sampled_from(["<t>", "</t>", "<think>", "</think>", r"\boxed{", "{", "}", "\\", "x", " ", "\n", "<T>", "é"])
+@pytest.mark.parametrize(
+    ("raw", "action"),
+    [
+        (" \n<answer> 4 </answer>\n", "4"),
+        ("x <answer>4</answer>", None),
+        ("<answer>4</answer> x", None),
+        ("<answer>4</answer><answer>5</answer>", None),
+        ("<answer>4<answer>5</answer>", None),
+        ("<answer>4</answer></answer>", None),
+        ("<answer> </answer>", None),
+    ],
+)
+def test_exact_wants_one_tag_and_nothing_around_it(raw, action):
+    assert PARSERS["exact"](raw).action == action
 
 
-@given(st.one_of(st.text(), st.lists(PIECES, max_size=12).map("".join)))
-def test_parsers_never_raise_on_what_a_model_wrote(raw):
-    for parse in (xml_tag_parser("t"), xml_tag_parser("t", exact=True), think_prefix_parser, boxed_parser):
-        result = parse(raw)
-        assert (result.action is None) == (result.obs is not None)
-        assert result.reward == (-1.0 if result.action is None else 0.1)
-        assert result.action is None or result.action == result.action.strip() != ""
+def test_a_tag_is_text_and_not_a_pattern():
+    parser = xml_tag_parser("a.b")
+    assert parser("<a.b>4</a.b>").action == "4"
+    assert parser("<axb>4</axb>").action is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "action", "part"),
+    [
+        ("<think>x</think> 4 ", "4", None),
+        ("\n<THINK></Think>4", "4", None),
+        ("<think>a</think>b</think>c", "b</think>c", None),  # up to the first closing tag
+        ("<think>x</think>   ", None, "Missing content"),
+        ("<think>x</think>", None, "Expected '<think>...</think>'"),
+        ("4 <think>x</think> 4", None, "Expected '<think>...</think>'"),
+        ("<think>x", None, "Expected '<think>...</think>'"),
+        ("", None, "Expected '<think>...</think>'"),
+    ],
+)
+def test_the_answer_follows_the_thinking(raw, action, part):
+    result = think_prefix_parser(raw)
+    assert result.action == action
+    if part:
+        assert part in result.obs
+    assert cot_prefix_parser(raw) == result == PARSERS["remainder"](raw)
+
+
+def test_rewards_are_those_asked_for():
+    parser = xml_tag_parser("a", success_reward=0.5, error_reward=-2.0)
+    assert parser("<a>1</a>").reward == 0.5
+    assert parser("1").reward == -2.0
+    thinking = partial(think_prefix_parser, success_reward=0.0, error_reward=-0.25)
+    assert (thinking("<think>x</think>4").reward, thinking("4").reward) == (0.0, -0.25)
+    assert boxed_parser(r"\boxed{4}", success_reward=0.7).reward == 0.7
+    assert boxed_parser("4", error_reward=-0.7).reward == -0.7
+
+
+def test_settings_that_contradict_each_other_are_refused_when_the_parser_is_made():
+    with pytest.raises(ValueError, match="exact=True is not supported") as caught:
+        xml_parser("think", exact=True, kind="remainder_after_prefix")
+    assert isinstance(caught.value, LudicError)
+    with pytest.raises(ValueError, match="Unknown kind 'outer'"):
+        xml_parser("think", kind="outer")
+
+
+def test_composed_parsers_hand_on_the_action_and_add_their_rewards():
+    parser = compose_parsers(think_prefix_parser, xml_tag_parser("move", success_reward=0.25))
+    assert parser("<think>x</think><move>A1</move>") == ParseResult("A1", 0.1 + 0.25, None)
+
+
+def test_the_first_parser_that_fails_ends_it_and_rewards_so_far_count():
+    seen = []
+
+    def never(raw):
+        seen.append(raw)
+        return ParseResult(raw, 1.0, None)
+
+    result = compose_parsers(think_prefix_parser, xml_tag_parser("move", error_reward=-0.5), never)("<think>x</think>A1")
+    assert (result.action, result.reward) == (None, 0.1 - 0.5)
+    assert "Expected <move>...</move>" in result.obs
+    assert seen == []
+
+
+def test_no_parsers_leave_the_text_as_it_is():
+    assert compose_parsers()(" 4 ") == ParseResult(" 4 ", 0.0, None)
+
+
+@pytest.mark.parametrize(
+    ("raw", "content"),
+    [
+        (r"\boxed{4}", "4"),
+        (r"\boxed{1} and \boxed{ 2 }", " 2 "),  # the last, not stripped
+        ("\\boxed \n{4}", "4"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1\}}", r"\{1\}"),
+        (r"\boxed{\}}", r"\}"),
+        (r"\boxed{a\\}", r"a\\"),  # an escaped backslash, then the brace that closes
+        (r"\boxed{1} then \boxed{2", "1"),  # the last is cut: the one before
+        (r"\boxed{a \boxed{b}}", "b"),
+        (r"\boxed{a \boxed{b}", "b"),
+        (r"}{ \boxed{4} }", "4"),
+        (r"\boxed{}", ""),
+        (r"\boxed{\}", None),
+        (r"\boxed 4", None),
+        ("4", None),
+        ("", None),
+    ],
+)
+def test_the_last_box_that_is_closed_counts(raw, content):
+    assert extract_last_boxed_content(raw) == content
+
+
+def last_box_slowly(raw):
+    """From the last box to the first: walk to the brace that closes it."""
+    for start in range(len(raw), -1, -1):
+        rest = raw[start:]
+        head = rest.removeprefix("\\boxed").lstrip()
+        if not rest.startswith("\\boxed") or not head.startswith("{"):
+            continue
+        content, depth, escaped = "", 1, False
+        for char in head[1:]:
+            if not escaped:
+                depth += {"{": 1, "}": -1}.get(char, 0)
+            if depth == 0:
+                return content
+            content += char
+            escaped = char == "\\" and not escaped
+    return None
+
+
+@given(nearly_right)
+def test_boxes_are_those_of_a_walk_from_brace_to_brace(raw):
+    assert extract_last_boxed_content(raw) == last_box_slowly(raw)
+
+
+def test_a_box_is_stripped_and_must_hold_something():
+    assert boxed_parser(r"so \boxed{ 4 }") == ParseResult("4", 0.1, None)
+    for raw in (r"\boxed{ }", r"\boxed{4", "4"):
+        result = boxed_parser(raw)
+        assert (result.action, result.reward) == (None, -1.0)
+        assert result.obs.startswith("Invalid boxed answer:")
+
+
+@pytest.mark.parametrize("parser", PARSERS.values(), ids=PARSERS)
+@pytest.mark.parametrize("piece", ["<answer>", "</answer>", "<think>", "</think> ", r"\boxed{", "{", "}", "\\boxed ", " "])
+def test_time_is_linear_in_the_text(parser, piece):
+    """200,000 characters of a hostile answer. Quadratic time would be minutes; the limit is a thousand times what it takes."""
+    raw = (piece * 200_000)[:200_000]
+    start = time.process_time()
+    parser(raw)
+    parser("<think>" + raw)
+    assert time.process_time() - start < 20

@@ -1,61 +1,167 @@
-"""Steps, rollouts and traces."""
+"""Traces, steps, rollouts and samples, with ids of the byte tokenizer."""
 
 import json
+import logging
 
+import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
-from ludic.errors import DataTypeError, LudicError, MissingExtraError
-from ludic.types import ChatResponse, Rollout, Snapshot, Step, TokenTrace
+from ludic.errors import LudicError
+from ludic.recipes.tokenizer import make_byte_tokenizer
+from ludic.training.types import (
+    ActorTokenLogps,
+    EnvSpec,
+    HasActorLogps,
+    ProtocolSpec,
+    RolloutRequest,
+    SampleAttachments,
+    SAWBatch,
+    SAWItem,
+    has_actor_logps,
+)
+from ludic.types import ChatResponse, Rollout, Snapshot, Step, StepOutcome, TokenTrace
+
+TOKENIZER = make_byte_tokenizer()
+ids = st.lists(st.integers(0, 2**31 - 1))
+logps = st.floats(max_value=0.0, allow_nan=False)
 
 
-def test_a_trace_holds_lists_of_ints_and_one_log_probability_a_token():
-    for wrong in ((1, 2), [1.0], [True], "ab", None):
-        with pytest.raises(TypeError, match="must be a list of int"):
-            TokenTrace(wrong, [1])
-        with pytest.raises(TypeError, match="must be a list of int"):
-            TokenTrace([1], wrong)
+@st.composite
+def traces(draw):
+    completion = draw(ids)
+    logprobs = draw(st.none() | st.lists(logps, min_size=len(completion), max_size=len(completion)))
+    return TokenTrace(draw(ids), completion, logprobs, draw(st.none() | st.sampled_from(["stop", "length"])))
+
+
+@given(traces())
+def test_a_trace_survives_json(trace):
+    assert TokenTrace.from_dict(json.loads(json.dumps(trace.to_dict()))) == trace
+
+
+@pytest.mark.parametrize("wrong", [(1, 2), np.array([1, 2]), None, "12", [1, 2.0], [True], [None]])
+@pytest.mark.parametrize("name", ["prompt_token_ids", "completion_token_ids"])
+def test_ids_of_a_trace_are_lists_of_int(name, wrong):
+    fields = {"prompt_token_ids": [1], "completion_token_ids": [2]} | {name: wrong}
+    with pytest.raises(TypeError, match=f"{name} must be a list of int") as caught:
+        TokenTrace(**fields)
+    assert isinstance(caught.value, LudicError)
+
+
+def test_the_error_shows_the_element_that_is_wrong():
+    with pytest.raises(TypeError, match=r"got a list that holds 2\.0 \(float\)"):
+        TokenTrace([1, 2.0], [3])
+    with pytest.raises(TypeError, match=r"got a list that holds '-1' \(str\)"):
+        TokenTrace([1], [3], ["-1"])
+
+
+def test_log_probabilities_of_a_trace_are_numbers_one_for_each_token():
+    assert TokenTrace([1], [2, 3], [-1, np.float64(-0.5)]).completion_logprobs == [-1, -0.5]
     with pytest.raises(TypeError, match="must be a list of float"):
-        TokenTrace([1], [2], ["x"])
-    with pytest.raises(ValueError, match="2 values for 1 completion tokens"):
-        TokenTrace([1], [2], [0.0, -1.0])
-    assert TokenTrace([1], [2], [-1]).completion_logprobs == [-1]
+        TokenTrace([1], [2], (-0.5,))
+    with pytest.raises(TypeError, match="must be a list of float"):
+        TokenTrace([1], [2], [False])
+    with pytest.raises(ValueError, match="has 1 values for 2 completion tokens"):
+        TokenTrace([1], [2, 3], [-0.5])
 
 
-def test_a_trace_survives_json():
-    for trace in (TokenTrace([1], [2, 3], [-0.5, -1.0], "stop"), TokenTrace([1], [2])):
-        assert TokenTrace.from_dict(json.loads(json.dumps(trace.to_dict()))) == trace
+def test_a_response_becomes_a_trace_only_with_both_id_lists_and_shares_neither():
+    prompt, completion = TOKENIZER.encode("2+2="), [*TOKENIZER.encode("4"), TOKENIZER.eos_token_id]
+    assert prompt == [53, 46, 53, 64]  # byte + 3: "2" is 50, "+" 43, "=" 61
+    assert completion == [55, 2]
+    response = ChatResponse("4", completion, [-0.2, -0.1], "stop", prompt)
+    trace = response.to_trace()
+    assert trace == TokenTrace(prompt, completion, [-0.2, -0.1], "stop")
+    completion.append(7)
+    prompt.append(7)
+    assert (trace.prompt_token_ids, trace.completion_token_ids) == ([53, 46, 53, 64], [55, 2])
+    assert ChatResponse("4", completion_token_ids=[55]).to_trace() is None
+    assert ChatResponse("4", prompt_token_ids=[53]).to_trace() is None
 
 
-def test_a_response_with_uneven_log_probabilities_warns(caplog):
-    ChatResponse("a", [1, 2], [0.0])
-    assert "2 token ids and 1 log-probabilities" in caplog.text
+def test_a_response_says_its_text_and_its_finish_reason_if_it_has_one():
+    assert ChatResponse("4").to_info() == {"completion": "4"}
+    info = {"completion": "old", "server": "here"}
+    merged = ChatResponse("4", finish_reason="stop").merge_into_info(info)
+    assert merged is info
+    assert info == {"completion": "4", "finish_reason": "stop", "server": "here"}
+    assert ChatResponse("4").merge_into_info() == {"completion": "4"}
 
 
-def test_a_response_becomes_info_and_trace():
-    response = ChatResponse("a", [1], [-0.5], "stop", [7])
-    info = {"x": 1}
-    assert response.merge_into_info(info) is info
-    assert info == {"x": 1, "completion": "a", "finish_reason": "stop"}
-    assert ChatResponse("a").to_info() == {"completion": "a"}
-    assert response.to_trace() == TokenTrace([7], [1], [-0.5], "stop")
-    assert ChatResponse("a", [1]).to_trace() is None
-    assert ChatResponse("a", prompt_token_ids=[1]).to_trace() is None
+def test_a_response_whose_ids_and_log_probabilities_differ_in_number_warns(caplog):
+    with caplog.at_level(logging.WARNING):
+        ChatResponse("4", [55, 2], [-0.2])
+        ChatResponse("4", [55, 2], [-0.2, -0.1])
+        ChatResponse("4", [55, 2])
+    assert [record.getMessage() for record in caplog.records] == ["the response has 2 token ids and 1 log-probabilities"]
 
 
-def test_a_rollout_sums_its_steps():
-    first, second = Step(0, "o", "a", "n", 1.0, False, False, ts_ns=5), Step(1, "n", "b", None, 0.5, False, True, ts_ns=9)
-    rollout = Rollout(steps=[first, second])
-    assert (rollout.total_reward, rollout.length, rollout.duration_ns, rollout.duration_s) == (1.5, 2, 4, 4e-9)
-    empty = Rollout()
-    assert (empty.total_reward, empty.start_ns, empty.duration_s) == (0, None, None)
-    assert empty.id != Rollout().id
+def test_a_rollout_adds_up_its_steps():
+    steps = [
+        Step(0, "o", "a", "n", 1.0, False, False, ts_ns=2_000_000_000),
+        Step(1, "n", "b", None, 0.5, False, True, ts_ns=3_500_000_000),
+    ]
+    rollout = Rollout(steps=steps)
+    assert (rollout.total_reward, rollout.length) == (1.5, 2)
+    assert (rollout.start_ns, rollout.end_ns) == (2_000_000_000, 3_500_000_000)
+    assert (rollout.duration_ns, rollout.duration_s) == (1_500_000_000, 1.5)
+
+
+def test_a_rollout_without_steps_has_no_times():
+    rollout = Rollout()
+    assert (rollout.total_reward, rollout.length) == (0, 0)
+    assert rollout.start_ns is rollout.end_ns is rollout.duration_ns is rollout.duration_s is None
+
+
+def test_rollouts_and_steps_share_nothing():
+    first, second = Rollout(), Rollout()
+    assert first.id != second.id
+    assert first.steps is not second.steps
+    assert StepOutcome("o", 0.0, False, False).info is not StepOutcome("o", 0.0, False, False).info
+    item, other = SAWItem([1], [1], [1], 0.0), SAWItem([1], [1], [1], 0.0)
+    assert item.meta is not other.meta
+    assert item.attachments is not other.attachments
+    assert SAWBatch([]).meta is not SAWBatch([]).meta
+
+
+def test_steps_take_their_fields_by_position():
+    step = Step(0, "o", "a", "n", 1.0, False, True)
+    assert (step.index, step.prev_obs, step.action, step.next_obs) == (0, "o", "a", "n")
+    assert (step.reward, step.truncated, step.terminated) == (1.0, False, True)
+    assert step.ts_ns > 1.7e18  # nanoseconds since 1970, read in 2023 or later
 
 
 def test_a_snapshot_is_json():
-    assert json.loads(Snapshot("k", "1", "e", "o", {"a": 1}, created_ns=3).to_json())["world"] == {"a": 1}
+    snapshot = Snapshot("tictactoe", "1", "e", "board", {"moves": [1, 5]}, created_ns=7)
+    assert json.loads(snapshot.to_json()) == {
+        "env_kind": "tictactoe",
+        "version": "1",
+        "episode_id": "e",
+        "obs": "board",
+        "world": {"moves": [1, 5]},
+        "created_ns": 7,
+    }
 
 
-def test_errors_are_standard_types_too_and_name_the_extra():
-    assert issubclass(DataTypeError, TypeError)
-    assert issubclass(DataTypeError, LudicError)
-    assert "pip install 'ludic[wandb]'" in str(MissingExtraError.for_extra("wandb", "wandb"))
+def test_log_probabilities_of_the_actor_are_a_list_of_float_or_a_float_array():
+    assert ActorTokenLogps([-0.5, -1]).token_logps == [-0.5, -1]
+    assert ActorTokenLogps(np.array([-0.5], dtype=np.float32)).token_logps.dtype == np.float32
+    for wrong in [(-0.5,), ["-0.5"], [None], np.array([1, 2]), np.zeros((2, 2)), -0.5]:
+        with pytest.raises(TypeError, match=r"must be a List\[float\]"):
+            ActorTokenLogps(wrong)
+
+
+def test_a_sample_knows_whether_it_has_the_actors_log_probabilities():
+    bare = SAWItem([53, 55], [1, 1], [0, 1], 0.5)
+    logged = SAWItem([53, 55], [1, 1], [0, 1], 0.5, attachments=SampleAttachments(ActorTokenLogps([-0.2])))
+    assert not has_actor_logps(bare)
+    assert bare.actor_logps is None
+    assert has_actor_logps(logged)
+    assert logged.actor_logps.token_logps == [-0.2]
+    assert isinstance(logged, HasActorLogps)
+
+
+def test_a_request_asks_for_one_episode_with_open_seeds():
+    request = RolloutRequest(EnvSpec("qa"), ProtocolSpec("single"))
+    assert (request.env_seed, request.sampling_seed, request.inference, request.num_episodes) == (None, None, None, 1)
+    assert request.meta == request.env.kwargs == request.protocol.kwargs == {}

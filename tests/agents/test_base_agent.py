@@ -1,6 +1,7 @@
 """An agent's one call: what is sent, what is kept, what comes back."""
 
 import asyncio
+import copy
 
 import pytest
 from playing import FOR_RL, ScriptedClient, play, verbatim
@@ -8,8 +9,10 @@ from playing import FOR_RL, ScriptedClient, play, verbatim
 import ludic.agent
 import ludic.agents
 from ludic.agents import Agent
+from ludic.agents.base_agent import without_traces
 from ludic.context import FullDialog
-from ludic.types import TokenTrace
+from ludic.inference import InferenceSpec, ReturnSpec, SamplingParams, VLLMExtensions
+from ludic.types import ChatResponse, TokenTrace
 
 
 def agent(client, **settings):
@@ -75,3 +78,52 @@ def test_weights_go_through_to_clients_that_take_them():
 
 def test_both_packages_offer_the_agent():
     assert ludic.agent.Agent is ludic.agents.Agent is Agent
+
+
+def test_settings_of_the_request_default_to_the_clients_own_and_extensions_go_through():
+    client = ScriptedClient("a")
+    acting = agent(client)
+    extensions = VLLMExtensions(max_think=5)
+    play(acting.act())
+    play(acting.act(inference=InferenceSpec(extensions=extensions)))
+    plain, extended = client.requests
+    assert (plain.sampling, plain.return_, plain.seed, plain.extensions) == (SamplingParams(), ReturnSpec(), None, None)
+    assert extended.extensions is extensions
+
+
+def test_the_messages_in_the_info_are_those_sent_whatever_is_said_later():
+    acting = agent(ScriptedClient("a", "b"))
+    _, _, info, _ = play(acting.act())
+    acting.on_after_step("next", {})
+    play(acting.act())
+    assert info["chat_prompt_messages"] == [{"role": "system", "content": "S"}, {"role": "user", "content": "O"}]
+
+
+def test_what_a_client_says_is_cleaned_on_copies():
+    said = {
+        "prompt_token_ids": [1],
+        "completion_token_ids": [2],
+        "completion_logprobs": [-0.5],
+        "policy_version": 3,
+        "raw_response": {
+            "id": "r",
+            "prompt_token_ids": [1],
+            "choices": [{"index": 0, "token_ids": [2], "logprobs": {"content": []}}, "odd"],
+        },
+    }
+    before = copy.deepcopy(said)
+    cleaned = {"policy_version": 3, "raw_response": {"id": "r", "choices": [{"index": 0}, "odd"]}}
+    assert without_traces(said) == cleaned
+    assert said == before
+    for odd in ({}, {"raw_response": None}, {"raw_response": "text"}, {"raw_response": {"choices": None}}):
+        assert without_traces(odd) == odd
+
+
+def test_an_answer_without_ids_has_no_trace():
+    class Silent:
+        async def complete(self, request):
+            return ChatResponse("a"), {}
+
+    _, _, info, trace = play(agent(Silent()).act())
+    assert trace is None
+    assert "finish_reason" not in info

@@ -1,6 +1,11 @@
 """What the model is shown."""
 
-from ludic.context import FullDialog
+import re
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ludic.context import ContextStrategy, FullDialog, TruncatedThinkingContext
 from ludic.types import ChatResponse
 
 
@@ -39,3 +44,89 @@ def test_steps_with_tools_leave_empty_parts_out():
         {"role": "assistant", "content": "text"},
         {"role": "tool", "tool_call_id": "1", "name": "add", "content": "3"},
     ]
+
+
+class Late(FullDialog):
+    """Overrides `reset` with something that its own constructor sets up."""
+
+    def __init__(self):
+        super().__init__("S")
+        self.resets = 0
+
+    def reset(self, *, system_prompt=None):
+        super().reset(system_prompt=system_prompt)
+        self.resets += 1
+
+
+def test_a_context_begins_with_its_prompt_and_without_calling_what_a_subclass_overrides():
+    context = Late()
+    assert context.messages == [{"role": "system", "content": "S"}]
+    context.reset()
+    assert context.resets == 1
+
+
+def test_a_strategy_must_say_what_is_added_when():
+    with pytest.raises(TypeError, match="on_before_act"):
+        ContextStrategy()
+
+
+def shown(answer, **settings):
+    """What the model is shown of an earlier answer of its own."""
+    context = TruncatedThinkingContext(**settings)
+    context.on_env_reset("<think>not mine</think> obs", {})
+    context.on_after_act(ChatResponse(answer))
+    context.on_after_step("go on", {})
+    assert [m["content"] for m in context.messages] == ["<think>not mine</think> obs", answer, "go on"]  # the history stays whole
+    first, own, last = context.on_before_act()
+    assert (first["content"], last["content"]) == ("<think>not mine</think> obs", "go on")
+    return own["content"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "view"),
+    [
+        ("<think>long</think>A1", "<think>[TRUNCATED]</think>A1"),
+        (" \n<Think>a\nb</THINK> \n A1 ", " \n<Think>[TRUNCATED]</THINK> \n A1 "),
+        ("<think></think>A1", "<think>[TRUNCATED]</think>A1"),
+        ("<think>a</think>b<think>c</think>d", "<think>[TRUNCATED]</think>b<think>c</think>d"),  # the first block only
+        (r"<think>\1</think>\g<0>", r"<think>[TRUNCATED]</think>\g<0>"),  # text, not a template
+    ],
+)
+def test_earlier_thinking_is_hidden(answer, view):
+    assert shown(answer) == view
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "A1",
+        "<think>long</think>",
+        "<think>long</think> \n",
+        "so <think>long</think>A1",
+        "<think>long A1",
+        "long</think>A1",
+        "<thinking>a</thinking>b",
+        "",
+    ],
+)
+def test_an_answer_of_another_form_is_shown_as_it_is(answer):
+    assert shown(answer) == answer
+
+
+def test_the_placeholder_is_the_users():
+    assert shown("<think>long</think>A1", placeholder=r"\1...") == r"<think>\1...</think>A1"
+    assert TruncatedThinkingContext("S").messages == [{"role": "system", "content": "S"}]
+
+
+def test_messages_without_text_are_shown_as_they_are():
+    context = TruncatedThinkingContext()
+    context.add_assistant_step(None, [{"id": "1"}])
+    context._messages.append({"role": "assistant", "content": None})
+    assert context.on_before_act() == [{"role": "assistant", "tool_calls": [{"id": "1"}]}, {"role": "assistant", "content": None}]
+
+
+@given(st.lists(st.sampled_from(["<think>", "</think>", "<THINK>", "x", " ", "\n", "<", "think>"]), max_size=10).map("".join))
+def test_whatever_is_hidden_the_answer_stays(answer):
+    view = shown(answer, placeholder="")
+    assert view == answer or re.sub(r"(?is)^(\s*<think>).*?(</think>)", r"\1\2", answer, count=1) == view
+    assert view.split("</think>")[-1] == answer.split("</think>")[-1]

@@ -1,8 +1,9 @@
-"""One question, one verdict."""
+"""One question, one verdict; and the dictionaries of many agents around one."""
 
 import pytest
 
-from ludic.envs import DatasetQAEnv
+from ludic.envs import DatasetQAEnv, LudicEnv, SingleAgentEnv
+from ludic.types import StepOutcome
 
 SAMPLE = {"id": 7, "question": "2+2?", "answer": " Four "}
 
@@ -59,3 +60,40 @@ def test_keys_builders_parsers_and_verifiers_are_the_users():
 def test_a_missing_key_is_named():
     with pytest.raises(KeyError, match="'question'"):
         DatasetQAEnv({"answer": "a"}).env_reset()
+
+
+class Echo(SingleAgentEnv):
+    def env_reset(self, *, seed=None):
+        self.seen = f"seed {seed}"
+        return self.seen, {"i": 1}
+
+    def env_step(self, action):
+        self.seen = action
+        return StepOutcome(action, 0.0, False, False)
+
+    def env_current_obs(self):
+        return self.seen
+
+
+def test_an_environment_for_one_agent_speaks_of_it_by_its_id():
+    assert Echo().agent_ids == Echo().active_agents == ["agent_0"]
+    env = Echo("me")
+    assert env.suggested_sysprompt is None
+    assert env.reset(seed=4) == {"me": ("seed 4", {"i": 1})}
+    assert env.step({"me": "go", "you": "stay"}) == {"me": StepOutcome("go", 0.0, False, False)}
+    assert env.current_obs() == {"me": "go"}
+    assert env.step({})["me"].obs == ""
+
+
+def test_the_current_observation_is_optional_and_its_absence_is_named():
+    class Blind(LudicEnv[str, str, str]):
+        agent_ids = active_agents = ("a",)
+
+        def reset(self, *, seed=None):
+            return {}
+
+        def step(self, actions):
+            return {}
+
+    with pytest.raises(NotImplementedError, match="Blind"):
+        Blind().current_obs()

@@ -1,14 +1,16 @@
 """One agent in one environment, step by step."""
 
 import asyncio
+from itertools import pairwise
 
 import pytest
+from hypothesis import given, strategies as st
 from playing import Counting, ScriptedClient, play, protocol, verbatim
 
 from ludic.agents import Agent
 from ludic.context import FullDialog
 from ludic.envs import LudicEnv, SingleAgentEnv
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, RolloutError
 from ludic.interaction import SingleAgentProtocol, TraceCollector, merge_step_info
 from ludic.interaction.base import derived_seed
 from ludic.interaction.single_agent import SingleAgentSyncProtocol, _has_async_env_methods
@@ -18,7 +20,7 @@ from ludic.types import Step, StepOutcome
 
 def one(client, env, **run):
     settings = {"max_steps": 5, "env_seed": 3, "sampling_seed": 11, **run}
-    (rollout,) = play(protocol(client).run(env=env, **settings)) if "agent" not in run else ()
+    (rollout,) = play(protocol(client).run(env=env, **settings))
     return rollout
 
 
@@ -174,3 +176,147 @@ def test_collected_steps_become_a_rollout_for_each_agent():
     together = collector.extract_rollouts(episode_truncated=True, truncation_reason="env")
     assert [r.meta["truncation_reason"] for r in together] == ["env", "env"]
     assert by_agent["x"]["env_name"] == "e"
+
+
+def test_an_agent_that_is_never_asked_plays_no_step():
+    client, env = ScriptedClient("a"), Leaving(goal=9)
+    env.actions.append("another's")
+    rollout = one(client, env)
+    assert (rollout.steps, client.requests) == ([], [])
+    assert (rollout.meta["episode_truncated"], rollout.meta["truncation_reason"]) == (False, None)
+
+
+def test_no_steps_allowed_is_a_truncation_without_a_step():
+    rollout = one(ScriptedClient("a"), Counting(), max_steps=0)
+    assert (rollout.steps, rollout.meta["truncation_reason"]) == ([], "max_steps")
+
+
+def test_an_end_that_is_also_a_truncation_is_an_end():
+    class Both(Counting):
+        def env_step(self, action):
+            return StepOutcome("o", 1.0, truncated=True, terminated=True)
+
+    rollout = one(ScriptedClient("a"), Both())
+    assert rollout.length == 1
+    assert (rollout.meta["episode_truncated"], rollout.meta["truncation_reason"]) == (False, None)
+
+
+def test_what_the_environment_says_at_the_end_is_not_told_to_the_agent():
+    chat = protocol(ScriptedClient("a", "b"))
+    play(chat.run(env=Counting(goal=2), max_steps=5))
+    assert [m["content"] for m in chat.agent._ctx.messages] == ["start None", "a", "step 1", "b"]
+
+
+def test_feedback_of_a_parser_without_words_is_still_feedback():
+    (rollout,) = play(
+        protocol(ScriptedClient("z"), parser=lambda text: ParseResult(None, -1.0, None)).run(env=Counting(), max_steps=1)
+    )
+    assert rollout.steps[0].next_obs == "Invalid action."
+
+
+class Wrapping(LudicEnv[str, str, str]):
+    """Hands on to an asynchronous environment by its plain methods, whose values are then coroutines."""
+
+    agent_ids = active_agents = ("agent_0",)
+
+    def __init__(self):
+        self.inner = Asynchronous()
+
+    def reset(self, *, seed=None):
+        return self.inner.reset(seed=seed)
+
+    def step(self, actions):
+        return self.inner.step(actions)
+
+
+class AllAsynchronous(Wrapping):
+    async def reset(self, *, seed=None):
+        return {"agent_0": (f"seed {seed}", {})}
+
+    async def step(self, actions):
+        return {"agent_0": StepOutcome("done", 1.0, False, True)}
+
+
+@pytest.mark.parametrize("make", [Wrapping, AllAsynchronous])
+def test_any_awaitable_that_an_environment_returns_is_awaited(make):
+    rollout = one(ScriptedClient("a"), make())
+    assert (rollout.steps[0].prev_obs, rollout.total_reward) == ("seed 3", 1.0)
+
+
+def test_an_environment_that_answers_someone_else_is_named():
+    class Elsewhere(Counting):
+        def step(self, actions):
+            return {"b": self.env_step("")}
+
+    with pytest.raises(RolloutError, match=r"Elsewhere answered \['b'\] and not 'agent_0'"):
+        one(ScriptedClient("a"), Elsewhere())
+
+
+def test_a_model_call_that_takes_too_long_ends_the_episode_with_an_error():
+    async def forever():
+        await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        one(ScriptedClient("a", delay=forever), Counting(), timeout_s=0.02)
+
+
+@given(
+    answers=st.lists(st.sampled_from("az"), min_size=1, max_size=6),
+    goal=st.integers(1, 4),
+    max_steps=st.integers(1, 6),
+    truncate=st.booleans(),
+    stop=st.booleans(),
+)
+def test_every_episode_is_told_without_a_gap(answers, goal, max_steps, truncate, stop):
+    client, env = ScriptedClient(*answers), Counting(goal=goal, truncate=truncate)
+    agent = Agent(client=client, model="m", ctx=FullDialog(), parser=strict)
+    (rollout,) = play(SingleAgentProtocol(agent, stop_on_parse_error=stop).run(env=env, max_steps=max_steps))
+    steps = rollout.steps
+    assert [step.index for step in steps] == list(range(len(client.requests)))
+    assert 1 <= len(steps) <= max_steps
+    assert [step.action for step in steps] == (answers * 6)[: len(steps)]
+    assert env.actions == [step.action for step in steps if not step.info.get("parse_error")]
+    assert all(after.prev_obs == before.next_obs for before, after in pairwise(steps))
+    assert not any(step.terminated or step.truncated for step in steps[:-1])
+    assert steps[-1].terminated != steps[-1].truncated
+    assert rollout.meta["episode_truncated"] == steps[-1].truncated
+    ended = len(env.actions) == goal
+    reason = "max_steps" if not ended else "env" if truncate else None
+    assert rollout.meta["truncation_reason"] == (None if steps[-1].terminated else reason)
+    assert rollout.total_reward == sum(0.25 if step.action == "a" else -1.0 for step in steps) + ended
+
+
+@given(st.integers(-(2**63), 2**63), st.integers(1, 1000))
+def test_a_derived_seed_fits_every_server_and_never_changes(seed, step):
+    assert derived_seed(seed, 0) == seed
+    assert 0 <= derived_seed(seed, step) < 2**31
+    assert derived_seed(seed, step) == derived_seed(seed, step)
+    # seed 0, step 1 is the first output of SplitMix64(0), 0xE220A8397B1DCDAF, cut to 31 bits: 0x7B1DCDAF
+    assert derived_seed(0, 1) == 0x7B1DCDAF
+
+
+def test_members_of_a_group_draw_different_tokens_at_every_step():
+    """Their seeds are base, base + 1, ...: no two of them meet at any step."""
+    seeds = [[derived_seed(1000 + member, step) for step in range(50)] for member in range(64)]
+    assert all(len(set(at_step)) == 64 for at_step in zip(*seeds, strict=True))
+
+
+def test_a_reserved_key_may_be_said_again_with_the_same_value(caplog):
+    assert merge_step_info(client_info={"a": 1}, env_info={"a": 1}, extra={"a": 2}, reserved_keys={"a", "new"}) == {"a": 1}
+    assert caplog.text.count("is reserved") == 1
+    assert merge_step_info(client_info={}, extra={"new": 1}, reserved_keys={"new"}) == {"new": 1}
+    client_info = {"a": 1}
+    merge_step_info(client_info=client_info, env_info={"a": 2})
+    assert client_info == {"a": 1}
+
+
+def test_a_collector_forgets_agents_that_did_nothing():
+    collector = TraceCollector()
+    assert collector.extract_rollouts() == collector.extract_rollouts_with_per_agent_status() == []
+    _ = collector._traces["silent"]
+    collector.add("x", Step(0, "o", "a", "n", 0.0, False, False))
+    collector.add("x", Step(1, "n", "b", None, 0.0, True, False))
+    (rollout,) = collector.extract_rollouts_with_per_agent_status()
+    assert [step.index for step in rollout.steps] == [0, 1]
+    assert rollout.meta == {"agent_id": "x", "episode_truncated": True, "truncation_reason": "env"}
+    assert rollout.id != collector.extract_rollouts()[0].id

@@ -112,3 +112,53 @@ def test_advantages_of_a_group_add_up_to_nothing_in_any_order(rewards, random):
             assert sum(got[f"{g}-{i}", 0] for i in range(4)) == pytest.approx(0.0, abs=1e-6)
         again = assigner.compute(shuffled)
         assert np.allclose([got[key] for key in got], [again[key] for key in got], atol=1e-9)
+
+
+def test_equal_rewards_in_another_order_are_an_equal_return():
+    # added from left to right, .1 + .1 + 1.0 is 1.2 and 1.0 + .1 + .1 is 1.2000000000000002
+    rollouts = [rollout(0.1, 0.1, 1.0, group="g"), rollout(1.0, 0.1, 0.1, group="g")]
+    for assigner in (GroupNormalizedReturn(2, normalize_adv=True), HybridNormalizedReturn(2)):
+        assert weights(assigner, *rollouts) == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("assigner", [EpisodicReturn(), GroupNormalizedReturn(2), HybridNormalizedReturn(2)])
+def test_a_reward_that_is_not_finite_is_named(assigner, reward):
+    with pytest.raises(ValueError, match=r"the rewards of rollout bad are \[1.0, .*\]; rewards must be finite"):
+        assigner.compute([rollout(0.0, group="g"), rollout(1.0, reward, group="g", name="bad")])
+
+
+def test_groups_do_not_know_of_each_other():
+    a, b = [rollout(r, group=1) for r in (1.0, 0.0)], [rollout(r, group="1") for r in (5.0, 1.0)]
+    assert weights(GroupNormalizedReturn(2), a[0], b[0], a[1], b[1]) == [[0.5], [2.0], [-0.5], [-2.0]]
+
+
+def test_a_group_that_lost_rollouts_is_centred_on_those_left():
+    # (3 + 0) / 2 = 1.5
+    assert flat(GroupNormalizedReturn(4, allow_partial=True), 3.0, 0.0) == [1.5, -1.5]
+    assert flat(GroupNormalizedReturn(4, allow_partial=True, normalize_adv=True), 3.0) == [0.0]
+
+
+@given(st.lists(st.integers(-8, 8), min_size=2, max_size=6), st.integers(-4, 4), st.sampled_from([0.5, 1.0, 2.0, 4.0]))
+def test_normalised_credit_does_not_change_with_the_scale_of_the_rewards(rewards, shift, scale):
+    assigner = GroupNormalizedReturn(len(rewards), normalize_adv=True, eps=0.0)
+    if len(set(rewards)) == 1:
+        return
+    moved = [scale * reward + shift for reward in rewards]
+    assert flat(assigner, *moved) == pytest.approx(flat(assigner, *rewards), abs=1e-9)
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=8), st.floats(0, 1))
+def test_monte_carlo_is_the_sum_it_says(rewards, gamma):
+    got = weights(MonteCarloReturn(gamma), rollout(*rewards))[0]
+    slow = [sum(gamma**k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))]
+    assert got == pytest.approx(slow, abs=1e-6)
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=3, max_size=3), st.booleans())
+def test_positive_only_never_pushes_down(rewards, normalize):
+    for assigner in (
+        GroupNormalizedReturn(3, normalize_adv=normalize, positive_only=True),
+        HybridNormalizedReturn(3, positive_only=True),
+    ):
+        assert min(flat(assigner, *rewards)) >= 0.0

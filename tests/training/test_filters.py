@@ -37,3 +37,17 @@ def test_filters_combine():
     assert both(cut) is False
     assert combine()(cut) is True
     assert any_of()(good) is False
+
+
+def test_a_filter_says_true_or_false_whatever_the_meta_holds():
+    for odd in (1, "yes", [0]):
+        assert drop_truncated(item(truncated=odd)) is False
+        assert drop_parse_errors(item(parse_error=odd)) is False
+    assert drop_truncated(item(truncated=None)) is True
+    assert combine(lambda sample: sample.meta)(item(a=1)) is True
+    assert any_of(lambda sample: sample.meta)(item()) is False
+
+
+def test_a_filter_is_known_by_its_name():
+    assert (drop_truncated.__name__, repr(drop_truncated)) == ("drop_truncated", "<filter drop_truncated>")
+    assert "cut short" in drop_truncated.__doc__

@@ -1,0 +1,80 @@
+"""What is asked of a server."""
+
+import asyncio
+import json
+
+import pytest
+
+import ludic.inference
+from ludic.inference import (
+    BackendExtensions,
+    ChatClient,
+    ChatCompletionRequest,
+    InferenceSpec,
+    ReturnSpec,
+    SamplingConfig,
+    SamplingParams,
+    ToolRequest,
+    VLLMExtensions,
+)
+from ludic.inference.client import ChatResponse
+
+
+def test_sampling_speaks_openai_in_plain_numbers():
+    kwargs = SamplingParams(temperature=1, max_tokens=8.0, top_p=1, frequency_penalty=0, presence_penalty=0).to_openai_kwargs()
+    assert kwargs == {"temperature": 1.0, "max_tokens": 8, "top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+    assert [type(value) for value in kwargs.values()] == [float, int, float, float, float]
+    assert SamplingParams(stop=["a"]).to_openai_kwargs()["stop"] == ["a"]
+    assert SamplingParams(stop="a").to_openai_kwargs()["stop"] == "a"
+    for nothing in (None, "", []):
+        assert "stop" not in SamplingParams(stop=nothing).to_openai_kwargs()
+    assert SamplingConfig is SamplingParams
+
+
+def test_what_comes_back_has_a_preset_for_each_use():
+    assert ReturnSpec() == ReturnSpec(return_token_ids=False, return_chosen_logprobs=False, top_logprobs_k=1)
+    assert ReturnSpec.for_eval() == ReturnSpec(return_token_ids=True)
+    assert ReturnSpec.for_eval(return_token_ids=False) == ReturnSpec()
+    assert ReturnSpec.for_rl(top_logprobs_k=3) == ReturnSpec(True, True, 3)
+    for k in (0, -1):
+        with pytest.raises(ValueError, match=rf"top_logprobs_k \({k}\) must be >= 1"):
+            ReturnSpec(top_logprobs_k=k)
+
+
+def test_a_request_is_json_through_and_through():
+    request = ChatCompletionRequest(
+        model="m",
+        messages=[{"role": "user", "content": "2+2="}],
+        seed=7,
+        tools=ToolRequest([{"type": "function"}]),
+        extensions=VLLMExtensions(max_think=5),
+    )
+    data = json.loads(json.dumps(request.to_dict()))
+    assert data["sampling"]["temperature"] == 0.7
+    assert data["tools"] == {"tools": [{"type": "function"}], "tool_choice": "auto"}
+    assert data["extensions"] == {"kind": "vllm", "max_think": 5, "repetition_penalty": 1.0, "extra_body_overrides": {}}
+    assert BackendExtensions("other").to_dict() == {"kind": "other"}
+
+
+def test_specs_cannot_be_changed_and_share_nothing():
+    with pytest.raises(AttributeError):
+        SamplingParams().temperature = 1.0
+    assert InferenceSpec() == InferenceSpec(SamplingParams(), ReturnSpec(), None)
+    assert VLLMExtensions().extra_body_overrides is not VLLMExtensions().extra_body_overrides
+
+
+def test_a_client_may_derive_from_the_protocol_and_leave_parts_out():
+    class Mine(ChatClient):
+        async def complete(self, request):
+            return ChatResponse("a"), {}
+
+    response, _ = asyncio.run(Mine().complete(ChatCompletionRequest("m", [])))
+    assert response.text == "a"
+    with pytest.raises(NotImplementedError, match="Mine does not take new weights"):
+        Mine().sync_weights({})
+
+
+def test_names_that_are_not_there_are_named():
+    assert "LocalChatClient" in ludic.inference.__all__
+    with pytest.raises(AttributeError, match="no attribute 'absent'"):
+        _ = ludic.inference.absent

@@ -1,0 +1,40 @@
+"""What is raised can be caught as what it is in Python."""
+
+import inspect
+
+import pytest
+
+import ludic.errors
+from ludic.errors import LudicError, MissingExtraError
+
+STANDARD = {
+    "ConfigError": ValueError,
+    "BudgetError": ValueError,
+    "DataError": ValueError,
+    "DataTypeError": TypeError,
+    "MissingExtraError": ImportError,
+    "RolloutError": RuntimeError,
+    "InferenceError": RuntimeError,
+    "NonFiniteError": RuntimeError,
+    "EmptyBatchError": RuntimeError,
+    "CheckpointError": RuntimeError,
+}
+
+
+@pytest.mark.parametrize(("name", "standard"), STANDARD.items())
+def test_an_error_is_a_ludic_error_and_a_standard_one(name, standard):
+    error = getattr(ludic.errors, name)
+    assert issubclass(error, LudicError)
+    assert issubclass(error, standard)
+
+
+def test_no_error_is_only_a_ludic_error():
+    errors = {name for name, found in inspect.getmembers(ludic.errors, inspect.isclass) if issubclass(found, LudicError)}
+    standard = (ValueError, TypeError, ImportError, RuntimeError, KeyError)
+    assert {name for name in errors if not issubclass(getattr(ludic.errors, name), standard)} == {"LudicError"}
+
+
+def test_a_missing_extra_names_what_installs_it():
+    error = MissingExtraError.for_extra("wandb", "wandb")
+    assert isinstance(error, ImportError)
+    assert str(error) == "wandb is not installed; `pip install 'ludic[wandb]'` brings it"
