@@ -192,7 +192,7 @@ impl ItemReader {
             input_ids: ids,
             action_mask: self.action.read_mask(&action_mask, field("action_mask"))?,
             attention_mask: attention,
-            actor_logps: logps.map(|logps| self.logps.read(&logps, field("actor_logps"))).transpose()?,
+            actor_logps: logps.as_ref().map(|logps| self.logps.read(logps, field("actor_logps"))).transpose()?,
             weight: weight.extract().map_err(|_| wrong_weight(&weight, at))?,
         };
         Ok(builder.push(&sample)?)
