@@ -35,8 +35,8 @@ from ludic.training.stats import Reducer, default_reducers
 from ludic.training.trainer import Trainer
 
 WARM_UP, REINFORCE, DONE = "warm_up", "reinforce", "done"
-WARM_UP_KEYS = ["loss", "grad_norm"]
-REINFORCE_KEYS = ["avg_total_reward", "loss", "grad_norm", "clip_frac"]
+WARM_UP_KEYS = ["train/loss", "train/grad_norm"]
+REINFORCE_KEYS = ["train/avg_total_reward", "train/loss", "train/grad_norm", "train/clip_frac"]
 
 
 class Interrupted(Exception):
@@ -119,7 +119,7 @@ class Run:
         recipe, parts = self.recipe, self.parts
         each = f"{recipe.rollout.prompts} problems x {recipe.rollout.group_size} answers"
         self.screen.note(f"Reinforcement with {recipe.algorithm}: {recipe.steps} steps of {each}")
-        keys = [*parts.task.facts, *REINFORCE_KEYS]
+        keys = [*REINFORCE_KEYS, *(f"train/{name}" for name in parts.task.facts)]
         with self._logger(REINFORCE, keys=keys, spark_key="avg_total_reward", steps=recipe.steps) as logger:
             trainer = self._trainer(REINFORCE, parts.algorithm, self._rollouts(), parts.trainer_cfg, logger)
             self._show_start(trainer)

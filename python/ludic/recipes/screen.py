@@ -33,7 +33,9 @@ class Screen:
     def logger(self, title: str, *, keys: list[str], spark_key: str, last_step: int) -> Iterator[TrainingLogger]:
         """`keys` are those of the plain lines; the dashboard shows more, and the course of `spark_key`."""
         if self.console.is_terminal:
-            with RichLiveLogger(keys=[*keys, *DASHBOARD_KEYS], spark_key=spark_key, console=self.console) as live:
+            measured = [f"eval/{key.removeprefix('train/')}" for key in keys]
+            shown = [*keys, *measured, *DASHBOARD_KEYS]
+            with RichLiveLogger(keys=shown, spark_key=spark_key, console=self.console) as live:
                 yield live
         else:
             lines = PrintLogger(prefix=f"[{title}]", keys=keys, precision=3)
