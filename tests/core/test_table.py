@@ -179,12 +179,12 @@ def test_bad_columns_are_named(columns: dict[str, Any], message: str) -> None:
 
 
 def within_a_second(build: Callable[[], object]) -> object:
-    begin = time.perf_counter()
+    begin = time.process_time()
     try:
         built = build()
     except DataError as error:
         built = error
-    assert time.perf_counter() - begin < 1.0
+    assert time.process_time() - begin < 1.0
     return built
 
 

@@ -1,83 +1,10 @@
 //! The border: whatever the caller holds becomes validated columns here, and nowhere else.
 
 use crate::CoreError;
+use crate::numbers::{
+    Float, Floats, Int, Ints, all_ones, each_float, each_width, first_non_finite, push_ids, push_mask,
+};
 use crate::table::{Columns, Row, SampleTable, ones};
-
-/// Integers as the caller has them.
-#[derive(Debug, Clone, Copy)]
-#[allow(missing_docs)]
-pub enum Ints<'a> {
-    I8(&'a [i8]),
-    I16(&'a [i16]),
-    I32(&'a [i32]),
-    I64(&'a [i64]),
-    U8(&'a [u8]),
-    U16(&'a [u16]),
-    U32(&'a [u32]),
-    U64(&'a [u64]),
-}
-
-/// Floats as the caller has them.
-#[derive(Debug, Clone, Copy)]
-#[allow(missing_docs)]
-pub enum Floats<'a> {
-    F32(&'a [f32]),
-    F64(&'a [f64]),
-}
-
-/// Runs `$body` with `$values` bound to the slice, whatever its element type.
-macro_rules! each_width {
-    ($ints:expr, $values:ident => $body:expr) => {
-        match $ints {
-            Ints::I8($values) => $body,
-            Ints::I16($values) => $body,
-            Ints::I32($values) => $body,
-            Ints::I64($values) => $body,
-            Ints::U8($values) => $body,
-            Ints::U16($values) => $body,
-            Ints::U32($values) => $body,
-            Ints::U64($values) => $body,
-        }
-    };
-}
-
-macro_rules! each_float {
-    ($floats:expr, $values:ident => $body:expr) => {
-        match $floats {
-            Floats::F32($values) => $body,
-            Floats::F64($values) => $body,
-        }
-    };
-}
-
-impl Ints<'_> {
-    /// A copy as signed integers; what does not fit becomes the largest.
-    pub fn to_i64(&self) -> Vec<i64> {
-        each_width!(self, values => values.iter().map(|value| i64::try_from(value.exact()).unwrap_or(i64::MAX)).collect())
-    }
-
-    /// How many there are.
-    pub fn len(&self) -> usize {
-        each_width!(self, values => values.len())
-    }
-
-    /// Whether there is none.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-}
-
-impl Floats<'_> {
-    /// How many there are.
-    pub fn len(&self) -> usize {
-        each_float!(self, values => values.len())
-    }
-
-    /// Whether there is none.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-}
 
 /// One sample as the caller has it.
 #[derive(Debug, Clone, Copy)]
@@ -136,9 +63,10 @@ impl TableBuilder {
         if len > i32::MAX as usize {
             return Err(CoreError::SampleTooLong { sample: at, length: len });
         }
-        push_ids(sample.input_ids, &mut self.columns.ids).map_err(|bad| bad.token_id(at))?;
+        push_ids(sample.input_ids, &mut self.columns.ids).map_err(|bad| bad.token_id((at, bad.position)))?;
         check_length(at, "action_mask", sample.action_mask.len(), len)?;
-        push_mask(sample.action_mask, &mut self.columns.action).map_err(|bad| bad.mask(at, "action_mask"))?;
+        push_mask(sample.action_mask, &mut self.columns.action)
+            .map_err(|bad| bad.mask((at, bad.position), "action_mask"))?;
         self.push_attention(at, start, len, sample.attention_mask)?;
         self.push_logps(at, start, sample.actor_logps)?;
         let weight = finite_weight(at, sample.weight)?;
@@ -166,7 +94,7 @@ impl TableBuilder {
             self.columns.attention = Some(vec![1; start]);
         }
         let column = self.columns.attention.get_or_insert_default();
-        push_mask(mask, column).map_err(|bad| bad.mask(at, "attention_mask"))
+        push_mask(mask, column).map_err(|bad| bad.mask((at, bad.position), "attention_mask"))
     }
 
     fn push_logps(&mut self, at: usize, start: usize, logps: Option<Floats<'_>>) -> Result<(), CoreError> {
@@ -202,16 +130,15 @@ impl SampleTable {
         let rows = rows_of(input.offsets, tokens, input.weights)?;
         let place = |position: usize| locate(&rows, position);
         let mut columns = Columns::default();
-        push_ids(input.input_ids, &mut columns.ids).map_err(|bad| bad.within(&rows).token_id(place(bad.position).0))?;
+        push_ids(input.input_ids, &mut columns.ids).map_err(|bad| bad.token_id(place(bad.position)))?;
         check_column("action_mask", input.action_mask.len(), tokens)?;
         push_mask(input.action_mask, &mut columns.action)
-            .map_err(|bad| bad.within(&rows).mask(place(bad.position).0, "action_mask"))?;
+            .map_err(|bad| bad.mask(place(bad.position), "action_mask"))?;
         if let Some(mask) = input.attention_mask {
             check_column("attention_mask", mask.len(), tokens)?;
             if !all_ones(mask) {
                 let column = columns.attention.get_or_insert_default();
-                push_mask(mask, column)
-                    .map_err(|bad| bad.within(&rows).mask(place(bad.position).0, "attention_mask"))?;
+                push_mask(mask, column).map_err(|bad| bad.mask(place(bad.position), "attention_mask"))?;
             }
         }
         if let Some(logps) = input.actor_logps {
@@ -225,110 +152,6 @@ impl SampleTable {
         }
         Ok(Self { columns: columns.seal(), rows })
     }
-}
-
-/// What an integer column needs of its element type.
-trait Int: Copy + Default + std::ops::BitOr<Output = Self> {
-    /// Sign-extended, so that anything negative is huge.
-    fn unsigned(self) -> u64;
-    fn exact(self) -> i128;
-    fn id(self) -> i32;
-    fn bit(self) -> u8;
-}
-
-macro_rules! int {
-    ($($width:ty),*) => {$(
-        impl Int for $width {
-            fn unsigned(self) -> u64 { self as u64 }
-            fn exact(self) -> i128 { i128::from(self) }
-            fn id(self) -> i32 { self as i32 }
-            fn bit(self) -> u8 { self as u8 }
-        }
-    )*};
-}
-int!(i8, i16, i32, i64, u8, u16, u32, u64);
-
-trait Float: Copy + Default {
-    fn single(self) -> f32;
-    fn wide(self) -> f64;
-}
-
-impl Float for f32 {
-    fn single(self) -> f32 {
-        self
-    }
-    fn wide(self) -> f64 {
-        f64::from(self)
-    }
-}
-
-impl Float for f64 {
-    fn single(self) -> f32 {
-        self as f32
-    }
-    fn wide(self) -> f64 {
-        self
-    }
-}
-
-/// A value outside its range, before it is known which sample it belongs to.
-#[derive(Debug, Clone, Copy)]
-struct Bad {
-    position: usize,
-    value: i128,
-}
-
-impl Bad {
-    fn token_id(self, sample: usize) -> CoreError {
-        CoreError::TokenId { sample, position: self.position, value: self.value }
-    }
-
-    fn mask(self, sample: usize, field: &'static str) -> CoreError {
-        CoreError::MaskValue { sample, field, position: self.position, value: self.value }
-    }
-
-    /// The same with the position counted from the beginning of its sample.
-    fn within(self, rows: &[Row]) -> Self {
-        Self { position: locate(rows, self.position).1, ..self }
-    }
-}
-
-/// Appends ids after one vectorised check of them all; the offender is searched for only when there is one.
-fn push_ids(ids: Ints<'_>, column: &mut Vec<i32>) -> Result<(), Bad> {
-    each_width!(ids, values => {
-        check_at_most(values, i32::MAX as u64)?;
-        column.extend(values.iter().map(|&value| value.id()));
-    });
-    Ok(())
-}
-
-fn push_mask(mask: Ints<'_>, column: &mut Vec<u8>) -> Result<(), Bad> {
-    each_width!(mask, values => {
-        check_at_most(values, 1)?;
-        column.extend(values.iter().map(|&value| value.bit()));
-    });
-    Ok(())
-}
-
-/// `limit + 1` is a power of two, so that a set bit above it anywhere shows in the OR of all values.
-fn check_at_most<T: Int>(values: &[T], limit: u64) -> Result<(), Bad> {
-    let union = values.iter().fold(T::default(), |union, &value| union | value);
-    if union.unsigned() <= limit {
-        return Ok(());
-    }
-    let offender = values.iter().position(|value| value.unsigned() > limit);
-    let position = offender.unwrap_or_default();
-    Err(Bad { position, value: values[position].exact() })
-}
-
-fn all_ones(mask: Ints<'_>) -> bool {
-    // No early exit: the loop is vectorised, and nearly every mask is all ones.
-    each_width!(mask, values => values.iter().fold(true, |all, value| all & (value.unsigned() == 1)))
-}
-
-fn first_non_finite<T: Float>(values: &[T]) -> Option<usize> {
-    let all_finite = values.iter().fold(true, |all, value| all & value.single().is_finite());
-    if all_finite { None } else { values.iter().position(|value| !value.single().is_finite()) }
 }
 
 /// Appends one value a token: the next log-probability where the mask is 1, else 0. Masks are runs, and a run is copied at

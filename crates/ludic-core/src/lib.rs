@@ -6,6 +6,7 @@ pub mod balance;
 pub mod collate;
 mod error;
 mod ingest;
+mod numbers;
 pub mod pairs;
 pub mod plan;
 pub mod reduce;
@@ -13,5 +14,6 @@ mod table;
 mod truncate;
 
 pub use error::CoreError;
-pub use ingest::{ColumnInput, Floats, Ints, Sample, TableBuilder};
+pub use ingest::{ColumnInput, Sample, TableBuilder};
+pub use numbers::{Floats, Ints};
 pub use table::SampleTable;
