@@ -15,7 +15,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     help="Post-training of language models: reinforcement learning, reward modelling and supervised fine-tuning.",
-    epilog="Start with `ludic train`: it teaches a small model to sort digits, on this machine's CPU, in about half a minute.",
+    epilog="Start with `ludic train`: it teaches a small model to sort digits, on this machine's CPU, in under a minute.",
 )
 
 _TRAIN_HELP = """Train a recipe and show what it learnt: held-out accuracy before and after, answers side by side, and the
