@@ -174,7 +174,7 @@ impl Batch<'_> {
             end += span.len();
             copy_row(&mut out.input_ids[begin..end], &self.columns.ids[span.clone()], widen, 0);
             copy_row(&mut out.action_mask[begin..end], &self.columns.action[span], f32::from, 0.0);
-            (0..).zip(&mut out.position_ids[begin..end]).for_each(|(position, slot)| slot.put(position));
+            count_up(&mut out.position_ids[begin..end]);
             boundary.put(end as i32);
         }
         Ok(())
@@ -245,6 +245,15 @@ impl Batch<'_> {
 /// Ids are never negative, so that they are widened with zeros, which is cheaper than with the sign.
 fn widen(id: i32) -> i64 {
     i64::from(id as u32)
+}
+
+/// 0, 1, 2 and so on. The addition wraps so that no check of it keeps the loop from being vectorised.
+fn count_up<I: Slot<i64>>(out: &mut [I]) {
+    let mut position = 0i64;
+    for slot in out {
+        slot.put(position);
+        position = position.wrapping_add(1);
+    }
 }
 
 fn copy_row<S: Copy, T: Copy, O: Slot<T>>(out: &mut [O], values: &[S], convert: impl Fn(S) -> T, pad: T) {
