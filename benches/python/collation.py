@@ -118,11 +118,10 @@ def _columns(items: list[SAWItem], plan: list[NDArray[np.int64]]) -> list[Conten
         return Contender(name, each(function, plan), check, repeats=5)
 
     return [
-        entry("**ludic columns, padded, fresh**", lambda rows: tensors(table.collate(rows, PAD))),
-        entry("**ludic columns, padded, arena**", lambda rows: tensors(table.collate(rows, PAD, arena))),
-        entry(
-            "**ludic columns, padding-free, arena**", lambda rows: tensors(table.collate_padding_free(rows, arena)), same_tokens
-        ),
-        entry("**ludic columns, compact, arena**", lambda rows: tensors(table.collate_compact(rows, PAD, arena)), same_compact),
+        entry("**ludic columns, padded, fresh**", lambda rows: table.collate(rows, PAD)),
+        entry("**ludic columns, padded, arena**", lambda rows: table.collate(rows, PAD, arena)),
+        entry("**ludic columns, padded, arena**, as tensors", lambda rows: tensors(table.collate(rows, PAD, arena))),
+        entry("**ludic columns, padding-free, arena**", lambda rows: table.collate_padding_free(rows, arena), same_tokens),
+        entry("**ludic columns, compact, arena**", lambda rows: table.collate_compact(rows, PAD, arena), same_compact),
         Contender("memcpy of the padded bytes", each(copied, padded_bytes), repeats=5),
     ]
