@@ -118,6 +118,15 @@ def test_the_placeholder_is_the_users():
     assert TruncatedThinkingContext("S").messages == [{"role": "system", "content": "S"}]
 
 
+def test_the_view_keeps_what_else_a_message_holds():
+    context = TruncatedThinkingContext()
+    context.add_assistant_step("<think>long</think>A1", [{"id": "1"}])
+    assert context.on_before_act() == [
+        {"role": "assistant", "content": "<think>[TRUNCATED]</think>A1", "tool_calls": [{"id": "1"}]}
+    ]
+    assert context.messages[0]["content"] == "<think>long</think>A1"
+
+
 def test_messages_without_text_are_shown_as_they_are():
     context = TruncatedThinkingContext()
     context.add_assistant_step(None, [{"id": "1"}])
