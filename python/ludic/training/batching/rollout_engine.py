@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ class RolloutEngine:
 
     An episode that raises or times out is played again, with a fresh environment, up to `max_retries` times. If it still fails, its
     whole group is left out, counted and logged with the error: a batch is never lost to one episode, and a failure is never a
-    reward. If nothing is left, RolloutError names the first cause.
+    reward. If nothing is left, RolloutError names the first cause. `episode_timeout_s` bounds a whole episode, environment included;
+    the `timeout_s` of a call bounds each model call.
 
     `jsonl_path`: every rollout is appended there, token traces included.
     """
@@ -76,13 +78,17 @@ class RolloutEngine:
         protocol_registry: Mapping[str, ProtocolFactory],
         jsonl_path: str | Path | None = None,
         max_retries: int = 1,
+        episode_timeout_s: float | None = None,
     ) -> None:
         if max_retries < 0:
             raise ConfigError(f"max_retries ({max_retries}) must be >= 0")
+        if episode_timeout_s is not None and not episode_timeout_s > 0:
+            raise ConfigError(f"episode_timeout_s ({episode_timeout_s}) must be > 0, or None for episodes without a limit")
         self._envs = dict(env_registry)
         self._protocols = dict(protocol_registry)
         self._jsonl_path = None if jsonl_path is None else Path(jsonl_path)
         self._max_retries = max_retries
+        self._episode_timeout_s = episode_timeout_s
         self._episodes = 0
         if self._jsonl_path is not None:
             self._jsonl_path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +158,9 @@ class RolloutEngine:
         async with gate:
             while True:
                 try:
-                    episode.rollouts = await self._play_once(episode, max_steps, timeout_s)
+                    with _cancelled_within_is_an_error():
+                        async with asyncio.timeout(self._episode_timeout_s):
+                            episode.rollouts = await self._play_once(episode, max_steps, timeout_s)
                     return
                 except Exception as error:
                     if episode.retries == self._max_retries:
@@ -190,6 +198,18 @@ def credit_of(algorithm: RLAlgorithm | None, credit_assigner: CreditAssigner | N
     if algorithm is None:
         raise ConfigError("credit_assigner or algorithm must be given; credit turns rewards into weights")
     return algorithm.credit_assigner
+
+
+@contextmanager
+def _cancelled_within_is_an_error() -> Iterator[None]:
+    """Something that the episode waited for was cancelled, and the episode was not: it failed. A task group would take it for done."""
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise RolloutError("something that the episode waited for was cancelled") from error
 
 
 def _factory(registry: Mapping[str, Callable[..., Any]], kind: str, what: str) -> Callable[..., Any]:

@@ -1,0 +1,188 @@
+"""Episodes that go wrong in every way: they are counted, their groups left out, the others played, and nothing leaks."""
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given, strategies as st
+from playing import FOR_RL, Counting, ScriptedClient, play, protocol
+
+from ludic.errors import ConfigError, RolloutError
+from ludic.training import (
+    ConstantCredit,
+    EnvSpec,
+    GroupNormalizedReturn,
+    GRPORequestStrategy,
+    ProtocolSpec,
+    RolloutEngine,
+    RolloutRequest,
+)
+
+
+class Forever(Counting):
+    """An asynchronous environment whose step never comes back."""
+
+    async def env_step(self, action):
+        await asyncio.Event().wait()
+
+
+class Cancelled(Counting):
+    """Waits for something that somebody else cancels, such as a pool that is shut down."""
+
+    async def env_step(self, action):
+        lost = asyncio.get_running_loop().create_future()
+        lost.cancel()
+        await lost
+
+
+class Garbage(Counting):
+    def env_step(self, action):
+        return "correct!"
+
+
+class NoObservation(Counting):
+    def env_reset(self, *, seed=None):
+        return None
+
+
+class ClosesAsynchronously(Counting):
+    async def close(self):
+        await asyncio.sleep(0)
+        self.closed = True
+
+
+class CannotClose(Counting):
+    def close(self):
+        raise OSError("still busy")
+
+
+def cannot_be_made():
+    raise OSError("no room for an environment")
+
+
+class Nothing:
+    """A protocol that returns no list of rollouts."""
+
+    async def run(self, **_):
+        return None
+
+
+ENVS = {
+    "count": Counting,
+    "forever": Forever,
+    "cancelled": Cancelled,
+    "garbage": Garbage,
+    "no_observation": NoObservation,
+    "unmade": cannot_be_made,
+    "async_close": ClosesAsynchronously,
+    "cannot_close": CannotClose,
+}
+
+
+def engine(**settings):
+    protocols = {"single": lambda: protocol(ScriptedClient("ab")), "nothing": Nothing}
+    return RolloutEngine(env_registry=ENVS, protocol_registry=protocols, **settings)
+
+
+def request(env="count", played_by="single", group=None):
+    return RolloutRequest(
+        EnvSpec(env), ProtocolSpec(played_by), inference=FOR_RL, meta={} if group is None else {"group_id": group}
+    )
+
+
+def counts(batch):
+    return tuple(batch.meta[f"num_{name}"] for name in ("episodes", "retried_episodes", "failed_episodes", "dropped_groups"))
+
+
+@pytest.mark.parametrize(
+    ("broken", "cause"),
+    [
+        (request("garbage"), "AttributeError"),
+        (request("no_observation"), "TypeError"),
+        (request("unmade"), "OSError: no room for an environment"),
+        (request("cancelled"), "RolloutError: something that the episode waited for was cancelled"),
+        (request("forever"), "TimeoutError"),
+        (request(played_by="nothing"), "TypeError"),
+    ],
+)
+def test_a_broken_episode_is_counted_and_the_others_are_played(broken, cause):
+    Counting.made.clear()
+    eng = engine(episode_timeout_s=0.05)
+    batch = play(eng.generate_batch([request(), broken, request()], credit_assigner=ConstantCredit()))
+    assert counts(batch) == (3, 1, 1, 1)
+    assert [item.meta["episode_idx"] for item in batch.items] == [0, 2]
+    assert all(env.closed for env in Counting.made)
+    with pytest.raises(RolloutError, match=cause):
+        play(eng.generate_rollouts([broken], 1))
+
+
+def test_an_episode_without_a_limit_may_take_its_time():
+    with pytest.raises(TimeoutError):
+        play(asyncio.wait_for(engine().generate_rollouts([request("forever")], 1), 0.1))
+    with pytest.raises(ConfigError, match="episode_timeout_s"):
+        engine(episode_timeout_s=0)
+
+
+def test_an_episode_that_waits_for_its_turn_is_not_yet_timed():
+    """The second begins when the first has used up its time, which is as long as its own."""
+    eng = engine(episode_timeout_s=0.05, max_retries=0)
+    batch = play(eng.generate_batch([request("forever"), request()], credit_assigner=ConstantCredit(), concurrency=1))
+    assert counts(batch) == (2, 0, 1, 1)
+
+
+def test_an_environment_may_close_asynchronously_and_a_failure_to_close_does_not_undo_the_episode(caplog):
+    Counting.made.clear()
+    batch = play(engine().generate_batch([request("async_close"), request("cannot_close")], credit_assigner=ConstantCredit()))
+    assert counts(batch) == (2, 0, 0, 0)
+    assert Counting.made[0].closed
+    assert "CannotClose.close() failed" in caplog.text
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=12))
+def test_a_batch_holds_exactly_the_groups_in_which_nothing_failed(members):
+    """`members`: (group, does it fail)."""
+    requests = [request("garbage" if fails else "count", group=group) for group, fails in members]
+    lost = {group for group, fails in members if fails}
+    left = [position for position, (group, _) in enumerate(members) if group not in lost]
+    eng = engine(max_retries=0)
+    if not left:
+        with pytest.raises(RolloutError, match="no complete group is left"):
+            play(eng.generate_batch(requests, credit_assigner=ConstantCredit()))
+        return
+    batch = play(eng.generate_batch(requests, credit_assigner=ConstantCredit(), concurrency=3))
+    assert counts(batch) == (len(members), 0, sum(fails for _, fails in members), len(lost))
+    assert [item.meta["episode_idx"] for item in batch.items] == left
+
+
+def test_credit_is_computed_on_whole_groups_when_an_episode_was_lost_without_an_error():
+    """An episode that vanished instead of failing would leave three of four members, and this assigner refuses three."""
+    groups = [*GRPORequestStrategy(4).expand([request()]), *GRPORequestStrategy(4).expand([request()])]
+    groups[6] = RolloutRequest(EnvSpec("cancelled"), groups[6].protocol, inference=FOR_RL, meta=groups[6].meta)
+    batch = play(engine().generate_batch(groups, credit_assigner=GroupNormalizedReturn(4)))
+    assert (len(batch.items), counts(batch)) == (4, (8, 1, 1, 1))
+
+
+def test_only_rollouts_that_are_used_are_written(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    eng = engine(jsonl_path=path)
+    play(eng.generate_rollouts([request(), request(group="g"), request("garbage", group="g")], 1))
+    assert [json.loads(line)["meta"]["episode_idx"] for line in path.read_text().splitlines()] == [0]
+    with pytest.raises(RolloutError):
+        play(eng.generate_rollouts([request("garbage")], 1))
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_retries_are_as_many_as_were_asked_for(caplog):
+    Counting.made.clear()
+    with pytest.raises(RolloutError):
+        play(engine(max_retries=3).generate_rollouts([request("garbage")], 1))
+    assert len(Counting.made) == 4
+    assert "failed 4 times" in caplog.text
+    with pytest.raises(ConfigError, match="max_retries"):
+        engine(max_retries=-1)
+
+
+def test_a_flood_of_failures_is_logged_in_a_few_lines(caplog):
+    play(engine(max_retries=0).generate_rollouts([request(), *[request("garbage") for _ in range(10)]], 1))
+    assert len(caplog.records) == 4
+    assert "7 more episodes failed" in caplog.text
