@@ -44,7 +44,7 @@ def compare(work: Path, args: argparse.Namespace) -> dict[str, dict[str, object]
     ludic(*common, "name=warm", "steps=0")
     warm = work / "warm" / "model"
     write_problems(work, args.steps, args.seed)
-    started = [*common, f"model={warm}", "warmup.steps=0"]
+    started = [*common, f"model={warm}", "warmup.steps=0", "trainer.lr=3e-4"]  # a loaded model has a gentler rate by default
     ours = ludic(*started, "name=ludic", f"steps={args.steps}")
     here = [args.trl_python, __file__, "--trl", str(work), "--steps", str(args.steps)]
     subprocess.run([*here, "--seed", str(args.seed), "--threads", str(args.threads)], check=True)
