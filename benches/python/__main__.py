@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from benches.python.contest import hold, markdown
 
-SUBJECTS = ["collation", "planning", "reduction"]
+SUBJECTS = ["collation", "planning", "reduction", "loss_memory"]
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from ludic.training import (
     ReinforceLoss,
     TokenClippedSurrogateLoss,
     TokenKLLoss,
+    algorithm as algorithm_module,
     make_cispo,
     make_grpo,
     make_gspo,
@@ -24,10 +25,11 @@ from ludic.training import (
     make_reinforce_baseline,
     make_scalerl,
     make_sft,
+    presets,
 )
 from ludic.training.algorithm import validate_actor_logps
-from ludic.training.loss import compute_token_logp
-from ludic.training.presets import make_dr_grpo
+from ludic.training.loss import GMPOLoss, SAPOLoss, compute_token_logp
+from ludic.training.presets import make_dr_grpo, make_gmpo, make_sapo
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 
 G = 4
@@ -46,6 +48,8 @@ PARTS = {
         ClippedSurrogateLoss(3e-4, 4e-4, length_normalize=True),
     ),
     "cispo": (make_cispo(group_size=G), GroupNormalizedReturn(G, normalize_adv=True), CISPOLoss(1e6, 0.2, length_normalize=True)),
+    "sapo": (make_sapo(group_size=G), GroupNormalizedReturn(G, normalize_adv=True), SAPOLoss(1.0, 1.05)),
+    "gmpo": (make_gmpo(group_size=G), GroupNormalizedReturn(G, normalize_adv=True), GMPOLoss(0.4, 0.4, length_normalize=True)),
     "scalerl": (make_scalerl(group_size=G), HybridNormalizedReturn(G), CISPOLoss(0.2, 0.28, length_normalize=True)),
     "sft": (make_sft(), ConstantCredit(1.0), MaskedCausalLMCrossEntropyLoss(length_normalize=False)),
 }
@@ -57,6 +61,11 @@ def test_a_preset_is_made_of_the_documented_parts(name):
     assert algorithm.name == name
     assert algorithm.credit_assigner == credit
     assert algorithm.loss == loss
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_preset_can_be_imported_from_the_algorithm_module(name):
+    assert getattr(algorithm_module, f"make_{name}") is getattr(presets, f"make_{name}")
 
 
 def test_only_ratio_presets_check_log_probabilities():

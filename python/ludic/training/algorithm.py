@@ -17,10 +17,13 @@ from ludic.types import is_list_of
 if TYPE_CHECKING:
     from ludic.training.presets import (
         make_cispo,
+        make_dr_grpo,
+        make_gmpo,
         make_grpo,
         make_gspo,
         make_reinforce,
         make_reinforce_baseline,
+        make_sapo,
         make_scalerl,
         make_sft,
     )
@@ -34,10 +37,13 @@ __all__ = [
     "drop_zero_weight_samples",
     "filter_zero_variance_groups",
     "make_cispo",
+    "make_dr_grpo",
+    "make_gmpo",
     "make_grpo",
     "make_gspo",
     "make_reinforce",
     "make_reinforce_baseline",
+    "make_sapo",
     "make_scalerl",
     "make_sft",
     "validate_actor_logps",

@@ -20,12 +20,14 @@ from ludic.training.loss import (
     CISPOLoss,
     ClippedSurrogateLoss,
     CompositeLoss,
+    GMPOLoss,
     Loss,
     LossTerm,
     MaskedCausalLMCrossEntropyLoss,
     Normalizer,
     ReinforceBaselineLoss,
     ReinforceLoss,
+    SAPOLoss,
     TokenClippedSurrogateLoss,
     TokenKLLoss,
 )
@@ -34,10 +36,12 @@ from ludic.training.types import SAWBatch
 __all__ = [
     "make_cispo",
     "make_dr_grpo",
+    "make_gmpo",
     "make_grpo",
     "make_gspo",
     "make_reinforce",
     "make_reinforce_baseline",
+    "make_sapo",
     "make_scalerl",
     "make_sft",
 ]
@@ -216,6 +220,59 @@ def make_scalerl(
         credit_assigner=HybridNormalizedReturn(group_size=group_size, positive_only=positive_only),
         loss=_with_kl(loss, kl_coeff, length_normalize),
         preprocess=compose_preprocess(*steps, _with_ratios(drop_zero_weight, drop_zero_weight_eps)),
+    )
+
+
+def make_sapo(
+    *,
+    group_size: int,
+    group_normalize_adv: bool = True,
+    positive_only: bool = False,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+    length_normalize: bool = False,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    normalizer: Normalizer = "samples",
+    name: str = "sapo",
+) -> RLAlgorithm:
+    """SAPO (arXiv:2511.20347): group-normalised returns, a smooth gate on token ratios."""
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=GroupNormalizedReturn(
+            group_size=group_size, normalize_adv=group_normalize_adv, positive_only=positive_only
+        ),
+        loss=SAPOLoss(tau_pos=tau_pos, tau_neg=tau_neg, length_normalize=length_normalize, normalizer=normalizer),
+        preprocess=_with_ratios(drop_zero_weight, drop_zero_weight_eps),
+    )
+
+
+def make_gmpo(
+    *,
+    group_size: int,
+    group_normalize_adv: bool = True,
+    positive_only: bool = False,
+    clip_eps_low: float = 0.4,
+    clip_eps_high: float = 0.4,
+    length_normalize: bool = True,
+    ratio_clip: float | None = None,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    name: str = "gmpo",
+) -> RLAlgorithm:
+    """GMPO (arXiv:2507.20673): group-normalised returns, the geometric mean of clipped token ratios."""
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=GroupNormalizedReturn(
+            group_size=group_size, normalize_adv=group_normalize_adv, positive_only=positive_only
+        ),
+        loss=GMPOLoss(
+            clip_eps_low=clip_eps_low,
+            clip_eps_high=clip_eps_high,
+            length_normalize=length_normalize,
+            ratio_clip=ratio_clip,
+        ),
+        preprocess=_with_ratios(drop_zero_weight, drop_zero_weight_eps),
     )
 
 

@@ -7,19 +7,23 @@ import torch
 from loss_batches import two_token_batch
 
 from ludic.errors import ConfigError, DataError
+from ludic.training.credit_assignment import GroupNormalizedReturn
 from ludic.training.loss import (
     CISPOLoss,
     ClippedSurrogateLoss,
     CompositeLoss,
     EntropyBonus,
+    GMPOLoss,
     KLLoss,
     LossTerm,
     MaskedCausalLMCrossEntropyLoss,
     ReinforceBaselineLoss,
     ReinforceLoss,
+    SAPOLoss,
     TokenClippedSurrogateLoss,
     TokenKLLoss,
 )
+from ludic.types import Rollout, Step
 
 LN2 = math.log(2.0)
 
@@ -61,6 +65,24 @@ def test_the_baseline_is_the_mean_weight():
     assert loss == pytest.approx(0.0, abs=1e-7)
     assert stats["baseline"] == pytest.approx(0.5)
     assert gradient(ReinforceBaselineLoss(), [1.0, 1.0], [1.0, 0.0]) == pytest.approx([-0.125, 0.125])
+
+
+def test_the_baseline_example_is_a_quarter_and_a_half_when_normalised():
+    # Odds such that log pi = -2 in row 0 and -1 in row 1; both ratios are 1. w = (1, 0), so A = (0.5, -0.5):
+    # -(1/2)[0.5 * (-2) - 0.5 * (-1)] = 0.25. Normalised, std(w) = 0.5 and A = (1, -1): -(1/2)[-2 + 1] = 0.5.
+    odds = torch.tensor([math.exp(-2.0), math.exp(-1.0)])
+    logits = torch.stack([(odds / (1 - odds)).log(), torch.zeros(2)], dim=1)[:, None].expand(2, 2, 2)
+    _, batch = two_token_batch([1.0, 1.0], [1.0, 0.0])
+    batch["old_logp_action"] = torch.tensor([-2.0, -1.0])
+    assert ReinforceBaselineLoss().compute(logits, batch)[0].item() == pytest.approx(0.25, abs=1e-6)
+    assert ReinforceBaselineLoss(normalize=True).compute(logits, batch)[0].item() == pytest.approx(0.5, abs=1e-6)
+
+
+def test_reinforce_can_cap_its_weights():
+    # r = 8 capped at 2: -(1/2)[2 * 1 * (-0.693147) + 1 * 1 * (-0.693147)] = 1.5 * 0.693147
+    loss, stats = value(ReinforceLoss(ratio_clip=2.0), [8.0, 1.0], [1.0, 1.0])
+    assert loss == pytest.approx(1.5 * LN2)
+    assert stats["ratio_mean"] == pytest.approx(1.5)
 
 
 def test_a_normalised_baseline_divides_by_the_population_spread():
@@ -116,6 +138,131 @@ def test_every_policy_gradient_agrees_where_the_policy_has_not_moved():
         assert other == pytest.approx(grads[0], abs=1e-6)
 
 
+def test_sapo_gates_smoothly_by_the_sign_of_the_advantage():
+    # Row 0: A = 1, tau 1, r = 2: 4 * sigmoid(1) = 4 * 0.7310586 = 2.9242343.
+    # Row 1: A = -1, tau 2, r = 0.5: -(4 / 2) * sigmoid(-1) = -2 * 0.2689414 = -0.5378828.
+    # Loss: -(1/2)(2.9242343 - 0.5378828) = -1.1931758.
+    loss, stats = value(SAPOLoss(tau_neg=2.0), [2.0, 0.5], [1.0, -1.0])
+    assert loss == pytest.approx(-1.1931758, abs=1e-6)
+    # Both gates have p (1 - p) = 0.7310586 * 0.2689414 = 0.1966119, times 4 = 0.7864477.
+    assert stats["grad_weight_mean"] == pytest.approx(0.7864477, abs=1e-6)
+    assert stats["grad_weight_std"] == pytest.approx(0.0, abs=1e-6)
+    # -(1/2) * 4 p (1 - p) * r * A * (1/2): -0.25 * 0.7864477 * 2 = -0.3932239 and 0.25 * 0.7864477 * 0.5 = 0.0983060
+    assert gradient(SAPOLoss(tau_neg=2.0), [2.0, 0.5], [1.0, -1.0]) == pytest.approx([-0.3932239, 0.0983060], abs=1e-6)
+
+
+def test_gmpo_clips_logarithms_on_the_pessimistic_side():
+    # log r = ln 2 = 0.693 > 0.4. A = 1: min(0.693, 0.4) = 0.4, -e^0.4 = -1.4918247, and no gradient.
+    assert value(GMPOLoss(), [2.0], [1.0])[0] == pytest.approx(-1.4918247, abs=1e-6)
+    assert gradient(GMPOLoss(), [2.0], [1.0]) == [0.0]
+    # A = -1: s log r = -0.693, min(-0.693, -0.4) = -0.693: R = e^(-1 * -0.693) = 2, loss 2, gradient 2 * (1/2) = 1.
+    assert value(GMPOLoss(), [2.0], [-1.0])[0] == pytest.approx(2.0)
+    assert gradient(GMPOLoss(), [2.0], [-1.0]) == pytest.approx([1.0])
+    # A = -1, r = 1/2: s log r = 0.693 is cut to 0.4: R = e^-0.4 = 0.6703200.
+    loss, stats = value(GMPOLoss(), [0.5], [-1.0])
+    assert loss == pytest.approx(0.67032, abs=1e-6)
+    assert stats["clip_frac"] == 1.0
+    assert stats["geom_mean_ratio_mean"] == pytest.approx(0.67032, abs=1e-6)
+    # ratio_clip 1.25 caps first: -1.25.
+    assert value(GMPOLoss(ratio_clip=1.25), [2.0], [1.0])[0] == pytest.approx(-1.25)
+
+
+def test_gmpo_is_a_geometric_mean_over_tokens_or_a_product():
+    logits, batch = three_token_batch()
+    batch["actor_logps"] = batch["actor_logps"] - torch.tensor([[0.0, 0.2, 0.1], [0.0, 0.0, 0.0]])  # log r = 0.2, 0.1; 0
+    # -(1/2)(e^0.15 + 1) = -(1/2)(1.1618342 + 1); as a product -(1/2)(e^0.3 + 1) = -(1/2)(1.3498588 + 1)
+    assert GMPOLoss().compute(logits, batch)[0].item() == pytest.approx(-1.0809171, abs=1e-6)
+    assert GMPOLoss(length_normalize=False).compute(logits, batch)[0].item() == pytest.approx(-1.1749294, abs=1e-6)
+
+
+def rollout(reward, name, group):
+    step = Step(index=0, prev_obs="", action="", next_obs=None, reward=reward, truncated=False, terminated=True)
+    return Rollout(id=name, steps=[step], meta={"request_meta": {"group_id": group}})
+
+
+RATIO_LOSSES = [
+    ReinforceLoss(),
+    ClippedSurrogateLoss(),
+    TokenClippedSurrogateLoss(),
+    TokenClippedSurrogateLoss(ratio_clip=3.0),
+    CISPOLoss(),
+    SAPOLoss(),
+    GMPOLoss(),
+]
+
+
+CAPPED = [
+    ReinforceLoss(ratio_clip=3.0),
+    ReinforceBaselineLoss(ratio_clip=3.0),
+    ClippedSurrogateLoss(ratio_clip=3.0),
+    TokenClippedSurrogateLoss(ratio_clip=3.0),
+    GMPOLoss(ratio_clip=3.0),
+]
+
+
+@pytest.mark.parametrize("loss", CAPPED, ids=str)
+def test_a_capped_ratio_beyond_float32_keeps_loss_and_gradient_finite(loss):
+    # e^200 is infinite in float32, and its product with the 0 of a clip or a weight would be NaN. Weights 1, 0, -1 have mean 0.
+    logits, batch = two_token_batch([1.0, 1.0, 1.0], [1.0, 0.0, -1.0])
+    batch["old_logp_action"] = batch["old_logp_action"] - 200.0
+    batch["actor_logps"] = batch["actor_logps"] - 200.0 * batch["action_mask"]
+    result, stats = loss.compute(logits, batch)
+    result.backward()
+    assert math.isfinite(result.item())
+    assert stats["ratio_mean"].item() == pytest.approx(3.0)
+    reinforce = isinstance(loss, ReinforceLoss | ReinforceBaselineLoss)
+    # REINFORCE: -(1/3) * 3 * A * (1/2). The others have no gradient at the cap.
+    assert logits.grad[:, 0, 0].tolist() == pytest.approx([-0.5, 0.0, 0.5] if reinforce else [0.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("loss", [ReinforceLoss(), TokenClippedSurrogateLoss(), ClippedSurrogateLoss()], ids=str)
+def test_an_infinite_ratio_without_a_cap_is_left_to_be_seen(loss):
+    logits, batch = two_token_batch([1.0], [1.0])
+    batch["old_logp_action"] = batch["old_logp_action"] - 200.0
+    batch["actor_logps"] = batch["actor_logps"] - 200.0 * batch["action_mask"]
+    loss.compute(logits, batch)[0].backward()
+    assert not torch.isfinite(logits.grad).all()
+
+
+def test_logits_of_minus_infinity_off_the_actions_do_no_harm():
+    # Row: prompt token 1 is impossible under the policy; the action has probability 1/3 against 1/3 of the actor.
+    logits = torch.zeros(1, 3, 3)
+    logits[0, 0, 1] = -math.inf
+    logits.requires_grad_()
+    ln3 = math.log(3.0)
+    batch = {
+        "input_ids": torch.tensor([[0, 1, 0]]),
+        "action_mask": torch.tensor([[0.0, 0.0, 1.0]]),
+        "actor_logps": torch.tensor([[0.0, 0.0, -ln3]]),
+        "old_logp_action": torch.tensor([-ln3]),
+        "weight": torch.ones(1),
+    }
+    expected = {ReinforceLoss: ln3, CISPOLoss: ln3, MaskedCausalLMCrossEntropyLoss: ln3, EntropyBonus: -0.01 * ln3}
+    expected |= {TokenClippedSurrogateLoss: -1.0, ClippedSurrogateLoss: -1.0, GMPOLoss: -1.0, SAPOLoss: -2.0}
+    for kind, want in expected.items():
+        logits.grad = None
+        result, stats = kind().compute(logits, batch)
+        result.backward()
+        assert result.item() == pytest.approx(want, abs=1e-6), kind
+        assert torch.isfinite(logits.grad).all(), kind
+        assert all(math.isfinite(float(stat)) for stat in stats.values()), kind
+
+
+def test_groups_whose_rewards_are_equal_give_a_gradient_of_exactly_zero():
+    # Rewards 0.3 in group a and 1, 0 in group b: population std of b is 0.5, so its weights are 1 and -1, those of a exactly 0.
+    rewards = {"a": [0.3, 0.3, 0.3], "b": [1.0, 0.0]}
+    weights = []
+    for group, values in rewards.items():
+        credit = GroupNormalizedReturn(group_size=len(values), normalize_adv=True)
+        rollouts = [rollout(reward, f"{group}{i}", group) for i, reward in enumerate(values)]
+        weights += [credit.compute(rollouts)[(r.id, 0)] for r in rollouts]
+    assert weights == pytest.approx([0.0, 0.0, 0.0, 1.0, -1.0])
+    for loss in (*RATIO_LOSSES, ReinforceLoss(length_normalize=True)):
+        grads = gradient(loss, [1.0, 2.0, 0.5, 1.0, 1.0], weights)
+        assert grads[:3] == [0.0, 0.0, 0.0], loss
+        assert grads[3] < 0 < grads[4], loss
+
+
 def test_kl_by_token_has_three_estimators():
     # log ratio ln 2 in row 0 and -ln 2 in row 1.
     # k1: mean = 0. k2: (ln 2)^2 / 2 = 0.240227. k3: exp(-x) - 1 + x: 0.5 - 1 + 0.693147 and 2 - 1 - 0.693147: mean 0.25.
@@ -130,6 +277,14 @@ def test_kl_by_sequence_is_the_difference_of_log_probabilities():
     loss, stats = value(KLLoss(coeff=0.5), [4.0, 1.0], [0.0, 0.0])
     assert loss == pytest.approx(0.5 * (2 * LN2 + 0) / 2)
     assert stats["kl_std"] == pytest.approx(LN2)
+
+
+def test_kl_by_sequence_has_the_same_estimators():
+    # log ratio ln 4 = 1.386294. k2: 0.960906; k3: 1/4 - 1 + 1.386294 = 0.636294.
+    assert value(KLLoss(estimator="k2"), [4.0], [0.0])[0] == pytest.approx(0.9609060, abs=1e-6)
+    assert value(KLLoss(estimator="k3"), [4.0], [0.0])[0] == pytest.approx(0.6362944, abs=1e-6)
+    with pytest.raises(ConfigError, match="'k1', 'k2' or 'k3'"):
+        KLLoss(estimator="k4")
 
 
 def test_entropy_counts_the_positions_that_predict_an_action():
@@ -188,6 +343,34 @@ def test_length_normalised_sequence_ratio_is_the_geometric_mean():
     assert stats["ratio_mean"].item() == pytest.approx((2.25 + 1.0) / 2)
 
 
+KEYS = {
+    ReinforceLoss: "loss adv_mean adv_std logp_mean ratio_mean ratio_std kl_actor_policy",
+    ReinforceBaselineLoss: "loss adv_mean adv_std logp_mean ratio_mean ratio_std kl_actor_policy baseline",
+    ClippedSurrogateLoss: "loss ratio_mean ratio_std clip_frac ratio_clip_frac kl_actor_policy adv_mean adv_std logp_mean",
+    TokenClippedSurrogateLoss: "loss ratio_mean ratio_std clip_frac ratio_clip_frac kl_actor_policy adv_mean adv_std logp_mean "
+    "avg_action_tokens",
+    CISPOLoss: "loss ratio_mean ratio_std clip_frac kl_actor_policy adv_mean adv_std logp_mean avg_action_tokens",
+    TokenKLLoss: "loss kl_mean kl_std ratio_mean ratio_std avg_action_tokens",
+    KLLoss: "loss kl_mean kl_std",
+    EntropyBonus: "loss entropy_mean",
+    MaskedCausalLMCrossEntropyLoss: "loss logp_mean nll_mean avg_action_tokens",
+    SAPOLoss: "loss ratio_mean ratio_std kl_actor_policy adv_mean adv_std logp_mean avg_action_tokens grad_weight_mean "
+    "grad_weight_std",
+    GMPOLoss: "loss ratio_mean ratio_std clip_frac ratio_clip_frac kl_actor_policy adv_mean adv_std logp_mean avg_action_tokens "
+    "geom_mean_ratio_mean geom_mean_ratio_std",
+}
+
+
+@pytest.mark.parametrize("kind", KEYS, ids=lambda kind: kind.__name__)
+def test_a_loss_reports_its_documented_statistics_as_detached_scalars(kind):
+    logits, batch = three_token_batch()
+    _, stats = kind().compute(logits, batch)
+    assert set(stats) == set(KEYS[kind].split())
+    assert all(stat.shape == () and not stat.requires_grad for stat in stats.values())
+    if "avg_action_tokens" in stats:
+        assert stats["avg_action_tokens"].item() == 1.5  # 2 and 1
+
+
 def test_composite_adds_weighted_terms_and_names_their_statistics():
     logits, batch = two_token_batch([2.0], [1.0])
     terms = [LossTerm("pg", CISPOLoss(clip_eps_high=0.1)), LossTerm("kl", KLLoss(coeff=1.0), weight=0.5)]
@@ -230,6 +413,10 @@ def test_settings_without_meaning_are_refused():
         TokenClippedSurrogateLoss(ratio_clip=0.0)
     with pytest.raises(ValueError, match="at least one"):
         CompositeLoss([])
+    with pytest.raises(ValueError, match="tau_neg must be positive, got 0"):
+        SAPOLoss(tau_neg=0)
+    with pytest.raises(ValueError, match="clip_eps_high must be non-negative"):
+        GMPOLoss(clip_eps_high=-1.0)
     with pytest.raises(ConfigError, match="exclude each other"):
         CISPOLoss(normalizer="tokens")
     with pytest.raises(ConfigError, match="'k1', 'k2' or 'k3'"):
@@ -261,6 +448,6 @@ def test_sequence_losses_name_the_missing_key(loss):
 def test_statistics_without_any_action_are_zero():
     logits, batch = two_token_batch([1.0], [1.0])
     batch["action_mask"] = torch.zeros(1, 2)
-    for loss in (TokenClippedSurrogateLoss(), CISPOLoss()):
+    for loss in (TokenClippedSurrogateLoss(), CISPOLoss(), SAPOLoss(), GMPOLoss()):
         _, stats = loss.compute(logits, batch)
-        assert {float(stats[key]) for key in ("ratio_mean", "clip_frac", "kl_actor_policy")} == {0.0}
+        assert {float(stats[key]) for key in ("ratio_mean", "clip_frac", "kl_actor_policy") if key in stats} == {0.0}

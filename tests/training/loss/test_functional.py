@@ -1,13 +1,29 @@
 """Log-probabilities and entropy against torch's own, their gradients, and the memory they take."""
 
+import math
+
 import pytest
 import torch
+from benches.python import loss_memory
 from hypothesis import given, strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
+from loss_batches import Bigram, padded, rows
 
 from ludic.errors import DataError
-from ludic.training.loss import compute_logp_action, compute_token_entropy, compute_token_logp, functional, selective_log_softmax
-from ludic.training.loss.functional import LogitsUse
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.loss import (
+    BatchTotals,
+    CISPOLoss,
+    CompositeLoss,
+    LossTerm,
+    SharedContext,
+    compute_logp_action,
+    compute_token_entropy,
+    compute_token_logp,
+    functional,
+    selective_log_softmax,
+)
+from ludic.training.loss.functional import LogitsUse, capped_exp
 
 
 def test_selective_log_softmax_is_log_softmax_at_the_index_whatever_the_chunk(monkeypatch):
@@ -67,66 +83,47 @@ def test_half_precision_logits_are_reduced_in_float32(dtype, seed):
     torch.testing.assert_close(compute_token_logp(logits, ids), expected, rtol=0, atol=1e-5)
 
 
-class PeakBytes(TorchDispatchMode):
-    """The largest number of bytes that tensors made inside it held at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: dict[int, int] = {}
-        self.alive: dict[int, int] = {}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        import weakref
-
-        out = func(*args, **(kwargs or {}))
-        known = {
-            t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
-        }
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key in self.held or key in known:
-                continue
-            self.held[key] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self.release, key)
-        return out
-
-    def release(self, key):
-        self.now -= self.held.pop(key, 0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("read", [loss_memory.consuming, loss_memory.consuming_entropy])
+def test_the_loss_takes_at_most_a_third_of_the_logits_beside_them(read, dtype):
+    # 2^21 logits in chunks of 2^17: a sixteenth of the logits at once, an eighth of half-precision logits in float32.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional, "CHUNK_ELEMENTS", 1 << 17)
+        forward, both = loss_memory.peak_ratios(read, dtype, (4, 64, 8192))
+    assert forward <= 1.3
+    assert both <= 1.3
 
 
-def loss_peak(function, shape=(8, 64, 512)):
-    """Bytes that forward and backward of a loss take beside the logits, over the bytes of the logits."""
-    hidden = torch.randn(*shape, requires_grad=True)
-    ids = torch.randint(0, shape[-1], shape[:2])
-    logits = hidden * 1.0  # not a leaf, as a model's output is
-    with PeakBytes() as peak:
-        function(logits, ids).sum().backward()
-    assert hidden.grad is not None
-    return peak.peak / (logits.numel() * 4), hidden.grad
+def test_kept_logits_cost_their_gradient_and_log_softmax_two_copies_more(monkeypatch):
+    monkeypatch.setattr(functional, "CHUNK_ELEMENTS", 1 << 17)
+    shape = (4, 64, 8192)
+    assert loss_memory.peak_ratios(functional.compute_token_logp, torch.float32, shape)[1] == pytest.approx(2.0, abs=0.15)
+    # Logits, log-softmax, the gradient of the gather, that of the slice: 4.
+    assert loss_memory.peak_ratios(loss_memory.log_softmax_gather, torch.float32, shape)[1] == pytest.approx(4.0, abs=0.15)
 
 
-def naive(logits, ids):
-    return torch.log_softmax(logits[:, :-1].float(), dim=-1).gather(2, ids[:, 1:, None]).squeeze(2)
-
-
-def test_log_probabilities_take_no_copy_of_the_logits(monkeypatch):
+def test_an_algorithm_writes_the_gradient_over_the_logits_unless_its_loss_reads_them_itself(monkeypatch):
     monkeypatch.setattr(functional, "CHUNK_ELEMENTS", 1 << 12)
-    torch.manual_seed(0)
-    before, _ = loss_peak(naive)
-    kept, gradient = loss_peak(compute_token_logp)
-    consumed, in_place = loss_peak(lambda x, ids: compute_token_logp(x, ids, use=LogitsUse(consume=True)))
-    assert before > 2.5, "the naive loss holds the log-softmax, its gradient and that of the slice at once"
-    # One tensor of the logits' size is their gradient; `hidden` has one more, made by the multiplication that stands for the model.
-    assert kept - consumed == pytest.approx(1.0, abs=0.1)
-    assert consumed <= 1.3
-    assert torch.isfinite(gradient).all()
-    assert torch.isfinite(in_place).all()
+    made = []
+
+    class Remembering(Bigram):
+        def forward(self, *args, **kwargs):
+            made.append(super().forward(*args, **kwargs))
+            return made[-1]
+
+    def logits_survive(loss):
+        model = Remembering()
+        value, _ = RLAlgorithm("test", ConstantCredit(), loss).compute_loss(model, padded(rows(3, seed=1)))
+        before = made[-1].detach().clone()
+        value.backward()
+        return torch.equal(before, made[-1])
+
+    class ReadsLogits(CISPOLoss):
+        reads_shared_only = False
+
+    assert not logits_survive(CISPOLoss())
+    assert logits_survive(ReadsLogits())
+    assert logits_survive(CompositeLoss([LossTerm("pg", CISPOLoss()), LossTerm("own", ReadsLogits())]))
 
 
 def test_consuming_the_logits_gives_the_same_gradient_to_the_bit():
@@ -140,12 +137,43 @@ def test_consuming_the_logits_gives_the_same_gradient_to_the_bit():
     assert torch.equal(*gradients)
 
 
-def test_consumed_logits_that_somebody_else_still_needs_are_an_error_not_a_wrong_gradient():
+def gradients_of_input(make_logits, consume):
+    hidden = torch.linspace(-2, 2, 30).view(2, 3, 5).clone().requires_grad_()
+    ids = torch.tensor([[0, 1, 2], [3, 4, 0]])
+    compute_token_logp(make_logits(hidden), ids, use=LogitsUse(consume=consume)).sum().backward()
+    return hidden.grad
+
+
+@pytest.mark.parametrize(
+    "make_logits", [torch.tanh, lambda h: torch.tanh(h.view(6, 5)).view(2, 3, 5), lambda h: h, lambda h: h.view(2, 3, 5)]
+)
+def test_logits_that_their_maker_or_a_parameter_still_needs_are_not_written_over(make_logits):
+    # The backward pass of tanh needs its output; a model may give out its parameter itself, or a view of it.
+    assert torch.equal(gradients_of_input(make_logits, True), gradients_of_input(make_logits, False))
+    parameter = torch.randn(2, 3, 5, requires_grad=True)
+    before = parameter.detach().clone()
+    compute_token_logp(make_logits(parameter), torch.zeros(2, 3, dtype=torch.long), use=LogitsUse(consume=True)).sum().backward()
+    assert torch.equal(parameter.detach(), before)
+
+
+def test_consumed_logits_that_another_operation_still_needs_are_an_error_not_a_wrong_gradient():
     hidden = torch.randn(2, 3, 5, requires_grad=True)
-    logits = torch.tanh(hidden)  # the backward pass of tanh needs its output
+    logits = hidden * 1.0
+    squared = (logits**2).sum()  # its backward pass needs the logits, and runs after
+    later = squared * hidden.sum()
     logp = compute_token_logp(logits, torch.zeros(2, 3, dtype=torch.long), use=LogitsUse(consume=True))
+    logp.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        logp.sum().backward()
+        later.backward()
+
+
+def test_second_derivatives_are_refused_not_wrong():
+    logits = torch.randn(1, 3, 4, requires_grad=True)
+    (first,) = torch.autograd.grad(
+        compute_token_logp(logits, torch.zeros(1, 3, dtype=torch.long)).pow(2).sum(), logits, create_graph=True
+    )
+    with pytest.raises(RuntimeError):
+        first.pow(2).sum().backward()
 
 
 def test_two_readers_of_the_logits_keep_them():
@@ -158,3 +186,52 @@ def test_two_readers_of_the_logits_keep_them():
     logits = hidden * 1.0
     (compute_token_logp(logits, ids).sum() + compute_token_entropy(logits).sum()).backward()
     torch.testing.assert_close(got, hidden.grad)
+
+
+def test_the_gradient_of_a_likely_token_survives_half_precision():
+    # Odds e^7 : 1, so 1 - p = 1 / (1 + e^7) = 0.000911051: it would vanish if 1 and p were subtracted in bfloat16.
+    logits = torch.tensor([[[0.0, 7.0], [0.0, 0.0]]], dtype=torch.bfloat16, requires_grad=True)
+    compute_token_logp(logits, torch.tensor([[0, 1]])).sum().backward()
+    assert logits.grad[0, 0].tolist() == pytest.approx([-0.000911051, 0.000911051], rel=1e-2)
+
+
+@given(st.integers(0, 1000))
+def test_half_precision_gradients_are_those_of_float32_rounded_once(seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(2, 3, 20, generator=generator) * 5).bfloat16()
+    ids = torch.randint(0, 20, (2, 3), generator=generator)
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaf = logits.detach().to(dtype, copy=True).requires_grad_()
+        compute_token_logp(leaf, ids).sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(gradients[0], gradients[1].bfloat16(), rtol=0, atol=0)
+
+
+def test_entropy_of_impossible_tokens_is_finite_and_so_is_its_gradient():
+    logits = torch.tensor([[[0.0, 0.0, -math.inf], [0.0, 0.0, 0.0]]], requires_grad=True)
+    entropy = compute_token_entropy(logits)
+    entropy.sum().backward()
+    assert entropy.tolist() == [[pytest.approx(math.log(2.0))]]
+    assert logits.grad.abs().max() < 1e-7  # the maximum over two tokens, and the third cannot be reached
+
+
+def test_a_capped_ratio_never_overflows_and_has_no_gradient_at_the_cap():
+    log_ratio = torch.tensor([-3.0, 0.0, 0.5, 1.0, 500.0], requires_grad=True)
+    ratio = capped_exp(log_ratio, 2.0)
+    ratio.sum().backward()
+    # e^-3 = 0.0497871, e^0.5 = 1.6487213; e^1 and e^500 are cut to exactly 2.
+    assert ratio.tolist() == pytest.approx([0.0497871, 1.0, 1.6487213, 2.0, 2.0], abs=1e-6)
+    assert log_ratio.grad.tolist() == pytest.approx([0.0497871, 1.0, 1.6487213, 0.0, 0.0], abs=1e-6)
+    assert ratio[3:].tolist() == [2.0, 2.0]
+    assert capped_exp(torch.tensor(500.0), None).item() == math.inf
+
+
+def test_shares_of_tokens_count_the_tokens_that_are_predicted():
+    # Row lengths and actions: the first token of a row predicts nothing, so a mask that begins there counts one less.
+    logits = torch.zeros(1, 3, 4)
+    batch = {"input_ids": torch.zeros(1, 3, dtype=torch.long), "action_mask": torch.ones(1, 3), "weight": torch.ones(1)}
+    totals = BatchTotals(num_samples=4, num_tokens=8, weight_mean=0.0, weight_std=0.0, num_pairs=2)
+    shared = SharedContext(logits, batch, totals=totals)
+    assert (float(shared.share("samples")), float(shared.share("tokens")), float(shared.share("pairs"))) == (0.25, 0.25, 0.25)
+    assert SharedContext(logits, batch).share("tokens") == 1.0

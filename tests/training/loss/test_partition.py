@@ -13,11 +13,13 @@ from ludic.training.loss import (
     ClippedSurrogateLoss,
     CompositeLoss,
     EntropyBonus,
+    GMPOLoss,
     KLLoss,
     LossTerm,
     MaskedCausalLMCrossEntropyLoss,
     ReinforceBaselineLoss,
     ReinforceLoss,
+    SAPOLoss,
     TokenClippedSurrogateLoss,
     TokenKLLoss,
 )
@@ -32,6 +34,9 @@ LOSSES = {
     "grpo over tokens": TokenClippedSurrogateLoss(normalizer="tokens"),
     "cispo": CISPOLoss(),
     "cispo over tokens": CISPOLoss(length_normalize=False, normalizer="tokens"),
+    "sapo": SAPOLoss(),
+    "sapo over tokens": SAPOLoss(normalizer="tokens"),
+    "gmpo": GMPOLoss(),
     "kl by token": TokenKLLoss(coeff=0.3, estimator="k3"),
     "kl by sequence": KLLoss(coeff=0.3, length_normalize=True),
     "entropy": EntropyBonus(coeff=0.3),
@@ -105,7 +110,7 @@ def test_the_losses_that_need_samples_of_weight_zero_say_so():
     assert needing == {"baseline", "normalised baseline", "kl by token", "kl by sequence", "entropy", "composite"}
 
 
-@pytest.mark.parametrize("name", ["grpo", "cispo over tokens", "entropy", "composite"])
+@pytest.mark.parametrize("name", LOSSES)
 def test_a_transformer_gives_the_same_gradient_padded_split_and_padding_free(name):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

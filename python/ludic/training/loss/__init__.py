@@ -17,8 +17,10 @@ from ludic.training.loss.functional import (
     compute_token_logp,
     selective_log_softmax,
 )
+from ludic.training.loss.gmpo import GMPOLoss
 from ludic.training.loss.kl import EntropyBonus, KLLoss, TokenKLLoss
 from ludic.training.loss.reinforce import ReinforceBaselineLoss, ReinforceLoss
+from ludic.training.loss.sapo import SAPOLoss
 from ludic.training.loss.supervised import MaskedCausalLMCrossEntropyLoss
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "ClippedSurrogateLoss",
     "CompositeLoss",
     "EntropyBonus",
+    "GMPOLoss",
     "KLLoss",
     "Loss",
     "LossTerm",
@@ -35,6 +38,7 @@ __all__ = [
     "Normalizer",
     "ReinforceBaselineLoss",
     "ReinforceLoss",
+    "SAPOLoss",
     "SharedContext",
     "TokenClippedSurrogateLoss",
     "TokenKLLoss",

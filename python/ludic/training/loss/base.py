@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ludic.errors import ConfigError, DataError
-from ludic.training.loss.functional import LogitsUse, compute_token_entropy, compute_token_logp
+from ludic.training.loss.functional import LogitsUse, compute_token_entropy, compute_token_logp, masked
 
 Batch = Mapping[str, Any]
 """A collated micro-batch. Padded: `input_ids`, `attention_mask`, `action_mask` [B, T], `weight` [B], and with log-probabilities of
@@ -38,7 +38,8 @@ class Loss(Protocol):
 
     Three attributes are read where present. `normalizer` (default `samples`). `zero_weight_is_zero_gradient` (default False): whether
     a sample of weight 0 adds nothing to the gradient, so that its forward pass can be left out. `reads_shared_only` (default
-    False): whether the logits are read through `shared` alone, so that their memory can be used again in the backward pass.
+    False): whether the logits are read through `shared` alone, so that their memory can be used again in the backward pass; set it to
+    False on an instance to keep the logits.
     """
 
     def compute(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Stats]: ...
@@ -74,7 +75,7 @@ class BatchTotals:
         weight = batch.get("weight")
         rows = num_rows(batch)
         known = isinstance(weight, Tensor) and weight.numel() > 0
-        wide = weight.detach().double() if known and isinstance(weight, Tensor) else None
+        wide = weight.detach().cpu().double() if known and isinstance(weight, Tensor) else None
         return cls(
             num_samples=float(rows),
             num_tokens=float(num_targets(batch)),
@@ -95,13 +96,13 @@ def num_rows(batch: Batch) -> int:
     return int(batch["input_ids"].shape[0])
 
 
-def num_targets(batch: Batch) -> int:
-    """Action tokens of a collated batch that have a token before them in their row."""
-    mask = batch["action_mask"]
+def num_targets(batch: Batch) -> Tensor:
+    """[] action tokens of a collated batch that have a token before them in their row. Stays on the device."""
+    mask: Tensor = batch["action_mask"]
     if "cu_seqlens" in batch:
         starts = batch["cu_seqlens"][:-1].long()
-        return int(mask.sum() - mask[0, starts].sum())
-    return int(mask[:, 1:].sum())
+        return mask.sum(dtype=torch.int64) - mask[0, starts].sum(dtype=torch.int64)
+    return mask[:, 1:].sum(dtype=torch.int64)
 
 
 class SharedContext:
@@ -129,17 +130,17 @@ class SharedContext:
         """Totals of the mini-batch, or of this batch if it stands alone."""
         return BatchTotals.from_batch(self.batch) if self._totals is None else self._totals
 
-    @cached_property
-    def own(self) -> BatchTotals:
-        """Totals of this batch alone."""
-        return self.totals if self._totals is None else BatchTotals.from_batch(self.batch)
-
-    def share(self, normalizer: Normalizer) -> float:
-        """This batch's part of the mini-batch, in [0, 1]. 1 for a batch that stands alone."""
+    def share(self, normalizer: Normalizer) -> float | Tensor:
+        """This batch's part of the mini-batch, in [0, 1]. 1 for a batch that stands alone. A count of tokens stays on the device."""
         if self._totals is None:
             return 1.0
-        total = self.totals.of(normalizer)
-        return self.own.of(normalizer) / total if total > 0 else 0.0
+        total = self._totals.of(normalizer)
+        if total <= 0:
+            return 0.0
+        if normalizer == "tokens":
+            return (num_targets(self.batch) / total).float()
+        rows = num_rows(self.batch)
+        return (rows if normalizer == "samples" else rows / 2) / total
 
     @property
     def input_ids(self) -> Tensor:
@@ -186,7 +187,7 @@ class SharedContext:
     @cached_property
     def log_ratio(self) -> Tensor:
         """[B, T - 1] log of policy over actor, 0 off the actions."""
-        return (self.token_logp - self.actor_logps_shifted) * self.token_mask
+        return masked(self.token_logp - self.actor_logps_shifted, self.token_mask)
 
     @cached_property
     def ratio(self) -> Tensor:
@@ -203,7 +204,7 @@ class SharedContext:
 
     def logp_action(self, *, length_normalize: bool = False) -> Tensor:
         """[B] log-probability of each row's action, a mean over its tokens if `length_normalize`."""
-        summed = (self.token_logp * self.token_mask).sum(dim=1)
+        summed = masked(self.token_logp, self.token_mask).sum(dim=1)
         return summed / self.token_counts if length_normalize else summed
 
     def old_logp_action(self, key: str, *, length_normalize: bool = False) -> Tensor:
@@ -270,7 +271,7 @@ def reads_shared_only(loss: object) -> bool:
 def row_mean(values: Tensor, shared: SharedContext, *, length_normalize: bool, normalizer: Normalizer) -> Tensor:
     """Mean of per-token values [B, T - 1] over the actions: by row, its sum or (length_normalize) its mean, then over rows; or, with
     `normalizer="tokens"`, over all action tokens of the batch at once (DAPO, arXiv:2503.14476, eq. 8)."""
-    sums = (values * shared.token_mask).sum(dim=1)
+    sums = masked(values, shared.token_mask).sum(dim=1)
     if normalizer == "tokens":
         return sums.sum() / shared.token_mask.sum().clamp(min=1.0)
     return (sums / shared.token_counts if length_normalize else sums).mean()
@@ -294,27 +295,3 @@ def check_clip(low: float | None, high: float) -> None:
 def check_ratio_clip(ratio_clip: float | None) -> None:
     if ratio_clip is not None and ratio_clip <= 0:
         raise ConfigError(f"ratio_clip must be positive, got {ratio_clip}; None turns it off")
-
-
-def masked_stats(shared: SharedContext, **values: Tensor) -> Stats:
-    """Means of [B, T - 1] values over the actions; 0 where there is none."""
-    mask = shared.token_mask
-    count = mask.sum().clamp(min=1.0)
-    return {name: ((value.detach() * mask).sum() / count) for name, value in values.items()}
-
-
-def spread(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Population standard deviation of values [B], or of [B, T - 1] over the actions."""
-    values = values.detach()
-    if mask is None:
-        return values.std(unbiased=False)
-    count = mask.sum().clamp(min=1.0)
-    mean = (values * mask).sum() / count
-    return (((values - mean) ** 2 * mask).sum() / count).sqrt()
-
-
-def k3(log_ratio: Tensor) -> Tensor:
-    """r - log r - 1: an estimate of KL(actor || policy) from the actor's samples that is never negative (Schulman, "Approximating
-    KL divergence", 2020)."""
-    log_ratio = log_ratio.detach()
-    return torch.expm1(log_ratio) - log_ratio

@@ -14,12 +14,9 @@ from ludic.training.loss.base import (
     Stats,
     check_clip,
     check_token_normalizer,
-    k3,
-    masked_stats,
     row_mean,
-    spread,
 )
-from ludic.training.loss.clipped import outside
+from ludic.training.loss.statistics import masked_stats, outside, policy_stats
 
 
 @dataclass
@@ -46,22 +43,13 @@ class CISPOLoss:
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
         shared = shared or SharedContext(logits, batch)
         advantage = shared.weight
-        ratio, mask = shared.ratio.detach(), shared.token_mask
+        ratio = shared.ratio.detach()
         bounded = ratio.clamp(1.0 - self.clip_eps_low, 1.0 + self.clip_eps_high)
         objective = bounded * advantage[:, None] * shared.token_logp
         loss = -row_mean(objective, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
         stats: Stats = {
             "loss": loss.detach(),
-            **masked_stats(
-                shared,
-                ratio_mean=ratio,
-                clip_frac=outside(ratio, self.clip_eps_low, self.clip_eps_high),
-                kl_actor_policy=k3(shared.log_ratio),
-            ),
-            "ratio_std": spread(ratio, mask),
-            "adv_mean": advantage.mean(),
-            "adv_std": spread(advantage),
-            "logp_mean": shared.logp_action().detach().mean(),
-            "avg_action_tokens": mask.sum(dim=1).mean(),
+            **policy_stats(shared, ratio),
+            **masked_stats(shared, clip_frac=outside(ratio, self.clip_eps_low, self.clip_eps_high)),
         }
         return loss, stats

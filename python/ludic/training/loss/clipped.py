@@ -17,11 +17,10 @@ from ludic.training.loss.base import (
     check_clip,
     check_ratio_clip,
     check_token_normalizer,
-    k3,
-    masked_stats,
     row_mean,
-    spread,
 )
+from ludic.training.loss.functional import capped_exp
+from ludic.training.loss.statistics import capped, k3, masked_stats, outside, policy_stats, spread
 
 
 @dataclass
@@ -29,7 +28,8 @@ class ClippedSurrogateLoss:
     """L = -mean_b min(r_b A_b, clip(r_b, 1 - low, 1 + high) A_b), r_b the ratio of sequence b.
 
     GSPO (arXiv:2507.18071, eq. 5 to 7): with `length_normalize`, r_b is the geometric mean of the token ratios. `ratio_clip` caps r_b
-    from above before anything else. Nothing is detached: a sequence out of range on the side that its advantage pushes gets none.
+    from above before anything else. Nothing is detached: a sequence out of range on the side that its advantage pushes gets no
+    gradient.
     `clip_eps` is the older single range; it sets both sides and warns.
     """
 
@@ -56,15 +56,14 @@ class ClippedSurrogateLoss:
         advantage = shared.weight
         logp = shared.logp_action(length_normalize=self.length_normalize)
         log_ratio = logp - shared.old_logp_action(self.old_logp_key, length_normalize=self.length_normalize)
-        raw = log_ratio.exp()
-        ratio = raw if self.ratio_clip is None else raw.clamp(max=self.ratio_clip)
+        ratio = capped_exp(log_ratio, self.ratio_clip)
         loss = -clipped_objective(ratio, advantage, self.clip_eps_low, self.clip_eps_high).mean()
         stats: Stats = {
             "loss": loss.detach(),
             "ratio_mean": ratio.detach().mean(),
             "ratio_std": spread(ratio),
             "clip_frac": outside(ratio, self.clip_eps_low, self.clip_eps_high).mean(),
-            "ratio_clip_frac": capped(raw, self.ratio_clip).mean(),
+            "ratio_clip_frac": capped(ratio, self.ratio_clip).mean(),
             "kl_actor_policy": k3(log_ratio).mean(),
             "adv_mean": advantage.mean(),
             "adv_std": spread(advantage),
@@ -99,24 +98,17 @@ class TokenClippedSurrogateLoss:
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
         shared = shared or SharedContext(logits, batch)
         advantage = shared.weight
-        raw, mask = shared.ratio, shared.token_mask
-        ratio = raw if self.ratio_clip is None else raw.clamp(max=self.ratio_clip)
+        ratio = shared.ratio if self.ratio_clip is None else capped_exp(shared.log_ratio, self.ratio_clip)
         objective = clipped_objective(ratio, advantage[:, None], self.clip_eps_low, self.clip_eps_high)
         loss = -row_mean(objective, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
         stats: Stats = {
             "loss": loss.detach(),
+            **policy_stats(shared, ratio),
             **masked_stats(
                 shared,
-                ratio_mean=ratio,
                 clip_frac=outside(ratio, self.clip_eps_low, self.clip_eps_high),
-                ratio_clip_frac=capped(raw, self.ratio_clip),
-                kl_actor_policy=k3(shared.log_ratio),
+                ratio_clip_frac=capped(ratio, self.ratio_clip),
             ),
-            "ratio_std": spread(ratio, mask),
-            "adv_mean": advantage.mean(),
-            "adv_std": spread(advantage),
-            "logp_mean": shared.logp_action().detach().mean(),
-            "avg_action_tokens": mask.sum(dim=1).mean(),
         }
         return loss, stats
 
@@ -124,16 +116,3 @@ class TokenClippedSurrogateLoss:
 def clipped_objective(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
     """min(r A, clip(r, 1 - low, 1 + high) A): Schulman et al. 2017 (arXiv:1707.06347), eq. 7."""
     return torch.minimum(ratio * advantage, ratio.clamp(1.0 - low, 1.0 + high) * advantage)
-
-
-def outside(ratio: Tensor, low: float, high: float) -> Tensor:
-    """1.0 where the ratio is out of [1 - low, 1 + high]."""
-    ratio = ratio.detach()
-    return ((ratio < 1.0 - low) | (ratio > 1.0 + high)).float()
-
-
-def capped(raw: Tensor, ratio_clip: float | None) -> Tensor:
-    """1.0 where the ratio reached `ratio_clip`."""
-    if ratio_clip is None:
-        return torch.zeros_like(raw.detach())
-    return (raw.detach() >= ratio_clip).float()

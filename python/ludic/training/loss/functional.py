@@ -7,10 +7,12 @@ N rows of flattened logits.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from ludic.errors import DataError
@@ -23,14 +25,20 @@ class LogitsUse:
     """Who reads a tensor of logits, so that the last reader's gradient may take its place in memory.
 
     `consume` says that nobody needs the logits after the backward pass. If one function here is then their only reader, its backward
-    writes the gradient over them, and no second tensor of their size is made. The write counts as a change in place: if
-    another operation kept the logits for its own backward pass, autograd raises instead of computing a wrong gradient.
+    writes the gradient over them, and no second tensor of their size is made. Parameters, and logits that the operation which
+    made them kept for its own backward pass (tanh does), are left alone. Should yet another operation have kept them, autograd
+    raises instead of computing a wrong gradient: the write counts as a change in place.
     """
 
     def __init__(self, *, consume: bool = False, wide: bool = True) -> None:
         self.consume = consume
         self.wide = wide
         self.readers = 0
+
+    def read(self, logits: Tensor) -> None:
+        """Count a reader of `logits`, and look whether they may be written over."""
+        self.readers += 1
+        self.consume = self.consume and _is_free(logits)
 
     def dtype(self, logits: Tensor) -> torch.dtype:
         """What is computed in: float32, float64 for logits that are, or with `wide=False` their own."""
@@ -48,7 +56,9 @@ def selective_log_softmax(logits: Tensor, index: Tensor, *, use: LogitsUse | Non
     """
     if logits.shape[:-1] != index.shape:
         raise DataError(f"index {tuple(index.shape)} must have the shape of logits {tuple(logits.shape)} without its last axis")
-    flat: Tensor = _SelectedLogp.apply(logits.reshape(-1, logits.shape[-1]), index.reshape(-1), use or LogitsUse())
+    use = use or LogitsUse()
+    use.read(logits)
+    flat: Tensor = _SelectedLogp.apply(logits.reshape(-1, logits.shape[-1]), index.reshape(-1), use)
     return flat.view(index.shape)
 
 
@@ -62,13 +72,13 @@ def compute_token_logp(logits: Tensor, input_ids: Tensor, *, use: LogitsUse | No
 def compute_logp_action(logits: Tensor, input_ids: Tensor, action_mask: Tensor, *, length_normalize: bool = False) -> Tensor:
     """Log-probability of each row's action: the masked sum over tokens, divided by their number if `length_normalize`.
 
-    logits [B, T, V], input_ids and action_mask [B, T], result [B] float32. Only logits that predict an action are read.
+    logits [B, T, V], input_ids and action_mask [B, T], result [B] float32. What the mask leaves out may be -inf.
     """
     _check_shapes(logits, input_ids)
     if action_mask.shape != input_ids.shape:
         raise DataError(f"action_mask {tuple(action_mask.shape)} must have the shape of input_ids {tuple(input_ids.shape)}")
     mask = action_mask[:, 1:].float()
-    summed = (compute_token_logp(logits, input_ids) * mask).sum(dim=1)
+    summed = masked(compute_token_logp(logits, input_ids), mask).sum(dim=1)
     return summed / mask.sum(dim=1).clamp(min=1.0) if length_normalize else summed
 
 
@@ -76,8 +86,38 @@ def compute_token_entropy(logits: Tensor, *, use: LogitsUse | None = None) -> Te
     """Entropy in nats of the distribution of each next token. logits [B, T, V], result [B, T - 1] float32."""
     if logits.ndim != 3:
         raise DataError(f"logits must be [B, T, V], got {tuple(logits.shape)}")
-    flat: Tensor = _Entropy.apply(logits.reshape(-1, logits.shape[-1]), use or LogitsUse())
+    use = use or LogitsUse()
+    use.read(logits)
+    flat: Tensor = _Entropy.apply(logits.reshape(-1, logits.shape[-1]), use)
     return flat.view(logits.shape[:-1])[:, :-1]
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """The values where the mask is not 0, and exactly 0 elsewhere, be they infinite."""
+    return values.masked_fill(mask == 0, 0.0)
+
+
+def capped_exp(log_ratio: Tensor, ratio_clip: float | None) -> Tensor:
+    """exp(log_ratio), at most `ratio_clip` if there is one; no gradient where the cap acts.
+
+    With a cap nothing overflows, however large the logarithm. Without one an infinite ratio is left to be seen: it says that the
+    log-probabilities are wrong, and the trainer stops at it.
+    """
+    if ratio_clip is None:
+        return log_ratio.exp()
+    return log_ratio.clamp(max=math.log(ratio_clip) + 1.0).exp().clamp(max=ratio_clip)
+
+
+def _is_free(logits: Tensor) -> bool:
+    """Whether neither a parameter nor the operation that made the logits shares their memory."""
+    sources = [logits] if logits._base is None else [logits, logits._base]
+    return not any(source.is_leaf or _is_kept_by_maker(source) for source in sources)
+
+
+def _is_kept_by_maker(tensor: Tensor) -> bool:
+    node, address = tensor.grad_fn, tensor.untyped_storage().data_ptr()
+    kept = (getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
+    return any(isinstance(saved, Tensor) and saved.untyped_storage().data_ptr() == address for saved in kept)
 
 
 def _check_shapes(logits: Tensor, input_ids: Tensor) -> None:
@@ -102,7 +142,6 @@ class _SelectedLogp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, index_N: Tensor, use: LogitsUse) -> Tensor:
-        use.readers += 1
         ctx.use = use
         size = _rows(logits_NV)
         norms_N = logits_NV.new_empty(logits_NV.shape[0], dtype=use.dtype(logits_NV))
@@ -113,6 +152,7 @@ class _SelectedLogp(torch.autograd.Function):
         return chosen_N - norms_N
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad_N,) = grads
         logits_NV, index_N, norms_N = ctx.saved_tensors
@@ -120,10 +160,29 @@ class _SelectedLogp(torch.autograd.Function):
         out_NV = ctx.use.buffer(logits_NV)
         for start in _chunks(logits_NV):
             part = slice(start, start + size)
-            softmax = torch.exp(logits_NV[part].to(norms_N.dtype) - norms_N[part, None])
-            out_NV[part] = softmax.mul_(-grad_N[part, None])
-        out_NV.scatter_add_(1, index_N[:, None], grad_N[:, None].to(out_NV.dtype))
+            out_NV[part] = _selected_gradient(logits_NV[part], index_N[part, None], norms_N[part, None], grad_N[part, None])
         return out_NV, None, None
+
+
+def _selected_gradient(logits_NV: Tensor, index_N1: Tensor, norms_N1: Tensor, grad_N1: Tensor) -> Tensor:
+    """(onehot - softmax) * grad in the dtype of the norms: in that of half-precision logits, 1 - softmax of a likely token is 0."""
+    return torch.sub(logits_NV, norms_N1).exp_().mul_(-grad_N1).scatter_add_(1, index_N1, grad_N1)
+
+
+def _entropy(logits_NV: Tensor, wide: torch.dtype) -> Tensor:
+    logp = _finite_log_softmax(logits_NV, wide)
+    return logp.exp().mul_(logp).sum(dim=-1).neg_()
+
+
+def _entropy_gradient(logits_NV: Tensor, entropy_N1: Tensor, grad_N1: Tensor) -> Tensor:
+    """-p (log p + H) * grad."""
+    logp = _finite_log_softmax(logits_NV, entropy_N1.dtype)
+    return logp.exp().mul_(logp.add_(entropy_N1)).mul_(-grad_N1)
+
+
+def _finite_log_softmax(logits_NV: Tensor, wide: torch.dtype) -> Tensor:
+    """Log-probabilities of which none is -inf, so that p log p is 0 where p is."""
+    return torch.log_softmax(logits_NV, dim=-1, dtype=wide).clamp_(min=torch.finfo(wide).min)
 
 
 class _Entropy(torch.autograd.Function):
@@ -131,17 +190,16 @@ class _Entropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, use: LogitsUse) -> Tensor:
-        use.readers += 1
         ctx.use = use
         size, wide = _rows(logits_NV), use.dtype(logits_NV)
         entropy_N = logits_NV.new_empty(logits_NV.shape[0], dtype=wide)
         for start in _chunks(logits_NV):
-            logp = torch.log_softmax(logits_NV[start : start + size].to(wide), dim=-1)
-            entropy_N[start : start + size] = -(logp.exp() * logp).sum(dim=-1)
+            entropy_N[start : start + size] = _entropy(logits_NV[start : start + size], wide)
         ctx.save_for_backward(logits_NV, entropy_N)
         return entropy_N
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad_N,) = grads
         logits_NV, entropy_N = ctx.saved_tensors
@@ -149,6 +207,5 @@ class _Entropy(torch.autograd.Function):
         out_NV = ctx.use.buffer(logits_NV)
         for start in _chunks(logits_NV):
             part = slice(start, start + size)
-            logp = torch.log_softmax(logits_NV[part].to(entropy_N.dtype), dim=-1)
-            out_NV[part] = -grad_N[part, None] * logp.exp() * (logp + entropy_N[part, None])
+            out_NV[part] = _entropy_gradient(logits_NV[part], entropy_N[part, None], grad_N[part, None])
         return out_NV, None

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ludic.errors import ConfigError
-from ludic.training.loss.base import Batch, Normalizer, SharedContext, Stats, masked_stats, row_mean, spread
+from ludic.training.loss.base import Batch, Normalizer, SharedContext, Stats, row_mean
+from ludic.training.loss.functional import masked
+from ludic.training.loss.statistics import masked_stats, spread
 
 Estimator = Literal["k1", "k2", "k3"]
 """Estimates of KL(policy || actor) from log_ratio = log pi - log pi_actor. k1: log_ratio, unbiased in value, but its gradient is zero
@@ -33,13 +35,12 @@ class TokenKLLoss:
     reads_shared_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.estimator not in ("k1", "k2", "k3"):
-            raise ConfigError(f"estimator ({self.estimator!r}) must be 'k1', 'k2' or 'k3'")
+        _check_estimator(self.estimator)
 
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
         shared = shared or SharedContext(logits, batch)
         mask, kl = shared.token_mask, estimate(shared.log_ratio, self.estimator)
-        by_row = (kl * mask).sum(dim=1)
+        by_row = masked(kl, mask).sum(dim=1)
         if self.length_normalize:
             by_row = by_row / shared.token_counts
         loss = self.coeff * by_row.mean()
@@ -56,20 +57,26 @@ class TokenKLLoss:
 
 @dataclass
 class KLLoss:
-    """L = coeff * mean_b (l_b - l_b^old): the k1 estimate by sequence. With `length_normalize` both are means over tokens."""
+    """L = coeff * mean_b k(l_b - l_b^old), l_b the log-probability of sequence b; k1 is the default, as in TokenKLLoss. With
+    `length_normalize` both are means over tokens. l_b^old is a constant."""
 
     coeff: float = 1.0
     old_logp_key: str = "old_logp_action"
     length_normalize: bool = False
+    estimator: Estimator = "k1"
 
     normalizer: ClassVar[Normalizer] = "samples"
     zero_weight_is_zero_gradient: ClassVar[bool] = False
     reads_shared_only: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        _check_estimator(self.estimator)
+
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
         shared = shared or SharedContext(logits, batch)
         logp = shared.logp_action(length_normalize=self.length_normalize)
-        kl = logp - shared.old_logp_action(self.old_logp_key, length_normalize=self.length_normalize)
+        old = shared.old_logp_action(self.old_logp_key, length_normalize=self.length_normalize)
+        kl = estimate(logp - old, self.estimator)
         loss = self.coeff * kl.mean()
         return loss, {"loss": loss.detach(), "kl_mean": kl.detach().mean(), "kl_std": spread(kl)}
 
@@ -99,3 +106,8 @@ def estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
     if estimator == "k2":
         return 0.5 * log_ratio**2
     return torch.expm1(-log_ratio) + log_ratio
+
+
+def _check_estimator(estimator: str) -> None:
+    if estimator not in ("k1", "k2", "k3"):
+        raise ConfigError(f"estimator ({estimator!r}) must be 'k1', 'k2' or 'k3'")

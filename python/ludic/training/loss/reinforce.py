@@ -7,7 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ludic.training.loss.base import Batch, Normalizer, SharedContext, Stats, k3, spread
+from ludic.training.loss.base import Batch, Normalizer, SharedContext, Stats, check_ratio_clip
+from ludic.training.loss.functional import capped_exp
+from ludic.training.loss.statistics import k3, spread
 
 
 @dataclass
@@ -16,19 +18,24 @@ class ReinforceLoss:
 
     Williams 1992, eq. 4, with the importance weight of off-policy policy gradient (Degris et al. 2012, eq. 5) for the difference
     between the sampling and the training engine. r_b is detached. With `length_normalize` both l_b and l_b^old are means over the
-    action's tokens. r_b is a product over tokens and unbounded: for long answers prefer CISPO.
+    action's tokens. r_b is a product over tokens, whose spread grows with the length: `ratio_clip` caps it from above, as truncated
+    importance sampling does (Ionides 2008); for long answers prefer CISPO.
     """
 
     length_normalize: bool = False
     old_logp_key: str = "old_logp_action"
+    ratio_clip: float | None = None
 
     normalizer: ClassVar[Normalizer] = "samples"
     zero_weight_is_zero_gradient: ClassVar[bool] = True
     reads_shared_only: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        check_ratio_clip(self.ratio_clip)
+
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
         shared = shared or SharedContext(logits, batch)
-        return importance_weighted(shared, shared.weight, self.old_logp_key, self.length_normalize)
+        return importance_weighted(self, shared, shared.weight)
 
 
 @dataclass
@@ -42,10 +49,14 @@ class ReinforceBaselineLoss:
     normalize: bool = False
     length_normalize: bool = False
     old_logp_key: str = "old_logp_action"
+    ratio_clip: float | None = None
 
     normalizer: ClassVar[Normalizer] = "samples"
     zero_weight_is_zero_gradient: ClassVar[bool] = False
     reads_shared_only: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_ratio_clip(self.ratio_clip)
 
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
         shared = shared or SharedContext(logits, batch)
@@ -53,16 +64,19 @@ class ReinforceBaselineLoss:
         advantage = shared.weight - totals.weight_mean
         if self.normalize:
             advantage = advantage / (totals.weight_std + 1e-8)
-        loss, stats = importance_weighted(shared, advantage, self.old_logp_key, self.length_normalize)
+        loss, stats = importance_weighted(self, shared, advantage)
         stats["baseline"] = shared.weight.new_tensor(totals.weight_mean)
         return loss, stats
 
 
-def importance_weighted(shared: SharedContext, advantage: Tensor, old_key: str, length_normalize: bool) -> tuple[Tensor, Stats]:
-    """-mean_b[ sg(r_b) A_b l_b ] for advantages [B], and its statistics."""
-    logp = shared.logp_action(length_normalize=length_normalize)
-    log_ratio = (logp - shared.old_logp_action(old_key, length_normalize=length_normalize)).detach()
-    ratio = log_ratio.exp()
+def importance_weighted(
+    settings: ReinforceLoss | ReinforceBaselineLoss, shared: SharedContext, advantage: Tensor
+) -> tuple[Tensor, Stats]:
+    """-mean_b[ sg(r_b) A_b l_b ] for advantages [B], and its statistics. `ratio_mean` is that of the weights used."""
+    logp = shared.logp_action(length_normalize=settings.length_normalize)
+    old = shared.old_logp_action(settings.old_logp_key, length_normalize=settings.length_normalize)
+    log_ratio = (logp - old).detach()
+    ratio = capped_exp(log_ratio, settings.ratio_clip)
     loss = -(ratio * advantage * logp).mean()
     stats: Stats = {
         "loss": loss.detach(),

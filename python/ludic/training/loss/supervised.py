@@ -13,9 +13,9 @@ from ludic.training.loss.base import (
     SharedContext,
     Stats,
     check_token_normalizer,
-    masked_stats,
     row_mean,
 )
+from ludic.training.loss.statistics import masked_stats
 
 
 @dataclass

@@ -1,0 +1,126 @@
+"""Memory that log-probabilities of `[B, T, V]` logits take, forward and backward, against log_softmax and gather.
+
+Bytes are counted, not sampled: every storage that torch makes counts from the operation that makes it until it is freed, so that
+the numbers are the same on every machine. The ratio is (logits + everything beside them) / logits, for the loss
+alone: from the logits to their gradient, without the model around it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from benches.python.contest import Contest
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ludic.training.loss.functional import LogitsUse, compute_token_entropy, compute_token_logp
+
+SHAPE = (8, 256, 8192)
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class PeakBytes(TorchDispatchMode):
+    """The largest number of bytes that storages made inside it held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_storage(leaf)._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and _storage(leaf)._cdata not in given:
+                self._hold(_storage(leaf))
+        return out
+
+    def _hold(self, storage: Any) -> None:
+        if storage._cdata in self.held:
+            return
+        self.held[storage._cdata] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._release, storage._cdata)
+
+    def _release(self, key: int) -> None:
+        self.now -= self.held.pop(key, 0)
+
+
+def _storage(tensor: Tensor) -> Any:
+    return tensor.untyped_storage()
+
+
+def log_softmax_gather(logits: Tensor, ids: Tensor) -> Tensor:
+    """What one writes first: all logits in float32, all their log-probabilities, one of them kept."""
+    return torch.log_softmax(logits.float(), dim=-1)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
+
+
+def entropy_of_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
+    logp = torch.log_softmax(logits.float(), dim=-1)
+    return -(logp.exp() * logp).sum(dim=-1)[:, :-1]
+
+
+def consuming(logits: Tensor, ids: Tensor) -> Tensor:
+    return compute_token_logp(logits, ids, use=LogitsUse(consume=True))
+
+
+def chunked_entropy(logits: Tensor, ids: Tensor) -> Tensor:
+    return compute_token_entropy(logits)
+
+
+def consuming_entropy(logits: Tensor, ids: Tensor) -> Tensor:
+    return compute_token_entropy(logits, use=LogitsUse(consume=True))
+
+
+WAYS: dict[str, Loss] = {
+    "log-probabilities: log_softmax and gather": log_softmax_gather,
+    "log-probabilities: in chunks": compute_token_logp,
+    "log-probabilities: in chunks, gradient written over the logits": consuming,
+    "entropy: from log_softmax": entropy_of_log_softmax,
+    "entropy: in chunks": chunked_entropy,
+    "entropy: in chunks, gradient written over the logits": consuming_entropy,
+}
+
+
+def peak_ratios(loss: Loss, dtype: torch.dtype, shape: Sequence[int] = SHAPE) -> tuple[float, float]:
+    """(logits + peak of the rest) / logits, for the forward pass and for forward and backward."""
+    generator = torch.Generator().manual_seed(0)
+    parameter = torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_()
+    ids = torch.randint(0, shape[-1], tuple(shape[:2]), generator=generator)
+    logits = parameter * 1  # no leaf, as the output of a model
+    size = logits.numel() * logits.element_size()
+    with PeakBytes() as bytes_held:
+        total = loss(logits, ids).sum()
+        forward = bytes_held.peak
+        (gradient,) = torch.autograd.grad(total, logits)
+    assert bool(torch.isfinite(gradient).all())
+    return 1 + forward / size, 1 + bytes_held.peak / size
+
+
+def contests() -> list[Contest]:
+    """Nothing is timed."""
+    return []
+
+
+def report() -> str:
+    batch, tokens, vocabulary = SHAPE
+    lines = [
+        f"### Peak memory of the loss alone, as a multiple of the logits [{batch}, {tokens}, {vocabulary}] alone",
+        "",
+        "| way | float32 forward | and backward | bfloat16 forward | and backward |",
+        "|---|---|---|---|---|",
+    ]
+    for name, loss in WAYS.items():
+        ratios = [*peak_ratios(loss, torch.float32), *peak_ratios(loss, torch.bfloat16)]
+        lines.append(f"| {name} | {' | '.join(f'{ratio:.2f}x' for ratio in ratios)} |")
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(report())

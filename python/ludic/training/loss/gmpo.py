@@ -1,0 +1,65 @@
+"""GMPO: the geometric mean of clipped token ratios."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ludic.training.loss.base import Batch, Normalizer, SharedContext, Stats, check_clip, check_ratio_clip
+from ludic.training.loss.functional import capped_exp
+from ludic.training.loss.statistics import capped, masked_stats, outside, policy_stats, spread
+
+
+@dataclass
+class GMPOLoss:
+    """L = -mean_b R_b A_b with log R_b = mean_t s_b g_bt, where s_b = sign(A_b) and
+    g_bt = min(s_b log r_bt, clip(s_b log r_bt, -low, high)), r_bt the ratio of token t.
+
+    Geometric-Mean Policy Optimization (arXiv:2507.20673): PPO's pessimistic clip on each token, in the logarithm, so that the range of
+    r_bt is [e^-low, e^high]. Without `length_normalize` the mean over t is a sum, and R_b a product. `ratio_clip` caps r_bt from
+    above first. Nothing is detached.
+    """
+
+    clip_eps_low: float = 0.4
+    clip_eps_high: float = 0.4
+    length_normalize: bool = True
+    ratio_clip: float | None = None
+
+    normalizer: ClassVar[Normalizer] = "samples"
+    zero_weight_is_zero_gradient: ClassVar[bool] = True
+    reads_shared_only: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_clip(self.clip_eps_low, self.clip_eps_high)
+        check_ratio_clip(self.ratio_clip)
+
+    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
+        shared = shared or SharedContext(logits, batch)
+        sign = shared.weight.sign()[:, None]
+        log_ratio = shared.log_ratio
+        if self.ratio_clip is not None:
+            log_ratio = log_ratio.clamp(max=math.log(self.ratio_clip))
+        signed = sign * log_ratio
+        bounded = sign * torch.minimum(signed, signed.clamp(-self.clip_eps_low, self.clip_eps_high))
+        log_mean = (bounded * shared.token_mask).sum(dim=1)
+        if self.length_normalize:
+            log_mean = log_mean / shared.token_counts
+        geometric = log_mean.exp()
+        loss = -(geometric * shared.weight).mean()
+        ratio = capped_exp(shared.log_ratio, self.ratio_clip)
+        stats: Stats = {
+            "loss": loss.detach(),
+            **policy_stats(shared, ratio),
+            **masked_stats(
+                shared,
+                clip_frac=outside(1.0 + shared.log_ratio, self.clip_eps_low, self.clip_eps_high),
+                ratio_clip_frac=capped(ratio, self.ratio_clip),
+            ),
+            "geom_mean_ratio_mean": geometric.detach().mean(),
+            "geom_mean_ratio_std": spread(geometric),
+        }
+        return loss, stats

@@ -1,0 +1,54 @@
+"""SAPO: a smooth gate on the ratio in place of the clip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ludic.errors import ConfigError
+from ludic.training.loss.base import Batch, Normalizer, SharedContext, Stats, check_token_normalizer, row_mean
+from ludic.training.loss.statistics import masked_stats, policy_stats, spread
+
+
+@dataclass
+class SAPOLoss:
+    """L = -mean_b sum_t (4 / tau_b) sigmoid(tau_b (r_bt - 1)) A_b, r_bt the ratio of token t, tau_b = tau_pos if A_b > 0, else tau_neg.
+
+    Soft Adaptive Policy Optimization (arXiv:2511.20347). The gradient is 4 p (1 - p) r_bt A_b grad log pi_bt with p the sigmoid: that of
+    the unclipped surrogate at r = 1, and fading on both sides, faster for the larger tau. Nothing is detached. The sum over
+    tokens is divided by their number if `length_normalize`, as in the paper; `normalizer="tokens"` takes one mean over all action
+    tokens of the batch.
+    """
+
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    length_normalize: bool = False
+    normalizer: Normalizer = "samples"
+
+    zero_weight_is_zero_gradient: ClassVar[bool] = True
+    reads_shared_only: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name, tau in (("tau_pos", self.tau_pos), ("tau_neg", self.tau_neg)):
+            if tau <= 0:
+                raise ConfigError(f"{name} must be positive, got {tau}")
+        check_token_normalizer(self.normalizer, self.length_normalize)
+
+    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
+        shared = shared or SharedContext(logits, batch)
+        advantage = shared.weight[:, None]
+        tau = torch.where(advantage > 0, self.tau_pos, self.tau_neg)
+        gate = torch.sigmoid(tau * (shared.ratio - 1.0))
+        objective = 4.0 / tau * gate * advantage
+        loss = -row_mean(objective, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
+        slope = 4.0 * gate.detach() * (1.0 - gate.detach())
+        stats: Stats = {
+            "loss": loss.detach(),
+            **policy_stats(shared, shared.ratio),
+            **masked_stats(shared, grad_weight_mean=slope),
+            "grad_weight_std": spread(slope, shared.token_mask),
+        }
+        return loss, stats

@@ -1,0 +1,62 @@
+"""Statistics that losses report: detached scalars that stay on the device of the logits.
+
+Shapes: B rows, T tokens. Per-token values are [B, T - 1], and count where the next token is an action.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ludic.training.loss.base import SharedContext, Stats
+from ludic.training.loss.functional import masked
+
+
+def policy_stats(shared: SharedContext, ratio: Tensor) -> Stats:
+    """What every loss on token ratios [B, T - 1] reports. `kl_actor_policy` is that of the ratio before any cap."""
+    advantage = shared.weight
+    return {
+        **masked_stats(shared, ratio_mean=ratio, kl_actor_policy=k3(shared.log_ratio)),
+        "ratio_std": spread(ratio, shared.token_mask),
+        "adv_mean": advantage.mean(),
+        "adv_std": spread(advantage),
+        "logp_mean": shared.logp_action().detach().mean(),
+        "avg_action_tokens": shared.token_mask.sum(dim=1).mean(),
+    }
+
+
+def masked_stats(shared: SharedContext, **values: Tensor) -> Stats:
+    """Means of [B, T - 1] values over the actions; 0 where there is none."""
+    mask = shared.token_mask
+    count = mask.sum().clamp(min=1.0)
+    return {name: masked(value.detach(), mask).sum() / count for name, value in values.items()}
+
+
+def spread(values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Population standard deviation of values [B], or of [B, T - 1] over the actions."""
+    values = values.detach()
+    if mask is None:
+        return values.std(unbiased=False)
+    count = mask.sum().clamp(min=1.0)
+    mean = (values * mask).sum() / count
+    return (((values - mean) ** 2 * mask).sum() / count).sqrt()
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """r - log r - 1: an estimate of KL(actor || policy) from the actor's samples that is never negative (Schulman, "Approximating
+    KL divergence", 2020)."""
+    log_ratio = log_ratio.detach()
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def outside(ratio: Tensor, low: float, high: float) -> Tensor:
+    """1.0 where the ratio is out of [1 - low, 1 + high]."""
+    ratio = ratio.detach()
+    return ((ratio < 1.0 - low) | (ratio > 1.0 + high)).float()
+
+
+def capped(ratio: Tensor, ratio_clip: float | None) -> Tensor:
+    """1.0 where the ratio reached `ratio_clip`."""
+    if ratio_clip is None:
+        return torch.zeros_like(ratio.detach())
+    return (ratio.detach() >= ratio_clip).float()
