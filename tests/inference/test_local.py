@@ -10,7 +10,7 @@ from playing import play, tiny_model, tokenizer
 from ludic.distributed import LocalPublisher
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference import ChatCompletionRequest, LocalChatClient, ReturnSpec, SamplingParams, ToolRequest
-from ludic.inference.local_sampler import Sampler
+from ludic.inference.local_sampler import Sampler, stream
 
 
 def request(text="abc", seed=0, returned=None, **sampling):
@@ -92,22 +92,26 @@ def test_tokens_are_drawn_with_the_models_probabilities():
     assert ((counts - draws * p) ** 2 / (draws * p)).sum() < 258 + 6 * 23
 
 
+def streams(count):
+    return [stream(seed, [1]) for seed in range(count)]
+
+
 def test_top_p_keeps_the_smallest_set_that_reaches_it():
     # Probabilities 0.5, 0.3, 0.15, 0.05. top_p 0.6 keeps the first two, renormalised to 0.625 and 0.375; 0.49 keeps the first alone.
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(400, 1)
-    sampler = Sampler([SamplingParams(temperature=1.0, top_p=0.6, max_tokens=1)] * 400, list(range(400)), torch.device("cpu"))
+    sampler = Sampler([SamplingParams(temperature=1.0, top_p=0.6, max_tokens=1)] * 400, streams(400), torch.device("cpu"))
     tokens, raw, drawn = sampler.draw(logits, 0)
     assert set(tokens.tolist()) == {0, 1}
     assert 0.55 < (tokens == 0).float().mean() < 0.70
     torch.testing.assert_close(drawn.exp(), torch.where(tokens == 0, 0.625, 0.375))
     torch.testing.assert_close(raw.exp(), torch.where(tokens == 0, 0.5, 0.3))
-    sampler = Sampler([SamplingParams(temperature=1.0, top_p=0.49, max_tokens=1)] * 400, list(range(400)), torch.device("cpu"))
+    sampler = Sampler([SamplingParams(temperature=1.0, top_p=0.49, max_tokens=1)] * 400, streams(400), torch.device("cpu"))
     assert set(sampler.draw(logits, 0)[0].tolist()) == {0}
 
 
 def test_penalties_lower_the_logits_of_tokens_already_drawn():
     # Greedy over equal logits with a presence penalty never draws a token twice.
-    sampler = Sampler([SamplingParams(temperature=0.0, presence_penalty=1.0, max_tokens=4)], [0], torch.device("cpu"))
+    sampler = Sampler([SamplingParams(temperature=0.0, presence_penalty=1.0, max_tokens=4)], streams(1), torch.device("cpu"))
     drawn = [sampler.draw(torch.zeros(1, 4), step)[0].item() for step in range(4)]
     assert sorted(drawn) == [0, 1, 2, 3]
 

@@ -5,7 +5,9 @@ It knows token ids only: rendering messages and reading text is left to `local`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.errors import InferenceError
-from ludic.inference.local_sampler import Sampler
+from ludic.inference.local_sampler import Sampler, stream
 from ludic.inference.sampling import SamplingParams
 
 
@@ -23,9 +25,13 @@ class DecodeRequest:
 
     prompt_ids: list[int]
     sampling: SamplingParams
+    limit: int
+    """Tokens sampled at most: what the request asks for, or what the model's context leaves."""
     seed: int | None = None
     stopped: Callable[[list[int]], bool] | None = None
     """Whether the completion so far contains a stop string; asked after each token."""
+    abandoned: Callable[[], bool] | None = None
+    """Whether nobody waits for it any more; asked after each token, possibly from another thread than the one that answers."""
 
 
 @dataclass
@@ -41,122 +47,153 @@ class Completion:
     finish_reason: str = "length"
 
 
-@torch.inference_mode()
-def decode(model: nn.Module, requests: Sequence[DecodeRequest], *, eos_ids: frozenset[int], pad_id: int) -> list[Completion]:
-    """Continue every request until its end token, its stop string or its `max_tokens`. The model is in evaluation mode meanwhile."""
-    limits = [_limit(model, request) for request in requests]
-    training = model.training
-    model.eval()
-    try:
-        return _Decoding(model, requests, limits, eos_ids, pad_id).run()
-    finally:
-        model.train(training)
-
-
-def _limit(model: nn.Module, request: DecodeRequest) -> int:
-    """Tokens that this request may sample, at most: what it asks for, or what the model's context leaves."""
-    if not request.prompt_ids:
+def check_prompt(model: nn.Module, prompt_ids: Sequence[int]) -> int | None:
+    """Tokens that the model's context leaves after this prompt; None: no bound. Raises InferenceError for a prompt without room."""
+    if not prompt_ids:
         raise InferenceError("the prompt has no token; a model needs at least one to continue")
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    vocabulary = getattr(embeddings, "num_embeddings", None)
+    if vocabulary is not None and not 0 <= min(prompt_ids) <= max(prompt_ids) < vocabulary:
+        wrong = next(token for token in prompt_ids if not 0 <= token < vocabulary)
+        raise InferenceError(
+            f"token id {wrong} of the prompt is outside the model's vocabulary of {vocabulary}; check the tokenizer"
+        )
     room = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if room is None:
-        return request.sampling.max_tokens
-    left = int(room) - len(request.prompt_ids)
-    if left < 1:
-        raise InferenceError(
-            f"the prompt has {len(request.prompt_ids)} tokens, the model's context is {room}; shorten the prompt"
-        )
-    return min(left, request.sampling.max_tokens)
+        return None
+    if len(prompt_ids) >= room:
+        raise InferenceError(f"the prompt has {len(prompt_ids)} tokens, the model's context is {room}; shorten the prompt")
+    return int(room) - len(prompt_ids)
+
+
+def decode(model: nn.Module, requests: Sequence[DecodeRequest], *, eos_ids: frozenset[int], pad_id: int) -> list[Completion]:
+    """Continue every request until its end token, its stop string or its limit.
+
+    The model runs in evaluation mode and without gradients; both are as they were afterwards, module by module.
+    """
+    with _evaluating(model), torch.no_grad():  # what inference mode made could not be part of a later backward pass
+        return _Decoding(model, requests, eos_ids, pad_id).run()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _keywords(model: Any) -> frozenset[str]:
+    """Which of the keywords used here the model's forward pass takes. A wrapper that passes everything on takes them all."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters hide the signature
+    parameters = inspect.signature(inner.forward).parameters
+    wanted = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
+    return wanted & set(parameters) if "input_ids" in parameters else wanted
 
 
 class _Decoding:
     """The state of one batch. Row i of the tensors is request `rows[i]`; rows that ended are dropped when they are the majority."""
 
-    def __init__(
-        self, model: nn.Module, requests: Sequence[DecodeRequest], limits: list[int], eos_ids: frozenset[int], pad_id: int
-    ) -> None:
-        self.model, self.requests, self.limits = model, requests, limits
+    def __init__(self, model: nn.Module, requests: Sequence[DecodeRequest], eos_ids: frozenset[int], pad_id: int) -> None:
+        self.model, self.requests = model, requests
+        self.keywords = _keywords(model)
         self.device = next(model.parameters()).device
         self.results = [Completion() for _ in requests]
         self.rows = list(range(len(requests)))
-        self.live = [True] * len(requests)
-        self.sampler = Sampler([r.sampling for r in requests], [r.seed for r in requests], self.device)
+        streams = [stream(request.seed, request.prompt_ids) for request in requests]
+        self.sampler = Sampler([request.sampling for request in requests], streams, self.device)
         self.eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=self.device)
         self.cache: Any = None
-        self.ids, self.mask = self._padded([r.prompt_ids for r in requests], pad_id)
+        self.limits = [request.limit for request in requests]
+        self.limit = torch.tensor(self.limits, device=self.device)
+        self.ids, self.mask = self._padded([request.prompt_ids for request in requests], pad_id)
         self.ragged = not bool(self.mask.all())
-        self.position = self.mask.sum(dim=1, keepdim=True)
-        self.limit = torch.tensor(limits, device=self.device)
         self.watched = any(request.stopped for request in requests)
+        self.drawn: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def run(self) -> list[Completion]:
-        tokens: list[Tensor] = []
-        logps: list[Tensor] = []
-        drawn: list[Tensor] = []
         alive = torch.ones(len(self.rows), dtype=torch.bool, device=self.device)
         for step in range(max(self.limits)):
-            token, logp, shaped = self.sampler.draw(self._forward(), step)
-            tokens.append(token)
-            logps.append(logp)
-            drawn.append(shaped)
-            ended = torch.isin(token, self.eos)
-            alive = alive & ~ended & (self.limit > step + 1)
+            self.drawn.append(self.sampler.draw(self._forward(), step))
+            token = self.drawn[-1][0]
+            alive = alive & ~torch.isin(token, self.eos)
             if self.watched:
-                alive = self._watch(tokens, logps, drawn, alive)
-            if not bool(alive.any()):
+                alive = self._watch(alive)
+            alive = self._wanted(alive & (self.limit > step + 1))
+            living = int(alive.sum())
+            if living == 0:
                 break
-            self.ids = token[:, None]
-            if int(alive.sum()) * 2 <= len(self.rows):
-                self._flush(tokens, logps, drawn)
+            self._extend(token)
+            if living * 2 <= len(self.rows):
                 alive = self._compact(alive)
-        self._flush(tokens, logps, drawn)
+        self._flush()
         return [self._finished(result, limit) for result, limit in zip(self.results, self.limits, strict=True)]
 
     def _forward(self) -> Tensor:
         """Logits [N, V] of each row's next token, float32."""
-        first = self.cache is None
-        keywords: dict[str, Any] = {}
+        whole = self.cache is None
+        given: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
         if self.ragged:
-            keywords["attention_mask"] = self.mask
-            keywords["position_ids"] = (self.mask.cumsum(dim=1) - 1).clamp(min=0) if first else self.position
-        output = self.model(input_ids=self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **keywords)
-        self.cache = output.past_key_values
-        if not first:
-            self.position = self.position + 1
-        self.mask = torch.cat([self.mask, self.mask.new_ones(self.mask.shape[0], 1)], dim=1)
+            position = (self.mask.cumsum(dim=1) - 1).clamp(min=0)
+            given["attention_mask"] = self.mask
+            given["position_ids"] = position if whole else position[:, -1:]
+        given = {name: value for name, value in given.items() if name in self.keywords}
+        output = self.model(input_ids=self.ids if whole else self.ids[:, -1:], **given)
+        self.cache = getattr(output, "past_key_values", None)
         logits: Tensor = output.logits[:, -1].float()
         return logits
 
-    def _flush(self, tokens: list[Tensor], logps: list[Tensor], drawn: list[Tensor]) -> None:
+    def _extend(self, token: Tensor) -> None:
+        """What was drawn is read next. Without a cache the whole row is."""
+        column = token[:, None]
+        self.ids = column if self.cache is not None else torch.cat([self.ids, column], dim=1)
+        if self.ragged:
+            self.mask = torch.cat([self.mask, torch.ones_like(column)], dim=1)
+
+    def _flush(self) -> None:
         """Append what was drawn since the last flush to the results, one transfer each, and forget it."""
-        if not tokens:
+        if not self.drawn:
             return
-        columns = [torch.stack(kept, dim=1).tolist() for kept in (tokens, logps, drawn)]
-        for row, ids, logp, shaped in zip(self.rows, *columns, strict=True):
+        columns = [torch.stack(kept, dim=1).tolist() for kept in zip(*self.drawn, strict=True)]
+        for row, ids, logps, drawn in zip(self.rows, *columns, strict=True):
             result = self.results[row]
             result.token_ids += ids
-            result.logprobs += logp
-            result.drawn_logprobs += shaped
-        for kept in (tokens, logps, drawn):
-            kept.clear()
+            result.logprobs += logps
+            result.drawn_logprobs += drawn
+        self.drawn.clear()
 
     def _compact(self, alive: Tensor) -> Tensor:
         """Go on with the rows that are still alive."""
+        self._flush()
         keep = alive.nonzero().squeeze(1)
         self.rows = [self.rows[i] for i in keep.tolist()]
-        self.ids, self.mask, self.position, self.limit = (t[keep] for t in (self.ids, self.mask, self.position, self.limit))
+        self.ids, self.mask, self.limit = (t[keep] for t in (self.ids, self.mask, self.limit))
         self.sampler.keep(keep)
-        self.cache.batch_select_indices(keep)
-        return torch.ones(len(self.rows), dtype=torch.bool, device=self.device)
+        if self.cache is not None:
+            self.cache.batch_select_indices(keep)
+        return alive[keep]
 
-    def _watch(self, tokens: list[Tensor], logps: list[Tensor], drawn: list[Tensor], alive: Tensor) -> Tensor:
+    def _watch(self, alive: Tensor) -> Tensor:
         """End the rows whose text now contains a stop string."""
-        self._flush(tokens, logps, drawn)
+        self._flush()
+        going = alive.tolist()
         for i, row in enumerate(self.rows):
-            stopped = self.requests[row].stopped
-            if stopped is not None and bool(alive[i]) and stopped(self.results[row].token_ids):
-                self.results[row].finish_reason = "stop"
-                self.limits[row] = len(self.results[row].token_ids)
-                alive[i] = False
+            stopped, result = self.requests[row].stopped, self.results[row]
+            if stopped is not None and going[i] and stopped(result.token_ids):
+                result.finish_reason = "stop"
+                self.limits[row] = len(result.token_ids)
+                going[i] = False
+        return torch.tensor(going, device=self.device)
+
+    def _wanted(self, alive: Tensor) -> Tensor:
+        """Less the rows that nobody waits for."""
+        unwanted = [i for i, row in enumerate(self.rows) if (asked := self.requests[row].abandoned) is not None and asked()]
+        if unwanted:
+            alive[unwanted] = False
         return alive
 
     def _finished(self, result: Completion, limit: int) -> Completion:

@@ -1,15 +1,16 @@
 """Draws one token for each row of logits, from that row's own stream of random numbers.
 
-A row's tokens depend on its seed and its logits only, never on the rows beside it: its uniforms come from a counter-based
-generator keyed by the seed (Philox, Salmon et al. 2011), one for each token, and invert the row's cumulative distribution. Logits
-computed in another batch shape differ in the last bit, which moves a draw only where a uniform falls within that distance of a
-boundary, about one token in a million in float32.
+A row's tokens depend on its seed, its prompt and its logits only, never on the rows beside it: its uniforms come from a counter-based
+generator keyed by seed and prompt (Philox, Salmon et al. 2011), one for each token, and invert the row's cumulative distribution.
+Logits computed in another batch shape differ in the last bits, which moves a draw only where a uniform falls within that distance of a
+boundary (about one token in a million in float32), and a greedy choice only where two tokens are that close.
 
 Shapes: N rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,60 +22,75 @@ from ludic.inference.sampling import SamplingParams
 
 CHUNK_ELEMENTS = 1 << 22
 """Probabilities worked on at once."""
+BLOCK = 64
+"""Uniforms taken from each stream at once."""
 
 
 def check_sampling(params: SamplingParams) -> None:
     """Refuse settings that have no meaning."""
-    if not params.temperature >= 0:
-        raise ConfigError(f"temperature ({params.temperature}) must be >= 0; 0 takes the most likely token")
+    if not 0 <= params.temperature < float("inf"):
+        raise ConfigError(f"temperature ({params.temperature}) must be >= 0 and finite; 0 takes the most likely token")
     if not 0 < params.top_p <= 1:
         raise ConfigError(f"top_p ({params.top_p}) must be in (0, 1]; 1 keeps all tokens")
     if params.max_tokens < 1:
         raise ConfigError(f"max_tokens ({params.max_tokens}) must be >= 1")
 
 
+def stream(seed: int | None, prompt_ids: Sequence[int]) -> np.random.Generator:
+    """The uniforms of one request. Without a seed they are fresh.
+
+    The prompt is part of the key, so that requests on different prompts are independent although groups number their seeds alike.
+    """
+    if seed is None:
+        return np.random.Generator(np.random.Philox())
+    digest = hashlib.blake2b(np.asarray(prompt_ids, dtype="<i8").tobytes(), digest_size=8).digest()
+    key = np.array([seed % 2**64, int.from_bytes(digest, "little")], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key))
+
+
 class Sampler:
     """The sampling state of N rows."""
 
-    def __init__(self, params: Sequence[SamplingParams], seeds: Sequence[int | None], device: torch.device) -> None:
+    def __init__(self, params: Sequence[SamplingParams], streams: Sequence[np.random.Generator], device: torch.device) -> None:
         def column(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)
 
         self._device = device
+        self._streams = list(streams)
         self.temperature = column([p.temperature for p in params])
         self.top_p = column([p.top_p for p in params])
         self.frequency = column([p.frequency_penalty for p in params])
         self.presence = column([p.presence_penalty for p in params])
+        self.uniforms = torch.empty((len(params), 0), dtype=torch.float64, device=device)
         self.counts: Tensor | None = None
-        width = max(p.max_tokens for p in params)
-        uniforms = np.empty((len(params), width))
-        for row, (p, seed) in enumerate(zip(params, seeds, strict=True)):
-            generator = np.random.Generator(np.random.Philox(key=None if seed is None else seed % 2**64))
-            uniforms[row, : p.max_tokens] = generator.random(p.max_tokens)
-            uniforms[row, p.max_tokens :] = 0.0
-        self.uniforms = torch.from_numpy(uniforms).to(device)
         self._plain = all(p.temperature == 1.0 and p.top_p == 1.0 for p in params)
+        self._cut = any(p.top_p < 1.0 for p in params)
         self._penalised = any(p.frequency_penalty != 0 or p.presence_penalty != 0 for p in params)
 
     def keep(self, rows: Tensor) -> None:
         """Go on with the rows at these indices [M] alone."""
         for name in ("temperature", "top_p", "frequency", "presence", "uniforms"):
             setattr(self, name, getattr(self, name)[rows])
+        self._streams = [self._streams[row] for row in rows.tolist()]
         if self.counts is not None:
             self.counts = self.counts[rows]
 
     def draw(self, logits_NV: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
         """The next token of each row, its log-probability under the logits as they are, and under the distribution drawn from.
 
-        logits float32; results [N] int64, float32, float32. `position` is the number of tokens drawn before.
+        logits float32; results [N] int64, float32, float32. `position` is the number of tokens drawn before: 0, 1, 2 and so on.
         """
+        if position % BLOCK == 0:
+            block = np.stack([uniforms.random(BLOCK) for uniforms in self._streams])
+            self.uniforms = torch.from_numpy(block).to(self._device)
+        uniform = self.uniforms[:, position % BLOCK]
         tokens, raw, drawn = [], [], []
         rows = max(1, CHUNK_ELEMENTS // logits_NV.shape[1])
         for start in range(0, logits_NV.shape[0], rows):
             part = slice(start, start + rows)
             logp = torch.log_softmax(logits_NV[part], dim=-1)
             shaped = logp if self._plain and not self._penalised else self._shaped(logits_NV[part], part)
-            token = self._invert(shaped, self.uniforms[part, position], self.temperature[part])
+            token = _invert(shaped, uniform[part])
             tokens.append(token)
             raw.append(logp.gather(1, token[:, None]).squeeze(1))
             drawn.append(shaped.gather(1, token[:, None]).squeeze(1))
@@ -90,17 +106,10 @@ class Sampler:
         temperature = self.temperature[part, None]
         greedy = temperature == 0
         logp = torch.log_softmax(logits / torch.where(greedy, 1.0, temperature), dim=-1)
-        if bool((self.top_p[part] < 1).any()):
+        if self._cut:
             logp = _nucleus(logp, self.top_p[part, None])
         point = torch.full_like(logp, -torch.inf).scatter_(1, logits.argmax(dim=-1, keepdim=True), 0.0)
         return torch.where(greedy, point, logp)
-
-    @staticmethod
-    def _invert(logp: Tensor, uniform: Tensor, temperature: Tensor) -> Tensor:
-        """The first token whose cumulative probability exceeds the uniform's share of the total. Tokens of probability 0 are never it."""
-        cumulative = logp.double().exp().cumsum(dim=-1)
-        target = uniform[:, None] * cumulative[:, -1:]
-        return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logp.shape[1] - 1)
 
     def _count(self, tokens: Tensor, vocabulary: int) -> None:
         if not self._penalised:
@@ -110,9 +119,17 @@ class Sampler:
         self.counts.scatter_add_(1, tokens[:, None], torch.ones_like(tokens[:, None], dtype=torch.float32))
 
 
+def _invert(logp_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    """The first token whose cumulative probability exceeds the uniform's share of the total: never a token of probability 0."""
+    cumulative = logp_NV.double().exp().cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    target = torch.minimum(uniform_N[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logp_NV.shape[1] - 1)  # NaN finds no place
+
+
 def _nucleus(logp: Tensor, top_p: Tensor) -> Tensor:
     """Keep the smallest set of most likely tokens whose probability reaches top_p, and renormalise (Holtzman et al. 2020)."""
-    ordered, order = logp.sort(dim=-1, descending=True)
+    ordered, order = logp.sort(dim=-1, descending=True, stable=True)
     before = ordered.exp().cumsum(dim=-1) - ordered.exp()
-    dropped = torch.zeros_like(before, dtype=torch.bool).scatter_(1, order, before >= top_p)
+    dropped = torch.zeros_like(before, dtype=torch.bool).scatter_(1, order, (before >= top_p) & (top_p < 1))
     return torch.log_softmax(logp.masked_fill(dropped, -torch.inf), dim=-1)
