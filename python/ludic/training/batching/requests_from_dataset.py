@@ -40,6 +40,8 @@ def make_requests_fn_from_queue(
     Raises RequestsExhausted when the queue is empty, or returns [] with `on_empty="return_empty"`.
     """
     _check_batch_size(batch_size)
+    if on_empty not in ("raise", "return_empty"):
+        raise ConfigError(f"on_empty ({on_empty!r}) must be 'raise' or 'return_empty'")
     expand = (strategy or IdentityStrategy()).expand
 
     def requests() -> list[RolloutRequest]:
@@ -148,9 +150,16 @@ class SequenceRequests:
         return index, self._samples[index]
 
     def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
+        return {"position": self.position, "num_samples": len(self._samples), "rng_seed": self._rng_seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where `state` was taken. Raises ConfigError where samples or seed are others, since the order would be another."""
+        for name, own in (("num_samples", len(self._samples)), ("rng_seed", self._rng_seed)):
+            if state.get(name, own) != own:
+                raise ConfigError(
+                    f"the saved position belongs to {name}={state[name]}, here it is {own}: the requests would not be those of the "
+                    "run that is resumed; give the same samples and rng_seed, or begin a new run"
+                )
         self.position = int(state["position"])
 
 

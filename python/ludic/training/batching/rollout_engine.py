@@ -27,6 +27,8 @@ EnvFactory = Callable[..., LudicEnv[str, str, str]]
 ProtocolFactory = Callable[..., InteractionProtocol]
 SHOWN_FAILURES = 3
 """Failures of a batch that are logged in full."""
+CLOSE_TIMEOUT_S = 30.0
+"""How long an environment may take to close."""
 
 
 @dataclass
@@ -66,7 +68,7 @@ class RolloutEngine:
     An episode that raises or times out is played again, with a fresh environment, up to `max_retries` times. If it still fails, its
     whole group is left out, counted and logged with the error: a batch is never lost to one episode, and a failure is never a
     reward. If nothing is left, RolloutError names the first cause. `episode_timeout_s` bounds a whole episode, environment included;
-    the `timeout_s` of a call bounds each model call.
+    the `timeout_s` of a call bounds each model call. An environment that blocks the event loop cannot be interrupted.
 
     `jsonl_path`: every rollout is appended there, token traces included.
     """
@@ -97,8 +99,8 @@ class RolloutEngine:
         self,
         requests: Sequence[RolloutRequest],
         max_steps: int,
-        timeout_s: float | None = None,
         concurrency: int = 8,
+        timeout_s: float | None = None,
     ) -> list[Rollout]:
         """Play `num_episodes` of every request, at most `concurrency` at once; rollouts in the order of the requests.
 
@@ -167,6 +169,7 @@ class RolloutEngine:
                         episode.error = error
                         return
                     episode.retries += 1
+                    logger.info("episode %d failed with %s: %s; playing it again", episode.index, type(error).__name__, error)
 
     async def _play_once(self, episode: _Episode, max_steps: int, timeout_s: float | None) -> list[Rollout]:
         request = episode.request
@@ -258,7 +261,8 @@ async def _close(env: Any) -> None:
     try:
         result = close()
         if inspect.isawaitable(result):
-            await result
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await result
     except Exception:
         logger.warning("%s.close() failed", type(env).__name__, exc_info=True)
 

@@ -18,7 +18,10 @@ class RolloutBatchSource:
     """Plays the requests of `requests_fn` with an engine and gives the batch.
 
     `orchestrator` and `engine`, `requests_fn` and `request_fn` are two spellings of one parameter. Credit is that of
-    `credit_assigner` or of `algorithm`. Its state is that of the engine and, where it has one, of the requests' source.
+    `credit_assigner` or of `algorithm`.
+
+    Its state is that of the engine and, where it has one, of the requests' source. It counts batches that were given: one that failed or
+    is still being played is played by a run that resumes from it.
     """
 
     def __init__(
@@ -42,13 +45,16 @@ class RolloutBatchSource:
         self.timeout_s = timeout_s
         self.concurrency = concurrency
         self.sample_filter = sample_filter
+        self._before: dict[str, Any] | None = None
+        """The state before the batch that is being played, or that failed."""
 
     async def next_batch(self) -> SAWBatch:
         """Play the next requests. RequestsExhausted passes through when there are none."""
+        self._before = self._now()
         requests = self.requests_fn()
         if inspect.isawaitable(requests):
             requests = await requests
-        return await self.engine.generate_batch(
+        batch = await self.engine.generate_batch(
             requests=requests,
             max_steps=self.max_steps,
             credit_assigner=self.credit_assigner,
@@ -56,14 +62,20 @@ class RolloutBatchSource:
             concurrency=self.concurrency,
             sample_filter=self.sample_filter,
         )
+        self._before = None
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self._stateful().items()}
+        return self._now() if self._before is None else self._before
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._before = None
         for name, part in self._stateful().items():
             if name in state:
                 part.load_state_dict(state[name])
+
+    def _now(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self._stateful().items()}
 
     def _stateful(self) -> dict[str, Any]:
         parts = {"engine": self.engine, "requests": self.requests_fn}
