@@ -20,7 +20,7 @@ from ludic.training import (
     RolloutRequest,
     drop_truncated,
 )
-from ludic.types import TokenTrace
+from ludic.types import Rollout, Step, TokenTrace
 
 
 def request(env="count", episodes=1, env_seed=None, sampling_seed=None, inference=FOR_RL, meta=None, **kwargs):
@@ -83,7 +83,53 @@ def test_names_that_are_not_registered_are_said_before_anything_is_played():
     assert Counting.made == []
 
 
-def test_no_more_episodes_than_asked_for_are_played_at_once():
+def test_the_model_is_asked_as_the_request_says():
+    client = ScriptedClient("a")
+    rollouts(engine(client), [request(sampling_seed=7), request(), request(inference=None, sampling_seed=9)], concurrency=1)
+    assert [asked.seed for asked in client.requests] == [7, 1, 9]  # an open seed is the episode's number
+    assert [asked.sampling.max_tokens for asked in client.requests] == [4, 4, 256]
+    assert [asked.return_.return_token_ids for asked in client.requests] == [True, True, False]
+
+
+def test_a_group_whose_name_is_a_number_is_no_episode(flaky):
+    """Episode 1 fails alone; group 1 is another."""
+    requests = [request(meta={"group_id": 1}), request("flaky", name="f", failures=9), request(meta={"group_id": 1})]
+    batch = play(engine(envs=flaky).generate_batch(requests, credit_assigner=ConstantCredit()))
+    assert [item.meta["episode_idx"] for item in batch.items] == [0, 2]
+
+
+def test_an_engine_knows_the_kinds_it_was_made_with():
+    kinds = {"count": Counting}
+    eng = engine(envs=kinds)
+    kinds.clear()
+    assert len(rollouts(eng, [request()])) == 1
+
+
+class TwoVoices:
+    """A protocol with two rollouts, sampled from several versions of the policy; the second has said who asked."""
+
+    async def run(self, **_):
+        def step(index, version):
+            return Step(index, "o", "a", None, 0.0, False, True, info={"policy_version": version})
+
+        second = Rollout(
+            steps=[step(0, 9)], meta={"episode_idx": "own", "policy_version": 2, "request_meta": {"by": "b", "k": 0}}
+        )
+        return [Rollout(steps=[step(0, 6), step(1, 5), step(2, 7)]), second]
+
+
+def test_a_rollout_is_as_old_as_its_oldest_step_and_what_a_protocol_says_of_it_stays():
+    eng = RolloutEngine(env_registry={"count": Counting}, protocol_registry={"single": TwoVoices})
+    first, second = rollouts(eng, [request(meta={"k": 1})])
+    assert [first.meta["policy_version"], second.meta["policy_version"]] == [5, 2]
+    assert [first.meta["episode_idx"], second.meta["episode_idx"]] == [0, "own"]
+    assert [first.meta["request_meta"], second.meta["request_meta"]] == [{"k": 1}, {"by": "b", "k": 1}]
+    first.meta["engine"]["max_steps"] = "changed"
+    assert second.meta["engine"]["max_steps"] == 5
+
+
+@pytest.mark.parametrize(("concurrency", "expected"), [(0, 1), (1, 1), (3, 3), (99, 20)])
+def test_no_more_episodes_than_asked_for_are_played_at_once(concurrency, expected):
     running, most = Counter(), [0]
 
     async def delay():
@@ -92,8 +138,8 @@ def test_no_more_episodes_than_asked_for_are_played_at_once():
         await asyncio.sleep(0)
         running["now"] -= 1
 
-    rollouts(engine(ScriptedClient("a", delay=delay)), [request(episodes=20)], concurrency=3)
-    assert most[0] == 3
+    rollouts(engine(ScriptedClient("a", delay=delay)), [request(episodes=20)], concurrency=concurrency)
+    assert most[0] == expected
 
 
 class Flaky(Counting):

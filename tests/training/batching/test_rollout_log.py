@@ -1,0 +1,59 @@
+"""Rollouts as lines of JSON: whole, readable again, appended."""
+
+import json
+
+import numpy as np
+from hypothesis import given, strategies as st
+
+from ludic.training.batching.rollout_log import append_rollouts
+from ludic.types import Rollout, Step, TokenTrace
+
+text = st.text(st.characters(exclude_categories=["Cs"]))
+traces = st.lists(st.floats(-50, 0), max_size=4).map(lambda logps: TokenTrace([1], list(range(len(logps))), logps, "stop"))
+steps = st.builds(
+    Step,
+    index=st.integers(0, 9),
+    prev_obs=text,
+    action=text,
+    next_obs=st.none() | text,
+    reward=st.floats(allow_nan=False, allow_infinity=False),
+    truncated=st.booleans(),
+    terminated=st.booleans(),
+    info=st.dictionaries(text, st.none() | st.integers(-9, 9) | text | st.lists(text, max_size=2), max_size=2),
+    trace=st.none() | traces,
+    ts_ns=st.integers(0, 2**62),
+)
+
+
+@given(st.lists(st.builds(Rollout, id=text, steps=st.lists(steps, max_size=3), meta=st.dictionaries(text, text)), max_size=3))
+def test_a_line_holds_the_whole_rollout(tmp_path_factory, rollouts):
+    path = tmp_path_factory.mktemp("log") / "rollouts.jsonl"
+    for rollout in rollouts:
+        append_rollouts(path, [rollout])
+    lines = path.read_bytes().split(b"\n") if rollouts else [b""]
+    assert lines.pop() == b""
+    for line, rollout in zip(lines, rollouts, strict=True):
+        read = json.loads(line)
+        again = [
+            Step(**{**step, "trace": None if step["trace"] is None else TokenTrace.from_dict(step["trace"])})
+            for step in read["steps"]
+        ]
+        assert Rollout(read["id"], again, read["meta"]) == rollout
+        assert (read["total_reward"], read["length"], read["duration_ns"]) == (
+            rollout.total_reward,
+            rollout.length,
+            rollout.duration_ns,
+        )
+
+
+def test_what_json_has_no_form_for_is_written_as_the_next_best(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    meta = {"score": np.float32(0.5), "ids": np.arange(3), "place": path, "half": "\ud83d", 7: "seven"}
+    append_rollouts(path, [Rollout(meta=meta)])
+    assert json.loads(path.read_text())["meta"] == {
+        "score": 0.5,
+        "ids": [0, 1, 2],
+        "place": str(path),
+        "half": "\ud83d",
+        "7": "seven",
+    }

@@ -1,0 +1,114 @@
+"""Samples: the tokens that were sampled, the credit they earned, and where they come from."""
+
+import math
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ludic.errors import DataError
+from ludic.training import ConstantCredit, MonteCarloReturn, PerStepReward
+from ludic.training.batching.samples import batch_from_rollouts, sample_from_step
+from ludic.types import Rollout, Step, TokenTrace
+
+ids = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)
+rewards = st.floats(-9, 9)
+
+
+@st.composite
+def rollouts(draw):
+    made = []
+    for number in range(draw(st.integers(0, 4))):
+        steps = []
+        for index in range(draw(st.integers(0, 3))):
+            prompt, completion = draw(ids), draw(ids)
+            logps = draw(st.none() | st.lists(st.floats(-20, 0), min_size=len(completion), max_size=len(completion)))
+            trace = TokenTrace(prompt, completion, logps)
+            steps.append(Step(index, "o", "a", None, draw(rewards), False, True, trace=trace))
+        made.append(Rollout(id=f"r{number}", steps=steps))
+    return made
+
+
+@given(rollouts())
+def test_every_step_becomes_one_sample_of_its_own_tokens(played):
+    batch = batch_from_rollouts(played, PerStepReward())
+    steps = [(rollout, step) for rollout in played for step in rollout.steps]
+    assert len(batch.items) == len(steps)
+    for item, (rollout, step) in zip(batch.items, steps, strict=True):
+        prompt, completion = step.trace.prompt_token_ids, step.trace.completion_token_ids
+        states = [token for token, acted in zip(item.input_ids, item.action_mask, strict=True) if not acted]
+        actions = [token for token, acted in zip(item.input_ids, item.action_mask, strict=True) if acted]
+        assert (item.input_ids, states, actions) == (prompt + completion, prompt, completion)
+        assert item.attention_mask == [1] * len(item.input_ids)
+        logps = None if item.actor_logps is None else item.actor_logps.token_logps
+        assert logps == step.trace.completion_logprobs
+        assert (item.weight, item.meta["rollout_id"], item.meta["step_index"]) == (step.reward, rollout.id, step.index)
+
+
+@given(rollouts(), st.integers(1, 6))
+def test_what_is_said_of_a_batch_adds_up(played, longest):
+    def short(item):
+        return len(item.input_ids) <= longest
+
+    batch = batch_from_rollouts(played, ConstantCredit(), short)
+    meta = batch.meta
+    assert meta["num_samples_before_filter"] == sum(rollout.length for rollout in played)
+    assert meta["num_samples_filtered"] == meta["num_samples_before_filter"] - meta["num_samples"]
+    assert meta["num_samples"] == len(batch.items)
+    assert all(short(item) for item in batch.items)
+    assert meta["target_rollouts"] == len(played)
+    # Reward over all rollouts, those without a sample left too; lengths over the samples that are left.
+    assert meta["avg_total_reward"] * len(played) == pytest.approx(sum(rollout.total_reward for rollout in played))
+    tokens = (meta["avg_prompt_length"] + meta["avg_completion_length"]) * len(batch.items)
+    assert tokens == pytest.approx(sum(len(item.input_ids) for item in batch.items))
+
+
+def test_a_batch_of_nothing_has_means_of_zero():
+    meta = batch_from_rollouts([], ConstantCredit()).meta
+    assert [meta[f"avg_{name}"] for name in ("total_reward", "completion_length", "prompt_length")] == [0.0, 0.0, 0.0]
+
+
+def two_steps(**info):
+    trace = TokenTrace([1, 2], [3], [-0.5])
+    first = Step(0, "see", "do", "then", 0.25, False, False, trace=trace)
+    last = Step(1, "then", "end", None, 1.0, True, False, info=info, trace=trace)
+    return Rollout(id="r", steps=[first, last])
+
+
+def test_a_sample_says_where_it_comes_from():
+    rollout = two_steps()
+    assert sample_from_step(rollout, rollout.steps[1], 0.5).meta == {
+        "rollout_id": "r",
+        "step_index": 1,
+        "reward": 1.0,
+        "prev_obs": "then",
+        "action": "end",
+        "total_reward": 1.25,
+        "completion_length": 1,
+        "prompt_length": 2,
+        "truncated": True,
+        "terminated": False,
+    }
+
+
+def test_the_rollout_and_then_the_step_have_the_last_word_and_tokens_stay_out_of_it():
+    rollout = two_steps(colour="red", prompt_token_ids=[9], completion_token_ids=[9], completion_logprobs=[0.0])
+    rollout.meta = {"colour": "blue", "topic": "x", "action": "renamed"}
+    meta = sample_from_step(rollout, rollout.steps[1], 0.5).meta
+    assert (meta["colour"], meta["topic"], meta["action"]) == ("red", "x", "renamed")
+    assert not {"prompt_token_ids", "completion_token_ids", "completion_logprobs"} & set(meta)
+
+
+def test_the_credit_of_a_step_is_its_own():
+    # gamma 0.5: the last step earns 1, the first 0.25 + 0.5 * 1 = 0.75.
+    batch = batch_from_rollouts([two_steps()], MonteCarloReturn(gamma=0.5))
+    assert [item.weight for item in batch.items] == [0.75, 1.0]
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_are_named(number):
+    rollout = two_steps()
+    with pytest.raises(DataError, match=r"the weight of rollout r, step 0 is"):
+        batch_from_rollouts([rollout], ConstantCredit(number))
+    rollout.steps[1].reward = number
+    with pytest.raises(DataError, match=r"the reward of rollout r, step 1 is"):
+        batch_from_rollouts([rollout], ConstantCredit())

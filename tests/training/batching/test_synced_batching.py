@@ -1,0 +1,137 @@
+"""Batches on demand: what a source passes on, and what a run that resumes from it plays."""
+
+import pytest
+from playing import FOR_RL, Counting, ScriptedClient, play, protocol
+
+from ludic.errors import RolloutError
+from ludic.training import (
+    ConstantCredit,
+    EnvSpec,
+    EpisodicReturn,
+    ProtocolSpec,
+    RequestsExhausted,
+    RolloutBatchSource,
+    RolloutEngine,
+    RolloutRequest,
+    drop_truncated,
+    make_dataset_sequence_requests_fn,
+    make_grpo,
+)
+
+
+class Recording:
+    """An engine that notes what it is asked for."""
+
+    def __init__(self):
+        self.asked = None
+
+    async def generate_batch(self, **asked):
+        self.asked = asked
+
+
+def test_every_setting_reaches_the_engine():
+    engine, wanted, assigner = Recording(), [RolloutRequest(EnvSpec("e"), ProtocolSpec("p"))], ConstantCredit()
+    settings = {"max_steps": 3, "timeout_s": 4.5, "concurrency": 6, "sample_filter": drop_truncated}
+    play(RolloutBatchSource(engine=engine, request_fn=lambda: wanted, credit_assigner=assigner, **settings).next_batch())
+    assert engine.asked == {"requests": wanted, "credit_assigner": assigner, **settings}
+
+
+def test_credit_given_comes_before_the_algorithms():
+    mine = EpisodicReturn()
+    made = RolloutBatchSource(engine=Recording(), requests_fn=list, credit_assigner=mine, algorithm=make_grpo(group_size=2))
+    assert made.credit_assigner is mine
+
+
+def test_requests_may_be_awaited():
+    engine, wanted = Recording(), [RolloutRequest(EnvSpec("e"), ProtocolSpec("p"))]
+
+    async def requests():
+        return wanted
+
+    play(RolloutBatchSource(engine=engine, requests_fn=requests, credit_assigner=ConstantCredit()).next_batch())
+    assert engine.asked["requests"] is wanted
+
+
+def test_an_end_of_requests_passes_through():
+    def none_left():
+        raise RequestsExhausted("that was all")
+
+    with pytest.raises(RequestsExhausted, match="that was all"):
+        play(RolloutBatchSource(engine=Recording(), requests_fn=none_left, credit_assigner=ConstantCredit()).next_batch())
+
+
+BROKEN: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def _whole():
+    BROKEN.clear()
+
+
+def environment(sample):
+    if sample in BROKEN:
+        raise OSError(f"row {sample} is broken")
+    return Counting()
+
+
+def source():
+    engine = RolloutEngine(
+        env_registry={"e": environment}, protocol_registry={"p": lambda: protocol(ScriptedClient("a"))}, max_retries=0
+    )
+    requests = make_dataset_sequence_requests_fn(
+        list(range(10)),
+        batch_size=2,
+        env_kind="e",
+        protocol_kind="p",
+        inference=FOR_RL,
+        shuffle=True,
+        rng_seed=3,
+        request_meta_fn=lambda index, sample: {"row": index},
+    )
+    return RolloutBatchSource(engine=engine, requests_fn=requests, credit_assigner=ConstantCredit())
+
+
+def rows(batch_source):
+    batch = play(batch_source.next_batch())
+    return [(item.meta["row"], item.meta["episode_idx"]) for item in batch.items]
+
+
+def test_a_run_that_resumes_plays_what_the_other_would_have_played():
+    whole = source()
+    expected = [rows(whole) for _ in range(7)]  # into the second pass
+    first = source()
+    played = [rows(first) for _ in range(4)]
+    second = source()
+    second.load_state_dict(first.state_dict())
+    assert played + [rows(second) for _ in range(3)] == expected
+
+
+def test_a_batch_that_failed_is_played_again_by_the_run_that_resumes():
+    expected = [rows(whole) for whole in [source()] for _ in range(3)]
+    first = source()
+    rows(first)
+    before = first.state_dict()
+    BROKEN.update(row for row, _ in expected[1])
+    with pytest.raises(RolloutError, match="is broken"):
+        play(first.next_batch())
+    assert first.state_dict() == before
+    BROKEN.clear()
+    second = source()
+    second.load_state_dict(first.state_dict())
+    assert [rows(second), rows(second)] == expected[1:]
+
+
+def test_a_state_of_other_samples_or_another_order_is_refused():
+    state = source().state_dict()
+    for name in ("num_samples", "rng_seed"):
+        with pytest.raises(ValueError, match=name):
+            source().load_state_dict({**state, "requests": {**state["requests"], name: 99}})
+
+
+def test_a_source_of_plain_functions_keeps_the_engines_state_alone():
+    engine = RolloutEngine(env_registry={}, protocol_registry={})
+    made = RolloutBatchSource(engine=engine, requests_fn=list, credit_assigner=ConstantCredit())
+    assert made.state_dict() == {"engine": {"episodes": 0}}
+    made.load_state_dict({"requests": {"position": 4}})
+    made.load_state_dict({"engine": {"episodes": 5}})
+    assert engine.state_dict() == {"episodes": 5}
