@@ -54,6 +54,14 @@ def test_reinforce_weighs_log_probability_by_ratio_and_credit():
     assert stats["kl_actor_policy"] == pytest.approx(0.25, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "loss", [ReinforceLoss(), ClippedSurrogateLoss(), TokenClippedSurrogateLoss(), CISPOLoss(), SAPOLoss(), GMPOLoss()], ids=str
+)
+def test_the_distance_from_the_actor_is_k3(loss):
+    # r = 2 and 4, whose logarithms do not cancel: (2 - 1 - 0.693147 + 4 - 1 - 1.386294) / 2 = 0.960279
+    assert value(loss, [2.0, 4.0], [1.0, 1.0])[1]["kl_actor_policy"] == pytest.approx(0.9602792, abs=1e-6)
+
+
 def test_the_ratio_of_reinforce_is_a_constant():
     # d/dlogit of -(1/2) * r A log pi = -(1/2) r A (1/2): rows -0.5 and 0.375. Were r not detached, each would have a term more.
     assert gradient(ReinforceLoss(), [2.0, 0.5], [1.0, -3.0]) == pytest.approx([-0.5, 0.375])
