@@ -7,10 +7,8 @@ import pytest
 import torch
 from playing import play, tiny_model, tokenizer
 
-from ludic.distributed import LocalPublisher
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference import ChatCompletionRequest, LocalChatClient, ReturnSpec, SamplingParams, ToolRequest
-from ludic.inference.local_sampler import Sampler, stream
 
 
 def request(text="abc", seed=0, returned=None, **sampling):
@@ -90,30 +88,6 @@ def test_tokens_are_drawn_with_the_models_probabilities():
     counts = torch.bincount(torch.tensor([r.completion_token_ids[0] for r in got]), minlength=259).double()
     # Sum of (observed - expected)^2 / expected has mean 258 and standard deviation about sqrt(2 * 258) = 22.7: six of them above.
     assert ((counts - draws * p) ** 2 / (draws * p)).sum() < 258 + 6 * 23
-
-
-def streams(count):
-    return [stream(seed, [1]) for seed in range(count)]
-
-
-def test_top_p_keeps_the_smallest_set_that_reaches_it():
-    # Probabilities 0.5, 0.3, 0.15, 0.05. top_p 0.6 keeps the first two, renormalised to 0.625 and 0.375; 0.49 keeps the first alone.
-    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(400, 1)
-    sampler = Sampler([SamplingParams(temperature=1.0, top_p=0.6, max_tokens=1)] * 400, streams(400), torch.device("cpu"))
-    tokens, raw, drawn = sampler.draw(logits, 0)
-    assert set(tokens.tolist()) == {0, 1}
-    assert 0.55 < (tokens == 0).float().mean() < 0.70
-    torch.testing.assert_close(drawn.exp(), torch.where(tokens == 0, 0.625, 0.375))
-    torch.testing.assert_close(raw.exp(), torch.where(tokens == 0, 0.5, 0.3))
-    sampler = Sampler([SamplingParams(temperature=1.0, top_p=0.49, max_tokens=1)] * 400, streams(400), torch.device("cpu"))
-    assert set(sampler.draw(logits, 0)[0].tolist()) == {0}
-
-
-def test_penalties_lower_the_logits_of_tokens_already_drawn():
-    # Greedy over equal logits with a presence penalty never draws a token twice.
-    sampler = Sampler([SamplingParams(temperature=0.0, presence_penalty=1.0, max_tokens=4)], streams(1), torch.device("cpu"))
-    drawn = [sampler.draw(torch.zeros(1, 4), step)[0].item() for step in range(4)]
-    assert sorted(drawn) == [0, 1, 2, 3]
 
 
 def test_a_completion_ends_with_its_end_token_or_at_its_limit():
@@ -216,46 +190,6 @@ def test_a_client_works_in_one_event_loop_after_another():
     assert first.completion_token_ids == second.completion_token_ids
 
 
-def test_a_shared_model_is_seen_at_once_and_a_copy_only_when_published():
-    model = tiny_model(0)
-    shared, own = LocalChatClient(model, tokenizer()), LocalChatClient(model, tokenizer(), copy_model=True)
-    asked = [request(seed=s, temperature=0.0) for s in range(1)]
-    before = play(answers(own, asked))[0].completion_token_ids
-    other = tiny_model(1)
-    model.load_state_dict(other.state_dict())
-    expected = play(answers(LocalChatClient(other, tokenizer()), asked))[0].completion_token_ids
-    assert expected != before
-    assert play(answers(shared, asked))[0].completion_token_ids == expected
-    assert play(answers(own, asked))[0].completion_token_ids == before
-    LocalPublisher(own).publish(dict(model.named_parameters()), version=7)
-    assert play(answers(own, asked))[0].completion_token_ids == expected
-    assert play(own.get_policy_version()) == 7
-
-
-def test_the_version_that_was_sampled_from_comes_with_the_answer():
-    async def scenario():
-        client = LocalChatClient(tiny_model(), tokenizer())
-        _, first = await client.complete(request())
-        client.sync_weights({}, version=3)
-        _, second = await client.complete(request())
-        return first["policy_version"], second["policy_version"]
-
-    assert play(scenario()) == (0, 3)
-
-
-def test_weights_that_do_not_fit_change_nothing():
-    model = tiny_model()
-    client = LocalChatClient(model, tokenizer())
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    name = next(iter(before))
-    with pytest.raises(ConfigError, match="no weight 'nonsense'"):
-        client.sync_weights({name: torch.zeros_like(before[name]), "nonsense": torch.zeros(1)})
-    with pytest.raises(ConfigError, match="shape"):
-        client.sync_weights({name: torch.zeros(3)})
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    assert play(client.get_policy_version()) == 0
-
-
 class Slow(torch.nn.Module):
     """Waits in its first forward pass until it is let go."""
 
@@ -300,3 +234,72 @@ def test_a_chat_template_is_used_where_there_is_one():
     assert templated.decode(got.prompt_token_ids) == "[user]hi>"
     plain = play(answers(LocalChatClient(tiny_model(), tokenizer()), [request("hi")]))[0]
     assert tokenizer().decode(plain.prompt_token_ids) == "hi"
+
+
+def test_token_ids_are_continued_as_they_are():
+    client = LocalChatClient(tiny_model(), tokenizer())
+    answer = play(answers(client, [request(seed=4)]))[0]
+    trace = play(client.complete_tokens(answer.prompt_token_ids, sampling=request().sampling, seed=4))
+    assert trace == answer.to_trace()
+    odd = [tokenizer().eos_token_id, 258, 100, 100]  # no text is tokenised to these
+    assert play(client.complete_tokens(odd, sampling=SamplingParams(max_tokens=2), seed=1)).prompt_token_ids == odd
+
+
+def test_equal_seeds_on_different_prompts_are_independent():
+    """Groups number their seeds alike; with one stream a seed, episodes on different problems would be drawn with the same luck."""
+    model = tiny_model(initializer_range=1e-4)  # nearly uniform, so that equal luck is an equal token
+    got = play(answers(LocalChatClient(model, tokenizer()), [request(text, seed=1) for text in ("a", "b", "c", "d")]))
+    assert len({tuple(r.completion_token_ids) for r in got}) == 4
+
+
+def test_a_prompt_is_rendered_once(monkeypatch):
+    from ludic.recipes.tokenizer import make_byte_tokenizer
+
+    templated = make_byte_tokenizer()
+    templated.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    rendered = []
+    monkeypatch.setattr(
+        templated,
+        "apply_chat_template",
+        lambda messages, **_: rendered.append(messages) or "".join(m["content"] for m in messages),
+    )
+    client = LocalChatClient(tiny_model(), templated)
+    first = play(answers(client, [request("same", seed=0)]))
+    again = play(answers(client, [request("same", seed=0), request("other", seed=0)]))
+    assert [m[0]["content"] for m in rendered] == ["same", "other"]
+    assert again[0].completion_token_ids == first[0].completion_token_ids
+    first[0].prompt_token_ids.clear()  # what was handed out is the caller's own
+    assert play(answers(client, [request("same", seed=0)]))[0].prompt_token_ids == again[0].prompt_token_ids
+
+
+def test_text_ends_before_an_end_token_that_the_tokenizer_does_not_know_as_one():
+    model = tiny_model()
+    model.generation_config.eos_token_id = [3 + byte for byte in range(256)]  # every byte ends the answer
+    got = play(answers(LocalChatClient(model, tokenizer()), [request(seed=s) for s in range(4)]))
+    assert [(r.text, len(r.completion_token_ids), r.finish_reason) for r in got] == [("", 1, "stop")] * 4
+
+
+def test_a_stop_string_is_found_across_tokens_and_far_from_the_beginning():
+    model = tiny_model(max_position_embeddings=512)
+    model.generation_config.eos_token_id = None
+    free = play(answers(LocalChatClient(model, tokenizer()), [request(seed=s, max_tokens=300) for s in range(4)]))
+    client = LocalChatClient(model, tokenizer())
+    found = 0
+    for seed, answer in enumerate(free):
+        ascii_run = next(
+            (
+                at
+                for at in range(150, len(answer.completion_token_ids) - 2)
+                if all(35 <= t <= 129 for t in answer.completion_token_ids[at : at + 2])
+            ),
+            None,
+        )
+        if ascii_run is None:
+            continue
+        found += 1
+        stop = "".join(chr(t - 3) for t in answer.completion_token_ids[ascii_run : ascii_run + 2])
+        cut = play(answers(client, [request(seed=seed, max_tokens=300, stop=stop)]))[0]
+        first = answer.text.index(stop)
+        assert (cut.text, cut.finish_reason) == (answer.text[:first], "stop")
+        assert cut.completion_token_ids == answer.completion_token_ids[: len(cut.completion_token_ids)]
+    assert found

@@ -288,7 +288,6 @@ def test_save_checkpoint_without_a_checkpointer_is_an_error():
     assert isinstance(caught.value, LudicError)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
 def test_adapters_are_stored_alone_and_come_back(tmp_path):
     from peft import LoraConfig, get_peft_model
 

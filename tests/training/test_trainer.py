@@ -397,7 +397,6 @@ def test_asking_to_publish_without_a_publisher_is_an_error():
     assert trainer_of(publisher=Publisher(), config={"sync_every_steps": 0}).sync_every_steps is None
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
 def test_merged_adapters_are_published_and_the_trained_weights_stay_bit_for_bit():
     from peft import LoraConfig, get_peft_model
 
@@ -418,7 +417,6 @@ def test_merged_adapters_are_published_and_the_trained_weights_stay_bit_for_bit(
             assert (published[name] - frozen[name]).abs().max() > 1e-3
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
 def test_adapters_are_taken_out_again_when_the_publisher_fails():
     from peft import LoraConfig, get_peft_model
 

@@ -64,12 +64,15 @@ class StepRecord:
             "samples_without_actions": float(self.macro.without_actions),
             "zero_weight_skipped": float(self._skipped),
         }
-        if "zvp_filter_frac" in self.batch.meta:
-            counts["zvp_filter_frac"] = float(self.batch.meta["zvp_filter_frac"])
+        for key in ("zvp_filter_frac", *EPISODE_KEYS):
+            if key in self.batch.meta:
+                counts[key] = float(self.batch.meta[key])
         return counts
 
 
-SUMMED = COUNT_KEYS | {"loss", "seq_len_truncated_empty", "samples_without_actions", "zero_weight_skipped"}
+EPISODE_KEYS = ("num_retried_episodes", "num_failed_episodes", "num_dropped_groups")
+"""What a rollout engine counts of episodes that went wrong."""
+SUMMED = COUNT_KEYS | {"loss", "seq_len_truncated_empty", "samples_without_actions", "zero_weight_skipped", *EPISODE_KEYS}
 """Over ranks. A rank's loss is already its share of the mini-batch's."""
 
 

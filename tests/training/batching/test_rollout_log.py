@@ -16,7 +16,7 @@ steps = st.builds(
     prev_obs=text,
     action=text,
     next_obs=st.none() | text,
-    reward=st.floats(allow_nan=False, allow_infinity=False),
+    reward=st.floats(-1e300, 1e300),
     truncated=st.booleans(),
     terminated=st.booleans(),
     info=st.dictionaries(text, st.none() | st.integers(-9, 9) | text | st.lists(text, max_size=2), max_size=2),
@@ -44,6 +44,17 @@ def test_a_line_holds_the_whole_rollout(tmp_path_factory, rollouts):
             rollout.length,
             rollout.duration_ns,
         )
+
+
+def test_a_sum_that_is_not_finite_is_written_as_null_beside_the_rewards_it_came_of(tmp_path):
+    largest = 1.7976931348623157e308
+    path = tmp_path / "rollouts.jsonl"
+    append_rollouts(
+        path, [Rollout(steps=[Step(0, "", "", None, largest, False, False), Step(1, "", "", None, largest, False, True)])]
+    )
+    read = json.loads(path.read_text())
+    assert read["total_reward"] is None
+    assert [step["reward"] for step in read["steps"]] == [largest, largest]
 
 
 def test_what_json_has_no_form_for_is_written_as_the_next_best(tmp_path):
