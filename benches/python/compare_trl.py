@@ -22,7 +22,7 @@ PROMPTS, GROUP, MINIBATCHES = 32, 8, 2
 
 
 def main() -> None:
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for both: threads that wait sleep
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # for both: threads that wait sleep soon
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", default=".venv-trl/bin/python", help="interpreter of an environment with TRL")
     parser.add_argument("--steps", type=int, default=120, help="batches of 32 problems x 8 samples")
