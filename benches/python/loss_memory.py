@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ludic.training.loss.functional import LogitsUse, compute_token_entropy, compute_token_logp
+from ludic.training.loss.functional import LogitsUse, compute_token_entropy, compute_token_logp, compute_token_logp_and_entropy
 
 SHAPE = (8, 256, 8192)
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -77,6 +77,17 @@ def consuming_entropy(logits: Tensor, ids: Tensor) -> Tensor:
     return compute_token_entropy(logits, use=LogitsUse(consume=True))
 
 
+def both_of_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
+    logp = torch.log_softmax(logits.float(), dim=-1)
+    entropy = -(logp.exp() * logp).sum(dim=-1)[:, :-1]
+    return logp[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2) + entropy
+
+
+def consuming_both(logits: Tensor, ids: Tensor) -> Tensor:
+    logp, entropy = compute_token_logp_and_entropy(logits, ids, use=LogitsUse(consume=True))
+    return logp + entropy
+
+
 WAYS: dict[str, Loss] = {
     "log-probabilities: log_softmax and gather": log_softmax_gather,
     "log-probabilities: in chunks": compute_token_logp,
@@ -84,6 +95,8 @@ WAYS: dict[str, Loss] = {
     "entropy: from log_softmax": entropy_of_log_softmax,
     "entropy: in chunks": chunked_entropy,
     "entropy: in chunks, gradient written over the logits": consuming_entropy,
+    "both: from log_softmax": both_of_log_softmax,
+    "both: in chunks, gradient written over the logits": consuming_both,
 }
 
 

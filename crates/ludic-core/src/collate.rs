@@ -5,6 +5,7 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use crate::table::{Columns, Row};
+use crate::vectors::vectorized;
 use crate::{CoreError, SampleTable};
 
 /// An output element: a value, or memory that nobody has written yet.
@@ -14,12 +15,14 @@ pub trait Slot<T: Copy> {
 }
 
 impl<T: Copy> Slot<T> for T {
+    #[inline(always)]
     fn put(&mut self, value: T) {
         *self = value;
     }
 }
 
 impl<T: Copy> Slot<T> for MaybeUninit<T> {
+    #[inline(always)]
     fn put(&mut self, value: T) {
         self.write(value);
     }
@@ -138,20 +141,25 @@ impl Batch<'_> {
         check_output("action_mask", out.action_mask, size)?;
         self.write_weights(out.weight)?;
         self.write_logps(out.logps, self.longest)?;
-        for (at, row) in self.rows.iter().enumerate() {
-            let (cells, span) = (self.cells(at), row.span());
-            copy_row(&mut out.input_ids[cells.clone()], &self.columns.ids[span.clone()], widen, pad);
-            copy_row(&mut out.action_mask[cells.clone()], &self.columns.action[span.clone()], f32::from, 0.0);
-            let attention = &mut out.attention_mask[cells];
-            match &self.columns.attention {
-                Some(mask) => copy_row(attention, &mask[span], i64::from, 0),
-                None => {
-                    let (tokens, padding) = attention.split_at_mut(row.len as usize);
-                    tokens.iter_mut().for_each(|slot| slot.put(1));
-                    padding.iter_mut().for_each(|slot| slot.put(0));
+        vectorized(
+            #[inline(always)]
+            || {
+                for (at, row) in self.rows.iter().enumerate() {
+                    let (cells, span) = (self.cells(at), row.span());
+                    copy_row(&mut out.input_ids[cells.clone()], &self.columns.ids[span.clone()], widen, pad);
+                    copy_row(&mut out.action_mask[cells.clone()], &self.columns.action[span.clone()], f32::from, 0.0);
+                    let attention = &mut out.attention_mask[cells];
+                    match &self.columns.attention {
+                        Some(mask) => copy_row(attention, &mask[span], i64::from, 0),
+                        None => {
+                            let (tokens, padding) = attention.split_at_mut(row.len as usize);
+                            tokens.iter_mut().for_each(|slot| slot.put(1));
+                            padding.iter_mut().for_each(|slot| slot.put(0));
+                        }
+                    }
                 }
-            }
-        }
+            },
+        );
         Ok(())
     }
 
@@ -167,16 +175,21 @@ impl Batch<'_> {
         check_output("cu_seqlens", out.cu_seqlens, self.rows.len() + 1)?;
         self.write_weights(out.weight)?;
         self.write_logps(out.logps, 0)?;
-        let mut end = 0;
         out.cu_seqlens[0].put(0);
-        for (row, boundary) in self.rows.iter().zip(&mut out.cu_seqlens[1..]) {
-            let (begin, span) = (end, row.span());
-            end += span.len();
-            copy_row(&mut out.input_ids[begin..end], &self.columns.ids[span.clone()], widen, 0);
-            copy_row(&mut out.action_mask[begin..end], &self.columns.action[span], f32::from, 0.0);
-            count_up(&mut out.position_ids[begin..end]);
-            boundary.put(end as i32);
-        }
+        vectorized(
+            #[inline(always)]
+            || {
+                let mut end = 0;
+                for (row, boundary) in self.rows.iter().zip(&mut out.cu_seqlens[1..]) {
+                    let (begin, span) = (end, row.span());
+                    end += span.len();
+                    copy_row(&mut out.input_ids[begin..end], &self.columns.ids[span.clone()], widen, 0);
+                    copy_row(&mut out.action_mask[begin..end], &self.columns.action[span], f32::from, 0.0);
+                    count_up(&mut out.position_ids[begin..end]);
+                    boundary.put(end as i32);
+                }
+            },
+        );
         Ok(())
     }
 
@@ -194,12 +207,17 @@ impl Batch<'_> {
         check_output("lengths", out.lengths, self.rows.len())?;
         self.write_weights(out.weight)?;
         self.write_logps(out.logps, self.longest)?;
-        for (at, row) in self.rows.iter().enumerate() {
-            let (cells, span) = (self.cells(at), row.span());
-            copy_row(&mut out.input_ids[cells.clone()], &self.columns.ids[span.clone()], |id| id, pad);
-            copy_row(&mut out.action_mask[cells], &self.columns.action[span], |bit| bit, 0);
-            out.lengths[at].put(row.len as i32);
-        }
+        vectorized(
+            #[inline(always)]
+            || {
+                for (at, row) in self.rows.iter().enumerate() {
+                    let (cells, span) = (self.cells(at), row.span());
+                    copy_row(&mut out.input_ids[cells.clone()], &self.columns.ids[span.clone()], |id| id, pad);
+                    copy_row(&mut out.action_mask[cells], &self.columns.action[span], |bit| bit, 0);
+                    out.lengths[at].put(row.len as i32);
+                }
+            },
+        );
         Ok(())
     }
 
@@ -227,13 +245,18 @@ impl Batch<'_> {
         let size = if width == 0 { self.num_tokens } else { self.rows.len() * width };
         check_output("actor_logps", out.actor_logps, size)?;
         check_output("old_logp_action", out.old_logp_action, self.rows.len())?;
-        let mut end = 0;
-        for (row, sum) in self.rows.iter().zip(out.old_logp_action) {
-            let (begin, values) = (end, &logps[row.span()]);
-            end += values.len().max(width);
-            copy_row(&mut out.actor_logps[begin..end], values, |value| value, 0.0);
-            sum.put(sum_in_lanes(values));
-        }
+        vectorized(
+            #[inline(always)]
+            || {
+                let mut end = 0;
+                for (row, sum) in self.rows.iter().zip(out.old_logp_action) {
+                    let (begin, values) = (end, &logps[row.span()]);
+                    end += values.len().max(width);
+                    copy_row(&mut out.actor_logps[begin..end], values, |value| value, 0.0);
+                    sum.put(sum_in_lanes(values));
+                }
+            },
+        );
         Ok(())
     }
 
@@ -243,11 +266,13 @@ impl Batch<'_> {
 }
 
 /// Ids are never negative, so that they are widened with zeros, which is cheaper than with the sign.
+#[inline(always)]
 fn widen(id: i32) -> i64 {
     i64::from(id as u32)
 }
 
 /// 0, 1, 2 and so on. The addition wraps so that no check of it keeps the loop from being vectorised.
+#[inline(always)]
 fn count_up<I: Slot<i64>>(out: &mut [I]) {
     let mut position = 0i64;
     for slot in out {
@@ -256,6 +281,7 @@ fn count_up<I: Slot<i64>>(out: &mut [I]) {
     }
 }
 
+#[inline(always)]
 fn copy_row<S: Copy, T: Copy, O: Slot<T>>(out: &mut [O], values: &[S], convert: impl Fn(S) -> T, pad: T) {
     let (tokens, padding) = out.split_at_mut(values.len());
     tokens.iter_mut().zip(values).for_each(|(slot, &value)| slot.put(convert(value)));
@@ -264,6 +290,7 @@ fn copy_row<S: Copy, T: Copy, O: Slot<T>>(out: &mut [O], values: &[S], convert: 
 
 /// A sum in a fixed order: 16 lanes, then the lanes one after the other. The same on every machine, and a better
 /// approximation than one after the other from the first to the last.
+#[inline(always)]
 fn sum_in_lanes(values: &[f32]) -> f32 {
     const LANES: usize = 16;
     let (groups, tail) = values.as_chunks::<LANES>();

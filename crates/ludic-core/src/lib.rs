@@ -12,6 +12,7 @@ pub mod plan;
 pub mod reduce;
 mod table;
 mod truncate;
+mod vectors;
 
 pub use error::CoreError;
 pub use ingest::{ColumnInput, Sample, TableBuilder};

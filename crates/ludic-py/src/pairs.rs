@@ -105,11 +105,11 @@ impl<'py> FromPyObject<'_, 'py> for Pairs {
 #[pyo3(signature = (lengths, pairs, micro_token_budget, overhead_tokens = None))]
 pub fn plan_pairs(
     py: Python<'_>,
-    lengths: Lengths,
+    lengths: Lengths<'_>,
     pairs: Pairs,
     micro_token_budget: Count,
     overhead_tokens: Option<Count>,
 ) -> Result<Plan> {
     let overhead = overhead_tokens.map(|overhead| overhead.0);
-    Ok(Plan(py.detach(|| pairs::plan(&lengths.0, &pairs.0, micro_token_budget.0, overhead))?))
+    Ok(Plan(lengths.plan(py, |lengths| pairs::plan(lengths, &pairs.0, micro_token_budget.0, overhead))?))
 }

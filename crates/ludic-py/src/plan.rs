@@ -8,6 +8,7 @@ use pyo3::types::PyList;
 
 use crate::arguments::{Count, Lengths};
 use crate::errors::{Result, raised};
+use crate::sequences::{length_at, picked};
 
 /// Micro-batches as lists of sample indices: every index once, none empty.
 #[pyclass(frozen, sequence, module = "ludic._core")]
@@ -58,11 +59,7 @@ impl Plan {
             let message = format!("items ({given}) and the plan's samples ({planned}) must be equally long");
             return Err(raised("DataError", message));
         }
-        let micro_batch = |rows: &[u32]| {
-            let rows = rows.iter().map(|&row| items.get_item(row as usize));
-            PyList::new(py, rows.collect::<PyResult<Vec<_>>>()?)
-        };
-        PyList::new(py, self.0.iter().map(micro_batch).collect::<PyResult<Vec<_>>>()?)
+        PyList::new(py, self.0.iter().map(|rows| picked(items, rows)).collect::<PyResult<Vec<_>>>()?)
     }
 
     fn to_lists(&self) -> Vec<Vec<u32>> {
@@ -84,8 +81,8 @@ pub fn widened<'py>(py: Python<'py>, values: &[u32]) -> Bound<'py, PyArray1<i64>
 
 /// Ascending stable sort; a new micro-batch when `longest * rows` would exceed the budget. O(n).
 #[pyfunction]
-pub fn plan_greedy(py: Python<'_>, lengths: Lengths, micro_token_budget: Count) -> Result<Plan> {
-    Ok(Plan(py.detach(|| plan::greedy(&lengths.0, micro_token_budget.0))?))
+pub fn plan_greedy(py: Python<'_>, lengths: Lengths<'_>, micro_token_budget: Count) -> Result<Plan> {
+    Ok(Plan(lengths.plan(py, |lengths| plan::greedy(lengths, micro_token_budget.0))?))
 }
 
 /// The exact minimum of `padded_tokens + overhead_tokens * micro_batches` under the same rule. O(n log n).
@@ -96,26 +93,26 @@ pub fn plan_greedy(py: Python<'_>, lengths: Lengths, micro_token_budget: Count) 
 )]
 pub fn plan_optimal(
     py: Python<'_>,
-    lengths: Lengths,
+    lengths: Lengths<'_>,
     micro_token_budget: Count,
     overhead_tokens: Count,
 ) -> Result<Plan> {
-    Ok(Plan(py.detach(|| plan::optimal(&lengths.0, micro_token_budget.0, overhead_tokens.0))?))
+    Ok(Plan(lengths.plan(py, |lengths| plan::optimal(lengths, micro_token_budget.0, overhead_tokens.0))?))
 }
 
 /// Best fit decreasing: the sum of lengths of each micro-batch is at most the budget.
 #[pyfunction]
-pub fn plan_padding_free(py: Python<'_>, lengths: Lengths, micro_token_budget: Count) -> Result<Plan> {
-    Ok(Plan(py.detach(|| plan::padding_free(&lengths.0, micro_token_budget.0))?))
+pub fn plan_padding_free(py: Python<'_>, lengths: Lengths<'_>, micro_token_budget: Count) -> Result<Plan> {
+    Ok(Plan(lengths.plan(py, |lengths| plan::padding_free(lengths, micro_token_budget.0))?))
 }
 
 /// [N] `len` of each sequence of a list.
 #[pyfunction]
 pub fn lengths_of<'py>(py: Python<'py>, sequences: &Bound<'py, PyList>) -> PyResult<Bound<'py, PyArray1<i32>>> {
-    let length = |sequence: Bound<'py, PyAny>| {
-        let length = sequence.cast::<PyList>().map_or_else(|_| sequence.len(), |list| Ok(list.len()))?;
+    let lengths = (0..sequences.len()).map(|position| {
+        let length = length_at(sequences, position)?;
         i32::try_from(length)
             .map_err(|_| raised("DataError", format!("a sequence of {length} tokens exceeds 2**31 - 1")))
-    };
-    Ok(PyArray1::from_vec(py, sequences.iter().map(length).collect::<PyResult<_>>()?))
+    });
+    Ok(PyArray1::from_vec(py, lengths.collect::<PyResult<_>>()?))
 }

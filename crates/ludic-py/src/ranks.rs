@@ -50,7 +50,7 @@ impl RankPlan {
 #[allow(clippy::too_many_arguments)] // The signature of the Python function.
 pub fn plan_ranks(
     py: Python<'_>,
-    lengths: Lengths,
+    lengths: Lengths<'_>,
     micro_token_budget: Count,
     world_size: Count,
     packing: &str,
@@ -65,6 +65,6 @@ pub fn plan_ranks(
         linear: linear.0,
         quadratic: quadratic.0,
     };
-    let plans = py.detach(|| balance::plan_ranks(&lengths.0, micro_token_budget.0, &options))?;
+    let plans = lengths.plan(py, |lengths| balance::plan_ranks(lengths, micro_token_budget.0, &options))?;
     Ok(plans.into_iter().map(RankPlan).collect())
 }

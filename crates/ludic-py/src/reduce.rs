@@ -10,10 +10,41 @@ use pyo3::types::{PyDict, PyMapping, PySet, PyString};
 use crate::arguments::{Count, described};
 use crate::errors::{Result, raised};
 
+/// A dotted path, and which reducers read it: it is followed once a record.
+struct Source<'py> {
+    name: String,
+    path: Vec<Bound<'py, PyString>>,
+    readers: Vec<usize>,
+}
+
+impl<'py> Source<'py> {
+    /// The sources of the reducers, each named once, in the order of first use.
+    fn all(py: Python<'py>, names: impl Iterator<Item = String>) -> Vec<Self> {
+        let mut sources: Vec<Self> = Vec::new();
+        for (reader, name) in names.enumerate() {
+            if let Some(known) = sources.iter_mut().find(|source| source.name == name) {
+                known.readers.push(reader);
+                continue;
+            }
+            let path = name.split('.').map(|key| PyString::intern(py, key)).collect();
+            sources.push(Self { name, path, readers: vec![reader] });
+        }
+        sources
+    }
+
+    fn wrong_value(&self, at: usize, value: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
+        let shown = value.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());
+        let source = &self.name;
+        if error.is_instance_of::<PyOverflowError>(value.py()) {
+            return raised("DataError", format!("record {at}: {source} is {shown}, which does not fit in float64"));
+        }
+        let rule = "but mean and sum take numbers; use count_true or a transform";
+        raised("DataTypeError", format!("record {at}: {source} is {shown}, {rule}"))
+    }
+}
+
 /// One reducer on its way through the records.
 struct Reducer<'py> {
-    source: String,
-    path: Vec<Bound<'py, PyString>>,
     denominator: Denominator,
     counts_truth: bool,
     accumulator: Accumulator,
@@ -22,20 +53,24 @@ struct Reducer<'py> {
 }
 
 impl<'py> Reducer<'py> {
-    fn new(py: Python<'py>, kind: &str, source: String, normalize_by: Option<&str>) -> Result<Self> {
+    fn new(py: Python<'py>, kind: &str, normalize_by: Option<&str>) -> Result<Self> {
         let reduction: Reduction = kind.parse()?;
         let denominator = Denominator::try_from(normalize_by)?;
         let counts_truth = reduction == Reduction::CountTrue;
         let by_rollout = counts_truth && denominator == Denominator::Rollouts;
         let counted = by_rollout.then(|| PySet::empty(py)).transpose()?;
-        let path = source.split('.').map(|key| PyString::intern(py, key)).collect();
-        Ok(Self { source, path, denominator, counts_truth, accumulator: Accumulator::new(reduction), counted })
+        Ok(Self { denominator, counts_truth, accumulator: Accumulator::new(reduction), counted })
     }
 
-    fn visit(&mut self, at: usize, record: &Bound<'py, PyAny>) -> Result<()> {
-        let Some(value) = lookup(record, &self.path)? else { return Ok(()) };
+    fn visit(
+        &mut self,
+        at: usize,
+        record: &Bound<'py, PyAny>,
+        source: &Source,
+        value: &Bound<'py, PyAny>,
+    ) -> Result<()> {
         if !self.counts_truth {
-            let number = value.extract().map_err(|error| self.wrong_value(at, &value, error))?;
+            let number = value.extract().map_err(|error| source.wrong_value(at, value, error))?;
             self.accumulator.add(number);
         } else if value.is_truthy()? && self.is_new(record)? {
             self.accumulator.add(1.0);
@@ -50,16 +85,6 @@ impl<'py> Reducer<'py> {
         let is_new = !counted.contains(&rollout)?;
         counted.add(rollout)?;
         Ok(is_new)
-    }
-
-    fn wrong_value(&self, at: usize, value: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
-        let shown = value.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());
-        let source = &self.source;
-        if error.is_instance_of::<PyOverflowError>(value.py()) {
-            return raised("DataError", format!("record {at}: {source} is {shown}, which does not fit in float64"));
-        }
-        let rule = "but mean and sum take numbers; use count_true or a transform";
-        raised("DataTypeError", format!("record {at}: {source} is {shown}, {rule}"))
     }
 }
 
@@ -104,13 +129,17 @@ pub fn reduce_records<'py>(
     let num_samples = not_negative("num_samples", num_samples)?;
     let num_rollouts = not_negative("num_rollouts", num_rollouts)?;
     let mut running = reducers
-        .into_iter()
-        .map(|(kind, source, normalize_by)| Reducer::new(py, &kind, source, normalize_by.as_deref()))
+        .iter()
+        .map(|(kind, _, normalize_by)| Reducer::new(py, kind, normalize_by.as_deref()))
         .collect::<Result<Vec<_>>>()?;
+    let sources = Source::all(py, reducers.into_iter().map(|(_, source, _)| source));
     for (at, record) in records.try_iter()?.enumerate() {
         let record = record?;
-        for reducer in &mut running {
-            reducer.visit(at, &record)?;
+        for source in &sources {
+            let Some(value) = lookup(&record, &source.path)? else { continue };
+            for &reader in &source.readers {
+                running[reader].visit(at, &record, source, &value)?;
+            }
         }
     }
     let result = |reducer: &Reducer| reducer.accumulator.finish(reducer.denominator.count(num_samples, num_rollouts));

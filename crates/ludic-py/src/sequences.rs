@@ -212,6 +212,34 @@ fn read_bits(list: &Bound<'_, PyList>, out: &mut Vec<u8>) -> bool {
     true
 }
 
+/// `len` of the item at `position`, without taking hold of it if it is a list.
+pub fn length_at(sequences: &Bound<'_, PyList>, position: usize) -> PyResult<usize> {
+    let item = list_item(sequences, position)?;
+    // SAFETY: the list holds a reference to `item`; the size of an exact list is read without running Python code.
+    unsafe {
+        if ffi::Py_TYPE(item) == &raw mut ffi::PyList_Type {
+            return Ok(ffi::PyList_Size(item) as usize);
+        }
+        Bound::from_borrowed_ptr(sequences.py(), item).len()
+    }
+}
+
+/// A list of the items at `positions`. `PyList::new` would go through a vector of them.
+pub fn picked<'py>(items: &Bound<'py, PyList>, positions: &[u32]) -> PyResult<Bound<'py, PyList>> {
+    let py = items.py();
+    // SAFETY: a new list, whose every slot is given an owned reference below; a list with empty slots may be dropped. The
+    // index is within the list, so that nothing runs and nothing fails.
+    unsafe {
+        let list = Bound::from_owned_ptr_or_err(py, ffi::PyList_New(positions.len() as ffi::Py_ssize_t))?;
+        for (slot, &position) in positions.iter().enumerate() {
+            let item = list_item(items, position as usize)?;
+            ffi::Py_IncRef(item);
+            ffi::PyList_SetItem(list.as_ptr(), slot as ffi::Py_ssize_t, item);
+        }
+        Ok(list.cast_into_unchecked())
+    }
+}
+
 fn refused(item: &Bound<'_, PyAny>, error: PyErr, field: Field, position: usize, kind: &str) -> PyErr {
     let place = field.at(position);
     let shown = item.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataError, DataTypeError
-from ludic.training.loss.base import Batch, BatchTotals, Loss, SharedContext, Stats, reads_shared_only, scaled_loss
+from ludic.training.loss.base import Batch, BatchTotals, Loss, SharedContext, Stats, reads_entropy, reads_shared_only, scaled_loss
 from ludic.training.types import CreditAssigner, SAWBatch, SAWItem, is_float_array
 from ludic.types import is_list_of
 
@@ -71,7 +71,12 @@ class RLAlgorithm:
         """
         logits = forward_logits(model, batch)
         shared = SharedContext(
-            logits, batch, totals=totals, consume_logits=reads_shared_only(self.loss), wide=cast_logits_to_fp32
+            logits,
+            batch,
+            totals=totals,
+            consume_logits=reads_shared_only(self.loss),
+            wide=cast_logits_to_fp32,
+            with_entropy=reads_entropy(self.loss),
         )
         return scaled_loss(self.loss, logits, batch, shared)
 

@@ -15,11 +15,13 @@ from ludic.training.loss import (
     BatchTotals,
     CISPOLoss,
     CompositeLoss,
+    EntropyBonus,
     LossTerm,
     SharedContext,
     compute_logp_action,
     compute_token_entropy,
     compute_token_logp,
+    compute_token_logp_and_entropy,
     functional,
     selective_log_softmax,
 )
@@ -84,7 +86,7 @@ def test_half_precision_logits_are_reduced_in_float32(dtype, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("read", [loss_memory.consuming, loss_memory.consuming_entropy])
+@pytest.mark.parametrize("read", [loss_memory.consuming, loss_memory.consuming_entropy, loss_memory.consuming_both])
 def test_the_loss_takes_at_most_a_third_of_the_logits_beside_them(read, dtype):
     # 2^21 logits in chunks of 2^17: a sixteenth of the logits at once, an eighth of half-precision logits in float32.
     with pytest.MonkeyPatch.context() as patch:
@@ -174,6 +176,45 @@ def test_second_derivatives_are_refused_not_wrong():
     )
     with pytest.raises(RuntimeError):
         first.pow(2).sum().backward()
+
+
+@given(st.integers(0, 1000), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_both_at_once_are_the_two_alone(seed, consume, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    leaf = (torch.randn(2, 4, 9, generator=generator) * 3).to(dtype).requires_grad_()
+    ids = torch.randint(0, 9, (2, 4), generator=generator)
+    scale = torch.randn(2, 2, 3, generator=generator)
+    alone = compute_token_logp(leaf, ids), compute_token_entropy(leaf)
+    (wanted,) = torch.autograd.grad((torch.stack(alone) * scale).sum(), leaf)
+    both = compute_token_logp_and_entropy(leaf * 1, ids, use=LogitsUse(consume=consume))
+    assert torch.equal(torch.stack(both), torch.stack(alone))
+    (got,) = torch.autograd.grad((torch.stack(both) * scale).sum(), leaf)
+    torch.testing.assert_close(
+        got, wanted, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=2e-2 if dtype == torch.bfloat16 else 1e-6
+    )
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_of_both_one_alone_may_be_used(wanted):
+    leaf = torch.randn(1, 3, 5, requires_grad=True)
+    ids = torch.tensor([[0, 1, 2]])
+    compute_token_logp_and_entropy(leaf * 1, ids, use=LogitsUse(consume=True))[wanted].sum().backward()
+    (alone,) = torch.autograd.grad([compute_token_logp(leaf, ids), compute_token_entropy(leaf)][wanted].sum(), leaf)
+    torch.testing.assert_close(leaf.grad, alone)
+
+
+def test_a_composite_with_an_entropy_bonus_reads_the_logits_once(monkeypatch):
+    monkeypatch.setattr(functional, "CHUNK_ELEMENTS", 1 << 17)
+    loss = CompositeLoss([LossTerm("pg", CISPOLoss()), LossTerm("entropy", EntropyBonus())])
+
+    def composite(logits, ids):
+        rows, tokens = ids.shape
+        batch = {"input_ids": ids, "action_mask": torch.ones(rows, tokens), "weight": torch.ones(rows)}
+        batch |= {"attention_mask": torch.ones_like(ids), "actor_logps": torch.zeros(rows, tokens)}
+        shared = SharedContext(logits, batch, consume_logits=loss.reads_shared_only, with_entropy=loss.reads_entropy)
+        return loss.compute(logits, batch, shared=shared)[0]
+
+    assert loss_memory.peak_ratios(composite, torch.float32, (4, 64, 8192))[1] <= 1.3
 
 
 def test_two_readers_of_the_logits_keep_them():

@@ -15,6 +15,7 @@ from ludic.training.loss.functional import (
     compute_logp_action,
     compute_token_entropy,
     compute_token_logp,
+    compute_token_logp_and_entropy,
     selective_log_softmax,
 )
 from ludic.training.loss.gmpo import GMPOLoss
@@ -45,6 +46,7 @@ __all__ = [
     "compute_logp_action",
     "compute_token_entropy",
     "compute_token_logp",
+    "compute_token_logp_and_entropy",
     "scaled_loss",
     "selective_log_softmax",
 ]

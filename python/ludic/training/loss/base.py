@@ -21,7 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ludic.errors import ConfigError, DataError
-from ludic.training.loss.functional import LogitsUse, compute_token_entropy, compute_token_logp, masked
+from ludic.training.loss.functional import (
+    LogitsUse,
+    compute_token_entropy,
+    compute_token_logp,
+    compute_token_logp_and_entropy,
+    masked,
+)
 
 Batch = Mapping[str, Any]
 """A collated micro-batch. Padded: `input_ids`, `attention_mask`, `action_mask` [B, T], `weight` [B], and with log-probabilities of
@@ -36,10 +42,11 @@ Normalizer = Literal["samples", "tokens", "pairs"]
 class Loss(Protocol):
     """One formula. `compute` may leave `shared` out; it then computes log-probabilities of its own.
 
-    Three attributes are read where present. `normalizer` (default `samples`). `zero_weight_is_zero_gradient` (default False): whether
+    Four attributes are read where present. `normalizer` (default `samples`). `zero_weight_is_zero_gradient` (default False): whether
     a sample of weight 0 adds nothing to the gradient, so that its forward pass can be left out. `reads_shared_only` (default
     False): whether the logits are read through `shared` alone, so that their memory can be used again in the backward pass; set it to
-    False on an instance to keep the logits.
+    False on an instance to keep the logits. `reads_entropy` (default False): whether `shared.entropy` is read, so that it is computed
+    together with the log-probabilities; read without being announced, it costs the memory of two more gradients.
     """
 
     def compute(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Stats]: ...
@@ -117,13 +124,15 @@ class SharedContext:
         totals: BatchTotals | None = None,
         consume_logits: bool = False,
         wide: bool = True,
+        with_entropy: bool = False,
     ) -> None:
         """`consume_logits`: nobody reads the logits after the backward pass, which may then write over them. `wide`: compute in
-        float32 whatever the dtype of the logits."""
+        float32 whatever the dtype of the logits. `with_entropy`: the entropy will be asked for."""
         self.logits = logits
         self.batch = batch
         self._totals = totals
         self._use = LogitsUse(consume=consume_logits, wide=wide)
+        self._with_entropy = with_entropy
 
     @cached_property
     def totals(self) -> BatchTotals:
@@ -157,12 +166,21 @@ class SharedContext:
     @cached_property
     def token_logp(self) -> Tensor:
         """[B, T - 1] log-probability of each next token."""
+        if self._with_entropy:
+            return self._logp_and_entropy[0]
         return self._rows(compute_token_logp(self.logits, self.input_ids, use=self._use))
 
     @cached_property
     def entropy(self) -> Tensor:
         """[B, T - 1] entropy of the distribution of each next token, in nats."""
+        if self._with_entropy:
+            return self._logp_and_entropy[1]
         return self._rows(compute_token_entropy(self.logits, use=self._use))
+
+    @cached_property
+    def _logp_and_entropy(self) -> tuple[Tensor, Tensor]:
+        logp, entropy = compute_token_logp_and_entropy(self.logits, self.input_ids, use=self._use)
+        return self._rows(logp), self._rows(entropy)
 
     @cached_property
     def token_mask(self) -> Tensor:
@@ -266,6 +284,11 @@ def zero_weight_is_zero_gradient(loss: object) -> bool:
 def reads_shared_only(loss: object) -> bool:
     """Whether the loss reads the logits through its shared context alone."""
     return bool(getattr(loss, "reads_shared_only", False))
+
+
+def reads_entropy(loss: object) -> bool:
+    """Whether the loss asks its shared context for the entropy."""
+    return bool(getattr(loss, "reads_entropy", False))
 
 
 def row_mean(values: Tensor, shared: SharedContext, *, length_normalize: bool, normalizer: Normalizer) -> Tensor:

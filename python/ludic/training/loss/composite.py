@@ -15,6 +15,7 @@ from ludic.training.loss.base import (
     Stats,
     call_loss,
     normalizer_of,
+    reads_entropy,
     reads_shared_only,
     zero_weight_is_zero_gradient,
 )
@@ -56,8 +57,13 @@ class CompositeLoss:
         """Only if that holds for every term."""
         return all(reads_shared_only(term.loss) for term in self.terms)
 
+    @property
+    def reads_entropy(self) -> bool:
+        """If any term does."""
+        return any(reads_entropy(term.loss) for term in self.terms)
+
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
-        shared = shared or SharedContext(logits, batch)
+        shared = shared or SharedContext(logits, batch, with_entropy=self.reads_entropy)
         total: Tensor | None = None
         stats: Stats = {}
         for term in self.terms:

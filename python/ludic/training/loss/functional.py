@@ -1,6 +1,6 @@
 """Log-probabilities and entropy of logits, in float32 and in chunks, so that no copy of `[B, T, V]` is made.
 
-The next-token shift of a causal model is in `compute_token_logp` and `compute_token_entropy`, and nowhere else:
+The next-token shift of a causal model is in the three `compute_token_...` functions, and nowhere else:
 `logits[:, t]` scores `input_ids[:, t + 1]`, so that results have T - 1 columns. Shapes: B rows, T tokens, V vocabulary,
 N rows of flattened logits.
 """
@@ -92,6 +92,17 @@ def compute_token_entropy(logits: Tensor, *, use: LogitsUse | None = None) -> Te
     return flat.view(logits.shape[:-1])[:, :-1]
 
 
+def compute_token_logp_and_entropy(logits: Tensor, input_ids: Tensor, *, use: LogitsUse | None = None) -> tuple[Tensor, Tensor]:
+    """Both of the above as one reader of the logits, whose gradient is one tensor instead of three."""
+    _check_shapes(logits, input_ids)
+    use = use or LogitsUse()
+    use.read(logits)
+    index = pad(input_ids[:, 1:], (0, 1)).reshape(-1)
+    both: tuple[Tensor, Tensor] = _SelectedLogpAndEntropy.apply(logits.reshape(-1, logits.shape[-1]), index, use)
+    logp, entropy = (flat.view(input_ids.shape)[:, :-1] for flat in both)
+    return logp, entropy
+
+
 def masked(values: Tensor, mask: Tensor) -> Tensor:
     """The values where the mask is not 0, and exactly 0 elsewhere, be they infinite."""
     return values.masked_fill(mask == 0, 0.0)
@@ -143,13 +154,9 @@ class _SelectedLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, index_N: Tensor, use: LogitsUse) -> Tensor:
         ctx.use = use
-        size = _rows(logits_NV)
-        norms_N = logits_NV.new_empty(logits_NV.shape[0], dtype=use.dtype(logits_NV))
-        for start in _chunks(logits_NV):
-            norms_N[start : start + size] = torch.logsumexp(logits_NV[start : start + size].to(norms_N.dtype), dim=-1)
-        chosen_N = logits_NV.gather(1, index_N[:, None]).squeeze(1).to(norms_N.dtype)
+        norms_N = _norms(logits_NV, use)
         ctx.save_for_backward(logits_NV, index_N, norms_N)
-        return chosen_N - norms_N
+        return _chosen(logits_NV, index_N, norms_N)
 
     @staticmethod
     @once_differentiable
@@ -164,9 +171,31 @@ class _SelectedLogp(torch.autograd.Function):
         return out_NV, None, None
 
 
+def _norms(logits_NV: Tensor, use: LogitsUse) -> Tensor:
+    """[N] log of the sum of exponentials."""
+    size = _rows(logits_NV)
+    norms_N = logits_NV.new_empty(logits_NV.shape[0], dtype=use.dtype(logits_NV))
+    for start in _chunks(logits_NV):
+        norms_N[start : start + size] = torch.logsumexp(logits_NV[start : start + size].to(norms_N.dtype), dim=-1)
+    return norms_N
+
+
+def _chosen(logits_NV: Tensor, index_N: Tensor, norms_N: Tensor) -> Tensor:
+    return logits_NV.gather(1, index_N[:, None]).squeeze(1).to(norms_N.dtype) - norms_N
+
+
 def _selected_gradient(logits_NV: Tensor, index_N1: Tensor, norms_N1: Tensor, grad_N1: Tensor) -> Tensor:
     """(onehot - softmax) * grad in the dtype of the norms: in that of half-precision logits, 1 - softmax of a likely token is 0."""
     return torch.sub(logits_NV, norms_N1).exp_().mul_(-grad_N1).scatter_add_(1, index_N1, grad_N1)
+
+
+def _entropies(logits_NV: Tensor, use: LogitsUse) -> Tensor:
+    """[N] -sum p log p."""
+    size, wide = _rows(logits_NV), use.dtype(logits_NV)
+    entropy_N = logits_NV.new_empty(logits_NV.shape[0], dtype=wide)
+    for start in _chunks(logits_NV):
+        entropy_N[start : start + size] = _entropy(logits_NV[start : start + size], wide)
+    return entropy_N
 
 
 def _entropy(logits_NV: Tensor, wide: torch.dtype) -> Tensor:
@@ -191,10 +220,7 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, use: LogitsUse) -> Tensor:
         ctx.use = use
-        size, wide = _rows(logits_NV), use.dtype(logits_NV)
-        entropy_N = logits_NV.new_empty(logits_NV.shape[0], dtype=wide)
-        for start in _chunks(logits_NV):
-            entropy_N[start : start + size] = _entropy(logits_NV[start : start + size], wide)
+        entropy_N = _entropies(logits_NV, use)
         ctx.save_for_backward(logits_NV, entropy_N)
         return entropy_N
 
@@ -209,3 +235,39 @@ class _Entropy(torch.autograd.Function):
             part = slice(start, start + size)
             out_NV[part] = _entropy_gradient(logits_NV[part], entropy_N[part, None], grad_N[part, None])
         return out_NV, None
+
+
+class _SelectedLogpAndEntropy(torch.autograd.Function):
+    """Both: their gradients are added chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, index_N: Tensor, use: LogitsUse) -> tuple[Tensor, Tensor]:
+        ctx.use = use
+        norms_N, entropy_N = _norms(logits_NV, use), _entropies(logits_NV, use)
+        ctx.save_for_backward(logits_NV, index_N, norms_N, entropy_N)
+        return _chosen(logits_NV, index_N, norms_N), entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logp_grad_N, entropy_grad_N = grads
+        logits_NV, index_N, norms_N, entropy_N = ctx.saved_tensors
+        size = _rows(logits_NV)
+        out_NV = ctx.use.buffer(logits_NV)
+        for start in _chunks(logits_NV):
+            part = slice(start, start + size)
+            grads_N1 = logp_grad_N[part, None], entropy_grad_N[part, None]
+            out_NV[part] = _both_gradients(
+                logits_NV[part], index_N[part, None], norms_N[part, None], entropy_N[part, None], *grads_N1
+            )
+        return out_NV, None, None
+
+
+def _both_gradients(
+    logits_NV: Tensor, index_N1: Tensor, norms_N1: Tensor, entropy_N1: Tensor, logp_grad_N1: Tensor, entropy_grad_N1: Tensor
+) -> Tensor:
+    """onehot * g - p * g - p (log p + H) * h, g and h the gradients of the log-probability and of the entropy."""
+    logp = torch.sub(logits_NV, norms_N1).clamp_(min=torch.finfo(norms_N1.dtype).min)
+    p = logp.exp()
+    negative = logp.add_(entropy_N1).mul_(p).mul_(entropy_grad_N1).addcmul_(p, logp_grad_N1)
+    return negative.neg_().scatter_add_(1, index_N1, logp_grad_N1)

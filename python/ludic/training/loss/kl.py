@@ -91,6 +91,7 @@ class EntropyBonus:
     normalizer: ClassVar[Normalizer] = "tokens"
     zero_weight_is_zero_gradient: ClassVar[bool] = False
     reads_shared_only: ClassVar[bool] = True
+    reads_entropy: ClassVar[bool] = True
 
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
         shared = shared or SharedContext(logits, batch)
