@@ -29,7 +29,7 @@ impl Buffers {
     }
 
     fn padded(&mut self, batch: &Batch<'_>) {
-        let (rows, size) = (batch.num_rows(), batch.num_rows() * batch.num_columns());
+        let (rows, size) = (batch.num_lines(), batch.num_lines() * batch.num_columns());
         let ([ids, attention], [action, logps], [weight, sums]) = (&mut self.wide, &mut self.floats, &mut self.rows);
         let out = PaddedOut {
             input_ids: &mut ids[..size],
@@ -42,7 +42,7 @@ impl Buffers {
     }
 
     fn padding_free(&mut self, batch: &Batch<'_>) {
-        let (rows, size) = (batch.num_rows(), batch.num_tokens());
+        let (rows, size) = (batch.num_lines(), batch.num_tokens());
         let ([ids, positions], [action, logps], [weight, sums]) = (&mut self.wide, &mut self.floats, &mut self.rows);
         let out = PaddingFreeOut {
             input_ids: &mut ids[..size],
@@ -56,7 +56,7 @@ impl Buffers {
     }
 
     fn compact(&mut self, batch: &Batch<'_>) {
-        let (rows, size) = (batch.num_rows(), batch.num_rows() * batch.num_columns());
+        let (rows, size) = (batch.num_lines(), batch.num_lines() * batch.num_columns());
         let ([ids, lengths], [logps, _], [weight, sums]) = (&mut self.narrow, &mut self.floats, &mut self.rows);
         let out = CompactOut {
             input_ids: &mut ids[..size],

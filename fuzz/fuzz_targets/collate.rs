@@ -75,26 +75,33 @@ fn check(table: &SampleTable, input: &Input) -> Result<(), CoreError> {
     let table = table.truncate(i64::from(input.max_seq_len))?;
     let indices: Vec<i64> = input.indices.iter().map(|&index| i64::from(index)).collect();
     let batch = table.batch(&indices)?;
-    let padded = padded(&table, &batch, i64::from(input.pad_token_id))?;
+    let width = batch.num_columns();
+    let (ids, action) = padded(&table, &batch, i64::from(input.pad_token_id))?;
     let (lengths, counts) = (table.lengths(), table.action_counts());
-    for (row, &index) in indices.iter().enumerate() {
-        let cells = row * batch.num_columns()..(row + 1) * batch.num_columns();
-        let (tokens, padding) = (&padded.0[cells.clone()]).split_at(lengths[index as usize] as usize);
+    let alone = |(line, &index): (usize, &i64)| [line as i64, 0, i64::from(lengths[index as usize])];
+    let turns = batch.turns().unwrap_or_else(|| indices.iter().enumerate().map(alone).collect());
+    let mut ends = vec![0; batch.num_lines()];
+    for (&index, turn) in indices.iter().zip(&turns) {
+        let [line, begin, end] = turn.map(|value| value as usize);
+        assert!(end == lengths[index as usize] as usize && (begin == 0 || begin == ends[line]));
+        assert_eq!(action[line * width..][begin..end].iter().sum::<f32>(), counts[index as usize] as f32);
+        ends[line] = end;
+    }
+    let lines = ids.chunks(width.max(1)).zip(&ends);
+    for (tokens, padding) in lines.clone().map(|(line, &end)| line.split_at(end)) {
         assert!(tokens.iter().all(|&id| (0..=i64::from(i32::MAX)).contains(&id)));
         assert!(padding.iter().all(|&id| id == i64::from(input.pad_token_id)));
-        assert_eq!(padded.1[cells].iter().sum::<f32>(), counts[index as usize] as f32);
     }
     let free = padding_free(&table, &batch)?;
-    let kept = |row: usize| &padded.0[row * batch.num_columns()..][..lengths[indices[row] as usize] as usize];
-    assert_eq!(free, (0..indices.len()).flat_map(kept).copied().collect::<Vec<_>>());
+    assert_eq!(free, lines.flat_map(|(line, &end)| &line[..end]).copied().collect::<Vec<_>>());
     Ok(())
 }
 
 fn padded(table: &SampleTable, batch: &Batch<'_>, pad: i64) -> Result<(Vec<i64>, Vec<f32>), CoreError> {
-    let (rows, size) = (batch.num_rows(), batch.num_rows() * batch.num_columns());
+    let (samples, size) = (batch.num_samples(), batch.num_lines() * batch.num_columns());
     let (mut ids, mut attention, mut action, mut weight) =
-        (vec![-7; size], vec![-7; size], vec![-7.0; size], vec![0.0; rows]);
-    let (mut logps, mut sums) = (vec![f32::NAN; size], vec![f32::NAN; rows]);
+        (vec![-7; size], vec![-7; size], vec![-7.0; size], vec![0.0; samples]);
+    let (mut logps, mut sums) = (vec![f32::NAN; size], vec![f32::NAN; samples]);
     let out = LogpsOut { actor_logps: &mut logps[..], old_logp_action: &mut sums[..] };
     batch.collate_padded(
         pad,
@@ -112,10 +119,11 @@ fn padded(table: &SampleTable, batch: &Batch<'_>, pad: i64) -> Result<(Vec<i64>,
 }
 
 fn padding_free(table: &SampleTable, batch: &Batch<'_>) -> Result<Vec<i64>, CoreError> {
-    let (rows, size) = (batch.num_rows(), batch.num_tokens());
+    let (samples, size) = (batch.num_samples(), batch.num_tokens());
     let (mut ids, mut positions, mut action, mut weight) =
-        (vec![-7; size], vec![-7; size], vec![0.0; size], vec![0.0; rows]);
-    let (mut logps, mut sums, mut boundaries) = (vec![f32::NAN; size], vec![f32::NAN; rows], vec![-7; rows + 1]);
+        (vec![-7; size], vec![-7; size], vec![0.0; size], vec![0.0; samples]);
+    let (mut logps, mut sums) = (vec![f32::NAN; size], vec![f32::NAN; samples]);
+    let mut boundaries = vec![-7; batch.num_lines() + 1];
     let out = LogpsOut { actor_logps: &mut logps[..], old_logp_action: &mut sums[..] };
     batch.collate_padding_free(PaddingFreeOut::<i64, i32, f32> {
         input_ids: &mut ids,
@@ -131,7 +139,8 @@ fn padding_free(table: &SampleTable, batch: &Batch<'_>) -> Result<Vec<i64>, Core
 
 fuzz_target!(|input: Input| {
     for built in [table(&input.samples), from_columns(&input.columns)] {
-        if let Err(error) = built.and_then(|table| check(&table, &input)) {
+        let checked = built.and_then(|table| [&table, &table.chained()].into_iter().try_for_each(|table| check(table, &input)));
+        if let Err(error) = checked {
             assert!(!error.to_string().is_empty());
         }
     }

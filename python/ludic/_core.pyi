@@ -73,6 +73,14 @@ class SampleTable:
     @property
     def weights(self) -> NDArray[np.float32]:
         """[N] credit of each sample."""
+    @property
+    def chains(self) -> NDArray[np.int32]:
+        """[N] the chain of each sample, -1 outside any."""
+    def chained(self) -> SampleTable:
+        """The same samples, of which neighbours that continue each other are chained: the ids of one begin with all ids of the one
+        before, and none of those is one of its actions. In a collation, neighbours of one chain share a line of the B that the
+        shapes below speak of, and `turns` [N, 3] i64 says of each of the N samples its line, and where in it its own tokens begin and
+        end. `weight` and `old_logp_action` have one value a sample."""
     def truncate(self, max_seq_len: int) -> SampleTable:
         """The same samples cut on the right to at most `max_seq_len` tokens. A change of length, no copy."""
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> SampleTable:

@@ -1,6 +1,7 @@
 """Samples, sources and a model for the tests of training: real ids of the byte tokenizer, and a Qwen2 of 10,000 parameters."""
 
 import random
+from dataclasses import replace
 
 import torch
 
@@ -54,6 +55,29 @@ def sorting_item(index, draw, *, group_size=4, weight=None):
 def sorting_items(count, seed=0, **options):
     draw = random.Random(seed)
     return [sorting_item(index, draw, **options) for index in range(count)]
+
+
+def dialogue(index, draw, turns):
+    """The samples of an episode, one a turn: each prompt is the whole history, then a new question."""
+    history, items = [], []
+    for step in range(turns):
+        turn = sorting_item(index, draw)
+        item = replace(
+            turn,
+            input_ids=history + turn.input_ids,
+            attention_mask=[1] * len(history) + turn.attention_mask,
+            action_mask=[0] * len(history) + turn.action_mask,
+            meta={**turn.meta, "step_index": step, "prompt_length": len(history) + turn.meta["prompt_length"]},
+        )
+        items.append(item)
+        history = item.input_ids
+    return items
+
+
+def dialogues(turns, seed=0):
+    """Episodes of so many turns each, turn after turn."""
+    draw = random.Random(seed)
+    return [item for index, count in enumerate(turns) for item in dialogue(index, draw, count)]
 
 
 class ListSource:

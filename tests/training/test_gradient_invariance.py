@@ -11,6 +11,7 @@ from training_samples import (
     ListSource,
     assert_same_tensors,
     cpu_config,
+    dialogues,
     gradients_of,
     sorting_items,
     tiny_model,
@@ -102,6 +103,86 @@ def test_the_gradient_is_that_of_the_unsplit_batch(name, order, budget, packing,
     result = asyncio.run(backend.forward_backward(mini_batch, totals=mini_batch.totals).result())
     assert_same_tensors(gradients_of(model()), expected, atol=1e-6 * max(1.0, largest(expected)))
     assert result.loss.item() == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
+
+
+TURNS = (3, 1, 4, 2)
+
+
+@cache
+def turns():
+    return tuple(dialogues(TURNS, seed=5))
+
+
+@cache
+def gradient_of_one_row_a_turn(name):
+    batch = collate_saw_items(turns(), pad_token_id=0, device="cpu")
+    model().zero_grad(set_to_none=True)
+    loss, _ = algorithm(name).compute_loss(model(), batch)
+    loss.backward()
+    return gradients_of(model()), loss.item()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    episodes=st.permutations(range(len(TURNS))),
+    swapped=st.booleans(),
+    budget=st.integers(70, 260),
+    packing=st.sampled_from(["greedy", "optimal", "padding_free"]),
+    skip=st.booleans(),
+)
+def test_the_gradient_of_merged_turns_is_that_of_one_row_a_turn(name, episodes, swapped, budget, packing, skip):
+    expected, expected_loss = gradient_of_one_row_a_turn(name)
+    begins = np.cumsum((0, *TURNS))
+    items = [item for episode in episodes for item in turns()[begins[episode] : begins[episode + 1]]]
+    if swapped:  # the last turns first: most of them have a row to themselves again
+        items = items[::-1]
+    cfg = cpu_config(max_seq_len=70, micro_token_budget=budget, packing=packing)
+    macro = MacroBatch.ingest(items, cfg.max_seq_len, merge_turns=True)
+    skips = skip and zero_weight_is_zero_gradient(LOSSES[name])
+    mini_batch = MiniBatch(macro, np.arange(len(items)), cfg, skip_zero_weight=skips)
+    micro_batches = list(mini_batch)
+    assert all(batch.tensors["input_ids"].numel() <= budget for batch in micro_batches)
+    assert sum(batch.num_items for batch in micro_batches) == len(mini_batch.rows)
+    assert any("turns" in batch.tensors for batch in micro_batches) == (not swapped)
+    backend = TorchBackend(model(), cfg, algo=algorithm(name))
+    model().zero_grad(set_to_none=True)
+    result = asyncio.run(backend.forward_backward(mini_batch, totals=mini_batch.totals).result())
+    assert_same_tensors(gradients_of(model()), expected, atol=1e-6 * max(1.0, largest(expected)))
+    assert result.loss.item() == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("packing", ["optimal", "padding_free"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "composite_entropy"])
+def test_each_sample_of_a_shared_row_can_be_looked_at_alone(name, packing):
+    cfg = cpu_config(max_seq_len=70, micro_token_budget=1000, packing=packing)
+    macro = MacroBatch.ingest(list(turns()), cfg.max_seq_len, merge_turns=True)
+    [micro_batch] = MiniBatch(macro, np.arange(len(turns())), cfg)
+    assert micro_batch.tensors["turns"].shape == (len(turns()), 3)
+    position = {(item.meta["rollout_id"], item.meta["step_index"]): item for item in turns()}
+    for index, sample_name in enumerate(micro_batch.sample_names):
+        rollout, step = sample_name.split("/")
+        alone = collate_saw_items([position[rollout, int(step)]], pad_token_id=0, device="cpu")
+        want, _ = algorithm(name).compute_loss(model(), alone)
+        got, _ = algorithm(name).compute_loss(model(), micro_batch.row(index).tensors)
+        assert got.item() == pytest.approx(want.item(), rel=1e-5, abs=1e-6)
+
+
+def test_episodes_cost_one_row_and_only_with_a_loss_that_leaves_the_logits_alone():
+    class ReadsLogits(TokenClippedSurrogateLoss):
+        reads_shared_only = False
+
+    def computed(loss, **settings):
+        cfg = cpu_config(max_seq_len=70, micro_token_budget=70, packing="padding_free", skip_zero_weight=False, **settings)
+        algo = RLAlgorithm("test", ConstantCredit(1.0), loss)
+        trainer = Trainer(model=tiny_model(), algo=algo, batch_source=ListSource(turns()), cfg=cfg)
+        return trainer.train_step_sync()["perf/real_tokens"]
+
+    begins = np.cumsum((0, *TURNS))
+    merged = sum(len(turns()[end - 1].input_ids) for end in begins[1:])
+    apart = sum(len(item.input_ids) for item in turns())
+    assert computed(TokenClippedSurrogateLoss()) == merged < 0.6 * apart
+    assert computed(ReadsLogits()) == computed(TokenClippedSurrogateLoss(), merge_turns=False) == apart
 
 
 def largest(gradients):

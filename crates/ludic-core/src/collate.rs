@@ -33,11 +33,11 @@ impl<T: Copy> Slot<T> for MaybeUninit<T> {
 pub struct LogpsOut<'a, F> {
     /// One a token of the layout, 0 off the actions.
     pub actor_logps: &'a mut [F],
-    /// `[B]`: their sum over each row.
+    /// `[N]`: their sum over each sample.
     pub old_logp_action: &'a mut [F],
 }
 
-/// The right-padded layout, `[B, T]` row after row.
+/// The right-padded layout, `[B, T]` line after line; N samples, as many as lines unless some share one.
 #[derive(Debug)]
 pub struct PaddedOut<'a, I, F> {
     /// `[B, T]`, the padding token on the right.
@@ -46,24 +46,24 @@ pub struct PaddedOut<'a, I, F> {
     pub attention_mask: &'a mut [I],
     /// `[B, T]`: 1 on actions.
     pub action_mask: &'a mut [F],
-    /// `[B]`
+    /// `[N]`
     pub weight: &'a mut [F],
     /// Present exactly when the table has log-probabilities.
     pub logps: Option<LogpsOut<'a, F>>,
 }
 
-/// The padding-free layout: S tokens, row after row.
+/// The padding-free layout: S tokens, line after line.
 #[derive(Debug)]
 pub struct PaddingFreeOut<'a, I, C, F> {
     /// `[S]`
     pub input_ids: &'a mut [I],
-    /// `[S]`: counts from 0 in each row.
+    /// `[S]`: counts from 0 in each line.
     pub position_ids: &'a mut [I],
-    /// `[B + 1]`: where each row begins, and the end of the last.
+    /// `[B + 1]`: where each line begins, and the end of the last.
     pub cu_seqlens: &'a mut [C],
     /// `[S]`: 1 on actions.
     pub action_mask: &'a mut [F],
-    /// `[B]`
+    /// `[N]`
     pub weight: &'a mut [F],
     /// Present exactly when the table has log-probabilities.
     pub logps: Option<LogpsOut<'a, F>>,
@@ -78,17 +78,44 @@ pub struct CompactOut<'a, C, U, F> {
     pub action_mask: &'a mut [U],
     /// `[B]`: the attention mask is 1 on that many tokens.
     pub lengths: &'a mut [C],
-    /// `[B]`
+    /// `[N]`
     pub weight: &'a mut [F],
     /// Present exactly when the table has log-probabilities.
     pub logps: Option<LogpsOut<'a, F>>,
 }
 
-/// The rows of one micro-batch, checked, ready to be written in any layout.
+/// What a sample adds to its line: its ids from `begin` on, all of them unless it continues the sample before it.
+#[derive(Debug)]
+struct Piece {
+    row: Row,
+    line: usize,
+    begin: usize,
+    /// Whether the line ends with it.
+    last: bool,
+}
+
+impl Piece {
+    /// Where its tokens lie in the columns of the table.
+    fn span(&self) -> Range<usize> {
+        self.row.start + self.begin..self.end()
+    }
+
+    fn end(&self) -> usize {
+        self.row.span().end
+    }
+
+    /// Whether `row` may go on in the line of this piece.
+    fn is_continued_by(&self, row: &Row) -> bool {
+        row.chain != Row::ALONE && row.chain == self.row.chain && row.start > self.row.start && row.len >= self.row.len
+    }
+}
+
+/// The samples of one micro-batch, checked, ready to be written in any layout.
 #[derive(Debug)]
 pub struct Batch<'t> {
     columns: &'t Columns,
-    rows: Vec<Row>,
+    pieces: Vec<Piece>,
+    lines: usize,
     /// The first index whose attention mask has a 0 within the sample.
     partial_attention: Option<i64>,
     longest: usize,
@@ -96,36 +123,65 @@ pub struct Batch<'t> {
 }
 
 impl SampleTable {
-    /// The samples at `indices`, in that order, as the rows of one micro-batch.
+    /// The samples at `indices`, in that order, as the lines of one micro-batch: one each, but for neighbours of one
+    /// [chain](Self::chained), which share one.
     pub fn batch(&self, indices: &[i64]) -> Result<Batch<'_>, CoreError> {
         if indices.is_empty() {
             return Err(CoreError::EmptyBatch);
         }
-        let rows = indices.iter().map(|&index| self.row(index)).collect::<Result<Vec<_>, _>>()?;
-        let longest = rows.iter().map(|row| row.len as usize).max().unwrap_or(0);
-        check_size(rows.len(), longest)?;
         let columns = &*self.columns;
-        let partial = |row: &Row| columns.attention.as_ref().is_some_and(|mask| mask[row.span()].contains(&0));
-        let partial_attention = rows.iter().position(partial).map(|at| indices[at]);
-        let num_tokens = rows.iter().map(|row| row.len as usize).sum();
-        Ok(Batch { columns, rows, partial_attention, longest, num_tokens })
+        let mut pieces: Vec<Piece> = Vec::with_capacity(indices.len());
+        let (mut lines, mut partial_attention) = (0, None);
+        for &index in indices {
+            let row = self.row(index)?;
+            let begin = match pieces.last_mut() {
+                Some(before) if before.is_continued_by(&row) => {
+                    before.last = false;
+                    before.row.len as usize
+                }
+                _ => {
+                    lines += 1;
+                    0
+                }
+            };
+            if columns.attention.as_ref().is_some_and(|mask| mask[row.span()].contains(&0)) {
+                partial_attention = partial_attention.or(Some(index));
+            }
+            pieces.push(Piece { row, line: lines - 1, begin, last: true });
+        }
+        let longest = pieces.iter().map(|piece| piece.row.len as usize).max().unwrap_or(0);
+        check_size(lines, longest)?;
+        let num_tokens = pieces.iter().map(|piece| piece.span().len()).sum();
+        Ok(Batch { columns, pieces, lines, partial_attention, longest, num_tokens })
     }
 }
 
 impl Batch<'_> {
-    /// B.
-    pub fn num_rows(&self) -> usize {
-        self.rows.len()
+    /// N.
+    pub fn num_samples(&self) -> usize {
+        self.pieces.len()
     }
 
-    /// T: the longest row.
+    /// B.
+    pub fn num_lines(&self) -> usize {
+        self.lines
+    }
+
+    /// T: the longest line.
     pub fn num_columns(&self) -> usize {
         self.longest
     }
 
-    /// S: the tokens of all rows, without padding.
+    /// S: the tokens of all lines, without padding.
     pub fn num_tokens(&self) -> usize {
         self.num_tokens
+    }
+
+    /// Where each sample's own tokens lie: its line, where in it they begin, and where they end. `None` if every sample has a line
+    /// to itself.
+    pub fn turns(&self) -> Option<Vec<[i64; 3]>> {
+        let turn = |piece: &Piece| [piece.line as i64, piece.begin as i64, i64::from(piece.row.len)];
+        (self.lines < self.pieces.len()).then(|| self.pieces.iter().map(turn).collect())
     }
 
     /// Writes the right-padded layout.
@@ -135,7 +191,7 @@ impl Batch<'_> {
         out: PaddedOut<'_, I, F>,
     ) -> Result<(), CoreError> {
         let pad = i64::from(checked_pad(pad_token_id)?);
-        let size = self.rows.len() * self.longest;
+        let size = self.lines * self.longest;
         check_output("input_ids", out.input_ids, size)?;
         check_output("attention_mask", out.attention_mask, size)?;
         check_output("action_mask", out.action_mask, size)?;
@@ -144,15 +200,15 @@ impl Batch<'_> {
         vectorized(
             #[inline(always)]
             || {
-                for (at, row) in self.rows.iter().enumerate() {
-                    let (cells, span) = (self.cells(at), row.span());
+                for piece in &self.pieces {
+                    let (cells, span) = (self.cells(piece, self.longest), piece.span());
                     copy_row(&mut out.input_ids[cells.clone()], &self.columns.ids[span.clone()], widen, pad);
                     copy_row(&mut out.action_mask[cells.clone()], &self.columns.action[span.clone()], f32::from, 0.0);
                     let attention = &mut out.attention_mask[cells];
                     match &self.columns.attention {
                         Some(mask) => copy_row(attention, &mask[span], i64::from, 0),
                         None => {
-                            let (tokens, padding) = attention.split_at_mut(row.len as usize);
+                            let (tokens, padding) = attention.split_at_mut(span.len());
                             tokens.iter_mut().for_each(|slot| slot.put(1));
                             padding.iter_mut().for_each(|slot| slot.put(0));
                         }
@@ -172,7 +228,7 @@ impl Batch<'_> {
         check_output("input_ids", out.input_ids, self.num_tokens)?;
         check_output("position_ids", out.position_ids, self.num_tokens)?;
         check_output("action_mask", out.action_mask, self.num_tokens)?;
-        check_output("cu_seqlens", out.cu_seqlens, self.rows.len() + 1)?;
+        check_output("cu_seqlens", out.cu_seqlens, self.lines + 1)?;
         self.write_weights(out.weight)?;
         self.write_logps(out.logps, 0)?;
         out.cu_seqlens[0].put(0);
@@ -180,13 +236,13 @@ impl Batch<'_> {
             #[inline(always)]
             || {
                 let mut end = 0;
-                for (row, boundary) in self.rows.iter().zip(&mut out.cu_seqlens[1..]) {
-                    let (begin, span) = (end, row.span());
+                for piece in &self.pieces {
+                    let (begin, span) = (end, piece.span());
                     end += span.len();
                     copy_row(&mut out.input_ids[begin..end], &self.columns.ids[span.clone()], widen, 0);
                     copy_row(&mut out.action_mask[begin..end], &self.columns.action[span], f32::from, 0.0);
-                    count_up(&mut out.position_ids[begin..end]);
-                    boundary.put(end as i32);
+                    count_up(&mut out.position_ids[begin..end], piece.begin as i64);
+                    out.cu_seqlens[piece.line + 1].put(end as i32);
                 }
             },
         );
@@ -201,34 +257,35 @@ impl Batch<'_> {
     ) -> Result<(), CoreError> {
         let pad = checked_pad(pad_token_id)?;
         self.refuse_partial_attention()?;
-        let size = self.rows.len() * self.longest;
+        let size = self.lines * self.longest;
         check_output("input_ids", out.input_ids, size)?;
         check_output("action_mask", out.action_mask, size)?;
-        check_output("lengths", out.lengths, self.rows.len())?;
+        check_output("lengths", out.lengths, self.lines)?;
         self.write_weights(out.weight)?;
         self.write_logps(out.logps, self.longest)?;
         vectorized(
             #[inline(always)]
             || {
-                for (at, row) in self.rows.iter().enumerate() {
-                    let (cells, span) = (self.cells(at), row.span());
+                for piece in &self.pieces {
+                    let (cells, span) = (self.cells(piece, self.longest), piece.span());
                     copy_row(&mut out.input_ids[cells.clone()], &self.columns.ids[span.clone()], |id| id, pad);
                     copy_row(&mut out.action_mask[cells], &self.columns.action[span], |bit| bit, 0);
-                    out.lengths[at].put(row.len as i32);
+                    out.lengths[piece.line].put(piece.row.len as i32);
                 }
             },
         );
         Ok(())
     }
 
-    /// Where row `at` lies in a padded array.
-    fn cells(&self, at: usize) -> Range<usize> {
-        at * self.longest..(at + 1) * self.longest
+    /// Where a piece lies in a padded array, with the padding after it.
+    fn cells(&self, piece: &Piece, width: usize) -> Range<usize> {
+        let end = if piece.last { width } else { piece.row.len as usize };
+        piece.line * width + piece.begin..piece.line * width + end
     }
 
     fn write_weights<F: Slot<f32>>(&self, out: &mut [F]) -> Result<(), CoreError> {
-        check_output("weight", out, self.rows.len())?;
-        self.rows.iter().zip(out).for_each(|(row, slot)| slot.put(row.weight));
+        check_output("weight", out, self.pieces.len())?;
+        self.pieces.iter().zip(out).for_each(|(piece, slot)| slot.put(piece.row.weight));
         Ok(())
     }
 
@@ -242,17 +299,18 @@ impl Batch<'_> {
                 return check_output::<f32>("actor_logps", &[], self.num_tokens.max(1));
             }
         };
-        let size = if width == 0 { self.num_tokens } else { self.rows.len() * width };
+        let size = if width == 0 { self.num_tokens } else { self.lines * width };
         check_output("actor_logps", out.actor_logps, size)?;
-        check_output("old_logp_action", out.old_logp_action, self.rows.len())?;
+        check_output("old_logp_action", out.old_logp_action, self.pieces.len())?;
         vectorized(
             #[inline(always)]
             || {
                 let mut end = 0;
-                for (row, sum) in self.rows.iter().zip(out.old_logp_action) {
-                    let (begin, values) = (end, &logps[row.span()]);
-                    end += values.len().max(width);
-                    copy_row(&mut out.actor_logps[begin..end], values, |value| value, 0.0);
+                for (piece, sum) in self.pieces.iter().zip(out.old_logp_action) {
+                    let values = &logps[piece.span()];
+                    let cells = if width == 0 { end..end + values.len() } else { self.cells(piece, width) };
+                    end = cells.end;
+                    copy_row(&mut out.actor_logps[cells], values, |value| value, 0.0);
                     sum.put(sum_in_lanes(values));
                 }
             },
@@ -271,10 +329,10 @@ fn widen(id: i32) -> i64 {
     i64::from(id as u32)
 }
 
-/// 0, 1, 2 and so on. The addition wraps so that no check of it keeps the loop from being vectorised.
+/// The position of the first and those after it. The addition wraps so that no check of it keeps the loop from being vectorised.
 #[inline(always)]
-fn count_up<I: Slot<i64>>(out: &mut [I]) {
-    let mut position = 0i64;
+fn count_up<I: Slot<i64>>(out: &mut [I], first: i64) {
+    let mut position = first;
     for slot in out {
         slot.put(position);
         position = position.wrapping_add(1);

@@ -34,6 +34,16 @@ impl Columns {
         Arc::new(self)
     }
 
+    /// Whether `row` holds all ids of `before`, then others, and acts on the others alone.
+    fn continues(&self, before: &Row, row: &Row) -> bool {
+        let shared = before.len as usize;
+        before.len > 0
+            && before.len < row.len
+            && self.ids[before.span()] == self.ids[row.start..row.start + shared]
+            && self.rank(row.start) == self.rank(row.start + shared)
+            && self.attention.as_ref().is_none_or(|mask| ![before, row].iter().any(|row| mask[row.span()].contains(&0)))
+    }
+
     /// Action tokens before `position`.
     fn rank(&self, position: usize) -> usize {
         let block = position / BLOCK;
@@ -55,9 +65,13 @@ pub(crate) struct Row {
     pub(crate) len: u32,
     pub(crate) original_len: u32,
     pub(crate) weight: f32,
+    /// The index of the sample that its chain begins with; [`ALONE`](Self::ALONE) outside any chain.
+    pub(crate) chain: u32,
 }
 
 impl Row {
+    pub(crate) const ALONE: u32 = u32::MAX;
+
     pub(crate) fn span(&self) -> std::ops::Range<usize> {
         self.start..self.start + self.len as usize
     }
@@ -143,6 +157,28 @@ impl SampleTable {
     pub fn select(&self, indices: &[i64]) -> Result<Self, CoreError> {
         let rows = indices.iter().map(|&index| self.row(index)).collect::<Result<_, _>>()?;
         Ok(Self { columns: Arc::clone(&self.columns), rows })
+    }
+
+    /// The same samples, with those that continue one another **chained**: the ids of a sample begin with all ids of the sample
+    /// before it, and none of those is one of its actions. So the turns of a dialogue are, as long as nobody rewrites its history.
+    ///
+    /// Samples of a chain that stand one after the other in a micro-batch share a line: it holds the ids of the last of them, and
+    /// for a causal model everything that is computed for the others.
+    pub fn chained(&self) -> Self {
+        let mut rows = self.rows.clone();
+        for at in 1..rows.len() {
+            if self.columns.continues(&rows[at - 1], &rows[at]) {
+                let before = &mut rows[at - 1];
+                before.chain = before.chain.min((at - 1) as u32);
+                rows[at].chain = rows[at - 1].chain;
+            }
+        }
+        Self { columns: Arc::clone(&self.columns), rows }
+    }
+
+    /// The chain of each sample, as the index of its first when it was made; -1 outside any chain.
+    pub fn chains(&self) -> Vec<i32> {
+        self.rows.iter().map(|row| row.chain as i32).collect()
     }
 
     /// The row at `index`.

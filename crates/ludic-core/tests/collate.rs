@@ -32,7 +32,7 @@ fn logps_out<'a>(wanted: bool, logps: &'a mut [f32], sums: &'a mut [f32]) -> Opt
 }
 
 fn padded(table: &SampleTable, batch: &Batch<'_>) -> Layout {
-    let (rows, size) = (batch.num_rows(), batch.num_rows() * batch.num_columns());
+    let (rows, size) = (batch.num_samples(), batch.num_lines() * batch.num_columns());
     let with_logps = table.has_actor_logps();
     let mut out = Layout {
         ids: dirty(size),
@@ -55,7 +55,7 @@ fn padded(table: &SampleTable, batch: &Batch<'_>) -> Layout {
 }
 
 fn padding_free(table: &SampleTable, batch: &Batch<'_>) -> Layout {
-    let (rows, size) = (batch.num_rows(), batch.num_tokens());
+    let (rows, size) = (batch.num_samples(), batch.num_tokens());
     let with_logps = table.has_actor_logps();
     let mut out = Layout {
         ids: dirty(size),
@@ -64,7 +64,7 @@ fn padding_free(table: &SampleTable, batch: &Batch<'_>) -> Layout {
         weight: dirty(rows),
         logps: dirty(if with_logps { size } else { 0 }),
         sums: dirty(if with_logps { rows } else { 0 }),
-        boundaries: dirty(rows + 1),
+        boundaries: dirty(batch.num_lines() + 1),
         ..Layout::default()
     };
     let write = PaddingFreeOut {
@@ -170,7 +170,7 @@ proptest! {
         let table = table(&samples).unwrap().truncate(limit as i64).unwrap();
         let batch = table.batch(&indices).unwrap();
         let want = padded(&table, &batch);
-        let (rows, size) = (batch.num_rows(), want.ids.len());
+        let (rows, size) = (batch.num_lines(), want.ids.len());
         let (mut ids, mut action, mut lengths) = (dirty::<i32>(size), vec![77u8; size], dirty::<i32>(rows));
         let (mut weight, mut logps, mut sums) =
             (dirty::<f32>(rows), dirty::<f32>(want.logps.len()), dirty::<f32>(want.sums.len()));
@@ -187,6 +187,66 @@ proptest! {
             let attended: i64 = want.attention[at * width..(at + 1) * width].iter().sum();
             prop_assert_eq!(i64::from(*length), attended);
         }
+    }
+
+    #[test]
+    fn samples_that_share_a_line_are_read_off_it_unchanged(
+        samples in samples::dialogues(), limit in 1usize..60, picks in prop::collection::vec(any::<prop::sample::Index>(), 1..12),
+        in_order in any::<bool>(),
+    ) {
+        let mut indices: Vec<i64> = picks.iter().map(|pick| pick.index(samples.len()) as i64).collect();
+        if in_order {
+            indices.sort_unstable();
+            indices.dedup();
+        }
+        let table = table(&samples).unwrap().chained().truncate(limit as i64).unwrap();
+        let batch = table.batch(&indices).unwrap();
+        let turns = batch.turns().unwrap_or_else(|| (0..).zip(&indices).map(|(line, &at)| {
+            [line, 0, samples[at as usize].cut(limit).ids.len() as i64]
+        }).collect());
+        let (wide, free) = (padded(&table, &batch), padding_free(&table, &batch));
+        let width = batch.num_columns();
+        let cut: Vec<Owned> = indices.iter().map(|&at| samples[at as usize].cut(limit)).collect();
+        check_sums(&cut, &wide.sums)?;
+        prop_assert_eq!(&wide.sums, &free.sums);
+        for ((sample, turn), at) in cut.iter().zip(&turns).zip(0..) {
+            let [line, begin, end] = turn.map(|value| value as usize);
+            let (ids, action, weight) = visible(sample);
+            prop_assert_eq!((end, wide.weight[at], free.weight[at]), (ids.len(), weight, weight));
+            prop_assert!(action[..begin].iter().all(|&bit| bit == 0.0));
+            for (layout, first) in [(&wide, line * width), (&free, free.boundaries[line] as usize)] {
+                let own = first + begin..first + end;
+                prop_assert_eq!(&layout.ids[first..first + end], &ids);
+                prop_assert_eq!(&layout.action[own.clone()], &action[begin..]);
+                if sample.logps.is_some() {
+                    prop_assert_eq!(&layout.logps[own], &sample.aligned_logps()[begin..]);
+                }
+            }
+            prop_assert!(wide.attention[line * width..][..end].iter().all(|&bit| bit == 1));
+        }
+        for line in 0..batch.num_lines() {
+            let bounds = free.boundaries[line] as usize..free.boundaries[line + 1] as usize;
+            prop_assert_eq!(bounds.len() as i64, wide.attention[line * width..][..width].iter().sum::<i64>());
+            prop_assert_eq!(&free.positions[bounds.clone()], &(0..bounds.len() as i64).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn samples_are_chained_where_each_holds_the_one_before(samples in samples::dialogues()) {
+        let mut want: Vec<i32> = vec![-1; samples.len()];
+        for at in 1..samples.len() {
+            let (before, sample) = (&samples[at - 1], &samples[at]);
+            let shared = before.ids.len();
+            if shared > 0 && sample.ids.len() > shared && sample.ids.starts_with(&before.ids)
+                && !sample.action[..shared].contains(&1) && !before.attention.contains(&0) && !sample.attention.contains(&0)
+            {
+                if want[at - 1] == -1 {
+                    want[at - 1] = at as i32 - 1;
+                }
+                want[at] = want[at - 1];
+            }
+        }
+        prop_assert_eq!(table(&samples).unwrap().chained().chains(), want);
     }
 
     #[test]
@@ -209,6 +269,31 @@ proptest! {
 
 fn plain(length: usize) -> Owned {
     Owned { ids: vec![5; length], action: vec![1; length], attention: vec![1; length], logps: None, weight: 1.0 }
+}
+
+fn turn(ids: &[i64], actions: std::ops::Range<usize>) -> Owned {
+    let action = (0..ids.len()).map(|at| u8::from(actions.contains(&at))).collect();
+    Owned { ids: ids.to_vec(), action, attention: vec![1; ids.len()], logps: None, weight: 1.0 }
+}
+
+#[test]
+fn three_turns_of_which_the_third_rewrites_the_history_take_two_lines() {
+    let turns = [turn(&[1, 2, 3], 2..3), turn(&[1, 2, 3, 4, 5], 4..5), turn(&[1, 9, 3, 4, 5, 6, 7], 6..7)];
+    let table = table(&turns).unwrap().chained();
+    assert_eq!(table.chains(), [0, 0, -1]);
+    let batch = table.batch(&[0, 1, 2]).unwrap();
+    assert_eq!((batch.num_samples(), batch.num_lines(), batch.num_tokens()), (3, 2, 5 + 7));
+    assert_eq!(batch.turns().unwrap(), [[0, 0, 3], [0, 3, 5], [1, 0, 7]]);
+    assert_eq!(padded(&table, &batch).action, [0., 0., 1., 0., 1., 0., 0., 0., 0., 0., 0., 0., 0., 1.]);
+}
+
+#[test]
+fn a_sample_that_comes_twice_or_out_of_order_has_a_line_to_itself() {
+    let table = table(&[turn(&[1, 2], 1..2), turn(&[1, 2, 3, 4], 3..4)]).unwrap().chained();
+    for indices in [[1, 0], [1, 1], [0, 0]] {
+        assert_eq!(table.batch(&indices).unwrap().num_lines(), 2);
+    }
+    assert_eq!(table.batch(&[0, 1]).unwrap().num_lines(), 1);
 }
 
 #[test]

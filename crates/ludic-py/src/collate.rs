@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::mem::MaybeUninit;
 use std::slice;
 
-use ludic_core::collate::{CompactOut, LogpsOut, PaddedOut, PaddingFreeOut};
+use ludic_core::collate::{Batch, CompactOut, LogpsOut, PaddedOut, PaddingFreeOut};
 use numpy::ndarray::{ArrayView, Dimension, IntoDimension};
 use numpy::{Element, PyArray, PyArray1, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
@@ -85,14 +85,14 @@ impl<'py, 'a> Outputs<'py, 'a> {
         &mut self,
         table: &SampleTable,
         shape: D,
-        rows: usize,
+        samples: usize,
     ) -> PyResult<Option<LogpsOut<'a, MaybeUninit<f32>>>> {
         if !table.0.has_actor_logps() {
             return Ok(None);
         }
         Ok(Some(LogpsOut {
             actor_logps: self.array("actor_logps", shape)?,
-            old_logp_action: self.array("old_logp_action", [rows])?,
+            old_logp_action: self.array("old_logp_action", [samples])?,
         }))
     }
 }
@@ -114,6 +114,16 @@ fn grown<'py>(
     }
 }
 
+/// `turns` [N, 3], where samples share lines.
+fn add_turns(outputs: &mut Outputs<'_, '_>, batch: &Batch<'_>) -> PyResult<()> {
+    let Some(turns) = batch.turns() else { return Ok(()) };
+    let out = outputs.array::<i64, _>("turns", [turns.len(), 3])?;
+    out.iter_mut().zip(turns.as_flattened()).for_each(|(slot, &value)| {
+        slot.write(value);
+    });
+    Ok(())
+}
+
 /// The right-padded layout.
 pub fn padded<'py>(
     py: Python<'py>,
@@ -124,15 +134,16 @@ pub fn padded<'py>(
 ) -> Result<Bound<'py, PyDict>> {
     let batch = table.0.batch(indices)?;
     let mut outputs = Outputs::new(py, arena);
-    let (rows, shape) = (batch.num_rows(), [batch.num_rows(), batch.num_columns()]);
+    let (samples, shape) = (batch.num_samples(), [batch.num_lines(), batch.num_columns()]);
     let out = PaddedOut {
         input_ids: outputs.array::<i64, _>("input_ids", shape)?,
         attention_mask: outputs.array("attention_mask", shape)?,
         action_mask: outputs.array("action_mask", shape)?,
-        weight: outputs.array("weight", [rows])?,
-        logps: outputs.logps(table, shape, rows)?,
+        weight: outputs.array("weight", [samples])?,
+        logps: outputs.logps(table, shape, samples)?,
     };
     py.detach(|| batch.collate_padded(pad_token_id, out))?;
+    add_turns(&mut outputs, &batch)?;
     Ok(outputs.arrays)
 }
 
@@ -145,16 +156,17 @@ pub fn padding_free<'py>(
 ) -> Result<Bound<'py, PyDict>> {
     let batch = table.0.batch(indices)?;
     let mut outputs = Outputs::new(py, arena);
-    let (rows, shape) = (batch.num_rows(), [1, batch.num_tokens()]);
+    let (samples, shape) = (batch.num_samples(), [1, batch.num_tokens()]);
     let out = PaddingFreeOut {
         input_ids: outputs.array::<i64, _>("input_ids", shape)?,
         position_ids: outputs.array("position_ids", shape)?,
-        cu_seqlens: outputs.array::<i32, _>("cu_seqlens", [rows + 1])?,
+        cu_seqlens: outputs.array::<i32, _>("cu_seqlens", [batch.num_lines() + 1])?,
         action_mask: outputs.array("action_mask", shape)?,
-        weight: outputs.array("weight", [rows])?,
-        logps: outputs.logps(table, shape, rows)?,
+        weight: outputs.array("weight", [samples])?,
+        logps: outputs.logps(table, shape, samples)?,
     };
     py.detach(|| batch.collate_padding_free(out))?;
+    add_turns(&mut outputs, &batch)?;
     Ok(outputs.arrays)
 }
 
@@ -168,14 +180,15 @@ pub fn compact<'py>(
 ) -> Result<Bound<'py, PyDict>> {
     let batch = table.0.batch(indices)?;
     let mut outputs = Outputs::new(py, arena);
-    let (rows, shape) = (batch.num_rows(), [batch.num_rows(), batch.num_columns()]);
+    let (samples, shape) = (batch.num_samples(), [batch.num_lines(), batch.num_columns()]);
     let out = CompactOut {
         input_ids: outputs.array::<i32, _>("input_ids", shape)?,
         action_mask: outputs.array::<u8, _>("action_mask", shape)?,
-        lengths: outputs.array("lengths", [rows])?,
-        weight: outputs.array("weight", [rows])?,
-        logps: outputs.logps(table, shape, rows)?,
+        lengths: outputs.array("lengths", [batch.num_lines()])?,
+        weight: outputs.array("weight", [samples])?,
+        logps: outputs.logps(table, shape, samples)?,
     };
     py.detach(|| batch.collate_compact(pad_token_id, out))?;
+    add_turns(&mut outputs, &batch)?;
     Ok(outputs.arrays)
 }

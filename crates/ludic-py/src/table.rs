@@ -103,6 +103,16 @@ impl SampleTable {
         self.0.weights().into_pyarray(py)
     }
 
+    #[getter]
+    fn chains<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        self.0.chains().into_pyarray(py)
+    }
+
+    /// The same samples, with neighbours that continue each other chained: in a micro-batch they share a line.
+    fn chained(&self) -> Self {
+        Self(self.0.chained())
+    }
+
     /// The same samples cut on the right to at most `max_seq_len` tokens. A change of length, no copy.
     fn truncate(&self, max_seq_len: Count) -> Result<Self> {
         Ok(Self(self.0.truncate(max_seq_len.0)?))

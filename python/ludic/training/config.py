@@ -150,6 +150,9 @@ class TrainerConfig:
     """Where `cosine` and `linear` end, as a share of `lr`."""
     skip_zero_weight: bool = True
     """Leave samples of weight zero out of the forward pass where they add nothing to the gradient; they stay in the totals."""
+    merge_turns: bool = True
+    """Turns of an episode whose prompts continue each other, token by token, go through the model as one row. The gradient is that of
+    one row a turn. Only with a loss that reads the logits through its shared context alone."""
     seed: int = 0
     """Of the order of samples in mini-batches."""
     learning_rate: InitVar[float | None] = None

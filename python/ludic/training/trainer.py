@@ -25,7 +25,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.early_stopping import EarlyStopping
 from ludic.training.event_loop import EventLoop, awaited
 from ludic.training.loggers.base import TrainingLogger
-from ludic.training.loss.base import zero_weight_is_zero_gradient
+from ludic.training.loss.base import reads_shared_only, zero_weight_is_zero_gradient
 from ludic.training.rng import preserved_rng
 from ludic.training.run_state import restore_run, run_state
 from ludic.training.schedule import LearningRateSchedule
@@ -193,6 +193,10 @@ class Trainer:
     def _skips_zero_weight(self) -> bool:
         return self.cfg.skip_zero_weight and zero_weight_is_zero_gradient(self.algo.loss)
 
+    @property
+    def _merges_turns(self) -> bool:
+        return self.cfg.merge_turns and reads_shared_only(self.algo.loss)
+
     async def _next_batch(self, timer: PhaseTimer) -> tuple[SAWBatch, MacroBatch]:
         """A batch with something to train on."""
         fetched = stale = 0
@@ -204,7 +208,7 @@ class Trainer:
                 fetched, stale = fetched + len(given.items), stale + len(given.items) - len(batch.items)
                 if self.algo.preprocess is not None and batch.items:
                     batch = await awaited(self.algo.preprocess(batch))
-                macro = MacroBatch.ingest(batch.items, self.cfg.max_seq_len)
+                macro = MacroBatch.ingest(batch.items, self.cfg.max_seq_len, merge_turns=self._merges_turns)
             if macro.items:
                 batch.items = macro.items
                 batch.meta["effective_rollouts"] = distinct_rollouts(macro.items)

@@ -95,3 +95,41 @@ pub fn batch() -> impl Strategy<Value = (Vec<Owned>, usize, Vec<i64>)> {
         (Just(samples), 1usize..160, indices)
     })
 }
+
+/// One turn of a dialogue: tokens that the environment added, tokens that the policy chose, and whether the history is rewritten
+/// before it, or the history's actions count as its own.
+type Turn = (Vec<i64>, Vec<i64>, bool, bool);
+
+fn turn() -> impl Strategy<Value = Turn> {
+    let ids = |least| prop::collection::vec(0i64..4, least..6);
+    (ids(0), ids(1), prop::bool::weighted(0.15), prop::bool::weighted(0.1))
+}
+
+/// The samples of up to four dialogues of up to five turns each, one a turn: nearly every one begins with the one before it.
+pub fn dialogues() -> impl Strategy<Value = Vec<Owned>> {
+    let dialogue = prop::collection::vec(turn(), 1..6);
+    (prop::collection::vec(dialogue, 1..5), any::<bool>())
+        .prop_map(|(dialogues, with_logps)| dialogues.iter().flat_map(|turns| turns_of(turns, with_logps)).collect())
+}
+
+fn turns_of(turns: &[Turn], with_logps: bool) -> Vec<Owned> {
+    let (mut history, mut made) = (Vec::<i64>::new(), Vec::new());
+    for (observed, chosen, rewritten, greedy) in turns {
+        if *rewritten && !history.is_empty() {
+            history[0] += 10;
+        }
+        let mut action = vec![u8::from(*greedy); history.len()];
+        action.extend(vec![0; observed.len()]);
+        action.extend(vec![1; chosen.len()]);
+        history.extend(observed.iter().chain(chosen));
+        let actions = action.iter().filter(|&&bit| bit == 1).count();
+        made.push(Owned {
+            ids: history.clone(),
+            attention: vec![1; history.len()],
+            logps: with_logps.then(|| (0..actions).map(|at| -0.5 - at as f32).collect()),
+            weight: made.len() as f64,
+            action,
+        });
+    }
+    made
+}

@@ -28,29 +28,38 @@ class MicroBatch:
     """
 
     tensors: dict[str, Tensor]
-    """Padded `[B, T]`, or padding-free `[1, S]` with `cu_seqlens` `[B + 1]`."""
+    """Padded `[B, T]`, or padding-free `[1, S]` with `cu_seqlens` `[B + 1]`. Where samples share a row, `turns` `[N, 3]` has the row,
+    begin and end of each."""
     num_items: int
-    """B."""
+    """N: samples, as many as rows unless some share one."""
     sample_names: tuple[str, ...] = ()
     """`rollout_id/step_index` of each sample, for error messages; may be empty."""
 
     def row(self, index: int) -> MicroBatch:
         """The sample at `index` alone."""
         names = self.sample_names[index : index + 1]
-        if "cu_seqlens" in self.tensors:
-            return MicroBatch(_packed_row(self.tensors, index), 1, names)
-        return MicroBatch({name: value[index : index + 1] for name, value in self.tensors.items()}, 1, names)
+        if "turns" not in self.tensors:
+            return MicroBatch(_row(self.tensors, index, index), 1, names)
+        row, begin, end = self.tensors["turns"][index].tolist()
+        alone = _row({name: value for name, value in self.tensors.items() if name != "turns"}, row, index)
+        mask = alone["action_mask"].clone()
+        mask[:, :begin], mask[:, end:] = 0.0, 0.0
+        turns = self.tensors["turns"].new_tensor([[0, begin, end]])
+        return MicroBatch({**alone, "action_mask": mask, "turns": turns}, 1, names)
 
 
-def _packed_row(tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+def _row(tensors: Mapping[str, Tensor], row: int, sample: int) -> dict[str, Tensor]:
+    """One row of what has a value a token, one sample of what has a value a sample."""
+    if "cu_seqlens" not in tensors:
+        return {name: value[row : row + 1] if value.ndim == 2 else value[sample : sample + 1] for name, value in tensors.items()}
     bounds = tensors["cu_seqlens"]
-    start, end = int(bounds[index]), int(bounds[index + 1])
-    row = {
-        name: value[:, start:end] if value.ndim == 2 else value[index : index + 1]
+    start, end = int(bounds[row]), int(bounds[row + 1])
+    alone = {
+        name: value[:, start:end] if value.ndim == 2 else value[sample : sample + 1]
         for name, value in tensors.items()
         if name != "cu_seqlens"
     }
-    return {**row, "cu_seqlens": bounds.new_tensor([0, end - start])}
+    return {**alone, "cu_seqlens": bounds.new_tensor([0, end - start])}
 
 
 def to_tensors(columns: Mapping[str, NDArray[Any]], device: torch.device | str) -> dict[str, Tensor]:

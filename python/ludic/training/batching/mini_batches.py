@@ -45,9 +45,11 @@ class MacroBatch:
     """Samples dropped because they never had one."""
 
     @classmethod
-    def ingest(cls, items: Sequence[SAWItem], max_seq_len: int) -> MacroBatch:
-        """Read the items once, cut them, and drop those with no action token that a model could predict."""
-        table = _core.SampleTable.from_items(items).truncate(max_seq_len)
+    def ingest(cls, items: Sequence[SAWItem], max_seq_len: int, *, merge_turns: bool = False) -> MacroBatch:
+        """Read the items once, cut them, and drop those with no action token that a model could predict. With `merge_turns`, items
+        that continue the item before them will share its row."""
+        table = _core.SampleTable.from_items(items)
+        table = (table.chained() if merge_turns else table).truncate(max_seq_len)
         cut = np.asarray(table.original_lengths > table.lengths)
         kept = list(items)
         for index in np.flatnonzero(cut):
@@ -116,7 +118,10 @@ class MiniBatch:
         """Of all samples, the skipped ones and other ranks' among them."""
         self.collate_s = 0.0
         """Seconds spent on collation so far."""
-        self.lengths = np.ascontiguousarray(batch.table.lengths[self.rows])
+        self.lines = _lines(batch.table.chains[self.rows])
+        """Where each row of the model begins in `rows`, and the end of the last."""
+        self.lengths = np.ascontiguousarray(batch.table.lengths[self.rows[self.lines[1:] - 1]])
+        """Tokens of each row of the model: those of its last sample."""
         self.plan = plan(self.lengths, cfg) if len(self.rows) else None
         own = len(self.plan) if self.plan is not None else 0
         self.num_micro_batches = int(ranks.max_over_ranks([own], cfg.model_device)[0])
@@ -135,7 +140,10 @@ class MiniBatch:
     def _collate(self, index: int) -> MicroBatch:
         if self.plan is None or index >= len(self.plan):
             return _weightless(self._micro_batch(np.zeros(1, dtype=np.int64)))
-        return self._micro_batch(self.rows[self.plan[index]])
+        lines = self.plan[index]
+        return self._micro_batch(
+            np.concatenate([self.rows[a:b] for a, b in zip(self.lines[lines], self.lines[lines + 1], strict=True)])
+        )
 
     def _micro_batch(self, rows: Rows) -> MicroBatch:
         table = self.batch.table
@@ -154,6 +162,12 @@ class MiniBatch:
         unpacked = len(self.lengths) * int(self.lengths.max())
         counts = (self.plan.num_tokens, self.plan.padded_tokens, greedy.padded_tokens, unpacked, len(self.plan))
         return dict(zip(PADDING_KEYS, map(float, counts), strict=True))
+
+
+def _lines(chains: NDArray[np.int32]) -> Rows:
+    """Bounds of the runs of one chain; a sample outside any chain is a run of its own."""
+    begins = np.flatnonzero((chains[1:] != chains[:-1]) | (chains[1:] < 0)) + 1
+    return np.concatenate([[0], begins, [len(chains)]]) if len(chains) else np.zeros(1, dtype=np.int64)
 
 
 PADDING_KEYS = (

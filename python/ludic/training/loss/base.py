@@ -32,7 +32,8 @@ from ludic.training.loss.functional import (
 Batch = Mapping[str, Any]
 """A collated micro-batch. Padded: `input_ids`, `attention_mask`, `action_mask` [B, T], `weight` [B], and with log-probabilities of
 the actor `actor_logps` [B, T], `old_logp_action` [B]. Padding-free: rows stand one behind another in [1, S], `cu_seqlens` [B + 1]
-says where each begins."""
+says where each begins. With `turns` [N, 3] several samples share a row: N samples, of which each has a weight, and its row, begin
+and end are in `turns`."""
 Stats = dict[str, Any]
 """Detached scalars on the device of the logits."""
 Normalizer = Literal["samples", "tokens", "pairs"]
@@ -98,6 +99,8 @@ class BatchTotals:
 
 def num_rows(batch: Batch) -> int:
     """Samples in a collated batch."""
+    if "turns" in batch:
+        return int(batch["turns"].shape[0])
     if "cu_seqlens" in batch:
         return int(batch["cu_seqlens"].shape[0]) - 1
     return int(batch["input_ids"].shape[0])
@@ -114,7 +117,8 @@ def num_targets(batch: Batch) -> Tensor:
 
 class SharedContext:
     """What losses on one batch have in common, computed once when first asked for. It alone knows how the batch is laid out:
-    every `[B, T - 1]` quantity below has that shape for padded and for padding-free batches."""
+    every `[B, T - 1]` quantity below has that shape for padded and for padding-free batches, and one row a sample where several
+    samples share one of the model's."""
 
     def __init__(
         self,
@@ -233,25 +237,39 @@ class SharedContext:
         return old / self.token_counts if length_normalize else old
 
     def _rows(self, shifted: Tensor) -> Tensor:
-        """[1, S - 1] of a padding-free batch to [B, T - 1], zero-padded; [B, T - 1] as it is."""
-        if self._packed is None:
+        """Values as collated, [rows, T - 1] or [1, S - 1], to one row a sample, [B, T - 1], zero-padded."""
+        if self._own_tokens is None:
             return shifted
-        source, row, column, shape = self._packed
-        return shifted.new_zeros(shape).index_put((row, column), shifted[0, source])
+        source, sample, column, shape = self._own_tokens
+        return shifted.new_zeros(shape).index_put((sample, column), shifted.reshape(-1)[source])
 
     @cached_property
-    def _packed(self) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]] | None:
-        """Where position s of the shifted sequence goes: its row and column. The last token of a row predicts none."""
-        if "cu_seqlens" not in self.batch:
+    def _own_tokens(self) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]] | None:
+        """Where each token that a sample predicts lies in the flattened shifted values, and its sample and column; None where
+        every sample is a row already. The first token of a row is predicted by none."""
+        if "turns" not in self.batch and "cu_seqlens" not in self.batch:
             return None
-        bounds = self.batch["cu_seqlens"].long()
-        lengths = bounds.diff()
-        targets = (lengths - 1).clamp(min=0)
-        row = torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), targets)
-        first = targets.cumsum(0) - targets
-        column = torch.arange(len(row), device=bounds.device) - first[row]
-        source = bounds[row] + column
-        return source, row, column, (len(lengths), max(1, int(targets.max())))
+        offset, begin, end = self._spans()
+        first = begin.clamp(min=1)
+        counts = (end - first).clamp(min=0)
+        sample = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        column = torch.arange(len(sample), device=counts.device) - (counts.cumsum(0) - counts)[sample]
+        source = (offset + first)[sample] - 1 + column
+        return source, sample, column, (len(counts), max(1, int(counts.max())))
+
+    def _spans(self) -> tuple[Tensor, Tensor, Tensor]:
+        """[B] of each sample: where the shifted values of its row begin, and where in the row its own tokens begin and end."""
+        if "cu_seqlens" in self.batch:
+            bounds = self.batch["cu_seqlens"].long()
+            starts, lengths = bounds[:-1], bounds.diff()
+        else:
+            rows, width = self.input_ids.shape
+            starts = torch.arange(rows, device=self.input_ids.device) * (width - 1)
+            lengths = starts.new_full((rows,), width)
+        if "turns" not in self.batch:
+            return starts, torch.zeros_like(starts), lengths
+        row, begin, end = self.batch["turns"].unbind(dim=1)
+        return starts[row], begin, end
 
 
 def scaled_loss(loss: Loss, logits: Tensor, batch: Batch, shared: SharedContext) -> tuple[Tensor, Stats]:
