@@ -83,7 +83,9 @@ def rewards(metrics: Path) -> list[float]:
     """Mean reward of each batch."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [
-        line["train/avg_total_reward"] for line in lines if "train/avg_total_reward" in line and line.get("phase") == "reinforce"
+        line["train/avg_sampled_reward"]
+        for line in lines
+        if "train/avg_sampled_reward" in line and line.get("phase") == "reinforce"
     ]
 
 

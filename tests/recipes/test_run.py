@@ -162,6 +162,31 @@ def test_a_tokenizer_with_a_chat_template_is_warmed_up_and_asked_with_the_same_p
     assert len(line["trace"]["completion_token_ids"]) <= 4
 
 
+def test_the_folder_of_a_run_names_its_model(tiny: list[str], tmp_path: Path) -> None:
+    train(*tiny, "name=first")
+    train(*tiny, "name=second", f"model={tmp_path / 'first'}", "warmup.steps=0", "steps=0")
+    one, two = weights(tmp_path / "first"), weights(tmp_path / "second")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_the_report_claims_no_more_than_happened(tiny: list[str]) -> None:
+    assert "There was no reinforcement" in train(*tiny, "name=none", "steps=0")
+    assert "did not rise" in " ".join(train(*tiny, "name=few").split())
+
+
+def test_fewer_held_out_problems_than_asked_for_are_counted(tiny: list[str]) -> None:
+    shown = " ".join(train(*tiny, "task.args.digits=4", "evaluation.prompts=2000").split())
+    assert "held-out problems; the task has no more, 2000 were asked for" in shown
+
+
+def test_a_task_in_the_current_directory_is_found_by_the_installed_script(tiny: list[str], tmp_path: Path) -> None:
+    (tmp_path / "my_task.py").write_text("from ludic.envs.tasks import DigitSort\n\n\nclass Mine(DigitSort):\n    pass\n")
+    script = Path(sys.executable).with_name("ludic")
+    command = [script, "train", *tiny, "task.kind=my_task:Mine", "warmup.steps=0", "steps=0"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_run_can_be_repeated_from_its_own_config(tiny: list[str], tmp_path: Path) -> None:
     train(*tiny)
     train(str(tmp_path / "run" / "config.yaml"), "name=again")
@@ -176,6 +201,12 @@ def test_a_run_can_be_repeated_from_its_own_config(tiny: list[str], tmp_path: Pa
         (["--algorithm", "gpro"], "did you mean gspo or grpo"),
         (["trainer.micro_token_budget=8"], "micro_token_budget"),
         (["model=/nowhere/at/all"], "config.json"),
+        (["rollout.temperature=-1"], "temperature (-1.0) must be >= 0"),
+        (["rollout.top_p=2"], "top_p (2.0) must be in (0, 1]"),
+        (["+algorithm_args.group_size=3"], "algorithm_args.group_size (3) must be rollout.group_size"),
+        (["dtype=float8"], "dtype (float8) must be one of float32"),
+        (["trainer.learning_rate=1e-4"], "it is called trainer.lr"),
+        (["trainer.grad_accum_steps=2"], "micro-batches follow from tokens"),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_leaves_no_folder(
@@ -198,7 +229,9 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_trained(tiny: list[s
 # ---- stopping and going on -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("phase", "step"), [("warm_up", 2), ("reinforce", 1), ("reinforce", 2)])
+@pytest.mark.parametrize(
+    ("phase", "step"), [("warm_up", 2), ("warm_up", 3), ("reinforce", 1), ("reinforce", 2), ("reinforce", 3)]
+)
 def test_a_run_stopped_anywhere_and_resumed_is_the_run(tiny: list[str], tmp_path: Path, phase: str, step: int) -> None:
     train(*tiny, "name=whole")
     code = _train_until(tmp_path, phase, step, [*tiny, "name=parts"])
@@ -214,6 +247,8 @@ def test_a_run_stopped_anywhere_and_resumed_is_the_run(tiny: list[str], tmp_path
     whole, parts = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts"))
     assert (parts["before"], parts["after"], parts["steps"]) == (whole["before"], whole["after"], whole["steps"])
     assert parts["config_hash"] == whole["config_hash"]
+    once = [(line["phase"], line["step"]) for line in metrics(tmp_path / "whole")]
+    assert [(line["phase"], line["step"]) for line in metrics(tmp_path / "parts")] == once
 
 
 def _train_until(tmp_path: Path, phase: str, step: int, arguments: list[str]) -> int:

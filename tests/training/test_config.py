@@ -45,8 +45,10 @@ def test_a_tokenizer_stands_for_its_pad_token():
         pad_token_id = 7
 
     assert TrainerConfig(pad_token_id=Tokenizer()).pad_token_id == 7
-    Tokenizer.pad_token_id = None
-    with pytest.raises(ConfigError, match="the tokenizer has no pad token"):
+    Tokenizer.pad_token_id, Tokenizer.eos_token_id = None, 9
+    assert TrainerConfig(pad_token_id=Tokenizer()).pad_token_id == 9
+    Tokenizer.eos_token_id = None
+    with pytest.raises(ConfigError, match="neither a pad nor an end token"):
         TrainerConfig(pad_token_id=Tokenizer())
 
 
@@ -98,6 +100,13 @@ def test_the_config_knows_which_names_were_given():
     cfg = TrainerConfig(lr=1e-5)
     assert cfg.given("lr")
     assert not cfg.given("sync_every_steps")
+
+
+def test_a_changed_copy_gives_no_name_that_was_not_given():
+    copy = replace(TrainerConfig(eval_max_steps=7), lr=2e-5)
+    assert copy.given("lr")
+    assert copy.given("eval_max_steps")
+    assert not copy.given("sync_every_steps")
 
 
 def test_it_is_an_ordinary_dataclass():

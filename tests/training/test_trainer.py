@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from ludic.training import (
     TokenClippedSurrogateLoss,
     Trainer,
     TrainerConfig,
+    drop_zero_weight_samples,
     make_cispo,
     make_grpo,
     make_reinforce,
@@ -259,15 +261,29 @@ def test_a_mini_batch_without_a_row_takes_no_optimizer_step():
     assert stats["train/optimizer_steps"] == 1
 
 
-def test_a_batch_of_weight_zero_takes_no_step_and_leaves_the_weights():
-    trainer = trainer_of(sorting_items(8, weight=0.0), config={"weight_decay": 0.5})
-    before = weights_of(trainer.model)
+def test_the_reward_of_all_rollouts_is_logged_beside_that_of_the_samples_left_to_train_on():
+    items = sorting_items(8)
+    for item in items:
+        item.meta["total_reward"] = 1.0 if item.weight else 0.0
+    algo = replace(make_grpo(group_size=4), preprocess=drop_zero_weight_samples)
+    trainer = trainer_of(source=ListSource(items, meta={"avg_total_reward": 0.375}), algo=algo)
     stats = trainer.train_step_sync()
-    assert_same_tensors(weights_of(trainer.model), before)
-    assert stats["train/optimizer_steps"] == 0
-    assert stats["train/zero_weight_skipped"] == 8
-    assert stats["train/loss"] == 0
-    assert trainer.current_step == 1
+    assert (stats["train/avg_sampled_reward"], stats["train/avg_total_reward"]) == (0.375, 1.0)
+
+
+def test_batches_of_weight_zero_move_the_weights_as_if_their_samples_had_been_run():
+    # Momentum and weight decay act on a gradient of zero, too.
+    batches = [sorting_items(8), sorting_items(8, weight=0.0), sorting_items(8, weight=0.0)]
+    ends = []
+    for skips in (True, False):
+        trainer = trainer_of(source=ListSource(*batches), config={"weight_decay": 0.5, "lr": 1e-2, "skip_zero_weight": skips})
+        stats = [trainer.train_step_sync() for _ in batches]
+        assert [line["train/optimizer_steps"] for line in stats] == [1, 1, 1]
+        assert [line["train/loss"] for line in stats[1:]] == [0, 0]
+        assert [line["train/zero_weight_skipped"] for line in stats[1:]] == ([8, 8] if skips else [0, 0])
+        assert [line["perf/real_tokens"] > 0 for line in stats[1:]] == ([False, False] if skips else [True, True])
+        ends.append(weights_of(trainer.model))
+    assert_same_tensors(*ends, atol=1e-7)
 
 
 # --- what stops a run

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -77,6 +79,8 @@ def _look_up(registry: dict[str, Callable[..., Any]], name: str, setting: str) -
 
 def _import(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # last, so that a file here never stands in for an installed module
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:

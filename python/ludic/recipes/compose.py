@@ -26,6 +26,16 @@ from ludic.recipes.schema import Recipe, trainer_section
 _OPEN_SECTIONS = ("task.args", "algorithm_args")  # their keys are those of a callable, which checks them itself
 _PER_ALGORITHM, _LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys
 
+_EXPLAINED = {
+    **dict.fromkeys(
+        ("grad_accum_steps", "gradient_accumulation_steps", "micro_batch_size"),
+        "micro-batches follow from tokens: set trainer.max_seq_len and trainer.micro_token_budget",
+    ),
+    "learning_rate": "it is called trainer.lr",
+    "pad_token_id": "it is the tokenizer's",
+}
+"""Names of other libraries, of which the nearest of ours would mislead."""
+
 
 @dataclass(frozen=True)
 class Override:
@@ -81,6 +91,8 @@ def config_hash(recipe: Recipe) -> str:
 def suggest(key: str, known: Sequence[str]) -> str:
     """` (did you mean ...?)` or nothing: the nearest name, or the full path of one that was given without its section."""
     leaf = key.rsplit(".", 1)[-1]
+    if leaf in _EXPLAINED:
+        return f"; {_EXPLAINED[leaf]}"
     same_leaf = [name for name in known if name.rsplit(".", 1)[-1] == leaf]
     siblings = [name for name in known if name.rsplit(".", 1)[0] == key.rsplit(".", 1)[0]] if "." in key else []
     near = same_leaf or get_close_matches(key, siblings, n=2, cutoff=0.75) or get_close_matches(key, known, n=3, cutoff=0.6)

@@ -39,6 +39,8 @@ class Evaluation:
     """Share of sampled answers for which each of the task's facts holds."""
     answers: list[Answer]
     """The first sampled answers."""
+    num_sampled: int = 0
+    """How many answers were sampled."""
 
     def rates(self) -> dict[str, float]:
         """The numbers, without the answers."""
@@ -58,6 +60,13 @@ class HeldOut:
     def __init__(self, engine: RolloutEngine, task: Task, section: EvaluationSection, rollout: RolloutSection) -> None:
         self._engine, self._task, self._section, self._rollout = engine, task, section, rollout
 
+    def describe(self) -> str:
+        """How many problems there are, and whether they are fewer than were asked for."""
+        found, asked = len(self._task.heldout()), self._section.prompts
+        return f"{min(found, asked)} held-out problems" + (
+            f"; the task has no more, {asked} were asked for" if found < asked else ""
+        )
+
     async def measure(self, *, concurrency: int | None = None, timeout_s: float | None = None) -> Evaluation:
         """Every problem sampled and answered greedily."""
         problems = self._task.heldout()[: self._section.prompts]
@@ -75,6 +84,7 @@ class HeldOut:
                 Answer(problem["question"], episode.steps[0].action, problem["answer"], episode.total_reward)
                 for problem, episode in zip(problems[:_SHOWN], sampled, strict=False)
             ],
+            num_sampled=len(sampled),
         )
 
     async def eval(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ludic.errors import ConfigError
 from ludic.recipes.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, make_byte_tokenizer
 
@@ -14,9 +16,13 @@ if TYPE_CHECKING:
 
 def make_policy(recipe: Recipe) -> tuple[Any, Any]:
     """(model, tokenizer). The weights of a small model come from torch's global generator, seeded by the caller."""
+    check_dtype(recipe.dtype)
     if recipe.model is None:
-        return make_small_model(recipe.network), make_byte_tokenizer()
+        return make_small_model(recipe.network).to(getattr(torch, recipe.dtype)), make_byte_tokenizer()
     return load_model(recipe.model, recipe.dtype), load_tokenizer(recipe.tokenizer or recipe.model)
+
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def make_small_model(network: NetworkSection) -> Any:
@@ -50,9 +56,10 @@ def load_model(source: str, dtype: str) -> Any:
     """`source` is a folder in Hugging Face layout or a hub id. Weights are read from safetensors only, never from pickle."""
     from transformers import AutoModelForCausalLM
 
-    _check_source(source)
+    check_dtype(dtype)
+    place = _place(source)
     try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
+        return AutoModelForCausalLM.from_pretrained(place, dtype=dtype, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model ({source}) could not be loaded: {error}") from error
 
@@ -61,9 +68,9 @@ def load_tokenizer(source: str) -> Any:
     """The tokenizer of `source`; one without a padding token pads with its end token."""
     from transformers import AutoTokenizer
 
-    _check_source(source)
+    place = _place(source)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the tokenizer of {source} could not be loaded: {error}; set tokenizer=PATH") from error
     if tokenizer.eos_token_id is None:
@@ -73,9 +80,20 @@ def load_tokenizer(source: str) -> Any:
     return tokenizer
 
 
-def _check_source(source: str) -> None:
-    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
-    if looks_local and not (Path(source).expanduser() / "config.json").is_file():
+def check_dtype(dtype: str) -> None:
+    """Raise `ConfigError` for a name that no weights can have."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")
+
+
+def _place(source: str) -> str:
+    """A folder in Hugging Face layout, for a run's folder the `model` in it, or a hub id as it is."""
+    folder = Path(source).expanduser()
+    for place in (folder, folder / "model"):
+        if (place / "config.json").is_file():
+            return str(place)
+    if folder.is_dir() or source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise ConfigError(
             f"{source} has no config.json; give a folder in Hugging Face layout or a hub id such as Qwen/Qwen2.5-0.5B"
         )
+    return source

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ludic.recipes.curve import text_curve, write_picture
 from ludic.recipes.evaluate import Answer, Evaluation
 from ludic.recipes.run_directory import Progress, RunDirectory, write_text
+from ludic.training.stats import SAMPLED_REWARD
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _TRAINER_PHASES = ("rollout", "batching", "forward_backward", "optimizer", "publish")
 _TOKEN_KEYS = ("real_tokens", "padded_tokens", "padded_tokens_greedy", "padded_tokens_unpacked")
+_STANDARD_ERROR = 0.5**0.5
+"""Of the difference of two rates from one answer each, at its largest."""
 _RATE_NAMES = {"sampled_reward": "held-out reward, sampled", "greedy_accuracy": "held-out accuracy, greedy"}
 
 
@@ -81,7 +84,7 @@ def outcome_of(progress: Progress, directory: RunDirectory, task: Task, *, seed:
         task=task,
         before=before,
         after=after,
-        rewards=[line["train/avg_total_reward"] for line in reinforce],
+        rewards=[line[f"train/{SAMPLED_REWARD}"] for line in reinforce],
         facts={name: [line[f"train/{name}"] for line in reinforce] for name in task.facts},
     )
 
@@ -179,10 +182,21 @@ def _padding_line(padding: Mapping[str, float]) -> str:
 def _honest_line(outcome: Outcome) -> str:
     clip = outcome.summary.clip_fraction
     clipped = "" if clip is None else f" The clip acted on {clip:.2%} of what it saw."
-    return (
-        f"[bold]What this shows[/]: the reward sees {outcome.task.reward_sees}. The demonstrations of the "
-        f"warm-up already contain right answers; reinforcement selects and sharpens them.{clipped}"
-    )
+    return f"[bold]What this shows[/]: the reward sees {outcome.task.reward_sees}. {_what_happened(outcome)}{clipped}"
+
+
+def _what_happened(outcome: Outcome) -> str:
+    if outcome.before is None or outcome.after is None:
+        return "The run was stopped before its end was measured."
+    if not outcome.summary.steps:
+        return "There was no reinforcement."
+    gain = outcome.after.sampled_reward - outcome.before.sampled_reward
+    if gain <= 2 * _STANDARD_ERROR / max(1, outcome.after.num_sampled) ** 0.5:
+        return (
+            f"The sampled reward did not rise ({gain:+.3f}): with few right answers among the samples, or few steps, there is little "
+            "to select."
+        )
+    return "The warm-up's demonstrations already contain right answers; reinforcement selects and sharpens them."
 
 
 def _show_files(console: Console, directory: RunDirectory) -> None:

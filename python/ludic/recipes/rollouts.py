@@ -10,10 +10,12 @@ from typing import Any
 from ludic.agents import Agent
 from ludic.context import FullDialog
 from ludic.envs.tasks import Problem, Task
+from ludic.errors import ConfigError
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
+from ludic.inference.local_sampler import check_sampling
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import ParseResult
-from ludic.recipes.schema import RolloutSection
+from ludic.recipes.schema import Recipe, RolloutSection
 from ludic.training.batching.intra_batch_control import GRPORequestStrategy
 from ludic.training.batching.rollout_engine import RolloutEngine
 from ludic.training.batching.synced_batching import RolloutBatchSource
@@ -47,6 +49,16 @@ def make_engine(
         protocol_registry={PROTOCOL_KIND: make_protocol},
         jsonl_path=jsonl_path,
     )
+
+
+def check_rollouts(recipe: Recipe, task: Task) -> None:
+    """Raise `ConfigError` for settings that the sampler or the algorithm would refuse once the warm-up is over."""
+    check_sampling(training_inference(recipe.rollout, task).sampling)
+    group_size = recipe.algorithm_args.get("group_size", recipe.rollout.group_size)
+    if group_size != recipe.rollout.group_size:
+        raise ConfigError(
+            f"algorithm_args.group_size ({group_size}) must be rollout.group_size ({recipe.rollout.group_size}); set that one alone"
+        )
 
 
 def request_for(problem: Problem, *, inference: InferenceSpec, seed: int, **meta: Any) -> RolloutRequest:

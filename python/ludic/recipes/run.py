@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ludic.recipes.build import build_algorithm, build_task, build_trainer_confi
 from ludic.recipes.demonstrations import DemonstrationSource
 from ludic.recipes.evaluate import Evaluation, HeldOut
 from ludic.recipes.model import load_model, make_policy
-from ludic.recipes.rollouts import OccasionallyLogged, TrainingRequests, make_engine
+from ludic.recipes.rollouts import OccasionallyLogged, TrainingRequests, check_rollouts, make_engine
 from ludic.recipes.run_directory import RunDirectory
 from ludic.recipes.schema import Recipe
 from ludic.recipes.screen import Screen
@@ -31,12 +31,12 @@ from ludic.training.checkpoint import CheckpointConfig
 from ludic.training.config import TrainerConfig
 from ludic.training.loggers import JSONLLogger, TeeLogger, TrainingLogger
 from ludic.training.presets import make_sft
-from ludic.training.stats import Reducer, default_reducers
+from ludic.training.stats import SAMPLED_REWARD, Reducer, default_reducers
 from ludic.training.trainer import Trainer
 
 WARM_UP, REINFORCE, DONE = "warm_up", "reinforce", "done"
 WARM_UP_KEYS = ["train/loss", "train/grad_norm"]
-REINFORCE_KEYS = ["train/avg_total_reward", "train/loss", "train/grad_norm", "train/clip_frac"]
+REINFORCE_KEYS = [f"train/{SAMPLED_REWARD}", "train/loss", "train/grad_norm", "train/clip_frac"]
 
 
 class Interrupted(Exception):
@@ -59,6 +59,7 @@ class Parts:
         """Seeds every generator, so that two runs of one recipe are the same."""
         check_numbers(recipe)
         task, algorithm = build_task(recipe.task), build_algorithm(recipe)
+        check_rollouts(recipe, task)
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
         random.seed(recipe.seed)
@@ -120,7 +121,7 @@ class Run:
         each = f"{recipe.rollout.prompts} problems x {recipe.rollout.group_size} answers"
         self.screen.note(f"Reinforcement with {recipe.algorithm}: {recipe.steps} steps of {each}")
         keys = [*REINFORCE_KEYS, *(f"train/{name}" for name in parts.task.facts)]
-        with self._logger(REINFORCE, keys=keys, spark_key="avg_total_reward", steps=recipe.steps) as logger:
+        with self._logger(REINFORCE, keys=keys, spark_key=SAMPLED_REWARD, steps=recipe.steps) as logger:
             trainer = self._trainer(REINFORCE, parts.algorithm, self._rollouts(), parts.trainer_cfg, logger)
             self._show_start(trainer)
             await self._train(trainer, recipe.steps, REINFORCE)
@@ -179,16 +180,16 @@ class Run:
     async def _train(self, trainer: Trainer, steps: int, phase: str) -> None:
         """All steps that are left, or those until a stop; then a checkpoint is kept."""
         with self.watch.measure(phase):
-            try:
+            with suppress(RequestsExhausted):  # a stop was asked for between two steps
                 await trainer.train(steps - trainer.current_step)
-            except RequestsExhausted:
+            if self.stop:
                 trainer.save_checkpoint()
         if phase == REINFORCE:
             self.progress.steps = trainer.current_step
         self._stop_if_asked()
 
     async def _evaluate(self) -> Evaluation:
-        self.screen.note(f"Measuring on {self.recipe.evaluation.prompts} held-out problems")
+        self.screen.note(f"Measuring on {self._held_out.describe()}")
         with self.watch.measure("evaluate"):
             measured = await self._held_out.measure()
         rates = ", ".join(f"{name.replace('_', ' ')} {rate:.3f}" for name, rate in measured.rates().items())

@@ -64,10 +64,18 @@ def _explaining(init: Callable[..., None]) -> Callable[..., None]:
         rate = given.get("learning_rate")
         if rate is not None and given.get("lr", rate) != rate:
             raise ConfigError(f"lr ({given['lr']}) and learning_rate ({rate}) are two names of one setting; give one of them")
-        self._given = frozenset(given) - {"self"}
         init(self, *args, **kwargs)
+        asked = frozenset(given) - {"self"}
+        # `dataclasses.replace` passes every field; of those, the ones that differ from a default were asked for.
+        everything = asked >= {item.name for item in fields(self)}
+        self._given = frozenset(filter(functools.partial(_differs, self), asked)) if everything else asked
 
     return __init__
+
+
+def _differs(config: Any, name: str) -> bool:
+    defaults = {item.name: item.default for item in fields(config)}
+    return name in defaults and getattr(config, name) != defaults[name]
 
 
 def _unknown(owner: str, name: str, known: list[str]) -> str:
@@ -248,9 +256,11 @@ def check_budget(micro_token_budget: int, max_seq_len: int) -> None:
 
 
 def _pad_token_of(tokenizer: Any) -> int:
-    if tokenizer.pad_token_id is None:
-        raise ConfigError("the tokenizer has no pad token; set tokenizer.pad_token = tokenizer.eos_token, or pass an id")
-    return int(tokenizer.pad_token_id)
+    """Its padding token, or else its end token: what stands there is masked."""
+    found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if found is None:
+        raise ConfigError("the tokenizer has neither a pad nor an end token; pass an id")
+    return int(found)
 
 
 def _finite(value: Any) -> bool:

@@ -188,6 +188,10 @@ def to_host(values: Mapping[str, Any]) -> dict[str, float]:
     return {key: host[key] if key in host else float(value) for key, value in values.items()}
 
 
+SAMPLED_REWARD = "avg_sampled_reward"
+"""Mean total reward of every rollout of a step, also of those whose samples were then filtered or left out."""
+
+
 def batch_stats(batches: Sequence[SAWBatch], *, reducers: Mapping[str, Reducer] | None = None) -> dict[str, float]:
     """Counts, mean reward and length, and the reducers, over the samples of the batches."""
     items = [item for batch in batches for item in batch.items]

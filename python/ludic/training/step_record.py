@@ -11,7 +11,7 @@ from ludic.training import ranks
 from ludic.training.backend import BackwardResult
 from ludic.training.batching.mini_batches import PADDING_KEYS, MacroBatch, MiniBatch
 from ludic.training.config import TrainerConfig
-from ludic.training.stats import COUNT_KEYS, Reducer, batch_stats, combine_micro_stats, to_host
+from ludic.training.stats import COUNT_KEYS, SAMPLED_REWARD, Reducer, batch_stats, combine_micro_stats, to_host
 from ludic.training.timings import PhaseTimer
 from ludic.training.types import SAWBatch
 
@@ -67,6 +67,8 @@ class StepRecord:
         for key in ("zvp_filter_frac", *EPISODE_KEYS):
             if key in self.batch.meta:
                 counts[key] = float(self.batch.meta[key])
+        if "avg_total_reward" in self.batch.meta:
+            counts[SAMPLED_REWARD] = float(self.batch.meta["avg_total_reward"])
         return counts
 
 
@@ -104,7 +106,7 @@ def _weight(key: str, stats: Mapping[str, float], reducers: Mapping[str, Reducer
     if _is_summed(key, reducers):
         return 1.0
     reducer = reducers.get(key)
-    by_rollouts = reducer is not None and reducer.normalize_by == "rollouts"
+    by_rollouts = key == SAMPLED_REWARD or (reducer is not None and reducer.normalize_by == "rollouts")
     return stats["target_rollouts"] if by_rollouts else stats["num_samples"]
 
 

@@ -123,7 +123,8 @@ class MiniBatch:
         self.lengths = np.ascontiguousarray(batch.table.lengths[self.rows[self.lines[1:] - 1]])
         """Tokens of each row of the model: those of its last sample."""
         self.plan = plan(self.lengths, cfg) if len(self.rows) else None
-        own = len(self.plan) if self.plan is not None else 0
+        # Where every sample weighs zero and is left out, one weightless row stands for them: the optimizer steps as it would.
+        own = len(self.plan) if self.plan is not None else min(1, len(rows))
         self.num_micro_batches = int(ranks.max_over_ranks([own], cfg.model_device)[0])
         """The same on every rank; a rank with fewer fills up with rows that weigh nothing."""
 
