@@ -63,7 +63,8 @@ class GroupNormalizedReturn:
     """A_i = R_i - mean(R of its group), at every step of rollout i (GRPO, arXiv:2402.03300, section 4.1).
 
     In this order: centred; clamped at 0 if `positive_only`; divided by (population standard deviation of the group's advantages + `eps`)
-    if `normalize_adv`. A group is the rollouts with one `meta["request_meta"]["group_id"]`; a group of equal returns gets exactly 0.
+    if `normalize_adv`. A group is the rollouts with one `meta["request_meta"]["group_id"]`, and with one `agent_id`
+    where several agents play; a group of equal returns gets exactly 0.
     With `allow_partial` a group may be smaller than `group_size`, for engines that lose rollouts; a larger one is always an error.
     """
 
@@ -131,22 +132,27 @@ def _centred(returns: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.flo
 
 
 def _groups(rollouts: Sequence[Rollout], group_size: int, *, allow_partial: bool) -> list[list[int]]:
-    """Positions of the members of each group, in order of first appearance."""
-    groups: dict[object, list[int]] = {}
+    """Positions of the members of each group, in order of first appearance. Where an episode has several agents, each is compared with
+    itself in the other episodes: the rollouts of one `meta["agent_id"]` are a group of their own."""
+    groups: dict[tuple[object, object], list[int]] = {}
     for position, rollout in enumerate(rollouts):
         group = (rollout.meta.get("request_meta") or {}).get("group_id")
         if group is None:
             raise DataError(
                 f"rollout {rollout.id} is missing group_id in meta['request_meta']; expand requests with GRPORequestStrategy"
             )
-        groups.setdefault(group, []).append(position)
-    for group, members in groups.items():
+        groups.setdefault((group, rollout.meta.get("agent_id")), []).append(position)
+    for (group, agent), members in groups.items():
         if len(members) > group_size or (len(members) < group_size and not allow_partial):
             raise DataError(
-                f"Group size mismatch: group {group} has {len(members)} rollouts, group_size is {group_size}; "
+                f"Group size mismatch: group {group}{_of(agent)} has {len(members)} rollouts, group_size is {group_size}; "
                 "use the same number in GRPORequestStrategy, or allow_partial=True for groups that lost rollouts"
             )
     return list(groups.values())
+
+
+def _of(agent: object) -> str:
+    return "" if agent is None else f" of agent {agent}"
 
 
 def _by_rollout(rollouts: Sequence[Rollout], values: Sequence[float]) -> Weights:
