@@ -162,3 +162,17 @@ def test_positive_only_never_pushes_down(rewards, normalize):
         HybridNormalizedReturn(3, positive_only=True),
     ):
         assert min(flat(assigner, *rewards)) >= 0.0
+
+
+def test_players_of_one_group_are_compared_with_themselves():
+    """Known defect: two rollouts an episode made a group of twice its size. Here x wins twice and o loses twice: no credit at all;
+    against one baseline for both every move of x would weigh +1 and every move of o -1."""
+    players = [rollout(r, group="g") for r in (1.0, -1.0, 1.0, -1.0)]
+    for player, name in zip(players, "xoxo", strict=True):
+        player.meta["agent_id"] = name
+    assert weights(GroupNormalizedReturn(2), *players) == [[0.0]] * 4
+    players[0].steps[0].reward = 0.0  # x's returns: 0 and 1, mean 0.5
+    assert weights(GroupNormalizedReturn(2), *players) == [[-0.5], [0.0], [0.5], [0.0]]
+    assert weights(HybridNormalizedReturn(2, eps=0.0), *players) == pytest.approx([[-(2**0.5)], [0.0], [2**0.5], [0.0]])
+    with pytest.raises(ValueError, match=r"group g of agent x has 2 rollouts, group_size is 3"):
+        weights(GroupNormalizedReturn(3), *players)

@@ -54,7 +54,7 @@ class Player:
         self._told = "\n\n".join(filter(None, self._untold))
         tell = self.agent.on_after_step if self._begun else self.agent.on_env_reset
         tell(self._told, self._untold_info)
-        if self._last is not None:
+        if self._last is not None and not self.finished:
             self._last.next_obs = self._told
         self._begun, self._untold, self._untold_info = True, [], {}
 
@@ -108,11 +108,11 @@ class Player:
                 last.next_obs = None
 
     def close(self, *, ran_out: bool) -> None:
-        """The episode is over. An agent that the environment had not finished with was cut short if the steps ran out."""
-        if self.finished:
-            return
-        self.catch_up()
-        if ran_out and self._last is not None:
+        """The episode is over: the agent is told the rest, all but the end itself. One that the environment had not finished with was
+        cut short if the steps ran out."""
+        if any(self._untold):
+            self.catch_up()
+        if ran_out and not self.finished and self._last is not None:
             cut_short(self._last)
 
     def _keep(self, step: Step) -> None:
