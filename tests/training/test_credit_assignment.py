@@ -177,3 +177,11 @@ def test_players_of_one_group_are_compared_with_themselves():
     assert hybrid == pytest.approx([-(2**0.5), 0.0, 2**0.5, 0.0])  # the spread of (-.5, 0, .5, 0) is .353553
     with pytest.raises(ValueError, match=r"group g of agent x has 2 rollouts, group_size is 3"):
         weights(GroupNormalizedReturn(3), *players)
+
+
+def test_a_return_can_be_compared_with_the_others_alone():
+    # 1 - mean(0, 0, 1) = 2/3; 0 - mean(1, 0, 1) = -2/3
+    rloo = GroupNormalizedReturn(4, leave_one_out=True)
+    assert flat(rloo, 1, 0, 0, 1) == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
+    assert flat(GroupNormalizedReturn(4, leave_one_out=True, normalize_adv=True), 1, 0, 0, 1) == pytest.approx([1, -1, -1, 1])
+    assert flat(GroupNormalizedReturn(1, leave_one_out=True), 3.0) == [0.0]

@@ -66,6 +66,7 @@ class GroupNormalizedReturn:
     if `normalize_adv`. A group is the rollouts with one `meta["request_meta"]["group_id"]`, and with one `agent_id`
     where several agents play; a group of equal returns gets exactly 0.
     With `allow_partial` a group may be smaller than `group_size`, for engines that lose rollouts; a larger one is always an error.
+    With `leave_one_out` a return is compared with the mean of the others (RLOO, arXiv:2402.14740), which is G / (G - 1) times as much.
     """
 
     group_size: int
@@ -73,6 +74,7 @@ class GroupNormalizedReturn:
     positive_only: bool = False
     eps: float = 1e-8
     allow_partial: bool = False
+    leave_one_out: bool = False
 
     def __post_init__(self) -> None:
         _check_group_size(self.group_size)
@@ -81,6 +83,8 @@ class GroupNormalizedReturn:
         advantages = np.zeros(len(rollouts))
         for members in _groups(rollouts, self.group_size, allow_partial=self.allow_partial):
             centred = _centred([_return(rollouts[i]) for i in members])
+            if self.leave_one_out and len(members) > 1:
+                centred = centred * (len(members) / (len(members) - 1))
             if self.positive_only:
                 centred = np.maximum(centred, 0.0)
             if self.normalize_adv:
