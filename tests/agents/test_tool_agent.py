@@ -197,6 +197,7 @@ def test_the_servers_message_is_taken_apart():
     assert extract({"raw_response": {"choices": [{"message": {"content": "hi"}}]}}) == ("hi", [])
     assert extract({"raw_response": {"choices": []}, "completion": "hi"}) == ("hi", [])
     assert extract({"completion": "hi"}) == ("hi", [])
+    assert extract({"raw_response": {"choices": [{"message": None}]}, "completion": "hi"}) == ("hi", [])
 
 
 def test_settings_without_meaning_are_refused():

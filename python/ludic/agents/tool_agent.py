@@ -53,9 +53,9 @@ class ToolAgent(Agent):
         """(content, tool calls) of the server's answer; the completion without calls where the server gave no OpenAI message."""
         try:
             message = info["raw_response"]["choices"][0]["message"]
-        except (KeyError, IndexError, TypeError):
+            return message.get("content"), list(message.get("tool_calls") or [])
+        except (KeyError, IndexError, TypeError, AttributeError):
             return info.get("completion"), []
-        return message.get("content"), list(message.get("tool_calls") or [])
 
     async def _run_tool_calls(self, tool_calls: Sequence[ToolCall]) -> list[str]:
         """Run the calls one after another and add each result to the context, whatever it is; the texts that were added."""
