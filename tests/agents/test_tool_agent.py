@@ -210,3 +210,19 @@ def test_settings_without_meaning_are_refused():
 def test_both_packages_offer_the_agents():
     assert ludic.agent.ToolAgent is ludic.agents.ToolAgent
     assert ludic.agent.ReActAgent is ludic.agents.ReActAgent
+
+
+def test_a_thousand_calls_leave_no_thread_and_no_task_behind():
+    async def run():
+        acting = agent(add, slowly)
+        calls = [call("add", '{"a": 1, "b": 2}'), call("slowly", '{"text": "x"}')] * 500
+        texts = await acting._run_tool_calls(calls)
+        return texts, asyncio.all_tasks() - {asyncio.current_task()}
+
+    texts, tasks = play(run())
+    assert texts == ["3", "X"] * 500
+    assert tasks == set()
+    left = [thread for thread in threading.enumerate() if thread.name == "tool"]
+    for thread in left:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in left)
