@@ -1,5 +1,5 @@
 """The same names as `ludic.agents`."""
 
-from ludic.agents import Agent
+from ludic.agents import Agent, ReActAgent, ToolAgent
 
-__all__ = ["Agent"]
+__all__ = ["Agent", "ReActAgent", "ToolAgent"]

@@ -11,6 +11,10 @@ class ConfigError(LudicError, ValueError):
     """A setting that breaks a rule, found when it is given."""
 
 
+class ConfigTypeError(LudicError, TypeError):
+    """A part that cannot do what it is given for."""
+
+
 class BudgetError(ConfigError):
     """A token budget that cannot hold what must be packed into it."""
 

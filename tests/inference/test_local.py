@@ -8,7 +8,7 @@ import torch
 from playing import play, tiny_model, tokenizer
 
 from ludic.errors import ConfigError, InferenceError
-from ludic.inference import ChatCompletionRequest, LocalChatClient, ReturnSpec, SamplingParams, ToolRequest
+from ludic.inference import ChatCompletionRequest, LocalChatClient, ReturnSpec, SamplingParams
 
 
 def request(text="abc", seed=0, returned=None, **sampling):
@@ -142,12 +142,6 @@ def test_the_models_context_bounds_a_completion():
 def test_settings_without_meaning_are_refused_before_anything_runs(settings, rule):
     with pytest.raises(ConfigError, match=rule):
         play(answers(LocalChatClient(tiny_model(), tokenizer()), [request(**settings)]))
-
-
-def test_tools_are_refused():
-    asked = ChatCompletionRequest(model="m", messages=[], tools=ToolRequest(tools=[]))
-    with pytest.raises(ConfigError, match="tools"):
-        play(answers(LocalChatClient(tiny_model(), tokenizer()), [asked]))
 
 
 class Failing(torch.nn.Module):

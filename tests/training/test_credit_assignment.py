@@ -162,3 +162,26 @@ def test_positive_only_never_pushes_down(rewards, normalize):
         HybridNormalizedReturn(3, positive_only=True),
     ):
         assert min(flat(assigner, *rewards)) >= 0.0
+
+
+def test_players_of_one_group_are_compared_with_themselves():
+    """Known defect: two rollouts an episode made a group of twice its size. Here x wins twice and o loses twice: no credit at all;
+    against one baseline for both every move of x would weigh +1 and every move of o -1."""
+    players = [rollout(r, group="g") for r in (1.0, -1.0, 1.0, -1.0)]
+    for player, name in zip(players, "xoxo", strict=True):
+        player.meta["agent_id"] = name
+    assert weights(GroupNormalizedReturn(2), *players) == [[0.0]] * 4
+    players[0].steps[0].reward = 0.0  # x's returns: 0 and 1, mean 0.5
+    assert weights(GroupNormalizedReturn(2), *players) == [[-0.5], [0.0], [0.5], [0.0]]
+    hybrid = [w for (w,) in weights(HybridNormalizedReturn(2, eps=0.0), *players)]
+    assert hybrid == pytest.approx([-(2**0.5), 0.0, 2**0.5, 0.0])  # the spread of (-.5, 0, .5, 0) is .353553
+    with pytest.raises(ValueError, match=r"group g of agent x has 2 rollouts, group_size is 3"):
+        weights(GroupNormalizedReturn(3), *players)
+
+
+def test_a_return_can_be_compared_with_the_others_alone():
+    # 1 - mean(0, 0, 1) = 2/3; 0 - mean(1, 0, 1) = -2/3
+    rloo = GroupNormalizedReturn(4, leave_one_out=True)
+    assert flat(rloo, 1, 0, 0, 1) == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
+    assert flat(GroupNormalizedReturn(4, leave_one_out=True, normalize_adv=True), 1, 0, 0, 1) == pytest.approx([1, -1, -1, 1])
+    assert flat(GroupNormalizedReturn(1, leave_one_out=True), 3.0) == [0.0]

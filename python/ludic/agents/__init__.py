@@ -1,5 +1,7 @@
 """Agents: what acts in an environment."""
 
 from ludic.agents.base_agent import Agent
+from ludic.agents.react_agent import ReActAgent
+from ludic.agents.tool_agent import ToolAgent
 
-__all__ = ["Agent"]
+__all__ = ["Agent", "ReActAgent", "ToolAgent"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ludic.context.base import ContextStrategy
@@ -18,6 +19,18 @@ if TYPE_CHECKING:
 
 TRACE_KEYS = frozenset({"prompt_token_ids", "completion_token_ids", "completion_logprobs"})
 INCOMPLETE_FEEDBACK = "Your answer reached the token limit before it was complete. Please answer more briefly."
+
+
+@dataclass(frozen=True)
+class IntermediateCall:
+    """A model call that an agent made before the one that it acts by. The protocol makes a step of it."""
+
+    text: str
+    """What the model said."""
+    info: dict[str, Any]
+    trace: TokenTrace | None
+    result: str
+    """What the model was told in return: the results of its tools."""
 
 
 class Agent:
@@ -48,6 +61,8 @@ class Agent:
         self._incomplete_completion_penalty = incomplete_completion_penalty
         self._incomplete_completion_feedback = incomplete_completion_feedback
         self.last_info: dict[str, Any] = {}
+        self.intermediate_calls: list[IntermediateCall] = []
+        """Of the last `act`: the model calls before the one that it returned. An agent that calls once has none."""
 
     def reset(self, system_prompt: str | None = None) -> None:
         """Begin an episode."""
@@ -78,10 +93,13 @@ class Agent:
 
     def _parse(self, response: ChatResponse, info: dict[str, Any]) -> ParseResult:
         """Parse a complete answer; turn an incomplete one into feedback."""
-        if self._reject_incomplete_completions and response.finish_reason == "length":
+        if self._is_rejected(response):
             info["incomplete_completion"] = True
             return ParseResult(None, self._incomplete_completion_penalty, self._incomplete_completion_feedback)
         return self._parser(response.text)
+
+    def _is_rejected(self, response: ChatResponse) -> bool:
+        return self._reject_incomplete_completions and response.finish_reason == "length"
 
     async def _infer_once(
         self,

@@ -10,17 +10,20 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError, InferenceError
+from ludic.inference.chat_template import ChatTemplate, offered_tools
 from ludic.inference.local_decode import Completion, DecodeRequest, check_prompt, decode
 from ludic.inference.local_sampler import check_sampling
 from ludic.inference.local_weights import copy_weights
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
+from ludic.inference.tool_calls import assistant_message, calls_made
 from ludic.types import ChatResponse, Message, TokenTrace
 
 LogprobsMode = Literal["raw", "processed"]
@@ -35,6 +38,18 @@ class _Tokens:
     ids: list[int]
 
 
+@dataclass(frozen=True)
+class _Chat:
+    """A prompt that is messages, with the tools that the model may call."""
+
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]] = ()
+
+    @cached_property
+    def key(self) -> str:
+        return json.dumps([self.messages, self.tools])
+
+
 @dataclass
 class _Answer:
     prompt_ids: list[int]
@@ -47,7 +62,7 @@ class _Answer:
 class _Job:
     """What somebody waits for: the continuation of messages, or of token ids."""
 
-    prompt: Sequence[Message] | _Tokens
+    prompt: _Chat | _Tokens
     sampling: SamplingParams
     seed: int | None
     answer: asyncio.Future[_Answer]
@@ -74,7 +89,8 @@ class LocalChatClient:
     one that cannot be served fails alone; a failure of the model reaches everybody in the batch.
 
     The prompt is the tokenizer's chat template where it has one, else the contents of the messages one behind another, without
-    special tokens. Token ids returned are those that the model read and sampled; text is never tokenised again.
+    special tokens. Tools are shown by a chat template that renders them; calls are read as Hermes and Qwen models write them. Token ids
+    returned are those that the model read and sampled; text is never tokenised again.
 
     `logprobs_mode="raw"` returns log-probabilities of the model as it is, which are the trainer's; `"processed"` those of the
     distribution drawn from, after penalties, temperature and top-p. At temperature 1 and top-p 1 they are the same.
@@ -105,6 +121,7 @@ class LocalChatClient:
         self.model = _own_copy(model, device, dtype) if copy_model else model
         self.tokenizer = tokenizer
         self.logprobs_mode = logprobs_mode
+        self._template = ChatTemplate(tokenizer)
         self._max_batch_size = max_batch_size
         self._eos_ids = _eos_ids(model, tokenizer)
         self._pad_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
@@ -117,22 +134,29 @@ class LocalChatClient:
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
         """One completion. The info carries `policy_version`, the weights it was sampled from.
 
+        Where tools are offered, it also carries `raw_response` in OpenAI's shape, whose message has the calls that the text makes.
+        The response's text is all that was sampled, calls included.
+
         Raises ConfigError for settings without meaning, InferenceError for a prompt that the model cannot read or where it fails.
         """
-        if request.tools is not None:
-            raise ConfigError("LocalChatClient does not call tools; use a server, or an agent without tools")
         if request.extensions is not None:
             raise ConfigError(f"unsupported request.extensions: {type(request.extensions).__name__}; LocalChatClient has none")
-        answer = await self._ask(request.messages, request.sampling, request.seed)
+        tools = offered_tools(request.tools)
+        answer = await self._ask(_Chat(request.messages, tools), request.sampling, request.seed)
+        message = assistant_message(answer.text, first_id=calls_made(request.messages)) if tools else None
         asked = request.return_
         response = ChatResponse(
             text=answer.text,
             completion_token_ids=answer.completion.token_ids if asked.return_token_ids else None,
             completion_logprobs=self._logprobs(answer) if asked.return_chosen_logprobs else None,
-            finish_reason=answer.completion.finish_reason,
+            finish_reason=_finish_reason(answer.completion, message),
             prompt_token_ids=answer.prompt_ids if asked.return_token_ids else None,
         )
-        return response, {"policy_version": answer.version}
+        info: dict[str, Any] = {"policy_version": answer.version}
+        if message is not None:
+            choice = {"index": 0, "message": message, "finish_reason": response.finish_reason}
+            info["raw_response"] = {"choices": [choice]}
+        return response, info
 
     async def complete_tokens(
         self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
@@ -169,7 +193,7 @@ class LocalChatClient:
     def _logprobs(self, answer: _Answer) -> list[float]:
         return answer.completion.logprobs if self.logprobs_mode == "raw" else answer.completion.drawn_logprobs
 
-    async def _ask(self, prompt: Sequence[Message] | _Tokens, sampling: SamplingParams, seed: int | None) -> _Answer:
+    async def _ask(self, prompt: _Chat | _Tokens, sampling: SamplingParams, seed: int | None) -> _Answer:
         """Queue up on this event loop and wait."""
         check_sampling(sampling)
         loop = asyncio.get_running_loop()
@@ -248,26 +272,20 @@ class LocalChatClient:
         ids_of = dict(zip(fresh, encoded, strict=True))
         for job, text in zip(batch, found, strict=True):
             if isinstance(text, str) and not isinstance(job.prompt, _Tokens):
-                self._prompts[json.dumps(job.prompt)] = ids_of[text]
+                self._prompts[job.prompt.key] = ids_of[text]
         while len(self._prompts) > PROMPT_CACHE:
             self._prompts.popitem(last=False)
         return [list(ids_of[prompt]) if isinstance(prompt, str) else prompt for prompt in found]
 
-    def _seen(self, prompt: Sequence[Message] | _Tokens) -> list[int] | str | Exception:
+    def _seen(self, prompt: _Chat | _Tokens) -> list[int] | str | Exception:
         """The prompt's ids if they are known, else its text, else why there is none."""
         if isinstance(prompt, _Tokens):
             return prompt.ids
         try:
-            known = self._prompts.get(json.dumps(prompt))
-            return self._render(prompt) if known is None else list(known)
+            known = self._prompts.get(prompt.key)
+            return self._template.render(prompt.messages, prompt.tools) if known is None else list(known)
         except Exception as error:
             return error
-
-    def _render(self, messages: Sequence[Message]) -> str:
-        if getattr(self.tokenizer, "chat_template", None):
-            text: str = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-            return text
-        return "".join(message.get("content") or "" for message in messages)
 
 
 async def _settled(line: _Line) -> int:
@@ -288,6 +306,12 @@ def _deliver(batch: Sequence[_Job], answers: Sequence[_Answer | Exception]) -> N
             job.answer.set_exception(answer)
         else:
             job.answer.set_result(answer)
+
+
+def _finish_reason(completion: Completion, message: Message | None) -> str:
+    """OpenAI's word for an answer that calls tools and was not cut off."""
+    called = message is not None and "tool_calls" in message
+    return "tool_calls" if called and completion.finish_reason == "stop" else completion.finish_reason
 
 
 def _checked(answer: _Answer) -> _Answer | Exception:

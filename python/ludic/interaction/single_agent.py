@@ -9,12 +9,11 @@ from ludic.agents.base_agent import Agent
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, RolloutError
 from ludic.inference.request import InferenceSpec
-from ludic.interaction.base import InteractionProtocol, derived_seed
-from ludic.interaction.info import merge_step_info
-from ludic.parsers import ParseResult
-from ludic.types import Info, Rollout, Step, StepOutcome, TokenTrace
-
-INVALID_ACTION = "Invalid action."
+from ludic.inference.seeds import derived_seed
+from ludic.interaction.answers import answers_of
+from ludic.interaction.base import InteractionProtocol
+from ludic.interaction.steps import cut_short, failed_step, intermediate_steps, played_step, system_prompt
+from ludic.types import Rollout, Step, StepOutcome
 
 
 def _has_async_env_methods(env: LudicEnv[str, str, str]) -> tuple[bool, bool]:
@@ -29,7 +28,8 @@ class SingleAgentProtocol(InteractionProtocol):
     """The agent acts, the environment answers, until it ends the episode or `max_steps` are played.
 
     An answer that cannot be parsed never reaches the environment: it becomes a step with the parser's reward and feedback, and ends
-    the episode if `stop_on_parse_error`.
+    the episode if `stop_on_parse_error`. Model calls that an agent makes before it acts become steps too, without a reward of their
+    own; `max_steps` does not count them.
     """
 
     def __init__(self, agent: Agent, *, stop_on_parse_error: bool = False) -> None:
@@ -50,18 +50,21 @@ class SingleAgentProtocol(InteractionProtocol):
         obs = await self._begin(env, agent_id, env_seed)
         steps: list[Step] = []
         inactive = False
-        for index in range(max_steps):
+        for turn in range(max_steps):
             if agent_id not in env.active_agents:
                 inactive = True
                 break
             parsed, raw, client_info, trace = await self.agent.act(
-                inference=inference, sampling_seed=derived_seed(sampling_seed, index), timeout_s=timeout_s
+                inference=inference, sampling_seed=derived_seed(sampling_seed, turn), timeout_s=timeout_s
             )
+            for call in intermediate_steps(self.agent, len(steps), obs):
+                steps.append(call)
+                obs = call.next_obs or ""
             if parsed.action is None:
-                step = self._failed_parse(index, obs, raw, parsed, client_info, trace)
+                step = failed_step(len(steps), obs, raw, parsed, client_info, trace, ends=self.stop_on_parse_error)
             else:
                 outcome = await _advance(env, agent_id, parsed.action)
-                step = _played(index, obs, raw, parsed, client_info, outcome, trace)
+                step = played_step(len(steps), obs, raw, parsed, client_info, outcome, trace)
             steps.append(step)
             obs = step.next_obs or ""
             if step.next_obs is not None:
@@ -76,26 +79,10 @@ class SingleAgentProtocol(InteractionProtocol):
         if _has_async_env_methods(env)[0]:
             obs, info = await env.env_reset(seed=env_seed)  # type: ignore[attr-defined]
         else:
-            obs, info = await _own(env.reset(seed=env_seed), env, agent_id)
-        prompt = self.agent._ctx.default_system_prompt or getattr(env, "suggested_sysprompt", None)
-        self.agent.reset(system_prompt=prompt)
+            obs, info = _own(await answers_of(env.reset(seed=env_seed)), env, agent_id)
+        self.agent.reset(system_prompt=system_prompt(self.agent, env))
         self.agent.on_env_reset(obs, info)
         return str(obs)
-
-    def _failed_parse(
-        self, index: int, obs: str, raw: str, parsed: ParseResult, client_info: Info, trace: TokenTrace | None
-    ) -> Step:
-        return Step(
-            index=index,
-            prev_obs=obs,
-            action=raw,
-            next_obs=parsed.obs or INVALID_ACTION,
-            reward=parsed.reward,
-            truncated=False,
-            terminated=self.stop_on_parse_error,
-            info=merge_step_info(client_info=client_info, extra={"parse_error": True}),
-            trace=trace,
-        )
 
     def _meta(self, env: LudicEnv[str, str, str], truncated: bool, reason: str | None) -> dict[str, Any]:
         return {
@@ -120,35 +107,15 @@ async def _advance(env: LudicEnv[str, str, str], agent_id: str, action: str) -> 
     if _has_async_env_methods(env)[1]:
         outcome: StepOutcome = await env.env_step(action)  # type: ignore[attr-defined]
     else:
-        outcome = await _own(env.step({agent_id: action}), env, agent_id)
+        outcome = _own(await answers_of(env.step({agent_id: action})), env, agent_id)
     return outcome
 
 
-async def _own(by_agent: Any, env: LudicEnv[str, str, str], agent_id: str) -> Any:
-    """The agent's part of what `reset` or `step` returned; either may be an awaitable."""
-    by_agent = await by_agent if inspect.isawaitable(by_agent) else by_agent
+def _own(by_agent: dict[str, Any], env: LudicEnv[str, str, str], agent_id: str) -> Any:
+    """The agent's part of what `reset` or `step` returned."""
     if agent_id not in by_agent:
         raise RolloutError(f"{type(env).__name__} answered {sorted(by_agent)} and not {agent_id!r}, the agent that acts in it")
-    own = by_agent[agent_id]
-    return await own if inspect.isawaitable(own) else own
-
-
-def _played(
-    index: int, obs: str, raw: str, parsed: ParseResult, client_info: Info, outcome: StepOutcome, trace: TokenTrace | None
-) -> Step:
-    """A step that the environment answered: its reward and the parser's add up."""
-    ended = outcome.terminated or outcome.truncated
-    return Step(
-        index=index,
-        prev_obs=obs,
-        action=raw,
-        next_obs=None if ended else outcome.obs,
-        reward=outcome.reward + parsed.reward,
-        truncated=outcome.truncated,
-        terminated=outcome.terminated,
-        info=merge_step_info(client_info=client_info, env_info=outcome.info, extra={"parsed_action": parsed.action}),
-        trace=trace,
-    )
+    return by_agent[agent_id]
 
 
 def _close(steps: list[Step], *, inactive: bool) -> tuple[bool, str | None]:
@@ -161,9 +128,5 @@ def _close(steps: list[Step], *, inactive: bool) -> tuple[bool, str | None]:
     if inactive:
         return False, None
     if steps:
-        last = steps[-1]
-        last.truncated = True
-        last.info["truncation_reason"] = "max_steps"
-        if not last.info.get("parse_error"):
-            last.next_obs = None
+        cut_short(steps[-1])
     return True, "max_steps"

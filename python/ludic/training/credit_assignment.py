@@ -63,8 +63,10 @@ class GroupNormalizedReturn:
     """A_i = R_i - mean(R of its group), at every step of rollout i (GRPO, arXiv:2402.03300, section 4.1).
 
     In this order: centred; clamped at 0 if `positive_only`; divided by (population standard deviation of the group's advantages + `eps`)
-    if `normalize_adv`. A group is the rollouts with one `meta["request_meta"]["group_id"]`; a group of equal returns gets exactly 0.
+    if `normalize_adv`. A group is the rollouts with one `meta["request_meta"]["group_id"]`, and with one `agent_id`
+    where several agents play; a group of equal returns gets exactly 0.
     With `allow_partial` a group may be smaller than `group_size`, for engines that lose rollouts; a larger one is always an error.
+    With `leave_one_out` a return is compared with the mean of the others (RLOO, arXiv:2402.14740), which is G / (G - 1) times as much.
     """
 
     group_size: int
@@ -72,6 +74,7 @@ class GroupNormalizedReturn:
     positive_only: bool = False
     eps: float = 1e-8
     allow_partial: bool = False
+    leave_one_out: bool = False
 
     def __post_init__(self) -> None:
         _check_group_size(self.group_size)
@@ -80,6 +83,8 @@ class GroupNormalizedReturn:
         advantages = np.zeros(len(rollouts))
         for members in _groups(rollouts, self.group_size, allow_partial=self.allow_partial):
             centred = _centred([_return(rollouts[i]) for i in members])
+            if self.leave_one_out and len(members) > 1:
+                centred = centred * (len(members) / (len(members) - 1))
             if self.positive_only:
                 centred = np.maximum(centred, 0.0)
             if self.normalize_adv:
@@ -131,22 +136,27 @@ def _centred(returns: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.flo
 
 
 def _groups(rollouts: Sequence[Rollout], group_size: int, *, allow_partial: bool) -> list[list[int]]:
-    """Positions of the members of each group, in order of first appearance."""
-    groups: dict[object, list[int]] = {}
+    """Positions of the members of each group, in order of first appearance. Where an episode has several agents, each is compared with
+    itself in the other episodes: the rollouts of one `meta["agent_id"]` are a group of their own."""
+    groups: dict[tuple[object, object], list[int]] = {}
     for position, rollout in enumerate(rollouts):
         group = (rollout.meta.get("request_meta") or {}).get("group_id")
         if group is None:
             raise DataError(
                 f"rollout {rollout.id} is missing group_id in meta['request_meta']; expand requests with GRPORequestStrategy"
             )
-        groups.setdefault(group, []).append(position)
-    for group, members in groups.items():
+        groups.setdefault((group, rollout.meta.get("agent_id")), []).append(position)
+    for (group, agent), members in groups.items():
         if len(members) > group_size or (len(members) < group_size and not allow_partial):
             raise DataError(
-                f"Group size mismatch: group {group} has {len(members)} rollouts, group_size is {group_size}; "
+                f"Group size mismatch: group {group}{_of(agent)} has {len(members)} rollouts, group_size is {group_size}; "
                 "use the same number in GRPORequestStrategy, or allow_partial=True for groups that lost rollouts"
             )
     return list(groups.values())
+
+
+def _of(agent: object) -> str:
+    return "" if agent is None else f" of agent {agent}"
 
 
 def _by_rollout(rollouts: Sequence[Rollout], values: Sequence[float]) -> Weights:

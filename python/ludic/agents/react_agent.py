@@ -1,0 +1,83 @@
+"""An agent that reasons and calls tools until it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ludic.agents.base_agent import IntermediateCall
+from ludic.agents.tool_agent import ToolAgent, ToolCall
+from ludic.errors import ConfigError, ConfigTypeError
+from ludic.inference.request import InferenceSpec
+from ludic.inference.seeds import call_seed
+from ludic.parsers import ParseResult
+from ludic.types import ChatResponse, Message, TokenTrace
+
+EXHAUSTED: Message = {
+    "role": "user",
+    "content": "You have exhausted your reasoning steps and can call no more tools. Give your final answer now.",
+}
+
+
+class ReActAgent(ToolAgent):
+    """Calls the model up to `max_react_steps` times before it acts (ReAct, arXiv:2210.03629).
+
+    A call that asks for tools has them run and is followed by another; a call that does not is the answer, and is parsed. The last
+    call that is allowed is offered no tools and told so, by a message that is not kept. `act` returns what belongs to the answer; the
+    calls before it are left in `intermediate_calls`, from which the protocol makes steps of the same rollout, so that they are trained.
+
+    A call that reached the token limit ends the act where `reject_incomplete_completions` is on; tools that it asked for are not run.
+    """
+
+    name = "react_agent"
+
+    def __init__(self, tools: Sequence[Callable[..., Any]], max_react_steps: int = 5, **kwargs: Any) -> None:
+        super().__init__(tools, **kwargs)
+        if not getattr(self._ctx, "supports_tools", False):
+            raise ConfigTypeError(
+                f"{type(self).__name__} requires a context with supports_tools=True, {type(self._ctx).__name__} has none; it must keep "
+                "calls of tools and their results"
+            )
+        if max_react_steps < 1:
+            raise ConfigError(f"max_react_steps ({max_react_steps}) must be >= 1; the last is the answer")
+        self.max_react_steps = max_react_steps
+
+    async def act(
+        self, inference: InferenceSpec | None = None, sampling_seed: int | None = None, timeout_s: float | None = None
+    ) -> tuple[ParseResult, str, dict[str, Any], TokenTrace | None]:
+        """(parsed, raw text, info, trace) of the answer. `timeout_s` bounds each model call; each has a sampling seed of its own."""
+        self.intermediate_calls = []
+        spec = self._with_tools(inference)
+        for call in range(self.max_react_steps):
+            last = call == self.max_react_steps - 1
+            messages = self._ctx.on_before_act()
+            response, info, self.last_info, trace = await self._infer_once(
+                messages=[*messages, EXHAUSTED] if last else messages,
+                inference=spec,
+                sampling_seed=call_seed(sampling_seed, call),
+                timeout_s=timeout_s,
+                tools=None if last or not self.tool_schemas else self._tool_request(),
+            )
+            ends = last or self._is_rejected(response)
+            content, tool_calls = (response.text, []) if ends else self._extract_openai_message(info)
+            if not tool_calls:
+                answer = replace(response, text=content or "")
+                self._ctx.add_assistant_step(answer.text, None)
+                return self._parse(answer, info), answer.text, info, trace
+            self._ctx.add_assistant_step(content, tool_calls)
+            await self._take_tool_step(response, info, trace, content, tool_calls)
+        raise AssertionError("the last call returns")
+
+    async def _take_tool_step(
+        self,
+        response: ChatResponse,
+        info: dict[str, Any],
+        trace: TokenTrace | None,
+        content: str | None,
+        tool_calls: list[ToolCall],
+    ) -> None:
+        """Run the tools that a call asked for, and keep the call."""
+        results = await self._run_tool_calls(tool_calls)
+        info["chat_completion"] = {"role": "assistant", "content": content or "", "tool_calls": tool_calls}
+        self.intermediate_calls.append(IntermediateCall(response.text, info, trace, "\n".join(results)))

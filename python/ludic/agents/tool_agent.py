@@ -1,0 +1,78 @@
+"""An agent that has tools."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ludic.agents.base_agent import Agent
+from ludic.agents.tool_call import call_arguments, call_name, run_tool
+from ludic.agents.tool_schema import tool_schema
+from ludic.errors import ConfigError
+from ludic.inference.request import InferenceSpec, ToolRequest
+
+logger = logging.getLogger(__name__)
+
+ToolCall = dict[str, Any]
+"""`{"id": ..., "type": "function", "function": {"name": ..., "arguments": JSON text}}`, as OpenAI gives it."""
+
+
+class ToolAgent(Agent):
+    """Knows its tools, shows them to the model and runs them. When they are called is a subclass's decision: see `ReActAgent`.
+
+    A tool is a function or a coroutine function with a name; its parameters and docstring are what the model is shown. Plain functions
+    run in a thread, one at a time for each agent; tools that episodes share must bear calls from several threads. A tool that fails, is
+    unknown, or takes longer than `tool_timeout_s` is a message to the model, never the end of the episode.
+    """
+
+    name = "tool_agent"
+
+    def __init__(self, tools: Sequence[Callable[..., Any]], *, tool_timeout_s: float | None = 30.0, **agent_kwargs: Any) -> None:
+        super().__init__(**agent_kwargs)
+        if tool_timeout_s is not None and not tool_timeout_s > 0:
+            raise ConfigError(f"tool_timeout_s ({tool_timeout_s}) must be > 0, or None for tools without a deadline")
+        self.tool_schemas: list[dict[str, Any]] = [tool_schema(tool) for tool in tools]
+        self.tool_map: dict[str, Callable[..., Any]] = {tool.__name__: tool for tool in tools}
+        if len(self.tool_map) < len(tools):
+            names = [tool.__name__ for tool in tools]
+            raise ConfigError(f"tools {names} share a name; a model calls tools by name, so each needs its own")
+        self._tool_timeout_s = tool_timeout_s
+
+    def _tool_request(self) -> ToolRequest:
+        """All tools; the model decides whether to call one."""
+        return ToolRequest(tools=self.tool_schemas, tool_choice="auto")
+
+    def _with_tools(self, inference: InferenceSpec | None) -> InferenceSpec:
+        """The same settings with token ids asked for: a call of a tool is an action like any other."""
+        spec = inference or InferenceSpec()
+        return dataclasses.replace(spec, return_=dataclasses.replace(spec.return_, return_token_ids=True))
+
+    def _extract_openai_message(self, info: Mapping[str, Any]) -> tuple[str | None, list[ToolCall]]:
+        """(content, tool calls) of the server's answer; the completion without calls where the server gave no OpenAI message."""
+        try:
+            message = info["raw_response"]["choices"][0]["message"]
+            return message.get("content"), list(message.get("tool_calls") or [])
+        except (KeyError, IndexError, TypeError, AttributeError):
+            return info.get("completion"), []
+
+    async def _run_tool_calls(self, tool_calls: Sequence[ToolCall]) -> list[str]:
+        """Run the calls one after another and add each result to the context, whatever it is; the texts that were added."""
+        results = []
+        for call in tool_calls:
+            text = await self._result_of(call)
+            self._ctx.add_tool_result(str(call.get("id") or ""), call_name(call), text)
+            results.append(text)
+        return results
+
+    async def _result_of(self, call: ToolCall) -> str:
+        name = call_name(call)
+        tool = self.tool_map.get(name)
+        if tool is None:
+            return f"Error: Tool {name} not found. The tools are: {', '.join(self.tool_map) or 'none'}."
+        try:
+            return str(await run_tool(tool, call_arguments(call), self._tool_timeout_s))
+        except (Exception, SystemExit) as error:
+            logger.warning("tool %s failed with %s: %s", name, type(error).__name__, error)
+            return f"Error executing tool {name}: {type(error).__name__}: {error}"

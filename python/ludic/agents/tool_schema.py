@@ -1,0 +1,131 @@
+"""Describes a Python function as a tool that a model may call, in OpenAI's function format."""
+
+from __future__ import annotations
+
+import collections.abc
+import inspect
+import json
+import logging
+import types
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ludic.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", type(None): "null"}
+ARRAYS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
+OBJECTS = (dict, collections.abc.Mapping)
+UNIONS = (Union, types.UnionType)
+
+
+def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
+    """The function's name, its docstring and its parameters, `*args` and `**kwargs` left out.
+
+    Types are those that the annotations mean, also where they are written as strings: `int`, `float`, `bool`, lists, dictionaries,
+    `Literal` (an enum) and `Optional` (`nullable`); a string in `Annotated` is the parameter's description. What JSON has no type for
+    is a string. A parameter without a default is required; a default that JSON can say is told.
+
+    Raises ConfigError for what a model cannot call: something without a name of its own, or with positional-only parameters.
+    """
+    parameters = _parameters(tool)
+    hints = _hints(tool)
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.__name__,
+            "description": inspect.getdoc(tool) or "No description provided.",
+            "parameters": {
+                "type": "object",
+                "properties": {name: _property(hints.get(name, str), p.default) for name, p in parameters.items()},
+                "required": [name for name, p in parameters.items() if p.default is p.empty],
+            },
+        },
+    }
+
+
+def _parameters(tool: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    if not callable(tool) or not isinstance(getattr(tool, "__name__", None), str):
+        raise ConfigError(f"{tool!r} cannot be a tool: a model calls tools by __name__; give a function that has one")
+    parameters = inspect.signature(tool).parameters
+    unnamed = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_ONLY]
+    if unnamed:
+        raise ConfigError(
+            f"tool {tool.__name__} has positional-only parameters {unnamed}; a model gives arguments by name, so wrap it in a "
+            "function that takes them by name"
+        )
+    return {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+
+def _hints(tool: Callable[..., Any]) -> Mapping[str, Any]:
+    """What each annotation means. One that names what cannot be found is a string to the model, and is warned of."""
+    try:
+        return get_type_hints(tool, include_extras=True)
+    except Exception:
+        return {name: _hint(tool, name, annotation) for name, annotation in inspect.get_annotations(tool).items()}
+
+
+def _hint(tool: Callable[..., Any], name: str, annotation: object) -> Any:
+    alone = types.SimpleNamespace(__annotations__={name: annotation})
+    try:
+        return get_type_hints(alone, globalns=getattr(inspect.unwrap(tool), "__globals__", {}), include_extras=True)[name]
+    except Exception as error:
+        logger.warning("parameter %s of tool %s is shown to the model as a string: %s", name, tool.__name__, error)
+        return str
+
+
+def _property(hint: Any, default: Any) -> dict[str, Any]:
+    schema = _schema(hint)
+    if default is None:
+        schema["nullable"] = True
+    elif default is not inspect.Parameter.empty and _is_json(default):
+        schema["default"] = default
+    return schema
+
+
+def _schema(hint: Any) -> dict[str, Any]:
+    origin, args = get_origin(hint) or hint, get_args(hint)
+    if origin is Annotated:
+        return _annotated(*args)
+    if origin in UNIONS:
+        return _union(args)
+    if origin is Literal:
+        return _literal(args)
+    if origin in ARRAYS:
+        return {"type": "array", "items": _items(args)}
+    if origin in OBJECTS:
+        return {"type": "object", "additionalProperties": _schema(args[1])} if len(args) == 2 else {"type": "object"}
+    return {"type": NAMES.get(hint, "string") if isinstance(hint, type) else "string"}
+
+
+def _items(args: tuple[Any, ...]) -> dict[str, Any]:
+    """The one type of the elements, or any."""
+    kinds = {arg for arg in args if arg is not Ellipsis}
+    return _schema(args[0]) if len(kinds) == 1 else {}
+
+
+def _annotated(hint: Any, *notes: Any) -> dict[str, Any]:
+    said = [note for note in notes if isinstance(note, str)]
+    return _schema(hint) | ({"description": said[0]} if said else {})
+
+
+def _union(args: tuple[Any, ...]) -> dict[str, Any]:
+    """One type, or any of several; None makes it nullable."""
+    others = [_schema(arg) for arg in args if arg is not type(None)]
+    schema = others[0] if len(others) == 1 else {"anyOf": others}
+    return schema | ({"nullable": True} if len(others) < len(args) else {})
+
+
+def _literal(args: tuple[Any, ...]) -> dict[str, Any]:
+    values = [arg for arg in args if arg is not None]
+    kinds = {NAMES.get(type(value), "string") for value in values}
+    schema: dict[str, Any] = {"type": kinds.pop()} if len(kinds) == 1 else {}
+    return schema | {"enum": values} | ({"nullable": True} if len(values) < len(args) else {})
+
+
+def _is_json(value: object) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
+    except (TypeError, ValueError):
+        return False

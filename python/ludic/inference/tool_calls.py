@@ -1,0 +1,77 @@
+"""Calls of tools as Hermes and Qwen models write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from ludic.types import Message
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"\s*")
+
+
+def assistant_message(text: str, *, first_id: int = 0) -> Message:
+    """The answer as OpenAI's message: `content`, and `tool_calls` where the text makes calls.
+
+    `content` is then what stands before the first call, None if that is nothing. Ids count up from `first_id`, nine letters and digits
+    each, which is what the strictest templates take. A call that is not well formed makes the whole text an answer without calls, as
+    servers have it.
+    """
+    calls = parse_tool_calls(text)
+    if not calls:
+        return {"role": "assistant", "content": text}
+    return {
+        "role": "assistant",
+        "content": text[: text.index(OPENING)].rstrip() or None,
+        "tool_calls": [
+            {
+                "id": f"call{first_id + number:05d}",
+                "type": "function",
+                "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+            }
+            for number, (name, arguments) in enumerate(calls)
+        ],
+    }
+
+
+def parse_tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """(name, arguments) of every call in the text; none at all if one of them is not well formed. It never raises."""
+    calls = []
+    start = text.find(OPENING)
+    while start >= 0:
+        try:
+            call, end = _DECODER.raw_decode(text, _after_space(text, start + len(OPENING)))
+        except (ValueError, RecursionError):
+            return []
+        end = _after_space(text, end)
+        if not text.startswith(CLOSING, end) or not _is_call(call):
+            return []
+        calls.append((call["name"], call["arguments"]))
+        start = text.find(OPENING, end)
+    return calls
+
+
+def _after_space(text: str, position: int) -> int:
+    match = _SPACE.match(text, position)
+    return position if match is None else match.end()
+
+
+def _is_call(call: Any) -> bool:
+    """An object with a name and an object of arguments, all of which can be written down again."""
+    if not isinstance(call, dict) or not isinstance(call.get("arguments"), dict):
+        return False
+    if not isinstance(call.get("name"), str) or not call["name"]:
+        return False
+    try:
+        json.dumps(call, ensure_ascii=False).encode()  # half of a surrogate pair cannot be shown to any model again
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def calls_made(messages: list[Message]) -> int:
+    """Calls of tools in a conversation so far."""
+    return sum(len(message.get("tool_calls") or ()) for message in messages)

@@ -1,0 +1,104 @@
+"""Several agents and one environment, together or in turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+from ludic.agents.base_agent import Agent
+from ludic.envs.env import LudicEnv
+from ludic.errors import ConfigError
+from ludic.inference.request import InferenceSpec
+from ludic.interaction.answers import answers_of
+from ludic.interaction.base import InteractionProtocol
+from ludic.interaction.player import Player
+from ludic.interaction.step_collector import TraceCollector
+from ludic.parsers import ParseResult
+from ludic.types import Info, Rollout, TokenTrace
+
+Answer = tuple[ParseResult, str, Info, TokenTrace | None]
+
+
+class MultiAgentProtocol(InteractionProtocol):
+    """On every turn the agents that are due act at the same time, and the environment is given their actions.
+
+    Agents of the environment that are not in `agents` are its own: on their turns it is stepped without an action. What it answers to
+    agents that did not act counts as much as what it answers to those that did: they are told it before they act again, its rewards are
+    added to their last step, and its end is theirs. An answer that cannot be parsed is left out of the turn; if there is no other, the
+    environment is not stepped. Each agent has its own sampling seed on every turn.
+
+    Returns a rollout for each agent that acted; its meta carries `agent_id`. The number of a step is its turn, plus the intermediate
+    model calls that the agent had made by then.
+    """
+
+    def __init__(self, agents: Mapping[str, Agent]) -> None:
+        if not agents:
+            raise ConfigError("agents is empty; give an agent for at least one of the environment's agent_ids")
+        self.agent_map: dict[str, Agent] = dict(agents)
+
+    async def run(
+        self,
+        *,
+        env: LudicEnv[str, str, str],
+        max_steps: int,
+        env_seed: int | None = None,
+        sampling_seed: int | None = None,
+        inference: InferenceSpec | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Rollout]:
+        collector = TraceCollector(protocol=type(self).__name__, env_name=type(env).__name__, agents=list(self.agent_map))
+        players = await self._begin(env, env_seed, collector)
+        for turn in range(max_steps):
+            active = set(env.active_agents)
+            if not active or all(player.finished for player in players):
+                break
+            due = [player for player in players if player.agent_id in active and not player.finished]
+            answers = await _together([player.act(turn, inference, sampling_seed, timeout_s) for player in due])
+            await _play(env, turn, players, {p.agent_id: answer for p, answer in zip(due, answers, strict=True)})
+        ran_out = bool(env.active_agents)
+        for player in players:
+            player.close(ran_out=ran_out)
+        return collector.extract_rollouts_with_per_agent_status()
+
+    async def _begin(self, env: LudicEnv[str, str, str], env_seed: int | None, collector: TraceCollector) -> list[Player]:
+        """Reset the environment and every agent; agents without a first observation get theirs when there is one."""
+        first = await answers_of(env.reset(seed=env_seed))
+        unknown = sorted(set(self.agent_map) - set(env.agent_ids))
+        if unknown:
+            raise ConfigError(
+                f"MultiAgentProtocol has agents {unknown}, {type(env).__name__} has {sorted(env.agent_ids)}; "
+                "name each agent as the environment does"
+            )
+        players = [Player(agent_id, agent, collector) for agent_id, agent in self.agent_map.items()]
+        for player in players:
+            player.reset(env)
+            if player.agent_id in first:
+                player.hear(*first[player.agent_id])
+        return players
+
+
+async def _play(env: LudicEnv[str, str, str], turn: int, players: Sequence[Player], answers: Mapping[str, Answer]) -> None:
+    """Give the environment the actions of this turn, and each player what came of them."""
+    actions = {agent_id: answer[0].action for agent_id, answer in answers.items() if answer[0].action is not None}
+    stepped = bool(actions) or not answers
+    outcomes = await answers_of(env.step(actions)) if stepped else {}
+    for player in players:
+        outcome = outcomes.get(player.agent_id)
+        if player.agent_id in actions:
+            player.played(turn, answers[player.agent_id], outcome)
+            continue
+        if player.agent_id in answers:
+            player.failed(turn, answers[player.agent_id])
+        if outcome is not None and not player.finished:
+            player.receive(outcome)
+
+
+async def _together(acts: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+    """All answers. If one fails the others are cancelled, and its error is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(act) for act in acts]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,0 +1,82 @@
+"""Steps of an agent: what it did, what it was answered, what that earned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ludic.agents.base_agent import Agent
+from ludic.interaction.info import merge_step_info
+from ludic.parsers import ParseResult
+from ludic.types import Info, Step, StepOutcome, TokenTrace
+
+INVALID_ACTION = "Invalid action."
+
+
+def intermediate_steps(agent: Agent, index: int, obs: str) -> list[Step]:
+    """A step for each model call that the agent made before it acted, from `index` on. They never reached the environment and earn
+    nothing of their own: their credit is what the rollout earns from there on. Their info says `intermediate_call`."""
+    steps: list[Step] = []
+    for call in getattr(agent, "intermediate_calls", ()):
+        step = Step(
+            index=index + len(steps),
+            prev_obs=obs,
+            action=call.text,
+            next_obs=call.result,
+            reward=0.0,
+            truncated=False,
+            terminated=False,
+            info=merge_step_info(client_info=call.info, extra={"intermediate_call": True}),
+            trace=call.trace,
+        )
+        steps.append(step)
+        obs = call.result
+    return steps
+
+
+def failed_step(
+    index: int, obs: str, raw: str, parsed: ParseResult, client_info: Info, trace: TokenTrace | None, *, ends: bool = False
+) -> Step:
+    """An answer that could not be parsed and never reached the environment."""
+    return Step(
+        index=index,
+        prev_obs=obs,
+        action=raw,
+        next_obs=parsed.obs or INVALID_ACTION,
+        reward=parsed.reward,
+        truncated=False,
+        terminated=ends,
+        info=merge_step_info(client_info=client_info, extra={"parse_error": True}),
+        trace=trace,
+    )
+
+
+def played_step(
+    index: int, obs: str, raw: str, parsed: ParseResult, client_info: Info, outcome: StepOutcome, trace: TokenTrace | None
+) -> Step:
+    """A step that the environment answered: its reward and the parser's add up."""
+    ended = outcome.terminated or outcome.truncated
+    return Step(
+        index=index,
+        prev_obs=obs,
+        action=raw,
+        next_obs=None if ended else outcome.obs,
+        reward=outcome.reward + parsed.reward,
+        truncated=outcome.truncated,
+        terminated=outcome.terminated,
+        info=merge_step_info(client_info=client_info, env_info=outcome.info, extra={"parsed_action": parsed.action}),
+        trace=trace,
+    )
+
+
+def cut_short(last: Step) -> None:
+    """The steps ran out: mark the last one. Feedback of a parser stays, what the environment said next does not."""
+    last.truncated = True
+    last.info["truncation_reason"] = "max_steps"
+    if not last.info.get("parse_error"):
+        last.next_obs = None
+
+
+def system_prompt(agent: Agent, env: Any) -> str | None:
+    """The agent's own, else what the environment suggests."""
+    prompt: str | None = agent._ctx.default_system_prompt or getattr(env, "suggested_sysprompt", None)
+    return prompt

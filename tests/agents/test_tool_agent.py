@@ -1,0 +1,228 @@
+"""Running tools: whatever happens, the model is told and the episode goes on."""
+
+import asyncio
+import contextvars
+import sys
+import threading
+
+import pytest
+from playing import FOR_RL, ScriptedClient, play, verbatim
+from tool_playing import call
+
+import ludic.agent
+import ludic.agents
+from ludic.agents import ToolAgent
+from ludic.context import FullDialog
+from ludic.errors import ConfigError
+from ludic.inference import InferenceSpec, ReturnSpec, ToolRequest
+
+place = contextvars.ContextVar("place")
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+async def slowly(text: str) -> str:
+    await asyncio.sleep(0)
+    return text.upper()
+
+
+def agent(*tools, **settings):
+    return ToolAgent(tools, client=ScriptedClient("a"), model="m", ctx=FullDialog(), parser=verbatim, **settings)
+
+
+def results(acting, *calls):
+    texts = play(acting._run_tool_calls(calls))
+    assert [m["content"] for m in acting._ctx.messages] == texts
+    return texts
+
+
+def test_results_are_added_to_the_context_in_order():
+    acting = agent(add, slowly)
+    calls = [call("add", '{"a": 1, "b": 2}', 0), call("slowly", '{"text": "x"}', 1)]
+    assert results(acting, *calls) == ["3", "X"]
+    assert acting._ctx.messages == [
+        {"role": "tool", "tool_call_id": "id0", "name": "add", "content": "3"},
+        {"role": "tool", "tool_call_id": "id1", "name": "slowly", "content": "X"},
+    ]
+
+
+def stops():
+    return next(iter(()))
+
+
+def leaves():
+    sys.exit(3)
+
+
+async def times_out():
+    raise TimeoutError("the server did not answer")
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (call("nothing"), "Error: Tool nothing not found."),
+        (call("add", "{not json"), "Error executing tool add: JSONDecodeError"),
+        (call("add", "[1, 2]"), "Error executing tool add: DataError: the arguments must be a JSON object, got [1, 2]"),
+        (call("add", '{"a": 1}'), "missing 1 required positional argument: 'b'"),
+        (call("add", '{"a": 1, "b": 2, "c": 3}'), "unexpected keyword argument 'c'"),
+        (call("stops"), "Error executing tool stops"),
+        (call("leaves"), "Error executing tool leaves: SystemExit: 3"),
+        (call("times_out"), "Error executing tool times_out: TimeoutError: the server did not answer"),
+        ({"function": {"name": "add"}}, "missing 2 required positional arguments"),
+        ({}, "Error: Tool  not found."),
+    ],
+)
+def test_a_call_that_fails_is_told_to_the_model_and_the_next_one_runs(asked, told):
+    first, second = results(agent(add, stops, leaves, times_out), asked, call("add", '{"a": 1, "b": 1}'))
+    assert told in first
+    assert second == "2"
+
+
+def test_no_arguments_may_be_said_in_several_ways():
+    def now():
+        return "noon"
+
+    ways = [call("now", ""), call("now", "{}"), call("now", None), {"id": "x", "function": {"name": "now"}}]
+    assert results(agent(now), *ways) == ["noon"] * 4
+
+
+@pytest.mark.parametrize("kind", ["async", "plain"])
+def test_a_tool_that_hangs_is_given_up_at_its_deadline(kind):
+    release = threading.Event()
+
+    async def hangs():
+        await asyncio.Event().wait()
+
+    def hangs_too():
+        release.wait(30)
+
+    tool = hangs if kind == "async" else hangs_too
+    (text,) = results(agent(tool, tool_timeout_s=0.02), call(tool.__name__))
+    release.set()
+    assert text == f"Error executing tool {tool.__name__}: ToolTimeoutError: no result within 0.02 s"
+
+
+def test_tools_that_hang_do_not_hold_up_others_nor_the_end_of_the_program():
+    """More of them than the event loop has threads in its pool, which `asyncio.run` would wait for."""
+    release = threading.Event()
+
+    def hangs():
+        release.wait(30)
+
+    def quick():
+        return threading.current_thread().daemon
+
+    async def run():
+        many = [agent(hangs, tool_timeout_s=0.05)._run_tool_calls([call("hangs")]) for _ in range(64)]
+        *lost, told = await asyncio.gather(*many, agent(quick)._run_tool_calls([call("quick")]))
+        await asyncio.to_thread(int)  # the pool is free
+        return lost, told
+
+    lost, told = play(run())
+    release.set()
+    assert told == ["True"]
+    assert all("no result within" in text for (text,) in lost)
+
+
+def test_a_plain_tool_leaves_the_event_loop_free():
+    """It waits for something that only the loop can do."""
+
+    async def run():
+        loop, opened = asyncio.get_running_loop(), threading.Event()
+
+        def waits():
+            loop.call_soon_threadsafe(opened.set)
+            return opened.wait(30)
+
+        return await agent(waits)._run_tool_calls([call("waits")])
+
+    assert play(run()) == ["True"]
+
+
+def test_a_plain_tool_sees_the_context_of_its_episode():
+    def where():
+        return place.get()
+
+    async def run():
+        place.set("here")
+        return await agent(where)._run_tool_calls([call("where")])
+
+    assert play(run()) == ["here"]
+
+
+def test_a_plain_function_may_return_a_coroutine():
+    def later():
+        return slowly("x")
+
+    assert results(agent(later), call("later")) == ["X"]
+
+
+def test_an_episode_that_is_cancelled_cancels_its_tool():
+    cancelled = []
+
+    async def hangs():
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    async def run():
+        async with asyncio.timeout(0.02):
+            await agent(hangs)._run_tool_calls([call("hangs")])
+
+    with pytest.raises(TimeoutError):
+        play(run())
+    assert cancelled == [True]
+
+
+def test_tools_are_shown_to_the_model_and_tokens_asked_for():
+    acting = agent(add, slowly)
+    assert list(acting.tool_map) == ["add", "slowly"]
+    assert acting._tool_request() == ToolRequest(tools=acting.tool_schemas, tool_choice="auto")
+    spec = InferenceSpec(sampling=FOR_RL.sampling, return_=ReturnSpec(return_chosen_logprobs=True, top_logprobs_k=3))
+    with_tools = acting._with_tools(spec)
+    assert with_tools.return_ == ReturnSpec(return_token_ids=True, return_chosen_logprobs=True, top_logprobs_k=3)
+    assert with_tools.sampling == FOR_RL.sampling
+    assert acting._with_tools(None).return_.return_token_ids
+
+
+def test_the_servers_message_is_taken_apart():
+    extract = agent(add)._extract_openai_message
+    calls = [call("add")]
+    assert extract({"raw_response": {"choices": [{"message": {"content": None, "tool_calls": calls}}]}}) == (None, calls)
+    assert extract({"raw_response": {"choices": [{"message": {"content": "hi"}}]}}) == ("hi", [])
+    assert extract({"raw_response": {"choices": []}, "completion": "hi"}) == ("hi", [])
+    assert extract({"completion": "hi"}) == ("hi", [])
+    assert extract({"raw_response": {"choices": [{"message": None}]}, "completion": "hi"}) == ("hi", [])
+
+
+def test_settings_without_meaning_are_refused():
+    with pytest.raises(ConfigError, match="tool_timeout_s"):
+        agent(add, tool_timeout_s=0.0)
+    with pytest.raises(ConfigError, match="share a name"):
+        agent(add, add)
+
+
+def test_both_packages_offer_the_agents():
+    assert ludic.agent.ToolAgent is ludic.agents.ToolAgent
+    assert ludic.agent.ReActAgent is ludic.agents.ReActAgent
+
+
+def test_a_thousand_calls_leave_no_thread_and_no_task_behind():
+    async def run():
+        acting = agent(add, slowly)
+        calls = [call("add", '{"a": 1, "b": 2}'), call("slowly", '{"text": "x"}')] * 500
+        texts = await acting._run_tool_calls(calls)
+        return texts, asyncio.all_tasks() - {asyncio.current_task()}
+
+    texts, tasks = play(run())
+    assert texts == ["3", "X"] * 500
+    assert tasks == set()
+    left = [thread for thread in threading.enumerate() if thread.name == "tool"]
+    for thread in left:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in left)

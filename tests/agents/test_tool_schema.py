@@ -1,0 +1,128 @@
+"""What a model is shown of a Python function. Annotations are strings in this file: a naive reading makes all of them text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, Literal, Optional
+
+import pytest
+
+from ludic.agents.tool_schema import tool_schema
+from ludic.errors import ConfigError
+
+
+def shown(tool):
+    parameters = tool_schema(tool)["function"]["parameters"]
+    assert parameters["type"] == "object"
+    return parameters["properties"], parameters["required"]
+
+
+def add(a: int, b: float = 0.5, *, exact: bool = False):
+    """Add two numbers.
+
+    The second may be left out.
+    """
+    return a + b
+
+
+def test_a_tool_is_shown_with_its_name_its_docstring_and_its_parameters():
+    assert tool_schema(add) == {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add two numbers.\n\nThe second may be left out.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer"},
+                    "b": {"type": "number", "default": 0.5},
+                    "exact": {"type": "boolean", "default": False},
+                },
+                "required": ["a"],
+            },
+        },
+    }
+
+
+def test_types_are_what_the_annotations_mean():
+    def tool(
+        text: str,
+        maybe: Optional[int],  # noqa: UP045
+        either: int | str,
+        side: Literal["x", "o"],
+        level: Literal[1, 2, None],
+        numbers: list[int],
+        pairs: list[list[float]],
+        point: tuple[float, ...],
+        names: Sequence[str],
+        bare: list,
+        counts: dict[str, int],
+        anything: Any,
+        unannotated,
+        size: Annotated[int, "in pixels"],
+        huge: Annotated[int | None, "bytes"] = None,
+    ): ...
+
+    properties, required = shown(tool)
+    assert properties == {
+        "text": {"type": "string"},
+        "maybe": {"type": "integer", "nullable": True},
+        "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+        "side": {"type": "string", "enum": ["x", "o"]},
+        "level": {"type": "integer", "enum": [1, 2], "nullable": True},
+        "numbers": {"type": "array", "items": {"type": "integer"}},
+        "pairs": {"type": "array", "items": {"type": "array", "items": {"type": "number"}}},
+        "point": {"type": "array", "items": {"type": "number"}},
+        "names": {"type": "array", "items": {"type": "string"}},
+        "bare": {"type": "array", "items": {}},
+        "counts": {"type": "object", "additionalProperties": {"type": "integer"}},
+        "anything": {"type": "string"},
+        "unannotated": {"type": "string"},
+        "size": {"type": "integer", "description": "in pixels"},
+        "huge": {"type": "integer", "nullable": True, "description": "bytes"},
+    }
+    assert required == [name for name in properties if name != "huge"]
+
+
+def test_only_defaults_that_json_can_say_are_told():
+    def tool(a: int = 1, b: str = None, c: object = object(), d: list[int] = [1], e: float = float("inf")): ...  # noqa: B006, RUF013
+
+    properties, required = shown(tool)
+    assert properties["a"] == {"type": "integer", "default": 1}
+    assert properties["b"] == {"type": "string", "nullable": True}
+    assert properties["c"] == {"type": "string"}
+    assert properties["d"] == {"type": "array", "items": {"type": "integer"}, "default": [1]}
+    assert properties["e"] == {"type": "number"}
+    assert required == []
+
+
+def test_parameters_that_a_model_cannot_name_are_left_out():
+    def tool(a: int, *rest: int, **more: int): ...
+
+    assert shown(tool) == ({"a": {"type": "integer"}}, ["a"])
+
+
+def test_one_annotation_that_cannot_be_found_does_not_spoil_the_others(caplog):
+    def tool(a: int, b: Elsewhere): ...  # noqa: F821
+
+    assert shown(tool)[0] == {"a": {"type": "integer"}, "b": {"type": "string"}}
+    assert "parameter b of tool tool is shown to the model as a string" in caplog.text
+
+
+class Store:
+    def look(self, key: str) -> str:
+        return key
+
+
+def test_methods_do_not_ask_for_self():
+    schema = tool_schema(Store().look)
+    assert schema["function"]["name"] == "look"
+    assert schema["function"]["description"] == "No description provided."
+    assert schema["function"]["parameters"]["required"] == ["key"]
+
+
+@pytest.mark.parametrize(("tool", "rule"), [(partial(add, 1), "__name__"), (3, "__name__"), (len, "positional-only")])
+def test_what_a_model_cannot_call_is_refused(tool, rule):
+    with pytest.raises(ConfigError, match=rule):
+        tool_schema(tool)

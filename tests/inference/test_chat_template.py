@@ -1,0 +1,167 @@
+"""Prompts by a chat template, with the tools that the model may call; and the client that reads its calls."""
+
+import pytest
+from playing import play, tiny_model, tokenizer
+from tool_playing import TEMPLATE, call
+
+from ludic.errors import ConfigError
+from ludic.inference import ChatCompletionRequest, LocalChatClient, ReturnSpec, SamplingParams, ToolRequest
+from ludic.inference.chat_template import ChatTemplate, offered_tools
+from ludic.inference.local_decode import Completion
+from ludic.recipes.tokenizer import EOS_ID, make_byte_tokenizer
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+DEAF = "{% for message in messages %}{{ message.content }};{% endfor %}"
+
+
+def templated(template=TEMPLATE):
+    made = make_byte_tokenizer()
+    made.chat_template = template
+    return made
+
+
+def user(text="hi"):
+    return {"role": "user", "content": text}
+
+
+def test_a_prompt_without_a_template_is_the_contents():
+    messages = [user("a"), {"role": "assistant", "tool_calls": [call("f")]}, user("b"), {"role": "assistant", "content": None}]
+    assert ChatTemplate(tokenizer()).render(messages) == "ab"
+
+
+def test_tools_are_rendered_by_the_template():
+    template = ChatTemplate(templated())
+    assert template.render([user()]) == "<|user|>\nhi<eos>\n<|assistant|>\n"
+    shown = template.render([user()], [TOOL])
+    assert shown.startswith('<|system|>\n{"type": "function", "function": {"name": "add", "description": "Add."')
+    assert shown.endswith("<|user|>\nhi<eos>\n<|assistant|>\n")
+
+
+def test_calls_are_rendered_as_the_model_wrote_them():
+    """Templates write the arguments as JSON: text that is JSON already would be quoted once more."""
+    messages = [
+        user(),
+        {"role": "assistant", "content": "So.", "tool_calls": [call("add", '{"a": 1, "b": "x"}')]},
+        {"role": "tool", "tool_call_id": "id0", "name": "add", "content": "3"},
+    ]
+    before = [message.copy() for message in messages]
+    wrote = 'So.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>'
+    assert f"<|assistant|>\n{wrote}<eos>\n<|tool|>\n3<eos>" in ChatTemplate(templated()).render(messages, [TOOL])
+    assert messages == before
+    odd = [{"role": "assistant", "tool_calls": [call("add", "not json"), {"id": "x"}][:1]}]
+    assert '"arguments": "not json"' in ChatTemplate(templated()).render(odd)
+
+
+def test_messages_without_content_are_rendered_as_empty():
+    """A context leaves an empty answer's content out; adding to what is not there fails in a template."""
+    adding = templated("{% for message in messages %}{{ message.role + ':' + message.content + ';' }}{% endfor %}")
+    assert ChatTemplate(adding).render([user(), {"role": "assistant"}, {"role": "assistant", "content": None}]) == (
+        "user:hi;assistant:;assistant:;"
+    )
+
+
+def test_a_template_that_leaves_tools_out_is_refused_once_it_is_asked_for_them():
+    deaf = ChatTemplate(templated(DEAF))
+    assert deaf.render([user("add")]) == "add;"
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="chat template leaves tools out"):
+            deaf.render([user("add")], [TOOL])
+    with pytest.raises(ConfigError, match="no chat template"):
+        ChatTemplate(tokenizer()).render([user()], [TOOL])
+
+
+def test_a_choice_that_cannot_be_forced_is_refused():
+    assert offered_tools(None) == []
+    assert offered_tools(ToolRequest([TOOL])) == offered_tools(ToolRequest([TOOL], None)) == [TOOL]
+    assert offered_tools(ToolRequest([TOOL], "none")) == []
+    for forced in ("required", {"type": "function", "function": {"name": "add"}}):
+        with pytest.raises(ConfigError, match="cannot be forced"):
+            offered_tools(ToolRequest([TOOL], forced))
+
+
+def client_that_says(text, monkeypatch, template=TEMPLATE, finish="stop"):
+    """The client whole but for the sampling: the model's tokens are those of `text`, then the end."""
+    made = LocalChatClient(tiny_model(max_position_embeddings=1024), templated(template))
+
+    def decode(model, requests, *, eos_ids, pad_id):
+        ids = [*made.tokenizer(text, add_special_tokens=False)["input_ids"], *([EOS_ID] if finish == "stop" else [])]
+        return [Completion(ids, [-0.1] * len(ids), [-0.1] * len(ids), finish) for _ in requests]
+
+    monkeypatch.setattr("ludic.inference.local.decode", decode)
+    return made
+
+
+def ask(client, messages=None, tools=None):
+    request = ChatCompletionRequest(
+        model="m",
+        messages=messages or [user()],
+        sampling=SamplingParams(max_tokens=4),
+        return_=ReturnSpec.for_rl(),
+        seed=0,
+        tools=ToolRequest([TOOL]) if tools is None else tools,
+    )
+    return play(client.complete(request))
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def test_calls_come_back_in_openais_shape_with_the_tokens_that_were_sampled(monkeypatch):
+    client = client_that_says(f"So.\n{CALL}", monkeypatch)
+    response, info = ask(client)
+    (choice,) = info["raw_response"]["choices"]
+    assert choice == {
+        "index": 0,
+        "finish_reason": "tool_calls",
+        "message": {
+            "role": "assistant",
+            "content": "So.",
+            "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+        },
+    }
+    assert (response.text, response.finish_reason) == (f"So.\n{CALL}", "tool_calls")
+    assert client.tokenizer.decode(response.completion_token_ids[:-1]) == response.text
+    assert client.tokenizer.decode(response.prompt_token_ids) == client._template.render([user()], [TOOL])
+    assert info["policy_version"] == 0
+    # The next prompt goes on from these tokens: nothing is written again in another way.
+    told = [user(), choice["message"], {"role": "tool", "tool_call_id": "call00000", "name": "add", "content": "2"}]
+    second, second_info = ask(client, told)
+    sampled = response.prompt_token_ids + response.completion_token_ids[:-1]
+    assert second.prompt_token_ids[: len(sampled)] == sampled
+    assert second_info["raw_response"]["choices"][0]["message"]["tool_calls"][0]["id"] == "call00001"
+
+
+def test_a_malformed_call_is_an_answer_without_calls(monkeypatch):
+    response, info = ask(client_that_says("<tool_call>oops</tool_call>", monkeypatch))
+    (choice,) = info["raw_response"]["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "<tool_call>oops</tool_call>"}
+    assert (choice["finish_reason"], response.finish_reason) == ("stop", "stop")
+
+
+def test_a_call_that_reached_the_token_limit_still_says_so(monkeypatch):
+    response, info = ask(client_that_says(CALL, monkeypatch, finish="length"))
+    assert response.finish_reason == info["raw_response"]["choices"][0]["finish_reason"] == "length"
+
+
+def test_text_that_looks_like_a_call_is_text_where_no_tools_are_offered(monkeypatch):
+    for tools in (ToolRequest([]), ToolRequest([TOOL], "none")):
+        response, info = ask(client_that_says(CALL, monkeypatch), tools=tools)
+        assert (response.text, response.finish_reason) == (CALL, "stop")
+        assert "raw_response" not in info
+
+
+def test_the_same_messages_with_other_tools_are_another_prompt():
+    client = LocalChatClient(tiny_model(max_position_embeddings=1024), templated())
+    other = {"type": "function", "function": {**TOOL["function"], "name": "subtract"}}
+    prompts = [ask(client, tools=ToolRequest(tools))[0].prompt_token_ids for tools in ([TOOL], [other], [], [TOOL])]
+    assert prompts[0] == prompts[3]
+    assert len({tuple(p) for p in prompts}) == 3
+
+
+def test_tools_that_the_model_would_not_see_fail_the_request_and_no_other():
+    client = LocalChatClient(tiny_model(), tokenizer())
+    with pytest.raises(ConfigError, match="no chat template"):
+        ask(client)
+    assert ask(client, tools=ToolRequest([]))[0].completion_token_ids
+    with pytest.raises(ConfigError, match="cannot be forced"):
+        ask(client, tools=ToolRequest([TOOL], "required"))
