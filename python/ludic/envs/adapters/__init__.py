@@ -33,3 +33,5 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from ludic.envs.adapters.gymnasium import GymnasiumEnv as GymnasiumEnv
+    from ludic.envs.adapters.openenv import OpenEnvEnv as OpenEnvEnv
+    from ludic.envs.adapters.textarena import TextArenaEnv as TextArenaEnv

@@ -40,8 +40,9 @@ def shown_observation(observation: Any) -> str:
 
 def says_truncated(result: Any) -> bool:
     """Whether the observation or the metadata has `truncated: true`. OpenEnv itself has one flag, `done`."""
-    observation = result.observation if isinstance(result.observation, Mapping) else vars(result.observation)
-    found = [getattr(result, "metadata", None), observation, observation.get("metadata")]
+    observation = to_plain(result.observation)
+    of_observation = observation.get("metadata") if isinstance(observation, Mapping) else None
+    found = [observation, of_observation, getattr(result, "metadata", None)]
     return any(isinstance(fields, Mapping) and fields.get("truncated") is True for fields in found)
 
 
@@ -89,7 +90,7 @@ class OpenEnvEnv(SingleAgentEnv):
     def suggested_sysprompt(self) -> str | None:
         return self._system_prompt
 
-    async def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
+    async def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:  # type: ignore[override]  # hooks may be coroutines
         """A seed of None is left to the server."""
         self._episode.begin()
         settings = self._reset_settings if seed is None else {**self._reset_settings, "seed": seed}
@@ -99,7 +100,7 @@ class OpenEnvEnv(SingleAgentEnv):
         self._obs = self._observe(result.observation)
         return self._obs, _metadata(result)
 
-    async def env_step(self, action: str) -> StepOutcome:
+    async def env_step(self, action: str) -> StepOutcome:  # type: ignore[override]
         self._episode.check_step()
         try:
             made = self._make_action(action)

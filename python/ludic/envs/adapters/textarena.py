@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from random import SystemRandom
 from typing import Any
 
 from ludic.envs.adapters.episode import Episode
@@ -16,6 +17,7 @@ from ludic.types import Info, StepOutcome
 Opponent = Callable[[str], str]
 """What a player is shown -> its move. Draws from `random` or `numpy.random` follow the episode's seed."""
 YOUR_TURN = "It is your turn."
+EMPTY_MOVE = ""
 
 
 class TextArenaEnv(LudicEnv[str, str, str]):
@@ -26,7 +28,8 @@ class TextArenaEnv(LudicEnv[str, str, str]):
 
     A player is shown what it has not been shown before, without its own moves. `step` takes the move of the one active agent and
     answers for that agent, for every other agent with news, and for all agents when the game is over. The rewards are the game's and
-    come at the end. A move against the rules is the game's to judge: mostly a warning first, then the loss of the game.
+    come at the end. A move against the rules is the game's to judge: mostly a warning first, then the loss of the game. A text that
+    makes the game raise counts as an empty move, with `info["game_error"]`; if that fails too, it is a RolloutError, never a reward.
 
     The end is always `terminated`, the limits of turns that games have among their rules included; `info["reason"]` says which it was.
     The game has its own randomness: it follows the seed of `reset`, and leaves that of the process alone.
@@ -50,8 +53,11 @@ class TextArenaEnv(LudicEnv[str, str, str]):
                 f"opponents ({sorted(self._opponents)}) must be players among 0 to {num_players - 1} and leave one to be an agent"
             )
         self._episode = Episode(f"TextArenaEnv({game if isinstance(game, str) else 'custom game'})")
-        self._randomness = OwnRandomness()
+        self._seed = 0
+        self._randomness = self._opponents_randomness = OwnRandomness(0)
         self._game: Any = None
+        self._moves: list[str] = []
+        self._num_told: dict[int, int] = {}
         self._shown: dict[int, str] = {}
 
     @property
@@ -66,30 +72,30 @@ class TextArenaEnv(LudicEnv[str, str, str]):
     def reset(self, *, seed: int | None = None) -> dict[str, tuple[str, Info]]:
         """A fresh game; what each agent is shown before the first move that an agent makes."""
         self._episode.begin()
-        self._randomness = OwnRandomness(seed)
-        with self._randomness.active():
-            self._game = self._make()
-            self._game.reset(num_players=self._num_players, seed=seed)
-            self._play_opponents()
+        self._seed = SystemRandom().randrange(2**31) if seed is None else seed
+        self._opponents_randomness = OwnRandomness(self._seed)
+        self._num_told = dict.fromkeys(range(self._num_players), 0)
+        self._begin_game()
+        self._play_opponents()
         if self._state.done:
             self._episode.end()
             raise RolloutError("the opponents ended the game before an agent could move; give them moves that the game allows")
         return {_agent_id(player): (self._news(player), {"player": player}) for player in self._agents}
 
     def step(self, actions: dict[str, str]) -> dict[str, StepOutcome]:
-        """Raises RolloutError without the move of the active agent, and for an error of the game, which is never a reward."""
+        """Raises RolloutError without the move of the active agent, and when the game fails whatever the move."""
         self._episode.check_step()
         mover = self._to_move
         if _agent_id(mover) not in actions:
             raise RolloutError(f"it is the turn of {_agent_id(mover)}; step() was given moves of {sorted(actions)}")
         broken = self._rules_broken
-        with self._randomness.active():
-            self._move(actions[_agent_id(mover)])
-            refused = self._to_move == mover and self._rules_broken > broken
-            self._play_opponents()
+        info = self._move(actions[_agent_id(mover)])
+        if self._to_move == mover and self._rules_broken > broken:
+            info["invalid_move"] = True
+        self._play_opponents()
         if self._state.done:
             self._episode.end()
-        return self._outcomes(mover, refused)
+        return self._outcomes(mover, info)
 
     def current_obs(self) -> dict[str, str]:
         """What each agent was shown last."""
@@ -114,24 +120,56 @@ class TextArenaEnv(LudicEnv[str, str, str]):
     def _rules_broken(self) -> int:
         return int(getattr(self._state, "error_count", 0))
 
-    def _move(self, action: str) -> None:
+    def _begin_game(self) -> None:
+        self._moves = []
+        self._randomness = OwnRandomness(self._seed)
+        with self._randomness.active():
+            self._game = self._make()
+            self._game.reset(num_players=self._num_players, seed=self._seed)
+
+    def _move(self, action: str) -> Info:
+        """Submit a move; `{"game_error": ...}` where an empty move stands for it."""
         try:
-            self._game.step(action)
+            self._submit(action)
+            return {}
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        try:
+            self._replay()
+            self._submit(EMPTY_MOVE)
         except Exception as error:
             self._episode.end()
-            raise RolloutError(f"the game failed with {type(error).__name__}: {error}, on the move {action!r}") from error
+            raise RolloutError(f"the game failed with {problem} on the move {action[:80]!r}, and on an empty one") from error
+        return {"game_error": problem}
+
+    def _submit(self, action: str) -> None:
+        with self._randomness.active():
+            self._game.step(action)
+        self._moves.append(action)
+
+    def _replay(self) -> None:
+        """Bring a fresh game to where this one was before it failed: seed and moves are all that it follows."""
+        moves = self._moves
+        self._begin_game()
+        for move in moves:
+            self._submit(move)
+        for player, count in self._num_told.items():
+            del self._state.observations[player][:count]
 
     def _play_opponents(self) -> None:
         while not self._state.done and self._to_move in self._opponents:
             player = self._to_move
-            self._move(self._opponents[player](self._news(player) or YOUR_TURN))
+            news = self._news(player) or YOUR_TURN
+            with self._opponents_randomness.active():
+                move = self._opponents[player](news)
+            self._move(move)
 
-    def _outcomes(self, mover: int, refused: bool) -> dict[str, StepOutcome]:
+    def _outcomes(self, mover: int, info: Info) -> dict[str, StepOutcome]:
         outcomes = {}
         for player in self._agents:
             news = self._news(player)
             if player == mover or news or self._state.done:
-                outcomes[_agent_id(player)] = self._outcome(player, news, {"invalid_move": True} if refused and player == mover else {})
+                outcomes[_agent_id(player)] = self._outcome(player, news, info if player == mover else {})
         return outcomes
 
     def _outcome(self, player: int, news: str, info: Info) -> StepOutcome:
@@ -148,6 +186,7 @@ class TextArenaEnv(LudicEnv[str, str, str]):
         """What the player has not been shown. It counts as shown from then on."""
         messages = self._state.observations[player]
         self._state.observations[player] = []
+        self._num_told[player] += len(messages)
         lines = [self._line(sender, text) for sender, text, kind in messages if not self._own_move(player, sender, kind)]
         news = "\n".join(line for line in lines if line)
         if news:
@@ -168,7 +207,9 @@ def _maker(game: str | Callable[[], Any], settings: Mapping[str, Any]) -> Callab
     textarena = import_extra("textarena", "textarena")
     if not isinstance(game, str):
         if settings:
-            raise ConfigError(f"settings of the game ({sorted(settings)}) go with its id; a function that makes a game has its own")
+            raise ConfigError(
+                f"settings of the game ({sorted(settings)}) go with its id; a function that makes a game has its own"
+            )
         return game
     known = import_extra("textarena.envs.registration", "textarena").ENV_REGISTRY
     if game not in known:
