@@ -12,7 +12,6 @@ _HOMES = {
     "OpenEnvEnv": "openenv",
     "TextArenaEnv": "textarena",
     "VerifiersEnv": "verifiers",
-    "VerifiersProtocol": "verifiers",
     "rollout_from_trace": "verifiers_trace",
 }
 
@@ -35,3 +34,5 @@ if TYPE_CHECKING:
     from ludic.envs.adapters.gymnasium import GymnasiumEnv as GymnasiumEnv
     from ludic.envs.adapters.openenv import OpenEnvEnv as OpenEnvEnv
     from ludic.envs.adapters.textarena import TextArenaEnv as TextArenaEnv
+    from ludic.envs.adapters.verifiers import VerifiersEnv as VerifiersEnv
+    from ludic.envs.adapters.verifiers_trace import rollout_from_trace as rollout_from_trace
