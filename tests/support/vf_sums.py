@@ -32,9 +32,7 @@ class FailingSum(Sum):
 
 
 def sums(kind=Sum, count=3, system_prompt="Add."):
-    return [
-        kind(SumData(idx=index, prompt=f"{index}+3=", system_prompt=system_prompt, a=index, b=3)) for index in range(count)
-    ]
+    return [kind(SumData(idx=index, prompt=f"{index}+3=", system_prompt=system_prompt, a=index, b=3)) for index in range(count)]
 
 
 class AsksUntilRight(vf.Harness[vf.HarnessConfig]):

@@ -1,6 +1,7 @@
 """What every environment keeps to: ours, and those of other libraries behind their adapters."""
 
 import asyncio
+from importlib.util import find_spec
 from random import Random
 
 import pytest
@@ -12,7 +13,7 @@ from playing import FOR_RL, ScriptedClient, protocol, verbatim
 from ludic.agents import Agent
 from ludic.context import FullDialog
 from ludic.envs import DatasetQAEnv
-from ludic.envs.adapters import GymnasiumEnv, OpenEnvEnv, TextArenaEnv
+from ludic.envs.adapters import GymnasiumEnv, OpenEnvEnv, TextArenaEnv, VerifiersEnv
 from ludic.envs.tasks import Addition, DigitSort
 from ludic.interaction import TraceCollector
 from ludic.training.batching.samples import batch_from_rollouts
@@ -62,6 +63,21 @@ ADAPTERS = [
     Case("OpenEnv", lambda: OpenEnvEnv(CountdownClient()), ["4", "one", "3", "2", "1"]),
     Case("OpenEnv cut short", lambda: OpenEnvEnv(CountdownClient(limit=2)), ["4", "4"], "truncated"),
 ]
+if find_spec("openenv"):
+    from openenv_countdown import countdown_url
+
+    ADAPTERS += [
+        Case("OpenEnv server", lambda: OpenEnvEnv(countdown_url()), ["4", "one", "3", "2", "1"]),
+        Case("OpenEnv server cut short", lambda: OpenEnvEnv(countdown_url(limit=2)), ["4", "4"], "truncated"),
+    ]
+if find_spec("verifiers"):
+    from vf_sums import sums, until_right
+
+    ADAPTERS += [
+        Case("verifiers", lambda: VerifiersEnv(sums()), ["5"]),
+        Case("verifiers in turns", lambda: VerifiersEnv(sums(), agent=until_right()), ["1", "2 or 3", "5"]),
+        Case("verifiers cut short", lambda: VerifiersEnv(sums(), agent=until_right(max_turns=2)), ["1", "3"], "truncated"),
+    ]
 each = pytest.mark.parametrize("case", BUILT_IN + ADAPTERS, ids=lambda case: case.name)
 each_adapter = pytest.mark.parametrize("case", ADAPTERS, ids=lambda case: case.name)
 

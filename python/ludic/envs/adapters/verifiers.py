@@ -76,9 +76,7 @@ class VerifiersEnv(SingleAgentEnv):
         last = rollout_from_trace(self._ended()).steps[-1]
         scores = {key: last.info[key] for key in ("rewards", "metrics")}
         self._obs = json.dumps(scores)
-        return StepOutcome(
-            obs=self._obs, reward=last.reward, truncated=last.truncated, terminated=last.terminated, info=scores
-        )
+        return StepOutcome(obs=self._obs, reward=last.reward, truncated=last.truncated, terminated=last.terminated, info=scores)
 
     def env_current_obs(self) -> str:
         self._episode.check_begun()
@@ -150,7 +148,9 @@ class _Caller:
 
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
         if self._answer is not None and not self._answer.done():
-            raise InferenceError("the harness asks again before the last request is answered; let VerifiersProtocol play the task")
+            raise InferenceError(
+                "the harness asks again before the last request is answered; let VerifiersProtocol play the task"
+            )
         self._answer = asyncio.get_running_loop().create_future()
         self.asked.put_nowait(request)
         return ChatResponse(text=await self._answer, finish_reason="stop"), {}

@@ -90,6 +90,7 @@ class ModelSeat:
 def _vf_response(response: ChatResponse, info: Mapping[str, Any], model: str) -> Any:
     vf = import_extra("verifiers.v1", "verifiers")
     tool_calls = _tool_calls(info)
+    text = response.text.encode("utf-8", "replace").decode() or None  # it goes over HTTP, where half a character cannot
     finish = response.finish_reason if response.finish_reason in ("stop", "length", "tool_calls") else None
     prompt_ids, ids = response.prompt_token_ids, response.completion_token_ids
     tokens = None
@@ -97,7 +98,7 @@ def _vf_response(response: ChatResponse, info: Mapping[str, Any], model: str) ->
         tokens = vf.TurnTokens(
             prompt_ids=list(prompt_ids), completion_ids=list(ids), completion_logprobs=list(response.completion_logprobs or [])
         )
-    message: dict[str, Any] = {"role": "assistant", "content": response.text or None}
+    message: dict[str, Any] = {"role": "assistant", "content": text}
     if tool_calls:
         message["tool_calls"] = tool_calls
     usage = {"prompt_tokens": len(prompt_ids or []), "completion_tokens": len(ids or [])}
@@ -115,7 +116,7 @@ def _vf_response(response: ChatResponse, info: Mapping[str, Any], model: str) ->
         created=created,
         model=model,
         message=vf.AssistantMessage(
-            content=response.text or None,
+            content=text,
             tool_calls=[
                 vf.ToolCall(id=call["id"], name=call["function"]["name"], arguments=call["function"]["arguments"])
                 for call in tool_calls
@@ -186,7 +187,9 @@ def _asks_once(vf: Any, config: Any) -> Any:
             messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt or [])
             # the seat, not this request, knows how long the model may take; certificates, slow to load, have no part in it
             timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-            async with httpx.AsyncClient(timeout=timeout, trust_env=False, verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)) as http:
+            async with httpx.AsyncClient(
+                timeout=timeout, trust_env=False, verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            ) as http:
                 answer = await http.post(
                     f"{endpoint}/chat/completions",
                     json={"model": ctx.model, "messages": messages},

@@ -125,7 +125,9 @@ def _tokens(nodes: Sequence[Record], number: int, finish_reason: str | None, whe
     before = [token for parent in _path(nodes, number)[:-1] for token in nodes[parent]["token_ids"]]
     logps = list(node["logprobs"])
     if logps and len(logps) != num_sampled:
-        raise DataError(f"{where} has {len(logps)} log-probabilities for {num_sampled} sampled tokens; there must be one for each")
+        raise DataError(
+            f"{where} has {len(logps)} log-probabilities for {num_sampled} sampled tokens; there must be one for each"
+        )
     return TokenTrace(
         prompt_token_ids=before + ids[:prefix],
         completion_token_ids=ids[prefix:],
