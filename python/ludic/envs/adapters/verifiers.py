@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from ludic.envs.adapters.episode import Episode
@@ -15,6 +14,9 @@ from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, InferenceError, RolloutError
 from ludic.inference.request import ChatCompletionRequest, InferenceSpec
 from ludic.types import ChatResponse, Info, Message, StepOutcome
+
+CLEANUP_TIMEOUT_S = 10.0
+"""How long verifiers may take to give an episode up."""
 
 
 class VerifiersEnv(SingleAgentEnv):
@@ -95,7 +97,7 @@ class VerifiersEnv(SingleAgentEnv):
             done, _ = await asyncio.wait({asked, self._playing}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not asked.done():
-                asked.cancel()
+                await _cancel(asked)
         if asked in done:
             return asked.result()
         if self._playing in done:
@@ -132,11 +134,18 @@ class VerifiersEnv(SingleAgentEnv):
         return "\n".join(reversed(news))
 
     async def _stop(self) -> None:
+        """Give up what is being played."""
         if self._playing is not None:
-            self._playing.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await self._playing
-        self._playing = None
+            playing, self._playing = self._playing, None
+            await _cancel(playing)
+
+
+async def _cancel(task: asyncio.Future[Any]) -> None:
+    """Cancel a task, wait until it has cleaned up, and take note of how it ended."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=CLEANUP_TIMEOUT_S)
+    if task.done() and not task.cancelled():
+        task.exception()
 
 
 class _Caller:

@@ -145,7 +145,7 @@ async def play_task(task: Any, seat: ModelSeat, agent_config: Any | None, *, mod
     vf = import_extra("verifiers.v1", "verifiers")
     interception = import_extra("verifiers.v1.interception", "verifiers")
 
-    class Seated(interception.InterceptionServer):  # type: ignore[misc, name-defined]
+    class Seated(interception.InterceptionServer):  # type: ignore[name-defined]
         """The server of one episode, on the loopback, with the seat for its client."""
 
         def _client(self, config: Any) -> Any:
@@ -173,7 +173,7 @@ def _asks_once(vf: Any, config: Any) -> Any:
     httpx = import_extra("httpx", "verifiers")
     message_to_wire = import_extra("verifiers.v1.dialects.chat", "verifiers").message_to_wire
 
-    class AsksOnce(vf.Harness):  # type: ignore[misc, name-defined]
+    class AsksOnce(vf.Harness):
         APPENDS_SYSTEM_PROMPT = True
         EXECUTES_CODE = False
         NEEDS_CONTAINER = False
