@@ -1,0 +1,161 @@
+"""OpenEnv's environments: a client of a server that runs one."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ludic.envs.adapters.episode import Episode
+from ludic.envs.adapters.extra import import_extra
+from ludic.envs.adapters.plain import to_plain
+from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.errors import ConfigError, RolloutError
+from ludic.types import Info, StepOutcome
+
+NOT_SHOWN = frozenset({"done", "reward", "metadata"})
+"""Fields of an observation that are no part of what the agent sees."""
+_REFUSED_ACTION = "VALIDATION_ERROR"
+"""The server's code for an action that is not of the environment's type."""
+
+
+def message_action(text: str) -> dict[str, Any]:
+    """The action of environments that take a message."""
+    return {"message": text}
+
+
+def shown_observation(observation: Any) -> str:
+    """An observation as text: its only field, if that is text, else its fields as JSON."""
+    fields = to_plain(observation)
+    if not isinstance(fields, Mapping):
+        return fields if isinstance(fields, str) else json.dumps(fields)
+    shown = {key: value for key, value in fields.items() if key not in NOT_SHOWN}
+    values = list(shown.values())
+    if len(values) == 1 and isinstance(values[0], str):
+        return values[0]
+    return json.dumps(shown, ensure_ascii=False)
+
+
+def says_truncated(result: Any) -> bool:
+    """Whether the observation or the metadata has `truncated: true`. OpenEnv itself has one flag, `done`."""
+    observation = to_plain(result.observation)
+    of_observation = observation.get("metadata") if isinstance(observation, Mapping) else None
+    found = [observation, of_observation, getattr(result, "metadata", None)]
+    return any(isinstance(fields, Mapping) and fields.get("truncated") is True for fields in found)
+
+
+class OpenEnvEnv(SingleAgentEnv):
+    """A client of OpenEnv, or the address of a server, which is then spoken to with a `GenericEnvClient`.
+
+    A client is a session: it plays one episode at a time, and `close` ends it, whoever made it. Observations become text by `observe`,
+    answers become actions by `make_action` (ValueError for text that is none). Such text, and an action that the server refuses as not
+    of the environment's type, moves nothing: the outcome has `invalid_action_reward` and `info["invalid_action"]`, and the episode goes
+    on. Any other error of the server is a RolloutError, never a reward. A missing reward is 0.
+
+    Every exchange has `timeout_s`, then it raises TimeoutError. Actions are sent as they are: connect only to servers you trust with them.
+
+    Example: `OpenEnvEnv("http://127.0.0.1:8000", make_action=lambda text: {"move": int(text)})`.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        *,
+        make_action: Callable[[str], Any] = message_action,
+        observe: Callable[[Any], str] = shown_observation,
+        is_truncated: Callable[[Any], bool] = says_truncated,
+        invalid_action_reward: float = -1.0,
+        system_prompt: str | None = None,
+        timeout_s: float = 60.0,
+        reset_settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`reset_settings` go with every reset, beside the seed. Raises ConfigError for a `timeout_s` that is not above 0."""
+        super().__init__()
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s ({timeout_s}) must be > 0")
+        self._client = import_extra("openenv.core", "openenv").GenericEnvClient(client) if isinstance(client, str) else client
+        self._make_action = make_action
+        self._observe = observe
+        self._is_truncated = is_truncated
+        self._invalid_action_reward = invalid_action_reward
+        self._system_prompt = system_prompt
+        self._timeout_s = timeout_s
+        self._reset_settings = dict(reset_settings or {})
+        self._episode = Episode(f"OpenEnvEnv({client if isinstance(client, str) else type(client).__name__})")
+        self._obs = ""
+
+    @property
+    def suggested_sysprompt(self) -> str | None:
+        return self._system_prompt
+
+    async def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:  # type: ignore[override]  # hooks may be coroutines
+        """A seed of None is left to the server."""
+        self._episode.begin()
+        settings = self._reset_settings if seed is None else {**self._reset_settings, "seed": seed}
+        result = await self._exchange(lambda: self._client.reset(**settings))
+        if result.done:
+            self._episode.end()
+        self._obs = self._observe(result.observation)
+        return self._obs, _metadata(result)
+
+    async def env_step(self, action: str) -> StepOutcome:  # type: ignore[override]
+        self._episode.check_step()
+        try:
+            made = self._make_action(action)
+        except ValueError as error:
+            return self._refused(action, str(error))
+        try:
+            result = await self._exchange(lambda: self._client.step(made))
+        except RolloutError as error:
+            if _REFUSED_ACTION in str(error):
+                return self._refused(action, str(error))
+            raise
+        done = bool(result.done)
+        truncated = done and self._is_truncated(result)
+        if done:
+            self._episode.end()
+        self._obs = self._observe(result.observation)
+        return StepOutcome(
+            obs=self._obs,
+            reward=0.0 if result.reward is None else float(result.reward),
+            truncated=truncated,
+            terminated=done and not truncated,
+            info=_metadata(result),
+        )
+
+    def env_current_obs(self) -> str:
+        self._episode.check_begun()
+        return self._obs
+
+    async def close(self) -> None:
+        """End the session. Calls after the first do nothing."""
+        if self._episode.close():
+            async with asyncio.timeout(self._timeout_s):
+                ended = self._client.close()
+                if inspect.isawaitable(ended):
+                    await ended
+
+    async def _exchange(self, send: Callable[[], Any]) -> Any:
+        """One request and its answer. Raises RolloutError for what the server reports, TimeoutError after `timeout_s`."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                result = send()
+                return await result if inspect.isawaitable(result) else result
+        except RuntimeError as error:
+            raise RolloutError(f"{type(self._client).__name__}: {error}") from error
+
+    def _refused(self, action: str, reason: str) -> StepOutcome:
+        return StepOutcome(
+            obs=f"Invalid action. {reason}\n{self._obs}",
+            reward=self._invalid_action_reward,
+            truncated=False,
+            terminated=False,
+            info={"invalid_action": True, "raw_action": action},
+        )
+
+
+def _metadata(result: Any) -> Info:
+    metadata = getattr(result, "metadata", None)
+    return to_plain(metadata) if isinstance(metadata, Mapping) else {}

@@ -1,0 +1,221 @@
+"""TextArena's games, for one player or several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from random import SystemRandom
+from typing import Any
+
+from ludic.envs.adapters.episode import Episode
+from ludic.envs.adapters.extra import import_extra
+from ludic.envs.adapters.own_randomness import OwnRandomness
+from ludic.envs.adapters.plain import to_plain
+from ludic.envs.env import LudicEnv
+from ludic.errors import ConfigError, RolloutError
+from ludic.types import Info, StepOutcome
+
+Opponent = Callable[[str], str]
+"""What a player is shown -> its move. Draws from `random` or `numpy.random` follow the episode's seed."""
+YOUR_TURN = "It is your turn."
+EMPTY_MOVE = ""
+
+
+class TextArenaEnv(LudicEnv[str, str, str]):
+    """A TextArena game by its id (`TicTacToe-v0`), or a function that makes one. Agents are `player_0`, `player_1`, ...
+
+    Players in `opponents` (player number -> function) are played within the environment and are no agents of it. With one agent left
+    the environment is single-agent, and every outcome tells all that happened until the agent's next turn.
+
+    A player is shown what it has not been shown before, without its own moves. `step` takes the move of the one active agent and
+    answers for that agent, for every other agent with news, and for all agents when the game is over. The rewards are the game's and
+    come at the end. A move against the rules is the game's to judge: mostly a warning first, then the loss of the game. A text that
+    makes the game raise counts as an empty move, with `info["game_error"]`; if that fails too, it is a RolloutError, never a reward.
+
+    The end is always `terminated`, the limits of turns that games have among their rules included; `info["reason"]` says which it was.
+    The game has its own randomness: it follows the seed of `reset`, and leaves that of the process alone.
+    """
+
+    def __init__(
+        self,
+        game: str | Callable[[], Any],
+        *,
+        num_players: int = 1,
+        opponents: Mapping[int, Opponent] | None = None,
+        **game_settings: Any,
+    ) -> None:
+        """`game_settings` go to `textarena.make`."""
+        self._make = _maker(game, game_settings)
+        self._num_players = num_players
+        self._opponents = dict(opponents or {})
+        self._agents = [player for player in range(num_players) if player not in self._opponents]
+        if not self._agents or any(player not in range(num_players) for player in self._opponents):
+            raise ConfigError(
+                f"opponents ({sorted(self._opponents)}) must be players among 0 to {num_players - 1} and leave one to be an agent"
+            )
+        self._episode = Episode(f"TextArenaEnv({game if isinstance(game, str) else 'custom game'})")
+        self._seed = 0
+        self._randomness = self._opponents_randomness = OwnRandomness(0)
+        self._game: Any = None
+        self._moves: list[str] = []
+        self._num_told: dict[int, int] = {}
+        self._shown: dict[int, str] = {}
+
+    @property
+    def agent_ids(self) -> list[str]:
+        return [_agent_id(player) for player in self._agents]
+
+    @property
+    def active_agents(self) -> list[str]:
+        """The one agent to move; nobody outside an episode."""
+        return [_agent_id(self._to_move)] if self._episode.running else []
+
+    def reset(self, *, seed: int | None = None) -> dict[str, tuple[str, Info]]:
+        """A fresh game; what each agent is shown before the first move that an agent makes."""
+        self._episode.begin()
+        self._seed = SystemRandom().randrange(2**31) if seed is None else seed
+        self._opponents_randomness = OwnRandomness(self._seed)
+        self._num_told = dict.fromkeys(range(self._num_players), 0)
+        self._begin_game()
+        self._play_opponents()
+        if self._state.done:
+            self._episode.end()
+            raise RolloutError("the opponents ended the game before an agent could move; give them moves that the game allows")
+        return {_agent_id(player): (self._news(player), {"player": player}) for player in self._agents}
+
+    def step(self, actions: dict[str, str]) -> dict[str, StepOutcome]:
+        """Raises RolloutError without the move of the active agent, and when the game fails whatever the move."""
+        self._episode.check_step()
+        mover = self._to_move
+        if _agent_id(mover) not in actions:
+            raise RolloutError(f"it is the turn of {_agent_id(mover)}; step() was given moves of {sorted(actions)}")
+        broken = self._rules_broken
+        info = self._move(actions[_agent_id(mover)])
+        if self._to_move == mover and self._rules_broken > broken:
+            info["invalid_move"] = True
+        self._play_opponents()
+        if self._state.done:
+            self._episode.end()
+        return self._outcomes(mover, info)
+
+    def current_obs(self) -> dict[str, str]:
+        """What each agent was shown last."""
+        self._episode.check_begun()
+        return {_agent_id(player): self._shown[player] for player in self._agents}
+
+    def close(self) -> None:
+        """Forget the game. Calls after the first do nothing."""
+        self._episode.close()
+        self._game = None
+
+    @property
+    def _state(self) -> Any:
+        """The game's state, whatever wrappers stand around it."""
+        return self._game.state
+
+    @property
+    def _to_move(self) -> int:
+        return int(self._state.current_player_id)
+
+    @property
+    def _rules_broken(self) -> int:
+        return int(getattr(self._state, "error_count", 0))
+
+    def _begin_game(self) -> None:
+        self._moves = []
+        self._randomness = OwnRandomness(self._seed)
+        with self._randomness.active():
+            self._game = self._make()
+            self._game.reset(num_players=self._num_players, seed=self._seed)
+
+    def _move(self, action: str) -> Info:
+        """Submit a move; `{"game_error": ...}` where an empty move stands for it."""
+        try:
+            self._submit(action)
+            return {}
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        try:
+            self._replay()
+            self._submit(EMPTY_MOVE)
+        except Exception as error:
+            self._episode.end()
+            raise RolloutError(f"the game failed with {problem} on the move {action[:80]!r}, and on an empty one") from error
+        return {"game_error": problem}
+
+    def _submit(self, action: str) -> None:
+        with self._randomness.active():
+            self._game.step(action)
+        self._moves.append(action)
+
+    def _replay(self) -> None:
+        """Bring a fresh game to where this one was before it failed: seed and moves are all that it follows."""
+        moves = self._moves
+        self._begin_game()
+        for move in moves:
+            self._submit(move)
+        for player, count in self._num_told.items():
+            del self._state.observations[player][:count]
+
+    def _play_opponents(self) -> None:
+        while not self._state.done and self._to_move in self._opponents:
+            player = self._to_move
+            news = self._news(player) or YOUR_TURN
+            with self._opponents_randomness.active():
+                move = self._opponents[player](news)
+            self._move(move)
+
+    def _outcomes(self, mover: int, info: Info) -> dict[str, StepOutcome]:
+        outcomes = {}
+        for player in self._agents:
+            news = self._news(player)
+            if player == mover or news or self._state.done:
+                outcomes[_agent_id(player)] = self._outcome(player, news, info if player == mover else {})
+        return outcomes
+
+    def _outcome(self, player: int, news: str, info: Info) -> StepOutcome:
+        done = bool(self._state.done)
+        if done:
+            info = {**to_plain(self._state.game_info.get(player, {})), **info}
+            news = news or str(info.get("reason") or "")
+        elif player == self._to_move:
+            news = news or YOUR_TURN
+        reward = float((self._state.rewards or {}).get(player, 0.0)) if done else 0.0
+        return StepOutcome(obs=news, reward=reward, truncated=False, terminated=done, info={"player": player, **info})
+
+    def _news(self, player: int) -> str:
+        """What the player has not been shown. It counts as shown from then on."""
+        messages = self._state.observations[player]
+        self._state.observations[player] = []
+        self._num_told[player] += len(messages)
+        lines = [self._line(sender, text) for sender, text, kind in messages if not self._own_move(player, sender, kind)]
+        news = "\n".join(line for line in lines if line)
+        if news:
+            self._shown[player] = news
+        return news
+
+    def _own_move(self, player: int, sender: int, kind: Any) -> bool:
+        """Some games for one player announce the player's move in the game's name."""
+        return kind.name == "PLAYER_ACTION" and (sender == player or (sender < 0 and self._num_players == 1))
+
+    def _line(self, sender: int, text: str) -> str:
+        text = str(text).strip()
+        return text if sender < 0 else f"[{self._state.role_mapping.get(sender, f'Player {sender}')}] {text}"
+
+
+def _maker(game: str | Callable[[], Any], settings: Mapping[str, Any]) -> Callable[[], Any]:
+    """A function to a game without the wrapper that shows players everything again at every turn."""
+    textarena = import_extra("textarena", "textarena")
+    if not isinstance(game, str):
+        if settings:
+            raise ConfigError(
+                f"settings of the game ({sorted(settings)}) go with its id; a function that makes a game has its own"
+            )
+        return game
+    known = import_extra("textarena.envs.registration", "textarena").ENV_REGISTRY
+    if game not in known:
+        raise ConfigError(f"TextArena has no game {game!r}; textarena.pprint_registry_detailed() prints those that it has")
+    return lambda: textarena.make(game, **settings)
+
+
+def _agent_id(player: int) -> str:
+    return f"player_{player}"

@@ -1,0 +1,179 @@
+"""Tasks of verifiers (`verifiers.v1`, 0.4) as an environment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ludic.envs.adapters.episode import Episode
+from ludic.envs.adapters.verifiers_seat import ModelSeat, play_task
+from ludic.envs.adapters.verifiers_trace import rollout_from_trace
+from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.errors import ConfigError, InferenceError, RolloutError
+from ludic.inference.request import ChatCompletionRequest, InferenceSpec
+from ludic.types import ChatResponse, Info, Message, StepOutcome
+
+CLEANUP_TIMEOUT_S = 10.0
+"""How long verifiers may take to give an episode up."""
+
+
+class VerifiersEnv(SingleAgentEnv):
+    """Tasks of a taskset, `list(verifiers.v1.load_taskset(...))`: the episode of seed s plays task number s modulo their count.
+
+    verifiers plays the episode, harness and scoring included; the observation is what its requests to the model show, the action is the
+    answer. An episode of verifiers that fails is a RolloutError, never a reward. Answers are text: for tasks that give the model tools,
+    and to keep the harness's own prompts to the token, let `VerifiersProtocol` play, which seats a client directly.
+
+    `agent`: a `verifiers.v1.AgentConfig` (harness, runtime, limits); None asks the model once, in this process.
+    `timeout_s` bounds the wait for verifiers between two answers of the model.
+    """
+
+    def __init__(self, tasks: Sequence[Any], *, agent: Any | None = None, timeout_s: float = 60.0) -> None:
+        super().__init__()
+        if not tasks:
+            raise ConfigError("tasks is empty; there is nothing to play")
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s ({timeout_s}) must be > 0")
+        self.agent = agent
+        self._tasks = list(tasks)
+        self._timeout_s = timeout_s
+        self._episode = Episode("VerifiersEnv")
+        self._caller = _Caller()
+        self._playing: asyncio.Task[Any] | None = None
+        self._system_prompt: str | None = None
+        self._obs = ""
+
+    def task(self, seed: int | None) -> Any:
+        """The task of a seed; the first without one."""
+        return self._tasks[(seed or 0) % len(self._tasks)]
+
+    @property
+    def suggested_sysprompt(self) -> str | None:
+        """That of the request being answered."""
+        return self._system_prompt
+
+    async def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:  # type: ignore[override]  # hooks may be coroutines
+        self._episode.begin()
+        await self._stop()
+        task = self.task(seed)
+        self._caller = _Caller()
+        seat = ModelSeat(self._caller, InferenceSpec(), lambda call: None, None)
+        self._playing = asyncio.create_task(play_task(task, seat, self.agent, model="policy", max_turns=None))
+        request = await self._next_request()
+        if request is None:
+            raise self._failed("the episode ended before the model was asked")
+        self._obs = self._shown(request)
+        return self._obs, {"task_idx": task.data.idx}
+
+    async def env_step(self, action: str) -> StepOutcome:  # type: ignore[override]
+        self._episode.check_step()
+        self._caller.answer(action)
+        request = await self._next_request()
+        if request is not None:
+            self._obs = self._shown(request)
+            return StepOutcome(obs=self._obs, reward=0.0, truncated=False, terminated=False)
+        assert self._playing is not None
+        last = rollout_from_trace(self._ended()).steps[-1]
+        scores = {key: last.info[key] for key in ("rewards", "metrics")}
+        self._obs = json.dumps(scores)
+        return StepOutcome(obs=self._obs, reward=last.reward, truncated=last.truncated, terminated=last.terminated, info=scores)
+
+    def env_current_obs(self) -> str:
+        self._episode.check_begun()
+        return self._obs
+
+    async def close(self) -> None:
+        """Give up the episode. Calls after the first do nothing."""
+        if self._episode.close():
+            await self._stop()
+
+    async def _next_request(self) -> ChatCompletionRequest | None:
+        """What the model is asked next; None when verifiers is done. Raises TimeoutError, and gives the episode up, after `timeout_s`."""
+        assert self._playing is not None
+        asked = asyncio.ensure_future(self._caller.asked.get())
+        try:
+            done, _ = await asyncio.wait({asked, self._playing}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not asked.done():
+                await _cancel(asked)
+        if asked in done:
+            return asked.result()
+        if self._playing in done:
+            self._episode.end()
+            return None
+        self._episode.end()
+        await self._stop()
+        raise TimeoutError(f"VerifiersEnv: nothing came of the episode within {self._timeout_s} s")
+
+    def _ended(self) -> Any:
+        assert self._playing is not None
+        try:
+            return self._playing.result()
+        except Exception as error:
+            raise self._failed(f"{type(error).__name__}: {error}") from error
+
+    def _failed(self, problem: str) -> RolloutError:
+        if self._playing is not None and self._playing.done() and self._playing.exception() is None:
+            errors = self._playing.result().errors
+            problem += f" ({errors[-1].type}: {errors[-1].message})" if errors else ""
+        return RolloutError(f"VerifiersEnv: {problem}")
+
+    def _shown(self, request: ChatCompletionRequest) -> str:
+        """The messages since the last answer; the system prompt apart."""
+        if request.tools is not None:
+            raise RolloutError("VerifiersEnv: the task gives the model tools; let VerifiersProtocol play it")
+        self._system_prompt = "\n".join(_text(message) for message in request.messages if message["role"] == "system") or None
+        news: list[str] = []
+        for message in reversed(request.messages):
+            if message["role"] == "assistant":
+                break
+            if message["role"] != "system":
+                news.append(_text(message))
+        return "\n".join(reversed(news))
+
+    async def _stop(self) -> None:
+        """Give up what is being played."""
+        if self._playing is not None:
+            playing, self._playing = self._playing, None
+            await _cancel(playing)
+
+
+async def _cancel(task: asyncio.Future[Any]) -> None:
+    """Cancel a task, wait until it has cleaned up, and take note of how it ended."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=CLEANUP_TIMEOUT_S)
+    if task.done() and not task.cancelled():
+        task.exception()
+
+
+class _Caller:
+    """A chat client whose answers come from the other side: a request waits until it is given one."""
+
+    def __init__(self) -> None:
+        self.asked: asyncio.Queue[ChatCompletionRequest] = asyncio.Queue()
+        self._answer: asyncio.Future[str] | None = None
+
+    async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
+        if self._answer is not None and not self._answer.done():
+            raise InferenceError(
+                "the harness asks again before the last request is answered; let VerifiersProtocol play the task"
+            )
+        self._answer = asyncio.get_running_loop().create_future()
+        self.asked.put_nowait(request)
+        return ChatResponse(text=await self._answer, finish_reason="stop"), {}
+
+    def answer(self, text: str) -> None:
+        assert self._answer is not None
+        self._answer.set_result(text)
+
+    def sync_weights(self, *args: Any, **kwargs: Any) -> str:
+        raise NotImplementedError("answers come from an agent, not from weights")
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.get("text", "") for part in content)
