@@ -41,7 +41,7 @@ def summary_of(run: SFTRun, lines: Sequence[dict[str, Any]], *, config_hash: str
         "padding": padding_of(lines),
         "steps": run.progress.steps,
         "epochs": round(run.progress.steps * run.recipe.batch_size / len(run.parts.data.train), 3),
-        "data": run.parts.data.counts(run.parts.cfg.max_seq_len),
+        "data": run.parts.data.counts(run.parts.cfg.max_seq_len, run.parts.tokenizer.eos_token_id),
         "seed": run.recipe.seed,
         "config_hash": config_hash,
     }
@@ -73,6 +73,13 @@ def _show(run: SFTRun, console: Console, summary: dict[str, Any], losses: Sequen
         f"{data['samples_cut']:,} longer than max_seq_len were cut, {data['samples_cut_empty']:,} of them to nothing",
         highlight=False,
     )
+    if data["samples_without_end"]:
+        console.print(
+            f"{data['samples_without_end']:,} samples do not end with {run.parts.tokenizer.eos_token}: after those the model is "
+            "not taught to stop",
+            highlight=False,
+            markup=False,
+        )
     for line in text_curve(losses):
         console.print(line, highlight=False, markup=False)
     phases = ", ".join(f"{name.replace('_', ' ')} {seconds:.1f}" for name, seconds in summary["phases_s"].items())

@@ -117,6 +117,8 @@ class SFTRun:
     async def _train(self) -> None:
         """All steps that are left, or those until a stop; the model is kept."""
         recipe, steps = self.recipe, self.parts.steps
+        if self.parts.heldout is None:
+            self.screen.note("No rows are held out; nothing is measured")
         self.screen.note(f"Training on {len(self.parts.data.train):,} samples: {steps} steps of {recipe.batch_size}")
         with (
             JSONLLogger(self.directory.metrics) as written,
