@@ -1,8 +1,10 @@
-"""The command `ludic`: train, doctor, version. Each command imports what it needs when it runs, so that `--help` is quick."""
+"""The command `ludic`: train, sft, rollout, doctor, version. Each command imports what it needs when it runs, so that `--help` is quick."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -58,6 +60,80 @@ def train(
         typer.secho(f"ludic: {error}", err=True, fg="red")
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
     raise typer.Exit(code)
+
+
+_SFT_HELP = """Supervised fine-tuning: a data file in, a model out.
+
+A row of the JSONL file holds `messages`, or `prompt` and `completion`, or a rollout as `ludic rollout` writes it. The loss is on what the
+assistant says. Everything is written to `runs/NAME/`: config.yaml, metrics.jsonl, summary.json, loss.png and the model in Hugging Face
+layout. Ctrl-C ends after the current step and keeps what was done.
+
+**Examples**
+
+- `ludic sft` teaches a small model to sort digits, from demonstrations
+- `ludic sft model=path/to/model data=chats.jsonl epochs=2 trainer.lr=1e-5` (`--print-config` lists all fields)
+- `ludic sft settings.yaml trainer.packing=padding_free` reads a file of settings
+- `ludic sft --resume runs/NAME` goes on where an interrupted run stopped
+"""
+
+
+@app.command(help=_SFT_HELP)
+def sft(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE.yaml] [KEY=VALUE]...", help="A file of settings, and fields to set.")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of a run to go on with.")] = None,
+    json_only: Annotated[bool, typer.Option("--json", help="Print summary.json alone on standard output.")] = False,
+    print_config: Annotated[bool, typer.Option(help="Print the resolved settings as YAML and stop.")] = False,
+) -> None:
+    from ludic.recipes.sft.command import sft_command
+
+    with _user_errors():
+        code = sft_command(arguments or (), resume=resume, json_only=json_only, print_config=print_config)
+    raise typer.Exit(code)
+
+
+_ROLLOUT_HELP = """Play episodes of a recipe's task with a model and write them down, token traces included: `ludic sft` reads the file.
+
+**Examples**
+
+- `ludic rollout sort model=runs/NAME/model --episodes 2000 --keep "reward>0" --out good.jsonl` samples and keeps the good ones
+- `ludic rollout addition model=runs/NAME/model --keep "reward>=1 and scratchpad_right==1" --out textbook.jsonl`
+"""
+
+
+@app.command(help=_ROLLOUT_HELP)
+def rollout(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the episodes are written; it must not exist yet.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE] model=DIRECTORY [KEY=VALUE]...", help="As for `ludic train`; its rollout section counts."
+        ),
+    ] = None,
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes to play, whole groups of rollout.group_size.")] = 1024,
+    keep: Annotated[
+        str | None, typer.Option(metavar="CONDITION", help='Which to write: KEY > NUMBER, joined by "and". Without it, all.')
+    ] = None,
+    json_only: Annotated[bool, typer.Option("--json", help="Print the counts as JSON alone on standard output.")] = False,
+) -> None:
+    from ludic.recipes.rollout_command import rollout_command
+
+    with _user_errors():
+        code = rollout_command(arguments or (), episodes=episodes, keep=keep, out=out, json_only=json_only)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """Errors of ludic's are a line and an exit status: 2 for a wrong setting, 1 for anything else."""
+    from ludic.errors import ConfigError, LudicError
+
+    try:
+        yield
+    except LudicError as error:
+        typer.secho(f"ludic: {error}", err=True, fg="red")
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
 
 
 @app.command(help="Print versions, devices, and optional extras with what each would add.")

@@ -28,7 +28,7 @@ def train_command(arguments: Sequence[str], *, resume: Path | None, json_only: b
     if print_config:
         print(to_yaml(compose(arguments)), end="")
         return 0
-    with _output(json_only) as console:
+    with output_to(json_only) as console:
         try:
             code, summary = _train(arguments, resume, console, started)
         except KeyboardInterrupt:
@@ -40,7 +40,7 @@ def train_command(arguments: Sequence[str], *, resume: Path | None, json_only: b
 
 
 @contextlib.contextmanager
-def _output(json_only: bool) -> Iterator[Console]:
+def output_to(json_only: bool) -> Iterator[Console]:
     """Where everything but the summary goes: standard output, or with `--json` standard error."""
     from rich.console import Console
 
@@ -78,7 +78,7 @@ def _set_up(recipe: Recipe, directory: RunDirectory | None, console: Console, st
     from ludic.recipes.screen import Screen
     from ludic.recipes.watch import StopRequest
 
-    _quiet_libraries()
+    quiet_libraries()
     screen = Screen(console, every=recipe.log_every)
     parts = Parts.build(recipe)
     directory = directory or RunDirectory.create(recipe)
@@ -112,7 +112,7 @@ def _conclude(run: Run, console: Console) -> str:
     return outcome.summary.to_json()
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Progress bars of loading and saving small models say nothing."""
     from transformers.utils import logging
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from importlib.resources import files
@@ -24,7 +24,7 @@ from ludic.errors import ConfigError
 from ludic.recipes.schema import Recipe, trainer_section
 
 _OPEN_SECTIONS = ("task.args", "algorithm_args")  # their keys are those of a callable, which checks them itself
-_PER_ALGORITHM, _LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys
+_PER_ALGORITHM, LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys
 
 _EXPLAINED = {
     **dict.fromkeys(
@@ -53,17 +53,27 @@ def builtin_names() -> list[str]:
 
 def compose(arguments: Sequence[str] = ()) -> Recipe:
     """`arguments`: at most one recipe name or path of a YAML file, and any number of overrides, in any order."""
+    source, overrides = split_arguments(arguments)
+    return cast(Recipe, fill(_schema(), _layers(source, overrides), overrides))
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[Override]]:
+    """(recipe or file, overrides)."""
     sources = [argument for argument in arguments if _is_source(argument)]
-    overrides = [parse_override(argument) for argument in arguments if not _is_source(argument)]
     if len(sources) > 1:
         raise ConfigError(f"one recipe at a time, not {' and '.join(sources)}; a setting is written key=value")
-    tree = _schema()
-    for where, layer in _layers(sources[0] if sources else None, overrides):
+    return (sources[0] if sources else None), [parse_override(argument) for argument in arguments if not _is_source(argument)]
+
+
+def fill(tree: DictConfig, layers: Iterable[tuple[str, DictConfig]], overrides: Sequence[Override]) -> Any:
+    """`tree` with the layers merged in, lowest first, then the overrides: the object that the tree describes. A layer comes with its
+    name, for errors."""
+    for where, layer in layers:
         _merge(tree, layer, where)
     _forget_arguments_of_another_task(tree, next((o.value for o in overrides if o.key == "task.kind"), tree.task.kind))
     for override in overrides:
         _apply(tree, override)
-    return cast(Recipe, OmegaConf.to_object(tree))
+    return OmegaConf.to_object(tree)
 
 
 def parse_override(text: str) -> Override:
@@ -77,12 +87,12 @@ def parse_override(text: str) -> Override:
     return Override(key=parsed.key_or_group, value=parsed.value(), text=text)
 
 
-def to_yaml(recipe: Recipe) -> str:
+def to_yaml(recipe: Any) -> str:
     """The resolved recipe, as a file that `ludic train` reads."""
     return OmegaConf.to_yaml(OmegaConf.create(asdict(recipe)))
 
 
-def config_hash(recipe: Recipe) -> str:
+def config_hash(recipe: Any) -> str:
     """16 hex digits over everything that can change results: all but the run's name and folder."""
     content = {key: value for key, value in asdict(recipe).items() if key not in ("name", "output")}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
@@ -96,7 +106,7 @@ def suggest(key: str, known: Sequence[str]) -> str:
     same_leaf = [name for name in known if name.rsplit(".", 1)[-1] == leaf]
     siblings = [name for name in known if name.rsplit(".", 1)[0] == key.rsplit(".", 1)[0]] if "." in key else []
     near = same_leaf or get_close_matches(key, siblings, n=2, cutoff=0.75) or get_close_matches(key, known, n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(near)}?" if near else "; `ludic train --print-config` lists every key"
+    return f"; did you mean {' or '.join(near)}?" if near else "; `--print-config` lists every key"
 
 
 def _is_source(argument: str) -> bool:
@@ -114,17 +124,17 @@ def _layers(source: str | None, overrides: Sequence[Override]) -> Iterator[tuple
     """Lowest first: the built-in recipe with its settings for the algorithm and for a loaded model, the user's file with its own."""
     chosen = {override.key: override.value for override in overrides}
     is_file = source is not None and source.endswith((".yaml", ".yml"))
-    user = _read(Path(cast(str, source)).expanduser()) if is_file else OmegaConf.create({})
+    user = read_yaml(Path(cast(str, source)).expanduser()) if is_file else OmegaConf.create({})
     base_name = chosen.get("recipe", user.get("recipe", "sort") if is_file else source or "sort")
     base = _read_builtin(str(base_name))
     algorithm = chosen.get("algorithm", user.get("algorithm", base.algorithm))
     model = chosen.get("model", user.get("model", base.model))
     for where, layer in ((f"recipe {base_name}", base), (str(source), user)):
-        by_algorithm, loaded = layer.pop(_PER_ALGORITHM, {}), layer.pop(_LOADED_MODEL, OmegaConf.create({}))
+        by_algorithm, loaded = layer.pop(_PER_ALGORITHM, {}), layer.pop(LOADED_MODEL, OmegaConf.create({}))
         yield where, layer
         yield f"{where}, {_PER_ALGORITHM}.{algorithm}", by_algorithm.get(algorithm, OmegaConf.create({}))
         if model is not None:
-            yield f"{where}, {_LOADED_MODEL}", loaded
+            yield f"{where}, {LOADED_MODEL}", loaded
 
 
 def _builtin_folder() -> Any:
@@ -139,7 +149,7 @@ def _read_builtin(name: str) -> DictConfig:
     return cast(DictConfig, OmegaConf.create((_builtin_folder() / f"{name}.yaml").read_text(encoding="utf-8")))
 
 
-def _read(path: Path) -> DictConfig:
+def read_yaml(path: Path) -> DictConfig:
     import yaml  # type: ignore[import-untyped]
 
     if not path.is_file():

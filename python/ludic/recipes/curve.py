@@ -23,9 +23,14 @@ def text_curve(values: Sequence[float], *, width: int = 60, height: int = 8) -> 
 
 
 def write_picture(
-    path: Path, series: Mapping[str, Sequence[float]], *, marks: Mapping[str, tuple[float, float]], title: str
+    path: Path,
+    series: Mapping[str, Sequence[float]],
+    *,
+    marks: Mapping[str, tuple[float, float]],
+    title: str,
+    measure: str = "rate",
 ) -> None:
-    """`series`: label to one value a step. `marks`: label to (before, after), drawn at the two ends."""
+    """`series`: label to one value a step. `marks`: label to (before, after), drawn at the two ends. Rates are shown from 0 to 1."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -38,9 +43,9 @@ def write_picture(
         axes.plot(range(1, len(values) + 1), running_mean(values), color=line.get_color(), linewidth=2, label=label)
     for label, (before, after) in marks.items():
         axes.plot([0, steps + 1], [before, after], linestyle="none", marker="o", label=label)
-    axes.set(xlabel="step", ylabel="rate", ylim=(-0.03, 1.03), title=title)
+    axes.set(xlabel="step", ylabel=measure, title=title, **({"ylim": (-0.03, 1.03)} if measure == "rate" else {}))
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
+    axes.legend(loc="lower right" if measure == "rate" else "upper right")
     figure.savefig(path, dpi=120)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.recipes.curve import text_curve, write_picture
@@ -73,7 +74,7 @@ def outcome_of(progress: Progress, directory: RunDirectory, task: Task, *, seed:
         after=after.rates() if after else None,
         wall_s=round(progress.seconds.get("wall", 0.0), 2),
         phases_s=_phases(progress.seconds, reinforce),
-        padding=_padding([*warm_up, *reinforce]),
+        padding=padding_of([*warm_up, *reinforce]),
         steps=progress.steps,
         clip_fraction=sum(clipped) / len(clipped) if clipped else None,
         seed=seed,
@@ -97,7 +98,7 @@ def _phases(seconds: Mapping[str, float], reinforce: Sequence[Mapping[str, float
     return {name: round(value, 2) for name, value in {**whole, **parts, "other": max(0.0, rest)}.items()}
 
 
-def _padding(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def padding_of(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Tokens of all training passes, as they were packed and as they might have been."""
     real, computed, greedy, unpacked = (sum(line.get(f"perf/{key}", 0.0) for line in lines) for key in _TOKEN_KEYS)
     if not computed:
@@ -131,9 +132,9 @@ def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> 
     for line in text_curve(outcome.rewards):
         console.print(line, highlight=False, markup=False)
     console.print(_timings_line(outcome.summary), highlight=False)
-    console.print(_padding_line(outcome.summary.padding), highlight=False)
+    console.print(padding_line(outcome.summary.padding), highlight=False)
     console.print(_honest_line(outcome), highlight=False)
-    _show_files(console, directory)
+    show_files(console, directory, _files_of(directory))
 
 
 def _rates_table(task: Task, before: Evaluation, after: Evaluation | None) -> Any:
@@ -169,7 +170,7 @@ def _timings_line(summary: Summary) -> str:
     return f"[bold]Seconds[/]: {summary.wall_s:.1f} in all; {phases}"
 
 
-def _padding_line(padding: Mapping[str, float]) -> str:
+def padding_line(padding: Mapping[str, float]) -> str:
     if not padding:
         return "[bold]Padding[/]: nothing was trained on"
     return (
@@ -199,9 +200,8 @@ def _what_happened(outcome: Outcome) -> str:
     return "The warm-up's demonstrations already contain right answers; reinforcement selects and sharpens them."
 
 
-def _show_files(console: Console, directory: RunDirectory) -> None:
-    console.print(f"[bold]Written to[/] {directory.path}/", highlight=False)
-    notes = {
+def _files_of(directory: RunDirectory) -> dict[Path, str]:
+    return {
         directory.summary: "this, for programs",
         directory.picture: "the reward curve",
         directory.config: "the resolved recipe; `ludic train` reads it",
@@ -209,6 +209,11 @@ def _show_files(console: Console, directory: RunDirectory) -> None:
         directory.rollouts: "sampled episodes",
         directory.model: "model and tokenizer in Hugging Face layout",
     }
+
+
+def show_files(console: Console, directory: RunDirectory, notes: Mapping[Path, str]) -> None:
+    """Where everything lies. `notes`: path to what it is; what does not exist is left out."""
+    console.print(f"[bold]Written to[/] {directory.path}/", highlight=False)
     for path, note in notes.items():
         if path.exists():
             console.print(f"  {path.name:<15}{note}", highlight=False, markup=False)

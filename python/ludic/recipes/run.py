@@ -170,7 +170,7 @@ class Run:
                 every_n_steps=self.recipe.checkpoint.every_n_steps,
                 max_to_keep=self.recipe.checkpoint.max_to_keep,
             ),
-            resume_from=_latest(checkpoints),
+            resume_from=latest_checkpoint(checkpoints),
             train_logger=logger,
             evaluator=self._held_out,
             reducers={**default_reducers(), **(facts if phase == REINFORCE else {})},
@@ -224,7 +224,7 @@ class Run:
         self.parts.tokenizer.save_pretrained(self.directory.model)
 
 
-def _latest(checkpoints: Path) -> Path | None:
+def latest_checkpoint(checkpoints: Path) -> Path | None:
     """Where `CheckpointManager` finds the newest checkpoint, if there is any."""
     from ludic.training.checkpoint import CheckpointManager
 

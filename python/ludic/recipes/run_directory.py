@@ -46,16 +46,8 @@ class RunDirectory:
 
     @classmethod
     def create(cls, recipe: Recipe) -> RunDirectory:
-        """A new folder; a name that was not asked for by the user gets the time where it is taken already."""
-        output = Path(recipe.output).expanduser()
-        path = output / (recipe.name or f"{recipe.recipe}-{recipe.algorithm}-seed{recipe.seed}")
-        if path.exists() and recipe.name is None:
-            path = output / f"{path.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError as error:
-            raise CheckpointError(f"{path} is there already; choose another name=, or go on with --resume {path}") from error
-        directory = cls(path)
+        """A new folder, named by the recipe, the algorithm and the seed unless the recipe has a name."""
+        directory = cls(new_folder(recipe.output, recipe.name, f"{recipe.recipe}-{recipe.algorithm}-seed{recipe.seed}"))
         write_text(directory.config, to_yaml(recipe))
         directory.write_progress(Progress())
         return directory
@@ -79,8 +71,23 @@ class RunDirectory:
         if not self.metrics.is_file():
             return []
         lines = [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines() if line]
-        by_step = {line["step"]: line for line in lines if line.get("phase") == phase}
+        by_step: dict[int, dict[str, Any]] = {}
+        for line in lines:
+            if line.get("phase") == phase:
+                by_step.setdefault(line["step"], {}).update(line)  # a step that was evaluated has two lines
         return [by_step[step] for step in sorted(by_step)]
+
+
+def new_folder(output: str, name: str | None, otherwise: str) -> Path:
+    """`output/name`, made. `otherwise` names it where no name was asked for, with the time behind it if that is taken already."""
+    path = Path(output).expanduser() / (name or otherwise)
+    if path.exists() and name is None:
+        path = path.with_name(f"{path.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError as error:
+        raise CheckpointError(f"{path} is there already; choose another name=, or go on with --resume {path}") from error
+    return path
 
 
 def write_text(path: Path, text: str) -> None:

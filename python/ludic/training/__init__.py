@@ -21,6 +21,7 @@ _HOMES = {
         "collate_saw_items",
         "split_items_by_token_budget",
     ),
+    "batching.offline": ("OfflineBatchSource", "make_chat_template_step_to_item"),
     "batching.requests_from_dataset": (
         "RequestsExhausted",
         "make_dataset_queue_requests_fn",
@@ -129,6 +130,10 @@ if TYPE_CHECKING:
         collate_micro_batches as collate_micro_batches,
         collate_saw_items as collate_saw_items,
         split_items_by_token_budget as split_items_by_token_budget,
+    )
+    from ludic.training.batching.offline import (
+        OfflineBatchSource as OfflineBatchSource,
+        make_chat_template_step_to_item as make_chat_template_step_to_item,
     )
     from ludic.training.batching.requests_from_dataset import (
         RequestsExhausted as RequestsExhausted,

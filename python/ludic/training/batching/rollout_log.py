@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ludic.types import Rollout
+from ludic.errors import DataError
+from ludic.training.batching.jsonl import read_jsonl
+from ludic.types import Rollout, Step, TokenTrace
 
 
 def _plain(value: Any) -> Any:
@@ -44,3 +46,41 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
         "length": rollout.length,
         "duration_ns": rollout.duration_ns,
     }
+
+
+def read_rollouts(path: str | Path) -> list[Rollout]:
+    """The rollouts of a file that `append_rollouts` wrote, token traces included.
+
+    A rollout without an id is called after its line. Raises DataError, naming the line, for one that is no rollout.
+    """
+    return [rollout_of(row, where) for where, row in read_jsonl(path)]
+
+
+def rollout_of(row: Mapping[str, Any], where: str) -> Rollout:
+    """The rollout that a line holds. `where` names the line."""
+    steps = row.get("steps")
+    if not isinstance(steps, list) or not steps:
+        raise DataError(f"{where} has no steps; a rollout is a line with id, meta and steps")
+    try:
+        return Rollout(
+            id=str(row.get("id") or where), steps=[_step(*pair) for pair in enumerate(steps)], meta=dict(row.get("meta") or {})
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"has no {error}" if isinstance(error, KeyError) else str(error)
+        raise DataError(f"{where}: a step of this rollout cannot be read: {what}") from error
+
+
+def _step(number: int, fields: Mapping[str, Any]) -> Step:
+    trace = fields.get("trace")
+    return Step(
+        index=int(fields.get("index", number)),
+        prev_obs=fields["prev_obs"],
+        action=fields["action"],
+        next_obs=fields.get("next_obs"),
+        reward=float(fields["reward"]),
+        truncated=bool(fields.get("truncated", False)),
+        terminated=bool(fields.get("terminated", False)),
+        info=dict(fields.get("info") or {}),
+        trace=None if trace is None else TokenTrace.from_dict(trace),
+        ts_ns=int(fields.get("ts_ns", 0)),
+    )

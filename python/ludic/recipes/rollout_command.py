@@ -1,0 +1,125 @@
+"""`ludic rollout`: play episodes of a recipe's task with a model, and write those down that a condition keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ludic.errors import ConfigError
+from ludic.recipes.command import INTERRUPTED, output_to, quiet_libraries
+from ludic.recipes.compose import compose
+from ludic.recipes.keep import Keep
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ludic.recipes.run import Parts
+    from ludic.recipes.schema import Recipe
+    from ludic.training.batching.rollout_engine import RolloutEngine
+    from ludic.types import Rollout
+
+
+@dataclass
+class RolloutCounts:
+    """What was played and what was written."""
+
+    out: str
+    keep: str | None
+    episodes: int = 0
+    kept: int = 0
+    failed: int = 0
+    """Episodes that raised or timed out, and those of their groups."""
+    reward: float = 0.0
+    """Mean over the episodes that were played."""
+    wall_s: float = 0.0
+
+    def add(self, played: Sequence[Rollout], kept: Sequence[Rollout], asked: int) -> None:
+        before = self.reward * self.episodes
+        self.episodes += len(played)
+        self.kept += len(kept)
+        self.failed += asked - len(played)
+        self.reward = (before + sum(rollout.total_reward for rollout in played)) / max(1, self.episodes)
+
+
+def rollout_command(arguments: Sequence[str], *, episodes: int, keep: str | None, out: Path, json_only: bool) -> int:
+    """The exit status: 0, or 130 after Ctrl-C, which keeps the batches that were written."""
+    started = time.perf_counter()
+    recipe, condition = compose(arguments), None if keep is None else Keep.parse(keep)
+    _check(recipe, out)
+    counts = RolloutCounts(str(out), keep)
+    code = 0
+    with output_to(json_only) as console:
+        try:
+            _play(recipe, condition, episodes, out, counts, console)
+        except KeyboardInterrupt:
+            console.print("Stopped; what was written stays.", highlight=False)
+            code = INTERRUPTED
+        counts.wall_s = round(time.perf_counter() - started, 2)
+        _show(counts, console)
+    if json_only:
+        print(json.dumps(vars(counts), indent=2))
+    return code
+
+
+def _check(recipe: Recipe, out: Path) -> None:
+    if recipe.model is None:
+        raise ConfigError("there is no model to play with; give model=DIRECTORY, such as the model/ of a run")
+    if out.exists():
+        raise ConfigError(f"--out {out} is there already; choose another name, or remove it")
+
+
+def _play(recipe: Recipe, keep: Keep | None, episodes: int, out: Path, counts: RolloutCounts, console: Console) -> None:
+    from ludic.recipes.run import Parts
+
+    quiet_libraries()
+    parts = Parts.build(recipe)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    asyncio.run(_play_batches(recipe, parts, keep, episodes, out, counts, console))
+
+
+async def _play_batches(
+    recipe: Recipe, parts: Parts, keep: Keep | None, episodes: int, out: Path, counts: RolloutCounts, console: Console
+) -> None:
+    from ludic.recipes.rollouts import TrainingRequests
+    from ludic.training.batching.rollout_log import append_rollouts
+
+    engine = _engine(recipe, parts)
+    requests = TrainingRequests(parts.task, recipe.rollout, seed=recipe.seed)
+    while (left := episodes - counts.episodes - counts.failed) > 0:
+        wanted = requests()[: _whole_groups(left, recipe.rollout.group_size)]
+        played = await engine.generate_rollouts(wanted, max_steps=1, concurrency=recipe.rollout.concurrency)
+        kept = played if keep is None else [rollout for rollout in played if keep(rollout)]
+        append_rollouts(out, kept)
+        counts.add(played, kept, len(wanted))
+        console.print(
+            f"{counts.episodes} of {episodes} episodes, {counts.kept} kept, mean reward {counts.reward:.3f}", highlight=False
+        )
+
+
+def _engine(recipe: Recipe, parts: Parts) -> RolloutEngine:
+    from ludic.inference.local import LocalChatClient
+    from ludic.recipes.rollouts import make_engine
+
+    parts.model.to(parts.trainer_cfg.model_device)
+    client = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
+    return make_engine(parts.task, client, model_name=str(recipe.model), system_prompt=recipe.rollout.system_prompt)
+
+
+def _whole_groups(episodes: int, group_size: int) -> int:
+    """So many episodes that no group is begun and not ended."""
+    return -(-episodes // group_size) * group_size
+
+
+def _show(counts: RolloutCounts, console: Console) -> None:
+    condition = "" if counts.keep is None else f" with {counts.keep}"
+    failed = f"; {counts.failed} failed and were left out" if counts.failed else ""
+    console.print(
+        f"{counts.kept} of {counts.episodes} episodes{condition} written to {counts.out} (mean reward of all {counts.reward:.3f}{failed})",
+        highlight=False,
+        markup=False,
+    )

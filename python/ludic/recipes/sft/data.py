@@ -1,0 +1,112 @@
+"""From the files of a supervised run to its samples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import numpy as np
+
+from ludic.errors import ConfigError
+from ludic.recipes.build import build_task
+from ludic.recipes.run_directory import write_text
+from ludic.recipes.sft.schema import SFTRecipe, paths_of
+from ludic.training.batching.chat_template import AssistantTurns
+from ludic.training.batching.jsonl import read_jsonl
+from ludic.training.batching.sft_items import Row, SFTItems
+from ludic.training.types import SAWItem
+
+_SPLIT_SEED = 20_000  # the held-out rows are those of this seed in every run
+
+Rows = list[tuple[str, Row]]
+
+
+@dataclass(frozen=True)
+class SFTData:
+    """The samples of a run."""
+
+    train: list[SAWItem]
+    heldout: list[SAWItem]
+    """Empty where nothing is measured."""
+
+    @classmethod
+    def read(cls, recipe: SFTRecipe, tokenizer: Any) -> SFTData:
+        """Every row is tokenised here, so that a wrong one is found before anything is written."""
+        make = SFTItems(tokenizer, cast(AssistantTurns, recipe.assistant_turns))
+        rows = _read(recipe.data, "data") if recipe.data is not None else _demonstrations(recipe, tokenizer)
+        items = [make.of_row(row, where) for where, row in rows]
+        if recipe.heldout_data is not None:
+            return cls([item for of_row in items for item in of_row], make.of(_read(recipe.heldout_data, "heldout_data")))
+        return cls(*split_by_prompt(items, recipe.heldout))
+
+    def counts(self, max_seq_len: int, eos_token_id: int) -> dict[str, int]:
+        """Samples and tokens; how many training samples are longer than `max_seq_len` and are cut, or lose every token that is trained;
+        and after how many the model is not taught to end."""
+        longer = [item for item in self.train if len(item.input_ids) > max_seq_len]
+        return {
+            "samples": len(self.train),
+            "heldout_samples": len(self.heldout),
+            "tokens": sum(len(item.input_ids) for item in self.train),
+            "trained_tokens": sum(item.meta["completion_length"] for item in self.train),
+            "samples_cut": len(longer),
+            "samples_cut_empty": sum(not np.any(item.action_mask[1:max_seq_len]) for item in longer),
+            "samples_without_end": sum(_last_trained(item, max_seq_len) != eos_token_id for item in self.train),
+        }
+
+
+def _last_trained(item: SAWItem, max_seq_len: int) -> int | None:
+    trained = np.flatnonzero(item.action_mask[:max_seq_len])
+    return int(item.input_ids[trained[-1]]) if len(trained) else None
+
+
+def demonstration_rows(recipe: SFTRecipe, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """`rows` demonstrations of the task: prompt and completion, as messages where the tokenizer has a chat template. They follow from
+    the seed."""
+    task, rng = build_task(recipe.task), Random(f"demonstrations {recipe.seed}")
+    for _ in range(recipe.rows):
+        problem = task.draw(rng)
+        prompt, completion = problem["question"], task.demonstrate(problem, rng)
+        if getattr(tokenizer, "chat_template", None):
+            yield {"prompt": [{"role": "user", "content": prompt}], "completion": [{"role": "assistant", "content": completion}]}
+        else:
+            yield {"prompt": prompt, "completion": completion}
+
+
+def write_demonstrations(recipe: SFTRecipe, tokenizer: Any, path: Path) -> None:
+    write_text(path, "".join(json.dumps(row) + "\n" for row in demonstration_rows(recipe, tokenizer)))
+
+
+def split_by_prompt(rows: Sequence[list[SAWItem]], share: float) -> tuple[list[SAWItem], list[SAWItem]]:
+    """(samples to train on, samples to measure on), of the samples of each row. Rows with one prompt stay on one side, so that nothing
+    is measured on a question that was trained; `share` is the most that is held out."""
+    by_prompt: dict[bytes, list[int]] = {}
+    for number, items in enumerate(rows):
+        by_prompt.setdefault(_prompt(items[0]), []).append(number)
+    groups = list(by_prompt.values())
+    held: set[int] = set()
+    for index in np.random.default_rng(_SPLIT_SEED).permutation(len(groups)):
+        if len(held) + len(groups[index]) <= int(share * len(rows)):
+            held.update(groups[index])
+    train = [item for number, items in enumerate(rows) if number not in held for item in items]
+    return train, [item for number in sorted(held) for item in rows[number]]
+
+
+def _prompt(item: SAWItem) -> bytes:
+    """The tokens before the first that is trained."""
+    return np.asarray(item.input_ids[: int(np.argmax(item.action_mask))]).tobytes()
+
+
+def _demonstrations(recipe: SFTRecipe, tokenizer: Any) -> Rows:
+    return [(f"demonstration {number}", row) for number, row in enumerate(demonstration_rows(recipe, tokenizer), 1)]
+
+
+def _read(setting: Any, name: str) -> Rows:
+    paths: Sequence[Path] = paths_of(setting, name)
+    rows: Rows = [row for path in paths for row in read_jsonl(path)]
+    if not rows:
+        raise ConfigError(f"{name}: there are no rows in {', '.join(map(str, paths))}")
+    return rows

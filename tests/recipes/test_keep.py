@@ -1,0 +1,79 @@
+"""The condition of `ludic rollout --keep`: its grammar, and nothing beyond it."""
+
+import contextlib
+import operator
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ludic.errors import ConfigError, DataError
+from ludic.recipes.keep import Keep
+from ludic.types import Rollout, Step, TokenTrace
+
+OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne}
+
+
+def rollout(reward=1.0, **info):
+    trace = TokenTrace([1], [2, 3, 4])
+    steps = [Step(i, "o", "a", None, reward, False, True, info if i else {}, trace) for i in range(2)]
+    return Rollout("r", steps, {"policy_version": 7, "request_meta": {"level": 3}, "name": "x"})
+
+
+@given(
+    st.sampled_from(sorted(OPERATORS)),
+    st.floats(-1e6, 1e6),
+    st.floats(-1e6, 1e6),
+    st.sampled_from(["", " ", "  "]),
+)
+def test_a_comparison_means_what_it_says(symbol, reward, number, space):
+    keep = Keep.parse(f"reward{space}{symbol}{space}{number!r}")
+    assert keep(rollout(reward / 2)) == OPERATORS[symbol](reward / 2 + reward / 2, number)
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("reward>0", True),
+        ("reward>2", False),
+        ("total_reward==2", True),
+        ("length<=2 and completion_tokens==6", True),
+        ("reward>0 and length>2", False),
+        ("right==1", True),
+        ("score<.5", True),
+        ("score<2.5e-1", False),
+        ("policy_version>=+7", True),
+        ("request_meta.level==3", True),
+        ("  reward > -1AND length > 1  ".replace("1AND", "1 AND"), True),
+    ],
+)
+def test_keys_are_looked_up_in_the_rollout_its_last_step_and_its_meta(text, holds):
+    assert Keep.parse(text)(rollout(right=True, score=0.25)) == holds
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "reward", "reward>", ">0", "reward=1", "reward>x", "reward>0 or length>1", "reward>0 and", "reward>0 length>1", "reward>0,",
+     "__import__('os')>0", "reward>1e999", "reward>nan", "reward>0x10", "reward>1.2.3", "reward>0;1", "(reward>0)", "reward>0andlength>1",
+     "reward > 1_000"],
+)  # fmt: skip
+def test_anything_else_is_refused(text):
+    with pytest.raises(ConfigError, match="--keep"):
+        Keep.parse(text)
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_parsed_or_refused(text):
+    with contextlib.suppress(ConfigError):
+        Keep.parse(text)
+
+
+def test_the_error_says_where():
+    with pytest.raises(ConfigError, match=r'expected "and" or the end at character 10'):
+        Keep.parse("reward>0 or length>1")
+
+
+def test_a_key_that_is_not_there_is_an_error_and_not_a_no():
+    with pytest.raises(DataError, match=r"no number 'rewards'; it has reward, .*completion_tokens, right, policy_version"):
+        Keep.parse("rewards>0")(rollout(right=True))
+    with pytest.raises(DataError, match="no number 'name'"):
+        Keep.parse("name>0")(rollout())

@@ -1,0 +1,316 @@
+"""`ludic sft`: what a run leaves, that it repeats, resumes and stops, and that every kind of row is trained."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_tokenizers import CHATML, chat_tokenizer
+from safetensors.torch import load_file
+from training_samples import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from ludic.cli import app
+from ludic.recipes.sft.data import split_by_prompt
+from ludic.recipes.sft.schema import compose_sft
+from ludic.training import SAWItem
+
+TINY = [
+    "threads=1",
+    "rows=40",
+    "batch_size=8",
+    "epochs=1",
+    "heldout=0.1",
+    "network.hidden_size=16",
+    "network.num_heads=2",
+    "network.num_kv_heads=1",
+    "network.intermediate_size=16",
+]
+SUMMARY_KEYS = ["before", "after", "wall_s", "phases_s", "padding", "steps", "epochs", "data", "seed", "config_hash"]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> list[str]:
+    return [*TINY, f"output={tmp_path}", "name=run"]
+
+
+def sft(*arguments: str) -> str:
+    """Standard output of `ludic sft`, which must succeed."""
+    result = CliRunner().invoke(app, ["sft", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(*arguments: str) -> str:
+    """What is said of a wrong setting or row."""
+    result = CliRunner().invoke(app, ["sft", *arguments])
+    assert result.exit_code in (1, 2)
+    assert "Traceback" not in result.output
+    return result.stderr
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+def same_weights(one: Path, two: Path) -> bool:
+    first, second = weights(one), weights(two)
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return summary
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def pairs(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(count)]
+
+
+@pytest.fixture
+def chat_model(tmp_path: Path) -> Path:
+    """A model on disk whose tokenizer has a chat template."""
+    path = tmp_path / "chat-model"
+    tiny_model(vocab_size=261).save_pretrained(path)
+    chat_tokenizer(CHATML).save_pretrained(path)
+    return path
+
+
+def test_a_run_leaves_everything_it_promises(tiny: list[str], tmp_path: Path) -> None:
+    shown = sft(*tiny)
+    run = tmp_path / "run"
+    for name in ("config.yaml", "metrics.jsonl", "summary.json", "loss.png", "data.jsonl"):
+        assert (run / name).stat().st_size > 0, name
+    for said in ("Held-out loss", "step 5", "Padding", "Seconds", "0 longer than max_seq_len"):
+        assert said in shown, said
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["phase"], line["step"]) for line in lines] == [("sft", step) for step in range(1, 6)]
+    summary = summary_of(run)
+    assert list(summary) == SUMMARY_KEYS
+    assert (summary["steps"], summary["epochs"]) == (5, round(40 / 36, 3))
+    assert (summary["data"]["samples"], summary["data"]["heldout_samples"]) == (36, 4)
+    assert summary["data"]["samples_without_end"] == 0
+    assert summary["after"]["loss"] < summary["before"]["loss"]
+
+
+def test_the_model_is_in_hugging_face_layout_and_is_the_one_that_was_measured(tiny: list[str], tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "data.jsonl", *pairs(20))
+    sft(*tiny, f"data={data}", f"heldout_data={data}")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for row in pairs(20):
+            prompt = tokenizer(row["prompt"])["input_ids"]
+            ids = torch.tensor([[*prompt, *tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]])
+            logp = torch.log_softmax(model(ids).logits[0, :-1], dim=-1).gather(1, ids[0, 1:, None])
+            total, tokens = total - float(logp[len(prompt) - 1 :].sum()), tokens + ids.shape[1] - len(prompt)
+    measured = summary_of(tmp_path / "run")["after"]
+    assert measured["tokens"] == tokens
+    assert measured["loss"] == pytest.approx(total / tokens, rel=1e-4)
+
+
+def test_the_demonstrations_on_disk_are_the_data_of_the_run(tiny: list[str], tmp_path: Path) -> None:
+    sft(*tiny)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "data.jsonl").read_text().splitlines()]
+    assert len(rows) == 40
+    assert all(row["completion"] == "".join(sorted(row["prompt"][:-1])) for row in rows)
+    sft(*tiny, "name=again", f"data={tmp_path / 'run' / 'data.jsonl'}")
+    assert same_weights(tmp_path / "run", tmp_path / "again")
+
+
+def test_json_prints_the_summary_alone(tiny: list[str], tmp_path: Path) -> None:
+    assert json.loads(sft(*tiny, "--json")) == summary_of(tmp_path / "run")
+
+
+def test_two_runs_of_one_config_are_the_same_and_another_seed_is_not(tiny: list[str], tmp_path: Path) -> None:
+    sft(*tiny, "name=one")
+    sft(str(tmp_path / "one" / "config.yaml"), "name=two")
+    sft(*tiny, "name=three", "seed=1")
+    assert same_weights(tmp_path / "one", tmp_path / "two")
+    assert not same_weights(tmp_path / "one", tmp_path / "three")
+    one, two = (summary_of(tmp_path / name) for name in ("one", "two"))
+    assert (one["after"], one["config_hash"]) == (two["after"], two["config_hash"])
+
+
+@pytest.mark.parametrize("packing", ["optimal", "greedy", "padding_free"])
+def test_packing_changes_the_passes_and_not_the_loss(tiny: list[str], tmp_path: Path, packing: str) -> None:
+    data = write_rows(tmp_path / "data.jsonl", *({"prompt": "q" * (n % 9), "completion": "a" * (1 + n % 5)} for n in range(40)))
+    settings = [f"data={data}", "heldout=0", f"heldout_data={data}", "trainer.micro_token_budget=40", "trainer.max_seq_len=32"]
+    sft(*tiny, *settings, "name=reference", "trainer.packing=greedy", "trainer.micro_token_budget=4096")
+    sft(*tiny, *settings, f"trainer.packing={packing}")
+    reference, measured = summary_of(tmp_path / "reference"), summary_of(tmp_path / "run")
+    assert measured["after"]["loss"] == pytest.approx(reference["after"]["loss"], rel=1e-4)
+    assert measured["padding"]["computed_tokens"] < reference["padding"]["computed_tokens"]
+    if packing == "padding_free":
+        assert measured["padding"]["computed_tokens"] == measured["padding"]["real_tokens"]
+
+
+def test_conversations_are_trained_with_the_template_of_the_model(tiny: list[str], tmp_path: Path, chat_model: Path) -> None:
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    data = write_rows(tmp_path / "chats.jsonl", *({"messages": talk * (1 + n % 2)} for n in range(8)))
+    sft(*tiny, f"model={chat_model}", f"data={data}", "heldout=0", "batch_size=4")
+    counts = summary_of(tmp_path / "run")["data"]
+    assert counts["trained_tokens"] == 4 * 3 + 4 * 6  # y, o and the end token of each answer
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").chat_template == CHATML
+    sft(*tiny, f"model={chat_model}", f"data={data}", "heldout=0", "batch_size=4", "assistant_turns=each", "name=each")
+    assert summary_of(tmp_path / "each")["data"]["samples"] == 12
+
+
+def test_a_template_from_a_file_is_used_and_saved(tiny: list[str], tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    (tmp_path / "chat.jinja").write_text(template)
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    data = write_rows(tmp_path / "chats.jsonl", *({"messages": talk} for _ in range(4)))
+    assert "no chat template; set chat_template=FILE" in refused(*tiny, f"data={data}")
+    shown = sft(*tiny, f"data={data}", f"chat_template={tmp_path / 'chat.jinja'}", "heldout=0")
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").chat_template == template
+    assert "4 samples do not end with <eos>: after those the model is not taught to stop" in " ".join(shown.split())
+    assert "does not exist" in refused(*tiny, f"data={data}", "chat_template=/nowhere.jinja")
+
+
+def test_rows_of_all_kinds_may_be_mixed_and_come_from_several_files(tiny: list[str], tmp_path: Path) -> None:
+    step = {"prev_obs": "q", "action": "a", "reward": 1.0, "trace": {"prompt_token_ids": [5, 6], "completion_token_ids": [7, 2]}}
+    one = write_rows(tmp_path / "one.jsonl", *pairs(3), {"id": "r", "steps": [step, {**step, "index": 1}]})
+    two = write_rows(tmp_path / "two.jsonl", {"input_ids": [5, 6, 2], "action_mask": [0, 1, 1]})
+    sft(*tiny, f"data=[{one},{two}]", "heldout=0")
+    summary = summary_of(tmp_path / "run")
+    assert summary["data"]["samples"] == 3 + 2 + 1
+    assert summary["before"] is None
+    assert summary["after"] is None
+
+
+def test_what_is_longer_than_the_limit_is_cut_and_counted(tiny: list[str], tmp_path: Path) -> None:
+    rows = [{"prompt": "q" * length, "completion": "answer"} for length in (2, 20, 60)]
+    data = write_rows(tmp_path / "data.jsonl", *rows)
+    shown = sft(*tiny, f"data={data}", "heldout=0", "trainer.max_seq_len=24")
+    counts = summary_of(tmp_path / "run")["data"]
+    assert (counts["samples"], counts["samples_cut"], counts["samples_cut_empty"], counts["samples_without_end"]) == (3, 2, 1, 2)
+    assert "2 longer than max_seq_len were cut, 1 of them to nothing" in " ".join(shown.split())
+
+
+def test_the_held_out_loss_is_measured_while_training_and_can_end_it(tiny: list[str], tmp_path: Path) -> None:
+    sft(*tiny, "epochs=9", "trainer.lr=0", "trainer.eval_every_n_steps=2", "trainer.early_stopping_patience=1")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    measured = [line["eval/loss"] for line in lines if "eval/loss" in line and "train/loss" not in line]
+    summary = summary_of(tmp_path / "run")
+    assert measured == [summary["before"]["loss"]] * 2
+    assert summary["steps"] == 4
+    assert summary["padding"]["real_tokens"] > 0  # a step that was evaluated keeps what it measured of itself
+
+
+def test_rows_with_one_prompt_are_held_out_together() -> None:
+    def row(prompt: int, answer: int) -> list[SAWItem]:
+        return [SAWItem([prompt, answer], [1, 1], [0, 1], 1.0)]
+
+    rows = [row(n // 4, n) for n in range(40)]
+    train, heldout = split_by_prompt(rows, 0.3)
+    assert (len(train), len(heldout)) == (28, 12)
+    assert not {item.input_ids[0] for item in train} & {item.input_ids[0] for item in heldout}
+    assert split_by_prompt(rows, 0.3) == (train, heldout)
+    assert split_by_prompt(rows, 0.05)[1] == []  # no group is small enough
+    assert split_by_prompt(rows, 0.0) == ([row[0] for row in rows], [])
+
+
+# ---- wrong settings, stopping, going on ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trainer.lrr=1"], "did you mean trainer.lr"),
+        (["dat=x.jsonl"], "did you mean data"),
+        (["rows.jsonl"], "write data=rows.jsonl for a data file"),
+        (["data=/nowhere.jsonl"], "does not exist"),
+        (["data=3"], "must be the path of a JSONL file"),
+        (["heldout=1.0"], "share of the rows"),
+        (["batch_size=0"], "batch_size (0) must be at least 1"),
+        (["assistant_turns=some"], "all, last, each"),
+        (["trainer.micro_token_budget=8"], "micro_token_budget"),
+        (["model=/nowhere/at/all"], "config.json"),
+        (["heldout=0", "trainer.eval_every_n_steps=1"], "needs held-out rows"),
+        (["task.kind=srt"], "did you mean sort"),
+        (["--resume", "/nowhere"], "takes no other"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_leaves_no_folder(
+    tiny: list[str], tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    assert said in refused(*tiny, *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_row_is_named_before_anything_is_written(tiny: list[str], tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "data.jsonl", *pairs(2), {"text": "free"})
+    assert "data.jsonl:3 has the keys text" in refused(*tiny, f"data={data}")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_run_stopped_anywhere_and_resumed_is_the_run(tiny: list[str], tmp_path: Path, step: int) -> None:
+    sft(*tiny, "name=whole", "epochs=2")
+    assert _train_until(step, [*tiny, "name=parts", "epochs=2"]) == 130
+    interrupted = summary_of(tmp_path / "parts")
+    assert (interrupted["after"], interrupted["steps"]) == (None, step)
+    assert (tmp_path / "parts" / "model" / "model.safetensors").is_file()
+    sft("--resume", str(tmp_path / "parts"))
+    assert same_weights(tmp_path / "whole", tmp_path / "parts")
+    whole, parts = (summary_of(tmp_path / name) for name in ("whole", "parts"))
+    assert all(parts[key] == whole[key] for key in ("before", "after", "steps", "data", "config_hash"))
+    lines = len((tmp_path / "parts" / "metrics.jsonl").read_text().splitlines())
+    sft("--resume", str(tmp_path / "parts"))  # a finished run only reports
+    assert len((tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()) == lines
+
+
+def test_other_data_under_the_same_name_is_refused_on_resume(tiny: list[str], tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "data.jsonl", *pairs(30))
+    assert _train_until(2, [*tiny, f"data={data}"]) == 130
+    write_rows(data, *reversed(pairs(30)))
+    assert "would not be those of the run that is resumed" in refused("--resume", str(tmp_path / "run"))
+
+
+def _train_until(step: int, arguments: list[str]) -> int:
+    """Interrupt this process, as Ctrl-C would, when the metrics of that step are written; the exit status."""
+    from ludic.training.loggers import JSONLLogger
+
+    class Interrupting(JSONLLogger):
+        def log(self, number: int, stats: Any) -> None:
+            super().log(number, stats)
+            if number == step:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ludic.recipes.sft.run.JSONLLogger", Interrupting)
+        return CliRunner().invoke(app, ["sft", *arguments]).exit_code
+
+
+def test_folders_of_the_two_commands_are_told_apart(tiny: list[str], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert "not the folder of a run" in refused("--resume", str(tmp_path / "run"))
+    (tmp_path / "run" / "config.yaml").write_text("{}")
+    (tmp_path / "run" / "progress.json").write_text('{"phase": "warm_up"}')
+    assert "ludic train --resume" in refused("--resume", str(tmp_path / "run"))
+
+
+def test_a_loaded_model_gets_the_rates_of_loaded_models_and_the_command_line_outranks_them() -> None:
+    small, loaded, chosen = compose_sft(), compose_sft(["model=x"]), compose_sft(["model=x", "trainer.lr=1"])
+    assert (small.trainer.lr, loaded.trainer.lr, chosen.trainer.lr) == (3e-3, 2e-5, 1.0)
+
+
+def test_print_config_shows_every_field_and_runs_nothing(tmp_path: Path) -> None:
+    shown = sft("--print-config", f"output={tmp_path}", "seed=9")
+    assert "seed: 9" in shown
+    assert "assistant_turns: all" in shown
+    assert "packing:" in shown
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,164 @@
+"""The loss is on what the assistant says: with templates that mark it and with those that do not; and where neither can tell, an error."""
+
+import pytest
+from chat_tokenizers import CHATML, FORGETS_THOUGHTS, MARKED, chat_tokenizer, merging_tokenizer, trained_text
+from hypothesis import given, settings, strategies as st
+
+from ludic.errors import ConfigError, DataError
+from ludic.training.batching.chat_template import ChatTokenizer
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "3+3?"},
+    {"role": "assistant", "content": "six"},
+]
+
+
+def tokenized(template, messages, turns="all", **options):
+    return ChatTokenizer(chat_tokenizer(template), turns).tokenize(messages, **options)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["unmarked", "marked"])
+def test_every_answer_and_its_end_token_are_trained_and_nothing_else(template):
+    tokenizer = chat_tokenizer(template)
+    [tokens] = ChatTokenizer(tokenizer).tokenize(TALK)
+    assert trained_text(tokenizer, tokens) == "4<|im_end|>|six<|im_end|>"
+    assert tokenizer.decode(tokens.input_ids) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+        "<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\nsix<|im_end|>\n"
+    )
+
+
+def test_the_ids_by_hand():
+    """`<|im_start|>` is 260 and `<|im_end|>` 259: the byte tokenizer has the 259 ids 0 to 258."""
+    [tokens] = tokenized(CHATML, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    user, assistant = ([byte + 3 for byte in word] for word in (b"user\na", b"assistant\n"))
+    tokenizer = chat_tokenizer(CHATML)
+    end, start = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
+    assert {end, start} == {259, 260}
+    line_break = ord("\n") + 3
+    assert tokens.input_ids == [start, *user, end, line_break, start, *assistant, ord("b") + 3, end, line_break]
+    assert tokens.action_mask == [0] * (1 + 6 + 2 + 1 + 10) + [1, 1, 0]  # the line break after the end token is never sampled
+
+
+MESSAGES = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="<|>"), max_size=8), min_size=1, max_size=6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(MESSAGES)
+def test_both_ways_agree(contents):
+    talk = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(["hi", *contents])]
+    assert tokenized(CHATML, talk) == tokenized(MARKED, talk)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["unmarked", "marked"])
+def test_the_last_answer_alone_or_a_sample_for_each(template):
+    tokenizer = chat_tokenizer(template)
+    [last] = tokenized(template, TALK, "last")
+    assert trained_text(tokenizer, last) == "six<|im_end|>"
+    each = tokenized(template, TALK, "each")
+    assert [trained_text(tokenizer, tokens) for tokens in each] == ["4<|im_end|>", "six<|im_end|>"]
+    assert each[1] == last
+    assert tokenizer.decode(each[0].input_ids).endswith("4<|im_end|>\n")
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["unmarked", "marked"])
+def test_answers_within_the_prompt_are_not_trained(template):
+    tokenizer = chat_tokenizer(template)
+    [tokens] = tokenized(template, TALK, first=4)
+    assert trained_text(tokenizer, tokens) == "six<|im_end|>"
+
+
+def test_what_follows_the_last_answer_is_context_without_loss():
+    tokenizer = chat_tokenizer(CHATML)
+    [tokens] = tokenized(CHATML, [*TALK, {"role": "user", "content": "thanks"}])
+    assert trained_text(tokenizer, tokens) == "4<|im_end|>|six<|im_end|>"
+
+
+def test_a_rewritten_history_is_an_error_and_a_sample_for_each_answer_is_the_way_out():
+    talk = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "<think>easy</think>4"},
+        {"role": "user", "content": "sure?"},
+        {"role": "assistant", "content": "<think>yes</think>yes"},
+    ]
+    with pytest.raises(DataError, match=r"row 7: the conversation up to message 1 must be a prefix .* assistant_turns=each"):
+        tokenized(FORGETS_THOUGHTS, talk, where="row 7")
+    tokenizer = chat_tokenizer(FORGETS_THOUGHTS)
+    each = tokenized(FORGETS_THOUGHTS, talk, "each")
+    assert [trained_text(tokenizer, tokens) for tokens in each] == [
+        "<think>easy</think>4<|im_end|>",
+        "<think>yes</think>yes<|im_end|>",
+    ]
+    assert "easy" not in tokenizer.decode(each[1].input_ids)
+
+
+def test_a_prompt_that_the_tokenizer_merges_with_the_answer_is_an_error():
+    tokenizer = merging_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }} {% endfor %}{% if add_generation_prompt %}bot:{% endif %}"
+    )
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ m.role }}", "{{ 'bot' if m.role == 'assistant' else m.role }}")
+    talk = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "yes"}]
+    joined = tokenizer("user:go bot:yes ", add_special_tokens=False)["input_ids"]
+    alone = tokenizer("user:go bot:", add_special_tokens=False)["input_ids"]
+    assert joined[: len(alone)] != alone  # the merge that this test is about
+    with pytest.raises(DataError, match="prompt of assistant message 1 must be a prefix of the whole on token ids"):
+        ChatTokenizer(tokenizer).tokenize(talk)
+
+
+def test_a_token_across_the_border_of_a_marked_span_is_an_error():
+    tokenizer = merging_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}bot:{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}user:{{ m.content }} {% endif %}{% endfor %}"
+    )
+    talk = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "yes"}]
+    with pytest.raises(DataError, match=r"lies across the border of a \{% generation %\} block"):
+        ChatTokenizer(tokenizer).tokenize(talk)
+
+
+def test_letters_of_several_bytes_are_wholly_in_or_out():
+    tokenizer = chat_tokenizer(MARKED)
+    [tokens] = ChatTokenizer(tokenizer).tokenize([{"role": "user", "content": "é?"}, {"role": "assistant", "content": "日本"}])
+    assert trained_text(tokenizer, tokens) == "日本<|im_end|>"
+    assert sum(tokens.action_mask) == 2 * 3 + 1
+
+
+def test_a_span_that_ends_where_no_token_lies_marks_nothing_behind_it():
+    """A tokenizer that drops white space: transformers' own mask runs on to the end of the text here."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({"<eos>": 0, "hi": 1, "yo": 2, "ok": 3}, unk_token="<eos>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }} {% endgeneration %}"
+        "{% else %}{{ m.content }} {% endif %}{% endfor %}"
+    )
+    talk = [("user", "hi"), ("assistant", "yo"), ("user", "ok")]
+    [tokens] = ChatTokenizer(tokenizer).tokenize([{"role": role, "content": text} for role, text in talk])
+    assert (tokens.input_ids, tokens.action_mask) == ([1, 2, 3], [0, 1, 0])
+
+
+def test_what_cannot_be_rendered_names_the_row():
+    with pytest.raises(DataError, match="row 3 has no assistant message"):
+        tokenized(CHATML, TALK[:2], where="row 3")
+    refusing = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match=r"row 3: the chat template refuses .* roles must alternate"):
+        tokenized(refusing, TALK, where="row 3")
+    with pytest.raises(ConfigError, match="has no chat template; set chat_template=FILE"):
+        tokenized(None, TALK)
+    with pytest.raises(ConfigError, match="must be one of all, last, each"):
+        ChatTokenizer(None, "some")
+
+
+def test_tools_and_settings_reach_the_template():
+    template = CHATML.replace("{% for m", "{% if tools %}T{{ tools[0].function.name }}{% endif %}{{ mood }}{% for m", 1)
+    tokenizer = chat_tokenizer(template)
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+    [tokens] = ChatTokenizer(tokenizer, "all", {"mood": "calm"}).tokenize(TALK, tools=tools)
+    assert tokenizer.decode(tokens.input_ids).startswith("Tlookcalm<|im_start|>system")

@@ -1,0 +1,116 @@
+"""Rows of every kind as samples: which tokens, and which of them are trained."""
+
+import json
+
+import numpy as np
+import pytest
+from chat_tokenizers import CHATML, chat_tokenizer, merging_tokenizer
+
+from ludic.errors import DataError
+from ludic.recipes.tokenizer import make_byte_tokenizer
+from ludic.training.batching.jsonl import read_jsonl
+from ludic.training.batching.sft_items import SFTItems
+
+
+def items_of(row, tokenizer=None, **options):
+    return SFTItems(tokenizer or make_byte_tokenizer(), **options).of_row(row, "data.jsonl:1")
+
+
+def ids(text):
+    return [byte + 3 for byte in text.encode()]
+
+
+def test_text_is_prompt_completion_and_the_end_token():
+    [item] = items_of({"prompt": "2+2=", "completion": "4"})
+    assert item.input_ids.tolist() == [*ids("2+2=4"), 2]
+    assert item.action_mask.tolist() == [0, 0, 0, 0, 1, 1]
+    assert item.weight == 1.0
+    assert item.meta == {"rollout_id": "data.jsonl:1", "step_index": 0, "completion_length": 2, "prompt_length": 4}
+
+
+def test_an_empty_prompt_is_a_text_of_its_own():
+    [item] = items_of({"prompt": "", "completion": "abc"})
+    assert item.action_mask.tolist() == [1, 1, 1, 1]
+
+
+def test_where_the_tokenizer_merges_the_prompt_is_tokenised_as_it_will_be_asked():
+    tokenizer = merging_tokenizer()
+    prompt = tokenizer("user:go bot:", add_special_tokens=False)["input_ids"]
+    assert tokenizer("user:go bot:yes", add_special_tokens=False)["input_ids"][: len(prompt)] != prompt
+    [item] = items_of({"prompt": "user:go bot:", "completion": "yes"}, tokenizer)
+    assert item.input_ids[item.action_mask == 0].tolist() == prompt
+    assert tokenizer.decode(item.input_ids[item.action_mask == 1]) == "yes<eos>"
+
+
+def test_conversations_train_what_the_assistant_says():
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
+    tokenizer = chat_tokenizer(CHATML)
+    [whole] = items_of({"messages": talk}, tokenizer)
+    assert tokenizer.decode(whole.input_ids[whole.action_mask == 1]) == "b<|im_end|>b<|im_end|>"
+    each = items_of({"messages": talk}, tokenizer, assistant_turns="each")
+    assert [item.meta["step_index"] for item in each] == [0, 1]
+    assert [item.meta["rollout_id"] for item in each] == ["data.jsonl:1"] * 2  # they stay together in a mini-batch
+    [split] = items_of({"prompt": talk[:3], "completion": talk[3:]}, tokenizer)
+    assert split.input_ids.tolist() == whole.input_ids.tolist()
+    assert tokenizer.decode(split.input_ids[split.action_mask == 1]) == "b<|im_end|>"
+
+
+def test_settings_of_the_template_come_from_the_row():
+    template = CHATML.replace("{% for m", "{{ mood }}{% for m", 1)
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    [item] = items_of({**row, "chat_template_kwargs": {"mood": "calm"}}, chat_tokenizer(template))
+    assert chat_tokenizer(template).decode(item.input_ids).startswith("calm<|im_start|>")
+
+
+def test_a_recorded_rollout_keeps_its_tokens():
+    """Ids that no text has: the two halves of a letter, and an end token in the middle."""
+    trace = {"prompt_token_ids": [198, 5], "completion_token_ids": [198, 2, 172], "completion_logprobs": [-1, -2, -3]}
+    step = {"prev_obs": "q", "action": "?", "reward": 1.0, "trace": trace}
+    items = items_of({"id": "r", "steps": [step, {**step, "index": 1}]})
+    assert [item.input_ids.tolist() for item in items] == [[198, 5, 198, 2, 172]] * 2
+    assert [item.action_mask.tolist() for item in items] == [[0, 0, 1, 1, 1]] * 2
+    assert all(item.actor_logps is None for item in items)  # rows of other kinds have none, and a batch has all or none
+
+
+def test_tokens_and_mask_are_taken_as_they_are():
+    [item] = items_of({"input_ids": [5, 6, 7], "action_mask": [0, 1, 0]})
+    assert (item.input_ids.tolist(), item.action_mask.tolist()) == ([5, 6, 7], [0, 1, 0])
+    assert item.input_ids.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"text": "a"}, "has the keys text; a row has messages"),
+        ({}, "none"),
+        ({"prompt": "a"}, "both be text or both be lists of messages, not str and NoneType"),
+        ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, "not str and list"),
+        ({"prompt": "a", "completion": ""}, "empty completion"),
+        ({"messages": "a"}, "messages must be a list"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no assistant message"),
+        ({"steps": []}, "has no steps"),
+        ({"input_ids": [1, 2]}, "action_mask one of as many"),
+        ({"input_ids": [1, 2], "action_mask": [1]}, "action_mask one of as many"),
+        ({"input_ids": [1, 2.5], "action_mask": [0, 1]}, "whole numbers"),
+        ({"input_ids": [1, 2], "action_mask": [0, 0]}, "no token to train on"),
+        ({"input_ids": [1, 2**31], "action_mask": [0, 1]}, "below 2"),
+    ],
+)
+def test_a_wrong_row_is_named(row, said):
+    with pytest.raises(DataError, match=rf"data\.jsonl:1.*{said}"):
+        items_of(row, chat_tokenizer(CHATML))
+
+
+def test_lines_are_numbered_and_blank_ones_are_none(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\n{"prompt": "é", "completion": "b"}\r\n\n{"prompt": "c", "completion": "d"}', encoding="utf-8")
+    rows = list(read_jsonl(path))
+    assert [where for where, _ in rows] == [f"{path}:2", f"{path}:4"]
+    assert rows[0][1]["prompt"] == "é"
+    for wrong, said in (("[1]", "holds a list"), ("{", "is not JSON"), ("\xff", "is not JSON")):
+        path.write_bytes(b"{}\n" + wrong.encode("latin-1"))
+        with pytest.raises(DataError, match=f"rows.jsonl:2 {said}"):
+            list(read_jsonl(path))
+    path.write_text(json.dumps({}) + "\n" + "[" * 100_000)
+    with pytest.raises(DataError, match=r"rows\.jsonl:2 is not JSON"):
+        list(read_jsonl(path))
