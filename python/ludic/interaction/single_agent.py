@@ -78,9 +78,11 @@ class SingleAgentProtocol(InteractionProtocol):
         else:
             obs, info = await _own(env.reset(seed=env_seed), env, agent_id)
         prompt = self.agent._ctx.default_system_prompt or getattr(env, "suggested_sysprompt", None)
+        if not isinstance(obs, str):
+            raise RolloutError(f"reset of {type(env).__name__} gave an observation of type {type(obs).__name__}; it must be text")
         self.agent.reset(system_prompt=prompt)
         self.agent.on_env_reset(obs, info)
-        return str(obs)
+        return obs
 
     def _failed_parse(
         self, index: int, obs: str, raw: str, parsed: ParseResult, client_info: Info, trace: TokenTrace | None

@@ -27,11 +27,10 @@ def check_rollouts(given: Any) -> list[Rollout]:
 
 
 def _check_step(step: Step) -> None:
-    if not isinstance(step.action, str) or not isinstance(step.prev_obs, str):
-        raise GarbageError(
-            f"step {step.index} has an observation of type {type(step.prev_obs).__name__} and an action of type "
-            f"{type(step.action).__name__}; both must be str"
-        )
+    for name in ("prev_obs", "action", "next_obs"):
+        value = getattr(step, name)
+        if not isinstance(value, str) and (name, value) != ("next_obs", None):
+            raise GarbageError(f"{name} of step {step.index} is of type {type(value).__name__}; it must be text")
     if not _is_finite_number(step.reward):
         raise GarbageError(f"the reward of step {step.index} is {step.reward!r}; it must be a finite number")
     logps = None if step.trace is None else step.trace.completion_logprobs
