@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +44,10 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
         "length": rollout.length,
         "duration_ns": rollout.duration_ns,
     }
+
+
+def write_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """One record a line, with the same care for values that JSON has no form for. Makes the folder, replaces the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.writelines(_line(dict(record)) for record in records)
