@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from ludic.errors import ConfigError, InferenceError
-from ludic.inference.client import ChatClient
 from ludic.inference.request import ChatCompletionRequest
 from ludic.types import ChatResponse
 
@@ -22,7 +21,7 @@ LONGEST_WAIT_S = 60.0
 """Between two attempts, whatever the server's Retry-After says."""
 
 
-class OpenAIChatClient(ChatClient):
+class OpenAIChatClient:
     """Chat completions over HTTP, with a deadline and retries.
 
     A call takes at most `timeout_s`, retries and the waits between them included. Connections that fail and the statuses 408, 409, 425,
@@ -75,6 +74,12 @@ class OpenAIChatClient(ChatClient):
         """Names of the models that the server offers."""
         payload = _as_object(await self._within_deadline(lambda client: client.models.list()), self.base_url)
         return [str(model["id"]) for model in payload.get("data") or [] if isinstance(model, Mapping) and "id" in model]
+
+    def sync_weights(self, params: Mapping[str, Any], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
+        """Always an InferenceError: OpenAI's interface has no such thing."""
+        raise InferenceError(
+            f"{self.base_url} is spoken to in OpenAI's interface, which takes no weights; use a client that can push"
+        )
 
     async def aclose(self) -> None:
         """Close the connections."""
