@@ -18,6 +18,11 @@ def completion(text, finish_reason="stop", **extras):
     return {"id": "c", "object": "chat.completion", "created": 1, "model": "stub", "choices": [choice], "usage": usage, **top}
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = False
+    request_queue_size = 128  # connections that may wait; the default of 5 makes others try again after a second
+
+
 class StubOpenAIServer:
     """`answer(body)` gives a body of JSON (status 200), `(status, body)` or `(status, body, headers)`, text as it is, HANG or CUT."""
 
@@ -25,8 +30,7 @@ class StubOpenAIServer:
         self.answer, self.models = answer, models
         self.bodies, self.headers = [], []
         self._closing = threading.Event()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._http.daemon_threads = False
+        self._http = _Server(("127.0.0.1", 0), self._handler())
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
 
     @property

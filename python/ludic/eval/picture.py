@@ -30,7 +30,8 @@ def draw_measurements(path: Path, measurements: Mapping[str, Measurement], *, ti
         ylim=(0, 1.03), ylabel="share of answers", title=f"accuracy, {' and '.join(sorted(confidence))} intervals by problem"
     )
     curve.set(ylim=(0, 1.03), xlabel="k, answers to a problem", ylabel="at least one right", title="pass@k")
-    curve.legend(loc="lower right")
+    if len(measurements) > 1:
+        curve.legend(loc="best")
     for axes in (shares, curve):
         axes.grid(alpha=0.3)
     figure.suptitle(title)

@@ -35,6 +35,9 @@ class ProblemResult:
     def answers(self) -> int:
         return len(self.rewards)
 
+    def to_dict(self) -> dict[str, Any]:
+        return {"problem_id": self.problem_id, "answers": self.answers, **asdict(self)}
+
 
 @dataclass(frozen=True)
 class Measurement:

@@ -105,7 +105,7 @@ async def _measure(
         requests_fn=lambda: requests,
         k=recipe.evaluation.samples_per_prompt,
         max_steps=getattr(task, "max_steps", 1),
-        timeout_s=settings.timeout_s,
+        timeout_s=settings.timeout_s if settings.base_url is None else None,  # the client of a server has the deadline itself
         concurrency=recipe.rollout.concurrency,
         seed=recipe.seed,
         solved_at=settings.solved_at,

@@ -29,7 +29,7 @@ def write(folder: Path, measurement: Measurement, summary: str, *, title: str) -
     from ludic.eval import write_jsonl
     from ludic.eval.picture import draw_measurements
 
-    write_jsonl(folder / PROBLEMS, (vars(problem) for problem in measurement.problems))
+    write_jsonl(folder / PROBLEMS, (problem.to_dict() for problem in measurement.problems))
     draw_measurements(folder / PICTURE, {"pass@k": measurement}, title=title)
     write_text(folder / SUMMARY, summary)
 
