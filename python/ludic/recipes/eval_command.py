@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ludic.envs.tasks import Task
-    from ludic.eval import Measurement
+    from ludic.eval import ProblemEvaluator
     from ludic.inference import ChatClient
     from ludic.recipes.schema import Recipe
+    from ludic.training.batching.rollout_engine import RolloutEngine
     from ludic.training.types import RolloutRequest
     from ludic.types import Rollout
 
@@ -59,7 +60,9 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
         folder = _make_folder(recipe, model_name)
         episodes = len(requests) * recipe.evaluation.samples_per_prompt
         console.print(f"{model_name}: {episodes} episodes, writing to {folder}/", highlight=False, markup=False)
-        measurement = await _measure(recipe, settings, task, client, model_name, requests, folder)
+        with _progress(console, episodes) as on_episode:
+            engine = _engine(recipe, settings, task, client, model_name, folder, on_episode)
+            measurement = await _evaluator(recipe, settings, task, engine, requests).measure()
     facts = {
         "recipe": recipe.recipe,
         "task": recipe.task.kind,
@@ -79,19 +82,28 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
     return summary
 
 
-async def _measure(
+@contextmanager
+def _progress(console: Console, episodes: int) -> Iterator[Callable[[], None]]:
+    """A bar, where there is a terminal to show it; to be called for each episode that is over."""
+    from rich.progress import Progress
+
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("episodes", total=episodes)
+        yield lambda: bar.advance(task)
+
+
+def _engine(
     recipe: Recipe,
     settings: EvalSettings,
     task: Task,
     client: ChatClient,
     model_name: str,
-    requests: Sequence[RolloutRequest],
     folder: Path,
-) -> Measurement:
-    from ludic.eval import ProblemEvaluator
+    on_episode: Callable[[], None],
+) -> RolloutEngine:
     from ludic.recipes.rollouts import make_engine
 
-    engine = make_engine(
+    return make_engine(
         task,
         client,
         model_name=model_name,
@@ -99,8 +111,16 @@ async def _measure(
         jsonl_path=folder / "rollouts.jsonl",
         max_retries=settings.episode_retries,
         episode_timeout_s=settings.episode_timeout_s,
+        on_episode=on_episode,
     )
-    evaluator = ProblemEvaluator(
+
+
+def _evaluator(
+    recipe: Recipe, settings: EvalSettings, task: Task, engine: RolloutEngine, requests: Sequence[RolloutRequest]
+) -> ProblemEvaluator:
+    from ludic.eval import ProblemEvaluator
+
+    return ProblemEvaluator(
         engine=engine,
         requests_fn=lambda: requests,
         k=recipe.evaluation.samples_per_prompt,
@@ -112,7 +132,6 @@ async def _measure(
         confidence=settings.confidence,
         also={**{name: _fact(name) for name in task.facts}, "cut_off": _cut_off, "answer_tokens": _answer_tokens},
     )
-    return await evaluator.measure()
 
 
 def _requests(recipe: Recipe, task: Task) -> list[RolloutRequest]:

@@ -309,3 +309,10 @@ def test_an_answer_that_is_no_text_failed():
     )
     with pytest.raises(RolloutError, match="action of step 0 is of type int; it must be text"):
         play_jumping(eng.generate_rollouts([asked("count")], 1))
+
+
+def test_the_end_of_every_episode_is_told_however_it_ended():
+    told = []
+    requests = [request("none"), request("raises", group="g"), request("hangs", group="g"), request("nan"), request("none")]
+    played = play_jumping(engine(on_episode=lambda: told.append(1)).generate_rollouts(requests, 1))
+    assert (len(told), played.counts.num_episodes) == (5, 5)

@@ -65,7 +65,8 @@ class RolloutEngine:
     `episode_timeout_s` bounds a whole episode, environment included; the `timeout_s` of a call bounds each model call. An environment
     that blocks the event loop cannot be interrupted. One that has `close` is closed in any case, and is given time for it.
 
-    `jsonl_path`: every rollout is appended there, token traces included.
+    `jsonl_path`: every rollout is appended there, token traces included. `on_episode` is called when an episode is over, however it
+    ended.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class RolloutEngine:
         max_retries: int = 1,
         episode_timeout_s: float | None = None,
         cancel_siblings: bool = True,
+        on_episode: Callable[[], object] | None = None,
     ) -> None:
         if max_retries < 0:
             raise ConfigError(f"max_retries ({max_retries}) must be >= 0")
@@ -88,6 +90,7 @@ class RolloutEngine:
         self._max_retries = max_retries
         self._episode_timeout_s = episode_timeout_s
         self._cancel_siblings = cancel_siblings
+        self._on_episode = on_episode
         self._episodes = 0
         if self._jsonl_path is not None:
             self._jsonl_path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,10 +144,15 @@ class RolloutEngine:
             for episode in episodes:
                 siblings = groups[episode.group]
                 episode.task = tasks.create_task(self._play(episode, siblings, gate, max_steps, timeout_s))
+                episode.task.add_done_callback(self._tell)
         played = _without_failed_groups(episodes)
         if self._jsonl_path is not None and played:
             await asyncio.to_thread(append_rollouts, self._jsonl_path, played)
         return played
+
+    def _tell(self, _task: asyncio.Task[None]) -> None:
+        if self._on_episode is not None:
+            self._on_episode()
 
     def _expand(self, requests: Sequence[RolloutRequest]) -> list[_Episode]:
         for request in requests:  # a name that is wrong is wrong for every episode: say so before any is played
