@@ -1,4 +1,4 @@
-"""The command `ludic`: train, sft, rollout, doctor, version. Each command imports what it needs when it runs, so that `--help` is quick."""
+"""The command `ludic`: train, eval, sft, rollout, doctor, version. Each imports what it needs when it runs, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -50,15 +50,11 @@ def train(
     json_only: Annotated[bool, typer.Option("--json", help="Print summary.json alone on standard output.")] = False,
     print_config: Annotated[bool, typer.Option(help="Print the resolved recipe as YAML and stop.")] = False,
 ) -> None:
-    from ludic.errors import ConfigError, LudicError
     from ludic.recipes.command import train_command
 
     given = [*(arguments or ()), *([f"algorithm={algorithm}"] if algorithm else ())]
-    try:
+    with _user_errors():
         code = train_command(given, resume=resume, json_only=json_only, print_config=print_config)
-    except LudicError as error:
-        typer.secho(f"ludic: {error}", err=True, fg="red")
-        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
     raise typer.Exit(code)
 
 
@@ -134,6 +130,40 @@ def _user_errors() -> Iterator[None]:
     except LudicError as error:
         typer.secho(f"ludic: {error}", err=True, fg="red")
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
+
+
+_EVAL_HELP = """Measure a model on the held-out problems of a task: accuracy (avg@k) and pass@k with confidence intervals.
+
+Everything is written to `runs/eval-NAME/`: rollouts.jsonl, problems.jsonl, summary.json, accuracy.png and config.yaml. Episodes that
+fail are counted and reported; they are no wrong answers.
+
+**Examples**
+
+- `ludic eval runs/NAME` measures the model of a run on the task that it was trained on
+- `ludic eval sort model=path/to/model k=8 temperature=0.7` answers each problem eight times
+- `ludic eval addition model=path/to/model temperature=0` takes the one greedy answer
+- `ludic eval sort base_url=http://127.0.0.1:8000/v1` asks an OpenAI-compatible server (`model=` names one of several)
+- `ludic eval my_recipe.yaml model=path/to/model problems=100 seed=3 --json > summary.json`
+- `--print-config` lists all settings
+"""
+
+
+@app.command("eval", help=_EVAL_HELP)
+def evaluate(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE | RUN] [KEY=VALUE]...", help="A recipe, a YAML file or a run's folder, and fields to set."
+        ),
+    ] = None,
+    json_only: Annotated[bool, typer.Option("--json", help="Print summary.json alone on standard output.")] = False,
+    print_config: Annotated[bool, typer.Option(help="Print the resolved recipe and settings as YAML and stop.")] = False,
+) -> None:
+    from ludic.recipes.eval_command import eval_command
+
+    with _user_errors():
+        code = eval_command(arguments or (), json_only=json_only, print_config=print_config)
+    raise typer.Exit(code)
 
 
 @app.command(help="Print versions, devices, and optional extras with what each would add.")

@@ -1,4 +1,7 @@
-"""Clients of language models: the interfaces, and an engine in this process. Importing it loads no model library."""
+"""Clients of language models: the interfaces, an engine in this process, servers with OpenAI's interface.
+
+Importing it loads no model library.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +12,7 @@ from ludic.inference.sampling import SamplingConfig, SamplingParams
 
 if TYPE_CHECKING:
     from ludic.inference.local import LocalChatClient
+    from ludic.inference.openai_client import OpenAIChatClient
 
 __all__ = [
     "BackendExtensions",
@@ -16,6 +20,7 @@ __all__ = [
     "ChatCompletionRequest",
     "InferenceSpec",
     "LocalChatClient",
+    "OpenAIChatClient",
     "ReturnSpec",
     "SamplingConfig",
     "SamplingParams",
@@ -30,4 +35,8 @@ def __getattr__(name: str) -> Any:
         from ludic.inference.local import LocalChatClient
 
         return LocalChatClient
+    if name == "OpenAIChatClient":
+        from ludic.inference.openai_client import OpenAIChatClient
+
+        return OpenAIChatClient
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

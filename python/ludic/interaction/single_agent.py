@@ -80,9 +80,11 @@ class SingleAgentProtocol(InteractionProtocol):
             obs, info = await env.env_reset(seed=env_seed)  # type: ignore[attr-defined]
         else:
             obs, info = _own(await answers_of(env.reset(seed=env_seed)), env, agent_id)
+        if not isinstance(obs, str):
+            raise RolloutError(f"reset of {type(env).__name__} gave an observation of type {type(obs).__name__}; it must be text")
         self.agent.reset(system_prompt=system_prompt(self.agent, env))
         self.agent.on_env_reset(obs, info)
-        return str(obs)
+        return obs
 
     def _meta(self, env: LudicEnv[str, str, str], truncated: bool, reason: str | None) -> dict[str, Any]:
         return {

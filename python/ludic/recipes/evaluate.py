@@ -10,8 +10,8 @@ from ludic.envs.tasks import Problem, Task
 from ludic.inference import InferenceSpec
 from ludic.recipes.rollouts import evaluation_inference, request_for
 from ludic.recipes.schema import EvaluationSection, RolloutSection
+from ludic.training.batching.played_rollouts import PlayedRollouts
 from ludic.training.batching.rollout_engine import RolloutEngine
-from ludic.types import Rollout
 
 _SHOWN = 8  # answers kept for the report
 _SAMPLING_SEED = 1_000_000  # before and after are sampled with the same seeds
@@ -41,6 +41,8 @@ class Evaluation:
     """The first sampled answers."""
     num_sampled: int = 0
     """How many answers were sampled."""
+    failed: int = 0
+    """Episodes that failed; they are in no mean."""
 
     def rates(self) -> dict[str, float]:
         """The numbers, without the answers."""
@@ -74,6 +76,7 @@ class HeldOut:
         limits = {"concurrency": concurrency or self._rollout.concurrency, "timeout_s": timeout_s}
         sampled = await self._play(list(problems) * self._section.samples_per_prompt, sampling, **limits)
         best = await self._play(problems, greedy, **limits)
+        by_id = {problem["id"]: problem for problem in problems}
         return Evaluation(
             sampled_reward=_mean([episode.total_reward for episode in sampled]),
             greedy_accuracy=_mean([float(episode.total_reward >= 1.0) for episode in best]),
@@ -82,9 +85,11 @@ class HeldOut:
             },
             answers=[
                 Answer(problem["question"], episode.steps[0].action, problem["answer"], episode.total_reward)
-                for problem, episode in zip(problems[:_SHOWN], sampled, strict=False)
+                for episode in sampled[:_SHOWN]
+                for problem in [by_id[episode.meta["problem_id"]]]
             ],
             num_sampled=len(sampled),
+            failed=sampled.counts.num_failed_episodes + best.counts.num_failed_episodes,
         )
 
     async def eval(
@@ -98,9 +103,12 @@ class HeldOut:
     ) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """(sampled answers, rates). Requests, reducers and steps are those of the task."""
         measured = await self.measure(concurrency=concurrency, timeout_s=timeout_s)
-        return [asdict(answer) for answer in measured.answers], measured.rates()
+        return [asdict(answer) for answer in measured.answers], {
+            **measured.rates(),
+            "num_failed_episodes": float(measured.failed),
+        }
 
-    async def _play(self, problems: Sequence[Problem], inference: InferenceSpec, **limits: Any) -> list[Rollout]:
+    async def _play(self, problems: Sequence[Problem], inference: InferenceSpec, **limits: Any) -> PlayedRollouts:
         requests = [
             request_for(problem, inference=inference, seed=_SAMPLING_SEED + index) for index, problem in enumerate(problems)
         ]

@@ -30,9 +30,18 @@ def verbatim(text: str) -> ParseResult:
 
 
 def make_engine(
-    task: Task, client: ChatClient, *, model_name: str, system_prompt: str | None, jsonl_path: Path | None = None
+    task: Task,
+    client: ChatClient,
+    *,
+    model_name: str,
+    system_prompt: str | None,
+    jsonl_path: Path | None = None,
+    **settings: Any,
 ) -> RolloutEngine:
-    """One answer a problem. An answer cut off at the token limit never reaches the environment and earns 0."""
+    """One answer a problem. An answer cut off at the token limit never reaches the environment and earns 0.
+
+    `settings` are more of the engine's own, such as `max_retries`.
+    """
 
     def make_protocol() -> SingleAgentProtocol:
         agent = Agent(
@@ -48,6 +57,7 @@ def make_engine(
         env_registry={ENV_KIND: lambda problem: task.make_env(problem)},
         protocol_registry={PROTOCOL_KIND: make_protocol},
         jsonl_path=jsonl_path,
+        **settings,
     )
 
 

@@ -194,6 +194,8 @@ class Run:
             measured = await self._held_out.measure()
         rates = ", ".join(f"{name.replace('_', ' ')} {rate:.3f}" for name, rate in measured.rates().items())
         self.screen.note(f"  {rates}")
+        if measured.failed:
+            self.screen.note(f"  {measured.failed} episodes failed and are in no mean")
         return measured
 
     def _engine(self, log: Path | None = None) -> RolloutEngine:

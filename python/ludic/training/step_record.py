@@ -72,7 +72,7 @@ class StepRecord:
         return counts
 
 
-EPISODE_KEYS = ("num_retried_episodes", "num_failed_episodes", "num_dropped_groups")
+EPISODE_KEYS = ("num_retried_episodes", "num_failed_episodes", "num_cancelled_episodes", "num_dropped_groups")
 """What a rollout engine counts of episodes that went wrong."""
 SUMMED = COUNT_KEYS | {"loss", "seq_len_truncated_empty", "samples_without_actions", "zero_weight_skipped", *EPISODE_KEYS}
 """Over ranks. A rank's loss is already its share of the mini-batch's."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,8 @@ from ludic.errors import ConfigError, RolloutError
 from ludic.inference.request import ReturnSpec
 from ludic.interaction.base import InteractionProtocol
 from ludic.training.algorithm import RLAlgorithm
+from ludic.training.batching.played_rollouts import EpisodeFailure, PlayedRollouts, RolloutCounts
+from ludic.training.batching.rollout_check import GarbageError, check_rollouts
 from ludic.training.batching.rollout_log import append_rollouts
 from ludic.training.batching.samples import batch_from_rollouts
 from ludic.training.types import CreditAssigner, RolloutRequest, SampleFilter, SAWBatch
@@ -41,6 +43,9 @@ class _Episode:
     rollouts: list[Rollout] = field(default_factory=list)
     error: Exception | None = None
     retries: int = 0
+    task: asyncio.Task[None] | None = None
+    cancelled: bool = False
+    """Not played to its end, because its group was lost already."""
 
     @property
     def group(self) -> object:
@@ -49,28 +54,19 @@ class _Episode:
         return ("episode", self.index) if group is None else ("group", group)
 
 
-@dataclass
-class RolloutCounts:
-    """What happened to the episodes of one call."""
-
-    num_episodes: int = 0
-    num_retried_episodes: int = 0
-    """Episodes that failed at least once and were played again."""
-    num_failed_episodes: int = 0
-    """Episodes that failed for good."""
-    num_dropped_groups: int = 0
-    """Groups left out because an episode of theirs failed for good."""
-
-
 class RolloutEngine:
     """Plays requests with the environments and protocols of its registries (kind -> factory).
 
-    An episode that raises or times out is played again, with a fresh environment, up to `max_retries` times. If it still fails, its
-    whole group is left out, counted and logged with the error: a batch is never lost to one episode, and a failure is never a
-    reward. If nothing is left, RolloutError names the first cause. `episode_timeout_s` bounds a whole episode, environment included;
-    the `timeout_s` of a call bounds each model call. An environment that blocks the event loop cannot be interrupted.
+    An episode that raises, times out or gives what is no rollout is played again, with a fresh environment, up to `max_retries`
+    times. If it still fails, its whole group is left out, counted and logged with the error: a batch is never lost to one episode, and
+    a failure is never a reward. The other members of such a group are cancelled, unless `cancel_siblings` is off; every episode is
+    then played, and every failure is found. If nothing is left, RolloutError names the first cause.
 
-    `jsonl_path`: every rollout is appended there, token traces included.
+    `episode_timeout_s` bounds a whole episode, environment included; the `timeout_s` of a call bounds each model call. An environment
+    that blocks the event loop cannot be interrupted. One that has `close` is closed in any case, and is given time for it.
+
+    `jsonl_path`: every rollout is appended there, token traces included. `on_episode` is called when an episode is over, however it
+    ended.
     """
 
     def __init__(
@@ -81,6 +77,8 @@ class RolloutEngine:
         jsonl_path: str | Path | None = None,
         max_retries: int = 1,
         episode_timeout_s: float | None = None,
+        cancel_siblings: bool = True,
+        on_episode: Callable[[], object] | None = None,
     ) -> None:
         if max_retries < 0:
             raise ConfigError(f"max_retries ({max_retries}) must be >= 0")
@@ -91,6 +89,8 @@ class RolloutEngine:
         self._jsonl_path = None if jsonl_path is None else Path(jsonl_path)
         self._max_retries = max_retries
         self._episode_timeout_s = episode_timeout_s
+        self._cancel_siblings = cancel_siblings
+        self._on_episode = on_episode
         self._episodes = 0
         if self._jsonl_path is not None:
             self._jsonl_path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,13 +101,12 @@ class RolloutEngine:
         max_steps: int,
         concurrency: int = 8,
         timeout_s: float | None = None,
-    ) -> list[Rollout]:
+    ) -> PlayedRollouts:
         """Play `num_episodes` of every request, at most `concurrency` at once; rollouts in the order of the requests.
 
         Seeds that a request leaves open are the episode's number since the engine was made, so that no batch repeats another.
         """
-        rollouts, _ = await self._play_all(requests, max_steps, timeout_s, concurrency)
-        return rollouts
+        return await self._play_all(requests, max_steps, timeout_s, concurrency)
 
     async def generate_batch(
         self,
@@ -122,9 +121,9 @@ class RolloutEngine:
     ) -> SAWBatch:
         """Play the requests and make one sample of each step, with the credit of `credit_assigner` or of `algorithm`."""
         assigner = credit_of(algorithm, credit_assigner)
-        rollouts, counts = await self._play_all(requests, max_steps, timeout_s, concurrency)
+        rollouts = await self._play_all(requests, max_steps, timeout_s, concurrency)
         batch = batch_from_rollouts(rollouts, assigner, sample_filter)
-        batch.meta.update(vars(counts))
+        batch.meta.update(vars(rollouts.counts))
         return batch
 
     def state_dict(self) -> dict[str, int]:
@@ -135,17 +134,25 @@ class RolloutEngine:
 
     async def _play_all(
         self, requests: Sequence[RolloutRequest], max_steps: int, timeout_s: float | None, concurrency: int
-    ) -> tuple[list[Rollout], RolloutCounts]:
+    ) -> PlayedRollouts:
         episodes = self._expand(requests)
+        groups: dict[object, list[_Episode]] = {}
+        for episode in episodes:
+            groups.setdefault(episode.group, []).append(episode)
         gate = asyncio.Semaphore(max(1, concurrency))
         async with asyncio.TaskGroup() as tasks:
             for episode in episodes:
-                tasks.create_task(self._play(episode, gate, max_steps, timeout_s))
-        kept, counts = _without_failed_groups(episodes)
-        rollouts = [rollout for episode in kept for rollout in episode.rollouts]
-        if self._jsonl_path is not None and rollouts:
-            await asyncio.to_thread(append_rollouts, self._jsonl_path, rollouts)
-        return rollouts, counts
+                siblings = groups[episode.group]
+                episode.task = tasks.create_task(self._play(episode, siblings, gate, max_steps, timeout_s))
+                episode.task.add_done_callback(self._tell)
+        played = _without_failed_groups(episodes)
+        if self._jsonl_path is not None and played:
+            await asyncio.to_thread(append_rollouts, self._jsonl_path, played)
+        return played
+
+    def _tell(self, _task: asyncio.Task[None]) -> None:
+        if self._on_episode is not None:
+            self._on_episode()
 
     def _expand(self, requests: Sequence[RolloutRequest]) -> list[_Episode]:
         for request in requests:  # a name that is wrong is wrong for every episode: say so before any is played
@@ -156,20 +163,25 @@ class RolloutEngine:
         self._episodes += len(episodes)
         return episodes
 
-    async def _play(self, episode: _Episode, gate: asyncio.Semaphore, max_steps: int, timeout_s: float | None) -> None:
+    async def _play(
+        self, episode: _Episode, siblings: Sequence[_Episode], gate: asyncio.Semaphore, max_steps: int, timeout_s: float | None
+    ) -> None:
         async with gate:
             while True:
                 try:
                     with _cancelled_within_is_an_error():
-                        async with asyncio.timeout(self._episode_timeout_s):
-                            episode.rollouts = await self._play_once(episode, max_steps, timeout_s)
+                        episode.rollouts = await self._play_once(episode, max_steps, timeout_s)
                     return
                 except Exception as error:
+                    if _is_being_cancelled():  # and something on the way made another error of it
+                        raise asyncio.CancelledError from error
                     if episode.retries == self._max_retries:
                         episode.error = error
-                        return
+                        break
                     episode.retries += 1
                     logger.info("episode %d failed with %s: %s; playing it again", episode.index, type(error).__name__, error)
+        if self._cancel_siblings:
+            _cancel(siblings)
 
     async def _play_once(self, episode: _Episode, max_steps: int, timeout_s: float | None) -> list[Rollout]:
         request = episode.request
@@ -178,16 +190,18 @@ class RolloutEngine:
         env_seed = episode.index if request.env_seed is None else request.env_seed
         sampling_seed = episode.index if request.sampling_seed is None else request.sampling_seed
         try:
-            rollouts = await protocol.run(
-                env=env,
-                max_steps=max_steps,
-                env_seed=env_seed,
-                sampling_seed=sampling_seed,
-                inference=request.inference,
-                timeout_s=timeout_s,
-            )
+            async with asyncio.timeout(self._episode_timeout_s):
+                given = await protocol.run(
+                    env=env,
+                    max_steps=max_steps,
+                    env_seed=env_seed,
+                    sampling_seed=sampling_seed,
+                    inference=request.inference,
+                    timeout_s=timeout_s,
+                )
         finally:
             await _close(env)
+        rollouts = check_rollouts(given)
         facts = _engine_facts(request, max_steps, timeout_s, env_seed, sampling_seed)
         for rollout in rollouts:
             _describe(rollout, episode, facts)
@@ -209,10 +223,22 @@ def _cancelled_within_is_an_error() -> Iterator[None]:
     try:
         yield
     except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if _is_being_cancelled():
             raise
         raise RolloutError("something that the episode waited for was cancelled") from error
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+def _cancel(siblings: Sequence[_Episode]) -> None:
+    """Stop those that are still to be played: what they would give is not used."""
+    for sibling in siblings:
+        if sibling.task is not None and not sibling.task.done() and sibling.task is not asyncio.current_task():
+            sibling.cancelled = True
+            sibling.task.cancel()
 
 
 def _factory(registry: Mapping[str, Callable[..., Any]], kind: str, what: str) -> Callable[..., Any]:
@@ -254,21 +280,36 @@ def _describe(rollout: Rollout, episode: _Episode, facts: dict[str, Any]) -> Non
 
 
 async def _close(env: Any) -> None:
-    """Release what the environment holds, if it offers to. A failure there does not undo the episode."""
+    """Release what the environment holds, if it offers to. A failure there does not undo the episode, and a cancellation waits."""
     close = getattr(env, "close", None)
     if close is None:
         return
     try:
         result = close()
         if inspect.isawaitable(result):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await result
+            await _to_its_end(asyncio.wait_for(result, CLOSE_TIMEOUT_S))
     except Exception:
         logger.warning("%s.close() failed", type(env).__name__, exc_info=True)
 
 
-def _without_failed_groups(episodes: Sequence[_Episode]) -> tuple[list[_Episode], RolloutCounts]:
-    """The episodes of groups in which none failed. Raises RolloutError when there were episodes and none is left."""
+async def _to_its_end(work: Coroutine[Any, Any, object]) -> None:
+    """Await `work` whole. A cancellation that comes meanwhile is raised when it is done."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    failure = None if task.cancelled() else task.exception()
+    if cancelled is not None:
+        raise cancelled
+    if failure is not None:
+        raise failure
+
+
+def _without_failed_groups(episodes: Sequence[_Episode]) -> PlayedRollouts:
+    """What the episodes of groups gave in which none failed. Raises RolloutError when there were episodes and none is left."""
     failed = [episode for episode in episodes if episode.error is not None]
     lost = {episode.group for episode in failed}
     kept = [episode for episode in episodes if episode.group not in lost]
@@ -276,6 +317,7 @@ def _without_failed_groups(episodes: Sequence[_Episode]) -> tuple[list[_Episode]
         num_episodes=len(episodes),
         num_retried_episodes=sum(episode.retries > 0 for episode in episodes),
         num_failed_episodes=len(failed),
+        num_cancelled_episodes=sum(episode.cancelled for episode in episodes),
         num_dropped_groups=len(lost),
     )
     for episode in failed[:SHOWN_FAILURES]:
@@ -284,10 +326,26 @@ def _without_failed_groups(episodes: Sequence[_Episode]) -> tuple[list[_Episode]
         )
     if len(failed) > SHOWN_FAILURES:
         logger.error("%d more episodes failed", len(failed) - SHOWN_FAILURES)
-    if failed and not kept:
-        first = failed[0].error
-        raise RolloutError(
+    first = failed[0].error if failed else None
+    failures = [_failure(episode) for episode in failed]
+    for (
+        episode
+    ) in episodes:  # an error refers to its frames, and they to the episode: a circle that would keep environments alive
+        episode.error = episode.task = None
+    if first is not None and not kept:
+        raise (GarbageError if isinstance(first, GarbageError) else RolloutError)(
             f"{len(failed)} of {len(episodes)} episodes failed and no complete group is left; "
             f"the first error was {type(first).__name__}: {first}"
         ) from first
-    return kept, counts
+    return PlayedRollouts([rollout for episode in kept for rollout in episode.rollouts], counts, failures)
+
+
+def _failure(episode: _Episode) -> EpisodeFailure:
+    return EpisodeFailure(
+        episode_idx=episode.index,
+        env_kind=episode.request.env.kind,
+        env_seed=episode.request.env_seed,
+        error=f"{type(episode.error).__name__}: {episode.error}",
+        attempts=episode.retries + 1,
+        meta=dict(episode.request.meta),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +84,10 @@ def _step(number: int, fields: Mapping[str, Any]) -> Step:
         trace=None if trace is None else TokenTrace.from_dict(trace),
         ts_ns=int(fields.get("ts_ns", 0)),
     )
+
+
+def write_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """One record a line, with the same care for values that JSON has no form for. Makes the folder, replaces the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.writelines(_line(dict(record)) for record in records)

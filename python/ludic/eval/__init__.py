@@ -1,0 +1,36 @@
+"""Evaluation: requests played and reduced to metrics; accuracy, avg@k and pass@k with confidence intervals; what failed, counted."""
+
+from ludic.eval.cli import (
+    add_common_eval_args,
+    build_single_agent_engine,
+    inference_spec_from_cli,
+    maybe_start_vllm,
+    write_jsonl,
+)
+from ludic.eval.core import run_eval, run_eval_sync
+from ludic.eval.evaluator import EngineEvaluator, Evaluator
+from ludic.eval.intervals import Interval, mean_interval, share_interval, wilson_interval
+from ludic.eval.pass_at_k import pass_at_k
+from ludic.eval.problems import ProblemEvaluator
+from ludic.eval.tally import Measurement, ProblemResult, measure
+
+__all__ = [
+    "EngineEvaluator",
+    "Evaluator",
+    "Interval",
+    "Measurement",
+    "ProblemEvaluator",
+    "ProblemResult",
+    "add_common_eval_args",
+    "build_single_agent_engine",
+    "inference_spec_from_cli",
+    "maybe_start_vllm",
+    "mean_interval",
+    "measure",
+    "pass_at_k",
+    "run_eval",
+    "run_eval_sync",
+    "share_interval",
+    "wilson_interval",
+    "write_jsonl",
+]

@@ -1,0 +1,92 @@
+"""Plays requests and reduces what happened to metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from ludic.training.event_loop import EventLoop
+from ludic.training.stats import Reducer, apply_reducers_to_records
+from ludic.training.types import RolloutRequest
+from ludic.types import Rollout, Step
+
+Record = dict[str, Any]
+Metrics = dict[str, float]
+
+
+class RolloutGenerator(Protocol):
+    """What an evaluation needs of an engine."""
+
+    async def generate_rollouts(
+        self, *, requests: Sequence[RolloutRequest], max_steps: int, timeout_s: float | None, concurrency: int
+    ) -> list[Rollout]: ...
+
+
+async def run_eval(
+    *,
+    engine: RolloutGenerator,
+    requests: Sequence[RolloutRequest],
+    reducers: Mapping[str, Reducer],
+    max_steps: int,
+    timeout_s: float | None = None,
+    concurrency: int = 8,
+) -> tuple[list[Record], Metrics]:
+    """(a record for each step, the reducers' metrics). No requests give `([], {})`.
+
+    An engine that counts failures, as `RolloutEngine` does, adds `num_episodes` and `num_failed_episodes` to the metrics; failed episodes
+    have no records and take no part in the reducers. If all fail, the engine's RolloutError passes through.
+    """
+    if not requests:
+        return [], {}
+    rollouts = await engine.generate_rollouts(
+        requests=requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency
+    )
+    records = [step_record(rollout, step) for rollout in rollouts for step in rollout.steps]
+    reduced = apply_reducers_to_records(records, reducers, sample_count=len(records), rollout_count=len(rollouts))
+    return records, {**failure_counts(rollouts), **reduced}
+
+
+def run_eval_sync(
+    *,
+    engine: RolloutGenerator,
+    requests: Sequence[RolloutRequest],
+    reducers: Mapping[str, Reducer],
+    max_steps: int,
+    timeout_s: float | None = None,
+    concurrency: int = 8,
+) -> tuple[list[Record], Metrics]:
+    """`run_eval` from code that is not a coroutine."""
+    evaluation = run_eval(
+        engine=engine,
+        requests=requests,
+        reducers=reducers,
+        max_steps=max_steps,
+        timeout_s=timeout_s,
+        concurrency=concurrency,
+    )
+    return EventLoop().run(evaluation, instead="run_eval(...)")
+
+
+def step_record(rollout: Rollout, step: Step) -> Record:
+    """What is known of a step: its own facts, overridden by the rollout's meta, overridden by the step's info."""
+    return {
+        "rollout_id": rollout.id,
+        "step_index": step.index,
+        "reward": step.reward,
+        "prev_obs": step.prev_obs,
+        "action": step.action,
+        "total_reward": rollout.total_reward,
+        "completion_length": 0 if step.trace is None else len(step.trace.completion_token_ids),
+        "truncated": step.truncated,
+        "terminated": step.terminated,
+        **rollout.meta,
+        **step.info,
+    }
+
+
+def failure_counts(rollouts: Sequence[Rollout]) -> Metrics:
+    """What the engine counted, if it did."""
+    counts = getattr(rollouts, "counts", None)
+    if counts is None:
+        return {}
+    return {"num_episodes": float(counts.num_episodes), "num_failed_episodes": float(counts.num_failed_episodes)}

@@ -1,0 +1,62 @@
+"""What a trainer evaluates with."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ludic.eval.core import Metrics, Record, RolloutGenerator, run_eval
+from ludic.training.event_loop import awaited
+from ludic.training.stats import Reducer
+from ludic.training.types import RolloutRequest
+
+RequestsFn = Callable[[], Sequence[RolloutRequest] | Awaitable[Sequence[RolloutRequest]]]
+
+
+class Evaluator(Protocol):
+    """Measures the policy. What is left None is the evaluator's to decide."""
+
+    async def eval(
+        self,
+        *,
+        requests: Sequence[RolloutRequest] | None = None,
+        reducers: Mapping[str, Reducer] | None = None,
+        max_steps: int | None = None,
+        timeout_s: float | None = None,
+        concurrency: int | None = None,
+    ) -> tuple[list[Record], Metrics]:
+        """(records, metrics)."""
+
+
+@dataclass(frozen=True)
+class EngineEvaluator:
+    """Plays the requests of `requests_fn` with an engine, each time it is asked to. `Trainer(evaluator=...)` takes one."""
+
+    engine: RolloutGenerator
+    requests_fn: RequestsFn
+    """A plain or a coroutine function."""
+    reducers: Mapping[str, Reducer]
+    max_steps: int = 1
+    timeout_s: float | None = None
+    """Of each model call."""
+    concurrency: int = 32
+
+    async def eval(
+        self,
+        *,
+        requests: Sequence[RolloutRequest] | None = None,
+        reducers: Mapping[str, Reducer] | None = None,
+        max_steps: int | None = None,
+        timeout_s: float | None = None,
+        concurrency: int | None = None,
+    ) -> tuple[list[Record], Metrics]:
+        """As `run_eval`; what is given here goes before the evaluator's own."""
+        return await run_eval(
+            engine=self.engine,
+            requests=await awaited(self.requests_fn()) if requests is None else requests,
+            reducers=self.reducers if reducers is None else reducers,
+            max_steps=self.max_steps if max_steps is None else max_steps,
+            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
+            concurrency=self.concurrency if concurrency is None else concurrency,
+        )

@@ -1,0 +1,61 @@
+"""A picture of a measurement: shares with their intervals, and the pass@k curve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ludic.eval.intervals import Interval
+from ludic.eval.tally import Measurement
+
+
+def draw_measurements(path: Path, measurements: Mapping[str, Measurement], *, title: str) -> None:
+    """`measurements`: label to what was measured; one label, or several to compare. Written as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    shares, curve = figure.subplots(1, 2)
+    for position, (label, measurement) in enumerate(measurements.items()):
+        colour = f"C{position}"
+        offset = 0.8 * (position - (len(measurements) - 1) / 2) / len(measurements)
+        _bars(shares, _shares(measurement), colour=colour, offset=offset, width=0.8 / len(measurements))
+        _curve(curve, measurement, colour=colour, label=label)
+    confidence = {f"{measurement.confidence:.0%}" for measurement in measurements.values()}
+    names = [name.replace("_", " ") for name in _shares(next(iter(measurements.values())))]
+    shares.set_xticks(range(len(names)), names)
+    shares.set(
+        ylim=(0, 1.03), ylabel="share of answers", title=f"accuracy, {' and '.join(sorted(confidence))} intervals by problem"
+    )
+    curve.set(ylim=(0, 1.03), xlabel="k, answers to a problem", ylabel="at least one right", title="pass@k")
+    if len(measurements) > 1:
+        curve.legend(loc="best")
+    for axes in (shares, curve):
+        axes.grid(alpha=0.3)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
+def _shares(measurement: Measurement) -> dict[str, Interval]:
+    """What lies between 0 and 1."""
+    facts = {name: found for name, found in measurement.also.items() if name in measurement.shares}
+    return {"accuracy": measurement.accuracy, **facts}
+
+
+def _bars(axes: Any, shares: Mapping[str, Interval], *, colour: str, offset: float, width: float) -> None:
+    for position, share in enumerate(shares.values()):
+        low, high = share.value if share.low is None else share.low, share.value if share.high is None else share.high
+        reach = [[max(0.0, share.value - low)], [max(0.0, high - share.value)]]
+        axes.bar(position + offset, share.value, width=width * 0.9, color=colour, alpha=0.6)
+        axes.errorbar(position + offset, share.value, yerr=reach, color="black", capsize=4, linewidth=1)
+
+
+def _curve(axes: Any, measurement: Measurement, *, colour: str, label: str) -> None:
+    ks = list(measurement.pass_at_k)
+    found = list(measurement.pass_at_k.values())
+    axes.plot(ks, [interval.value for interval in found], marker="o", color=colour, label=label)
+    axes.fill_between(ks, [interval.low for interval in found], [interval.high for interval in found], color=colour, alpha=0.15)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ks, [str(k) for k in ks])

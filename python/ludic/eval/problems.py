@@ -1,0 +1,108 @@
+"""Several answers to each problem, for accuracy, avg@k and pass@k."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ludic.errors import ConfigError
+from ludic.eval.core import Metrics, Record, RolloutGenerator, step_record
+from ludic.eval.evaluator import RequestsFn
+from ludic.eval.tally import PROBLEM_KEY, SAMPLE_KEY, Measurement, RolloutValue, measure
+from ludic.interaction.base import derived_seed
+from ludic.training.event_loop import awaited
+from ludic.training.stats import Reducer, apply_reducers_to_records
+from ludic.training.types import RolloutRequest
+from ludic.types import Rollout
+
+
+@dataclass(frozen=True)
+class ProblemEvaluator:
+    """Plays each request `k` times and measures by problem. Also an `Evaluator`, as `Trainer` takes one.
+
+    The same policy is asked with the same seeds every time: sample j of problem i has seeds that follow from `seed`, i and j alone, so
+    that the first answers are the same whatever `k` is.
+    """
+
+    engine: RolloutGenerator
+    requests_fn: RequestsFn
+    """One request a problem; `problem_id` in its meta names it, else its position does. Its `num_episodes` counts for nothing."""
+    k: int = 1
+    """Answers to each problem."""
+    reducers: Mapping[str, Reducer] = field(default_factory=dict)
+    max_steps: int = 1
+    timeout_s: float | None = None
+    """Of each model call."""
+    concurrency: int = 32
+    seed: int = 0
+    solved_at: float = 1.0
+    """An answer is right from this total reward on."""
+    confidence: float = 0.95
+    select: Callable[[Rollout], bool] | None = None
+    """Which rollout of an episode is measured, where it gives several."""
+    also: Mapping[str, RolloutValue] = field(default_factory=dict)
+    """What else is averaged, such as a fact of the last step's info."""
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ConfigError(f"k ({self.k}) must be >= 1; it is the number of answers to each problem")
+
+    async def measure(self) -> Measurement:
+        """Play and count. Raises RolloutError if no episode could be played."""
+        _, measurement = await self._play(await awaited(self.requests_fn()), self.max_steps, self.timeout_s, self.concurrency)
+        return measurement
+
+    async def eval(
+        self,
+        *,
+        requests: Sequence[RolloutRequest] | None = None,
+        reducers: Mapping[str, Reducer] | None = None,
+        max_steps: int | None = None,
+        timeout_s: float | None = None,
+        concurrency: int | None = None,
+    ) -> tuple[list[Record], Metrics]:
+        """(a record a step, the measurement's metrics and those of the reducers)."""
+        rollouts, measurement = await self._play(
+            await awaited(self.requests_fn()) if requests is None else requests,
+            self.max_steps if max_steps is None else max_steps,
+            self.timeout_s if timeout_s is None else timeout_s,
+            self.concurrency if concurrency is None else concurrency,
+        )
+        records = [step_record(rollout, step) for rollout in rollouts for step in rollout.steps]
+        chosen = self.reducers if reducers is None else reducers
+        reduced = apply_reducers_to_records(records, chosen, sample_count=len(records), rollout_count=len(rollouts))
+        return records, {**measurement.metrics(), **reduced}
+
+    async def _play(
+        self, problems: Sequence[RolloutRequest], max_steps: int, timeout_s: float | None, concurrency: int
+    ) -> tuple[list[Rollout], Measurement]:
+        requests = sample_requests(problems, k=self.k, seed=self.seed)
+        rollouts = await self.engine.generate_rollouts(
+            requests=requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency
+        )
+        measurement = measure(
+            rollouts,
+            getattr(rollouts, "failures", ()),
+            solved_at=self.solved_at,
+            confidence=self.confidence,
+            select=self.select,
+            also=self.also,
+        )
+        return rollouts, measurement
+
+
+def sample_requests(problems: Sequence[RolloutRequest], *, k: int, seed: int) -> list[RolloutRequest]:
+    """`k` requests of one episode for each problem. They are no group: where one fails, the others count."""
+    return [_sample(problem, i, j, seed) for i, problem in enumerate(problems) for j in range(k)]
+
+
+def _sample(problem: RolloutRequest, i: int, j: int, seed: int) -> RolloutRequest:
+    of_problem = derived_seed(seed, 1 + i)
+    meta = {key: value for key, value in problem.meta.items() if key != "group_id"}
+    return replace(
+        problem,
+        num_episodes=1,
+        env_seed=of_problem if problem.env_seed is None else problem.env_seed,
+        sampling_seed=derived_seed(of_problem, 1 + j),
+        meta={PROBLEM_KEY: str(i), **meta, SAMPLE_KEY: j},
+    )

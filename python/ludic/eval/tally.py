@@ -1,0 +1,177 @@
+"""What an evaluation found: results by problem, accuracy and pass@k with intervals, and the episodes that failed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ludic.errors import DataError, RolloutError
+from ludic.eval.intervals import Interval, mean_interval, share_interval
+from ludic.eval.pass_at_k import curve_points, pass_at_k
+from ludic.training.batching.played_rollouts import EpisodeFailure
+from ludic.types import Rollout
+
+PROBLEM_KEY, SAMPLE_KEY = "problem_id", "sample_index"
+"""Keys of a request's meta: which problem, and which of the answers to it."""
+RolloutValue = Callable[[Rollout], float | bool | None]
+"""Something measured beside the reward; None where a rollout has no such value."""
+
+
+@dataclass
+class ProblemResult:
+    """The answers to one problem."""
+
+    problem_id: str
+    rewards: list[float] = field(default_factory=list)
+    """Of the episodes that were played to their end."""
+    right: int = 0
+    """How many of them count as right."""
+    failed: int = 0
+    """Episodes without a result. They are no wrong answers."""
+
+    @property
+    def answers(self) -> int:
+        return len(self.rewards)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"problem_id": self.problem_id, "answers": self.answers, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Numbers of one evaluation. Intervals are over problems, at `confidence`."""
+
+    problems: list[ProblemResult]
+    samples_per_problem: int
+    """Most answers that a problem has, which is the k of avg@k."""
+    confidence: float
+    accuracy: Interval
+    """avg@k: the mean over problems of the share of right answers."""
+    accuracy_bounds: tuple[float, float]
+    """The accuracy if every failed episode had been a wrong answer, and if every one had been a right answer."""
+    reward: Interval
+    """The mean over problems of the mean reward."""
+    pass_at_k: dict[int, Interval]
+    """By k, over the problems that have k answers."""
+    also: dict[str, Interval]
+    """What else was measured, averaged likewise."""
+    shares: tuple[str, ...]
+    """Which of those are shares of answers, between 0 and 1."""
+    num_episodes: int
+    num_failed_episodes: int
+    num_unanswered_problems: int
+    """Problems of which every episode failed; they are in no mean."""
+    errors: dict[str, int]
+    """How often each error ended an episode for good, most frequent first."""
+
+    def metrics(self) -> dict[str, float]:
+        """Flat numbers, as a trainer logs them."""
+        flat = {"num_episodes": float(self.num_episodes), "num_failed_episodes": float(self.num_failed_episodes)}
+        named = {"accuracy": self.accuracy, "reward": self.reward, **self.also}
+        for name, interval in named.items():
+            flat[name] = interval.value
+            if interval.low is not None and interval.high is not None:
+                flat[f"{name}_low"], flat[f"{name}_high"] = interval.low, interval.high
+        return flat | {f"pass@{k}": interval.value for k, interval in self.pass_at_k.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the results by problem, as JSON has it; the keys of `pass_at_k` are text."""
+        content = {name: value for name, value in asdict(self).items() if name != "problems"}
+        return {
+            "num_problems": len(self.problems),
+            **content,
+            "accuracy_bounds": list(self.accuracy_bounds),
+            "shares": list(self.shares),
+            "pass_at_k": {str(k): asdict(interval) for k, interval in self.pass_at_k.items()},
+        }
+
+
+def measure(
+    rollouts: Sequence[Rollout],
+    failures: Sequence[EpisodeFailure] = (),
+    *,
+    solved_at: float = 1.0,
+    confidence: float = 0.95,
+    select: Callable[[Rollout], bool] | None = None,
+    also: Mapping[str, RolloutValue] | None = None,
+) -> Measurement:
+    """Count the answers to each problem. An answer is right if its total reward is at least `solved_at`.
+
+    Rollouts and failures say in their meta which problem they belong to (`problem_id`); one that does not is a problem of its own. Where
+    episodes give several rollouts, one for each player, `select` says which counts. Raises RolloutError if there is no rollout.
+    """
+    chosen = [rollout for rollout in rollouts if select is None or select(rollout)]
+    if not chosen:
+        raise RolloutError("no episode gave a rollout; there is nothing to measure")
+    _check_one_an_episode(chosen)
+    of_problem: dict[str, ProblemResult] = {}
+    for rollout in chosen:
+        result = of_problem.setdefault(_problem(rollout.meta, rollout.id), ProblemResult(_problem(rollout.meta, rollout.id)))
+        result.rewards.append(float(rollout.total_reward))
+        result.right += rollout.total_reward >= solved_at
+    for failure in failures:
+        key = _problem(failure.meta, f"episode {failure.episode_idx}")
+        of_problem.setdefault(key, ProblemResult(key)).failed += 1
+    problems = list(of_problem.values())
+    averages = {name: _average(chosen, value_of, confidence) for name, value_of in (also or {}).items()}
+    answered = [problem for problem in problems if problem.answers]
+    return Measurement(
+        problems=problems,
+        samples_per_problem=max(problem.answers + problem.failed for problem in problems),
+        confidence=confidence,
+        accuracy=share_interval([p.right / p.answers for p in answered], answers=len(chosen), confidence=confidence),
+        accuracy_bounds=_bounds(problems),
+        reward=mean_interval([sum(p.rewards) / p.answers for p in answered], confidence=confidence),
+        pass_at_k=_pass_curve(answered, confidence),
+        also={name: found[0] for name, found in averages.items() if found is not None},
+        shares=tuple(name for name, found in averages.items() if found is not None and found[1]),
+        num_episodes=len(chosen) + len(failures),
+        num_failed_episodes=len(failures),
+        num_unanswered_problems=len(problems) - len(answered),
+        errors=dict(Counter(failure.error for failure in failures).most_common()),
+    )
+
+
+def _problem(meta: Mapping[str, Any], otherwise: str) -> str:
+    return str(meta.get(PROBLEM_KEY, otherwise))
+
+
+def _check_one_an_episode(rollouts: Sequence[Rollout]) -> None:
+    episodes = Counter(rollout.meta.get("episode_idx", rollout.id) for rollout in rollouts)
+    episode, count = episodes.most_common(1)[0]
+    if count > 1:
+        raise DataError(f"episode {episode} gave {count} rollouts; say with select= which of its players is measured")
+
+
+def _bounds(problems: Sequence[ProblemResult]) -> tuple[float, float]:
+    asked = [(p.right, p.failed, p.answers + p.failed) for p in problems]
+    low = sum(right / all_ for right, _, all_ in asked) / len(asked)
+    high = sum((right + failed) / all_ for right, failed, all_ in asked) / len(asked)
+    return low, high
+
+
+def _pass_curve(answered: Sequence[ProblemResult], confidence: float) -> dict[int, Interval]:
+    """Only complete problems have a say at the largest k, where episodes failed; `num_problems` tells how many those are."""
+    curve = {}
+    for k in curve_points(max(problem.answers for problem in answered)):
+        able = [problem for problem in answered if problem.answers >= k]
+        estimates = [pass_at_k(problem.answers, problem.right, k) for problem in able]
+        curve[k] = share_interval(estimates, answers=sum(p.answers // k for p in able), confidence=confidence)
+    return curve
+
+
+def _average(rollouts: Sequence[Rollout], value_of: RolloutValue, confidence: float) -> tuple[Interval, bool] | None:
+    """(mean by problem, whether it is a share). Truth values are shares; other numbers get Student's interval."""
+    by_problem: dict[str, list[float | bool]] = {}
+    for rollout in rollouts:
+        value = value_of(rollout)
+        if value is not None:
+            by_problem.setdefault(_problem(rollout.meta, rollout.id), []).append(value)
+    if not by_problem:
+        return None
+    means = [sum(values) / len(values) for values in by_problem.values()]
+    if all(isinstance(value, bool) for values in by_problem.values() for value in values):
+        return share_interval(means, answers=sum(map(len, by_problem.values())), confidence=confidence), True
+    return mean_interval(means, confidence=confidence), False

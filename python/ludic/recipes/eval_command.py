@@ -1,0 +1,235 @@
+"""`ludic eval`: a model in this process or behind a server, on the held-out problems of a task; records, a table and a picture."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ludic.errors import CheckpointError, ConfigError
+from ludic.recipes.command import INTERRUPTED, _output, _quiet_libraries
+from ludic.recipes.compose import config_hash, to_yaml
+from ludic.recipes.eval_settings import EvalSettings, resolve
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ludic.envs.tasks import Task
+    from ludic.eval import ProblemEvaluator
+    from ludic.inference import ChatClient
+    from ludic.recipes.schema import Recipe
+    from ludic.training.batching.rollout_engine import RolloutEngine
+    from ludic.training.types import RolloutRequest
+    from ludic.types import Rollout
+
+
+def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: bool) -> int:
+    """The exit status. Errors of the user's are raised as `LudicError`."""
+    recipe, settings = resolve(arguments)
+    if print_config:
+        from omegaconf import OmegaConf
+
+        print(to_yaml(recipe) + OmegaConf.to_yaml(OmegaConf.create(asdict(settings))), end="")
+        return 0
+    with _output(json_only) as console:
+        try:
+            summary = asyncio.run(_evaluate(recipe, settings, console))
+        except KeyboardInterrupt:
+            console.print("Stopped; nothing was measured.", highlight=False)
+            return INTERRUPTED
+    if json_only:
+        print(summary, end="")
+    return 0
+
+
+async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) -> str:
+    """Play, measure, write and show; the summary as JSON. Everything is built before the folder is made."""
+    from ludic.recipes.build import build_task, check_numbers
+    from ludic.recipes.eval_report import show, summary_of, write
+
+    started = time.perf_counter()
+    check_numbers(recipe)
+    task = build_task(recipe.task)
+    requests = _requests(recipe, task)
+    async with _client(recipe, settings) as (client, model_name):
+        folder = _make_folder(recipe, model_name)
+        episodes = len(requests) * recipe.evaluation.samples_per_prompt
+        console.print(f"{model_name}: {episodes} episodes, writing to {folder}/", highlight=False, markup=False)
+        with _progress(console, episodes) as on_episode:
+            engine = _engine(recipe, settings, task, client, model_name, folder, on_episode)
+            measurement = await _evaluator(recipe, settings, task, engine, requests).measure()
+    facts = {
+        "recipe": recipe.recipe,
+        "task": recipe.task.kind,
+        "model": model_name,
+        "base_url": settings.base_url,
+        "temperature": recipe.rollout.temperature,
+        "top_p": recipe.rollout.top_p,
+        "max_tokens": recipe.rollout.max_new_tokens or task.max_new_tokens,
+        "seed": recipe.seed,
+        "solved_at": settings.solved_at,
+        "config_hash": config_hash(recipe),
+        "wall_s": round(time.perf_counter() - started, 2),
+    }
+    summary = summary_of(measurement, facts)
+    write(folder, measurement, summary, title=f"{recipe.recipe}, {model_name}, temperature {recipe.rollout.temperature:g}")
+    show(console, measurement, folder, task)
+    return summary
+
+
+@contextmanager
+def _progress(console: Console, episodes: int) -> Iterator[Callable[[], None]]:
+    """A bar, where there is a terminal to show it; to be called for each episode that is over."""
+    from rich.progress import Progress
+
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("episodes", total=episodes)
+        yield lambda: bar.advance(task)
+
+
+def _engine(
+    recipe: Recipe,
+    settings: EvalSettings,
+    task: Task,
+    client: ChatClient,
+    model_name: str,
+    folder: Path,
+    on_episode: Callable[[], None],
+) -> RolloutEngine:
+    from ludic.recipes.rollouts import make_engine
+
+    return make_engine(
+        task,
+        client,
+        model_name=model_name,
+        system_prompt=recipe.rollout.system_prompt,
+        jsonl_path=folder / "rollouts.jsonl",
+        max_retries=settings.episode_retries,
+        episode_timeout_s=settings.episode_timeout_s,
+        on_episode=on_episode,
+    )
+
+
+def _evaluator(
+    recipe: Recipe, settings: EvalSettings, task: Task, engine: RolloutEngine, requests: Sequence[RolloutRequest]
+) -> ProblemEvaluator:
+    from ludic.eval import ProblemEvaluator
+
+    return ProblemEvaluator(
+        engine=engine,
+        requests_fn=lambda: requests,
+        k=recipe.evaluation.samples_per_prompt,
+        max_steps=getattr(task, "max_steps", 1),
+        timeout_s=settings.timeout_s if settings.base_url is None else None,  # the client of a server has the deadline itself
+        concurrency=recipe.rollout.concurrency,
+        seed=recipe.seed,
+        solved_at=settings.solved_at,
+        confidence=settings.confidence,
+        also={**{name: _fact(name) for name in task.facts}, "cut_off": _cut_off, "answer_tokens": _answer_tokens},
+    )
+
+
+def _requests(recipe: Recipe, task: Task) -> list[RolloutRequest]:
+    """One for each held-out problem; its seed follows from the recipe's and its place."""
+    from ludic.interaction.base import derived_seed
+    from ludic.recipes.rollouts import evaluation_inference, request_for
+
+    inference = evaluation_inference(recipe.rollout, task, greedy=False)
+    problems = task.heldout()[: recipe.evaluation.prompts]
+    return [
+        request_for(problem, inference=inference, seed=derived_seed(recipe.seed, 1 + i) or 0)
+        for i, problem in enumerate(problems)
+    ]
+
+
+@asynccontextmanager
+async def _client(recipe: Recipe, settings: EvalSettings) -> AsyncIterator[tuple[ChatClient, str]]:
+    """(client, name of the model)."""
+    if settings.base_url is None:
+        yield _local_client(recipe), str(recipe.model)
+        return
+    from ludic.inference import OpenAIChatClient
+
+    client = OpenAIChatClient(
+        settings.base_url,
+        api_key=_api_key(settings.api_key_env),
+        timeout_s=settings.timeout_s,
+        returns_token_ids=settings.returns_token_ids,
+    )
+    async with client:
+        yield client, recipe.model or await _only_model(client)
+
+
+def _local_client(recipe: Recipe) -> ChatClient:
+    if recipe.model is None:
+        raise ConfigError(
+            "there is no model to evaluate; give model=FOLDER, the folder of a run (ludic eval runs/NAME), or base_url=URL of a server"
+        )
+    import torch
+
+    from ludic.inference.local import LocalChatClient
+    from ludic.recipes.build import build_trainer_config
+    from ludic.recipes.model import make_policy
+
+    _quiet_libraries()
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    model, tokenizer = make_policy(recipe)
+    device = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed).model_device
+    return LocalChatClient(model.to(device).eval(), tokenizer, max_batch_size=recipe.rollout.concurrency)
+
+
+def _api_key(variable: str | None) -> str:
+    if variable is None:
+        return "none"
+    if not os.environ.get(variable):
+        raise ConfigError(f"api_key_env ({variable}) names an environment variable that is not set; export it, or leave it out")
+    return os.environ[variable]
+
+
+async def _only_model(client: Any) -> str:
+    models: list[str] = await client.models()
+    if len(models) != 1:
+        raise ConfigError(f"{client.base_url} offers {len(models)} models ({', '.join(models[:5])}); say which with model=NAME")
+    return models[0]
+
+
+def _make_folder(recipe: Recipe, model_name: str) -> Path:
+    """`output/name`; without a name one is made of the recipe, the model and the seed, and of the time if that exists."""
+    from ludic.recipes.run_directory import write_text
+
+    label = Path(model_name).parent.name if Path(model_name).name == "model" else Path(model_name).name
+    path = Path(recipe.output) / (recipe.name or f"eval-{recipe.recipe}-{label}-seed{recipe.seed}")
+    if path.exists() and recipe.name is None:
+        path = path.with_name(f"{path.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError as error:
+        raise CheckpointError(f"{path} is there already; choose another name=") from error
+    write_text(path / "config.yaml", to_yaml(recipe))
+    return path
+
+
+def _fact(name: str) -> Callable[[Rollout], bool | None]:
+    return lambda rollout: bool(rollout.steps[-1].info.get(name, False)) if rollout.steps else None
+
+
+def _cut_off(rollout: Rollout) -> bool:
+    """Some answer reached the token limit."""
+    return any(step.info.get("finish_reason") == "length" for step in rollout.steps)
+
+
+def _answer_tokens(rollout: Rollout) -> float | None:
+    """Tokens of all answers, from their traces or from what the server counted; None where neither is there."""
+    counts = [
+        len(step.trace.completion_token_ids)
+        if step.trace is not None
+        else (step.info.get("raw_response") or {}).get("usage", {}).get("completion_tokens")
+        for step in rollout.steps
+    ]
+    return None if not counts or None in counts else float(sum(counts))

@@ -1,0 +1,113 @@
+"""What `ludic eval` is told: a recipe with overrides, as `ludic train` reads them, and settings that only an evaluation has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Optional, cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ludic.errors import ConfigError
+from ludic.recipes.compose import Override, compose, parse_override
+from ludic.recipes.schema import Recipe
+
+SHORT_NAMES = {
+    "k": "evaluation.samples_per_prompt",
+    "problems": "evaluation.prompts",
+    "temperature": "rollout.temperature",
+    "top_p": "rollout.top_p",
+    "max_tokens": "rollout.max_new_tokens",
+    "concurrency": "rollout.concurrency",
+    "system_prompt": "rollout.system_prompt",
+    "device": "trainer.model_device",
+}
+"""Name of `ludic eval` to the recipe's field."""
+
+
+@dataclass
+class EvalSettings:
+    """Fields that no recipe has."""
+
+    base_url: Optional[str] = None  # noqa: UP045  OmegaConf reads this annotation at run time
+    """Of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1; null: the model runs in this process."""
+    api_key_env: Optional[str] = None  # noqa: UP045
+    """Name of the environment variable with the server's key; null: none is sent."""
+    returns_token_ids: bool = False
+    """The server knows vLLM's `return_token_ids`; rollouts then hold the tokens."""
+    timeout_s: float = 600.0
+    """Of one model call."""
+    episode_timeout_s: Optional[float] = None  # noqa: UP045
+    """Of a whole episode; null: none."""
+    episode_retries: int = 1
+    """How often a failed episode is played again."""
+    solved_at: float = 1.0
+    """An answer is right from this total reward on."""
+    confidence: float = 0.95
+    """Of all intervals."""
+
+
+def resolve(arguments: Sequence[str]) -> tuple[Recipe, EvalSettings]:
+    """`arguments`: a recipe's name, a YAML file or the folder of a run, and overrides, in any order. Later overrides win."""
+    own = {field.name for field in fields(EvalSettings)}
+    for_recipe: list[str] = []
+    overrides: list[Override] = []
+    for argument in arguments:
+        if "=" not in argument or Path(argument).exists():
+            for_recipe[:0] = _source(argument)
+            continue
+        override = parse_override(argument)
+        if override.key in own:
+            overrides.append(override)
+        else:
+            for_recipe.append(_spelled_out(override))
+    recipe = _compose(for_recipe)
+    if recipe.rollout.temperature == 0 and recipe.evaluation.samples_per_prompt > 1:
+        _one_answer_is_enough(recipe, for_recipe)
+    return recipe, _settings(overrides)
+
+
+def _source(argument: str) -> list[str]:
+    """A run's folder stands for its recipe and its model."""
+    folder = Path(argument)
+    if (folder / "config.yaml").is_file() and (folder / "model").is_dir():
+        return [str(folder / "config.yaml"), f"model='{folder / 'model'}'", "tokenizer=null", "name=null"]
+    return [argument]
+
+
+def _spelled_out(override: Override) -> str:
+    name = SHORT_NAMES.get(override.key)
+    return override.text if name is None else name + override.text[override.text.index("=") :]
+
+
+def _compose(arguments: Sequence[str]) -> Recipe:
+    try:
+        return compose(arguments)
+    except ConfigError as error:
+        names = [*SHORT_NAMES, *(field.name for field in fields(EvalSettings))]
+        keys = [argument.partition("=")[0] for argument in arguments if "=" in argument]
+        near = [match for key in keys if key in str(error) for match in get_close_matches(key, names, n=1)]
+        raise ConfigError(f"{error} (of an evaluation: {', '.join(near)})" if near else str(error)) from error
+
+
+def _one_answer_is_enough(recipe: Recipe, given: Sequence[str]) -> None:
+    if any(argument.startswith(f"{SHORT_NAMES['k']}=") for argument in given):
+        k = recipe.evaluation.samples_per_prompt
+        raise ConfigError(f"k ({k}) answers at temperature 0 are one answer {k} times; leave k out, or set temperature above 0")
+    recipe.evaluation.samples_per_prompt = 1
+
+
+def _settings(overrides: Sequence[Override]) -> EvalSettings:
+    tree = OmegaConf.structured(EvalSettings)
+    for override in overrides:
+        try:
+            OmegaConf.update(tree, override.key, override.value)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{override.text}: {str(error).splitlines()[0]}") from error
+    settings = cast(EvalSettings, OmegaConf.to_object(tree))
+    if settings.timeout_s <= 0:
+        raise ConfigError(f"timeout_s ({settings.timeout_s}) must be > 0; a call without a deadline may never end")
+    return settings

@@ -1,0 +1,182 @@
+"""The client of OpenAI-compatible servers against a real one on loopback: what is sent, what is read, what is tried again."""
+
+import asyncio
+import json
+
+import pytest
+from stub_openai_server import CUT, HANG, StubOpenAIServer, completion
+
+from ludic.errors import ConfigError, InferenceError
+from ludic.inference import (
+    ChatCompletionRequest,
+    OpenAIChatClient,
+    ReturnSpec,
+    SamplingParams,
+    ToolRequest,
+    VLLMExtensions,
+)
+
+MESSAGES = [{"role": "user", "content": "2+2="}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def ask(answer, request=None, **settings):
+    """(result or error, the bodies that the server got)."""
+    with StubOpenAIServer(answer) as server:
+        outcome = asyncio.run(complete(server, request or ChatCompletionRequest("m", MESSAGES), **settings))
+    return outcome, server
+
+
+async def complete(server, request, **settings):
+    async with OpenAIChatClient(server.base_url, **{"backoff_s": 0.0, **settings}) as client:
+        try:
+            return await client.complete(request)
+        except (InferenceError, TimeoutError, ConfigError) as error:
+            return error
+
+
+def in_turn(*answers):
+    """The first, the second, and the last from then on."""
+    left = list(answers)
+    return lambda body: left.pop(0) if len(left) > 1 else left[0]
+
+
+def test_a_request_is_sent_as_openai_has_it_and_nothing_else():
+    request = ChatCompletionRequest("m", MESSAGES, SamplingParams(temperature=0.0, max_tokens=9, stop=["\n"]), seed=7)
+    (response, info), server = ask(lambda body: completion("4"), request)
+    assert response.text == "4"
+    assert response.finish_reason == "stop"
+    assert response.to_trace() is None
+    assert server.bodies == [
+        {
+            "model": "m",
+            "messages": MESSAGES,
+            "temperature": 0.0,
+            "max_tokens": 9,
+            "top_p": 1.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "stop": ["\n"],
+            "seed": 7,
+        }
+    ]
+    assert info["raw_response"]["usage"]["completion_tokens"] == 1
+    assert info["used_args"]["seed"] == 7
+    json.dumps(info)  # it goes into rollouts, which are written as JSON
+
+
+def test_tokens_and_log_probabilities_are_asked_for_and_read_where_the_server_has_them():
+    logprobs = {"content": [{"token": "a", "logprob": -0.25, "bytes": None, "top_logprobs": []}]}
+    answer = completion("a", token_ids=[64], logprobs=logprobs, prompt_token_ids=[1, 2])
+    request = ChatCompletionRequest("m", MESSAGES, return_=ReturnSpec.for_rl(top_logprobs_k=2))
+    (response, _), server = ask(lambda body: answer, request, returns_token_ids=True)
+    trace = response.to_trace()
+    assert (trace.prompt_token_ids, trace.completion_token_ids, trace.completion_logprobs) == ([1, 2], [64], [-0.25])
+    sent = server.bodies[0]
+    assert (sent["return_token_ids"], sent["logprobs"], sent["top_logprobs"]) == (True, True, 2)
+    _, server = ask(lambda body: answer, request)
+    assert "return_token_ids" not in server.bodies[0]  # servers other than vLLM refuse what they do not know
+
+
+def test_tools_are_sent_and_calls_come_back_in_the_raw_response():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    answer = completion(None, "tool_calls")
+    answer["choices"][0]["message"]["tool_calls"] = [call]
+    request = ChatCompletionRequest("m", MESSAGES, tools=ToolRequest([TOOL], tool_choice="required"))
+    (response, info), server = ask(lambda body: answer, request)
+    assert (server.bodies[0]["tools"], server.bodies[0]["tool_choice"]) == ([TOOL], "required")
+    assert response.text == ""
+    assert info["raw_response"]["choices"][0]["message"]["tool_calls"] == [call]
+
+
+def test_keys_of_the_environment_are_not_sent_to_a_server(monkeypatch):
+    for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
+        monkeypatch.setenv(name, "secret")
+    _, server = ask(lambda body: completion("4"))
+    assert "secret" not in str(server.headers)
+    _, server = ask(lambda body: completion("4"), api_key="mine")
+    assert server.headers[0]["authorization"] == "Bearer mine"
+
+
+@pytest.mark.parametrize("trouble", [(500, {}), (503, {}), (429, {}), (408, {}), CUT, (429, {}, {"retry-after": "0"})])
+def test_what_may_pass_is_tried_again(trouble):
+    (response, _), server = ask(in_turn(trouble, trouble, completion("4")))
+    assert response.text == "4"
+    assert len(server.bodies) == 3
+
+
+def test_no_more_often_than_allowed():
+    error, server = ask(lambda body: (503, {"error": {"message": "overloaded"}}), max_retries=2)
+    assert isinstance(error, InferenceError)
+    assert "overloaded" in str(error)
+    assert len(server.bodies) == 3
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422])
+def test_what_will_not_pass_is_an_error_at_once(status):
+    error, server = ask(lambda body: (status, {"error": {"message": "no such model"}}))
+    assert isinstance(error, InferenceError)
+    assert "no such model" in str(error)
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("garbage", "said"),
+    [
+        ("<html>It works!</html>", "InferenceError|JSON"),
+        ([1, 2], "JSON object|gave no completion"),
+        ({}, "without a choice"),
+        ({"choices": []}, "without a choice"),
+        ({"choices": [{"index": 0}]}, "without a choice"),
+        ({"choices": ["4"]}, "without a choice"),
+        (completion({"text": "4"}), "content of type dict"),
+        (completion("12", "abort"), "aborted"),
+    ],
+)
+def test_what_is_no_completion_is_an_error_that_says_so(garbage, said):
+    error, server = ask(lambda body: garbage)
+    assert isinstance(error, InferenceError)
+    assert error.__class__ is InferenceError
+    assert any(part in f"{type(error).__name__} {error}" for part in said.split("|"))
+    assert len(server.bodies) == 1
+
+
+def test_a_server_that_hangs_is_left_at_the_deadline():
+    error, _ = ask(lambda body: HANG, timeout_s=1.0)
+    assert isinstance(error, TimeoutError)
+    assert "no answer within 1.0 s" in str(error)
+
+
+def test_the_deadline_holds_over_retries_too():
+    """A server that asks for an hour gets a minute at most, and the deadline is sooner."""
+    error, server = ask(lambda body: (429, {}, {"retry-after": "3600"}), timeout_s=1.0)
+    assert isinstance(error, TimeoutError)
+    assert len(server.bodies) == 1
+
+
+def test_nobody_listening_is_an_error():
+    async def scenario():
+        async with OpenAIChatClient("http://127.0.0.1:9/v1", max_retries=1, backoff_s=0.0) as client:
+            return await client.complete(ChatCompletionRequest("m", MESSAGES))
+
+    with pytest.raises(InferenceError, match="127\\.0\\.0\\.1:9"):
+        asyncio.run(scenario())
+
+
+def test_the_models_of_a_server_are_listed():
+    async def scenario(server):
+        async with OpenAIChatClient(server.base_url + "/") as client:
+            return await client.models()
+
+    with StubOpenAIServer(lambda body: {}, models=("a", "b")) as server:
+        assert asyncio.run(scenario(server)) == ["a", "b"]
+
+
+def test_settings_without_meaning_are_refused():
+    with pytest.raises(ConfigError, match="must begin with http"):
+        OpenAIChatClient("127.0.0.1:8000")
+    with pytest.raises(ConfigError, match="timeout_s"):
+        OpenAIChatClient("http://127.0.0.1:8000/v1", timeout_s=0)
+    error, server = ask(lambda body: {}, ChatCompletionRequest("m", MESSAGES, extensions=VLLMExtensions()))
+    assert "unsupported request.extensions: VLLMExtensions" in str(error)
+    assert server.bodies == []

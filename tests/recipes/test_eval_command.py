@@ -1,0 +1,228 @@
+"""`ludic eval`: on a run, a model directory and a server; what it writes, what it counts, and what it refuses."""
+
+import json
+import re
+
+import pytest
+from stub_openai_server import HANG, StubOpenAIServer, completion
+from typer.testing import CliRunner
+
+from ludic.cli import app
+from ludic.envs.tasks import DigitSort
+from ludic.errors import ConfigError
+from ludic.eval.picture import draw_measurements
+from ludic.eval.tally import measure
+from ludic.recipes.eval_settings import resolve
+from ludic.types import Rollout, Step
+
+PROBLEMS = [problem["question"] for problem in DigitSort().heldout()]
+TINY = [f"network.{name}" for name in ("hidden_size=16", "num_heads=2", "num_kv_heads=1", "intermediate_size=16")]
+
+
+def evaluate(*arguments, code=0):
+    result = CliRunner().invoke(app, ["eval", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def right(question):
+    return "".join(sorted(question.rstrip(">")))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run of no steps: a recipe and a model that knows nothing."""
+    folder = tmp_path_factory.mktemp("runs")
+    given = [*TINY, "threads=1", "warmup.steps=0", "steps=0", "evaluation.prompts=2", "evaluation.samples_per_prompt=1"]
+    result = CliRunner().invoke(app, ["train", *given, f"output={folder}", "name=base"])
+    assert result.exit_code == 0, result.output
+    return folder / "base"
+
+
+def test_the_model_of_a_run_is_measured_on_the_task_of_the_run(run):
+    shown = evaluate(run, "k=2", "problems=3").output
+    (folder,) = run.parent.glob("eval-*")
+    assert folder.name == "eval-sort-base-seed0"
+    for said in ("Held-out problems: 3 problems x 2", "accuracy (avg@2)", "pass@2", "95% interval", "the reward sees"):
+        assert said in shown, said
+    assert (folder / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["num_problems"], summary["samples_per_problem"], summary["num_failed_episodes"]) == (3, 2, 0)
+    assert summary["accuracy"]["low"] == 0.0 <= summary["accuracy"]["value"] < summary["accuracy"]["high"]
+    rollouts = lines(folder / "rollouts.jsonl")
+    assert [(r["meta"]["problem_id"], r["meta"]["sample_index"]) for r in rollouts] == [
+        (question.rstrip(">"), j) for question in PROBLEMS[:3] for j in (0, 1)
+    ]
+    assert rollouts[0]["steps"][0]["trace"]["completion_token_ids"]
+    assert [line["answers"] for line in lines(folder / "problems.jsonl")] == [2, 2, 2]
+    assert resolve([str(folder / "config.yaml")])[0].evaluation.prompts == 3
+
+
+def test_a_model_directory_gives_the_same_answers_every_time_and_others_with_another_seed(run, tmp_path):
+    def answers(seed):
+        shared = ["sort", f"model={run / 'model'}", "threads=1", "k=4", "problems=2", f"output={tmp_path}"]
+        summary = json.loads(evaluate(*shared, f"seed={seed}", "--json").stdout)
+        assert summary["seed"] == seed
+        newest = max(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        return [rollout["steps"][0]["action"] for rollout in lines(newest / "rollouts.jsonl")]
+
+    assert answers(0) == answers(0) != answers(1)
+
+
+def test_one_greedy_answer_a_problem(run, tmp_path):
+    given = ["sort", f"model={run / 'model'}", "threads=1", "problems=3", f"output={tmp_path}"]
+    summary = json.loads(evaluate(*given, "temperature=0", "--json").stdout)
+    assert (summary["temperature"], summary["samples_per_problem"], list(summary["pass_at_k"])) == (0.0, 1, ["1"])
+    assert "temperature 0 are one answer 4 times" in evaluate(*given, "temperature=0", "k=4", code=2).output
+
+
+class Pupil:
+    """Answers as `says` decides from the number of the problem and how often it was asked."""
+
+    def __init__(self, says):
+        self.says, self.asked = says, {}
+
+    def __call__(self, body):
+        question = body["messages"][-1]["content"]
+        self.asked[question] = self.asked.get(question, 0) + 1
+        return self.says(PROBLEMS.index(question), self.asked[question] - 1, question)
+
+
+def on_server(pupil, tmp_path, *given, code=0):
+    with StubOpenAIServer(pupil) as server:
+        shared = ["sort", f"base_url={server.base_url}", f"output={tmp_path}", "name=it", "concurrency=8"]
+        return evaluate(*shared, *given, code=code), server
+
+
+def test_a_server_is_asked_and_the_numbers_are_those_of_its_answers(tmp_path):
+    """Problem i of 4 is right in i of 4 answers: accuracy (0 + 1 + 2 + 3) / 16; pass@2 (0 + 1/2 + 5/6 + 1) / 4; pass@4 3/4."""
+    pupil = Pupil(lambda i, j, question: completion(right(question) if j < i else "no"))
+    given = ["k=4", "problems=4", "temperature=0.7", "top_p=0.9", "max_tokens=9", "system_prompt='Sort.'", "--json"]
+    result, server = on_server(pupil, tmp_path, *given)
+    summary = json.loads(result.stdout)
+    assert summary["accuracy"]["value"] == pytest.approx(6 / 16)
+    assert summary["pass_at_k"]["2"]["value"] == pytest.approx((0.5 + 5 / 6 + 1) / 4)
+    assert summary["pass_at_k"]["4"]["value"] == 0.75
+    assert summary["also"]["answer_tokens"]["value"] == pytest.approx((6 * 6 + 10 * 2) / 16)  # as the server counts them
+    assert (summary["model"], summary["base_url"]) == ("stub", server.base_url)
+    body = server.bodies[0]
+    assert (body["model"], body["temperature"], body["top_p"], body["max_tokens"]) == ("stub", 0.7, 0.9, 9)
+    assert body["messages"][0] == {"role": "system", "content": "Sort."}
+    assert len({body["seed"] for body in server.bodies}) == 16
+
+
+def test_what_fails_is_counted_and_is_no_wrong_answer(tmp_path):
+    """Of 6 problems two are refused: 4 of 4 are right, and nobody knows of the others."""
+    refused = (400, {"error": {"message": "the prompt is too long"}})
+    pupil = Pupil(lambda i, j, question: refused if i in (1, 4) else completion(right(question)))
+    result, _ = on_server(pupil, tmp_path, "k=1", "problems=6")
+    assert "2 of 6 episodes failed and are in no mean" in result.output
+    assert "accuracy would be 0.667, with all right 1.000" in re.sub(r"\s+", " ", result.output)
+    assert "too long" in result.output
+    summary = json.loads((tmp_path / "it" / "summary.json").read_text())
+    assert (summary["accuracy"]["value"], summary["accuracy"]["num_problems"]) == (1.0, 4)
+    assert (summary["num_episodes"], summary["num_failed_episodes"], summary["num_unanswered_problems"]) == (6, 2, 2)
+    assert summary["accuracy_bounds"] == pytest.approx([4 / 6, 1.0])
+    assert sum(summary["errors"].values()) == 2
+    assert len(lines(tmp_path / "it" / "rollouts.jsonl")) == 4
+
+
+def test_three_in_ten_requests_under_fire_are_counted_exactly(tmp_path):
+    """Refused, cut off at a deadline, or garbage, for good; the rest is measured."""
+    troubles = [(400, {}), HANG, "<html>", {"choices": []}, completion("12", "abort"), completion({"not": "text"})]
+    faulty = {i: troubles[i % len(troubles)] for i in range(40) if i % 10 in (1, 4, 8)}
+    pupil = Pupil(lambda i, j, question: faulty.get(i) or completion(right(question)))
+    given = ["k=1", "problems=40", "timeout_s=3", "episode_retries=0", "concurrency=40", "--json"]
+    result, _ = on_server(pupil, tmp_path, *given)
+    summary = json.loads(result.stdout)
+    assert (summary["num_failed_episodes"], summary["num_episodes"]) == (len(faulty), 40) == (12, 40)
+    assert summary["accuracy"]["value"] == 1.0
+    failed = [line["problem_id"] for line in lines(tmp_path / "it" / "problems.jsonl") if line["failed"]]
+    assert sorted(failed) == sorted(PROBLEMS[i].rstrip(">") for i in faulty)
+
+
+def test_what_passes_on_a_second_try_is_no_failure(tmp_path):
+    pupil = Pupil(lambda i, j, question: (503, {}) if j == 0 else completion(right(question)))
+    result, _ = on_server(pupil, tmp_path, "k=1", "problems=2", "--json")
+    assert json.loads(result.stdout)["num_failed_episodes"] == 0
+
+
+def test_if_everything_fails_there_is_an_error_and_no_number(tmp_path):
+    result, _ = on_server(lambda body: (401, {"error": {"message": "who are you"}}), tmp_path, "problems=2", code=1)
+    assert "8 of 8 episodes failed" in result.output
+    assert "who are you" in result.output
+    assert not (tmp_path / "it" / "summary.json").exists()
+
+
+def test_a_key_comes_from_the_variable_that_is_named_and_is_written_nowhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "secret-123")
+    pupil = Pupil(lambda i, j, question: completion(right(question)))
+    result, server = on_server(pupil, tmp_path, "k=1", "problems=1", "api_key_env=MY_KEY")
+    assert server.headers[0]["authorization"] == "Bearer secret-123"
+    written = b"".join(path.read_bytes() for path in (tmp_path / "it").iterdir())
+    assert b"secret-123" not in written
+    assert "secret-123" not in result.output
+    assert "NO_KEY" in on_server(pupil, tmp_path, "api_key_env=NO_KEY", code=2)[0].output
+
+
+def test_of_several_models_one_must_be_named(tmp_path):
+    with StubOpenAIServer(Pupil(lambda i, j, question: completion("1")), models=("a", "b")) as server:
+        given = [f"base_url={server.base_url}", f"output={tmp_path}", "problems=1", "k=1"]
+        assert "offers 2 models (a, b); say which with model=NAME" in evaluate(*given, code=2).output
+        evaluate(*given, "model=b")
+    assert server.bodies[-1]["model"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["sort"], "there is no model to evaluate; give model=FOLDER"),
+        (["sort", "model=/nowhere/at/all"], "no config.json"),
+        (["temprature=1"], "of an evaluation: temperature"),
+        (["trainer.learning=1"], "there is no setting 'trainer.learning'"),
+        (["timeout_s=0"], "timeout_s (0.0) must be > 0"),
+        (["timeout_s=soon"], "timeout_s=soon"),
+        (["base_url=localhost:1"], "must begin with http"),
+        (["problems=0"], "evaluation.prompts (0) must be at least 1"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_written(given, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert said in re.sub(r"\s+", " ", evaluate(*given, code=2).output)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_taken_is_an_error(run, tmp_path):
+    given = ["sort", f"model={run / 'model'}", "threads=1", "problems=1", "k=1", f"output={tmp_path}", "name=x"]
+    evaluate(*given)
+    assert "choose another name=" in evaluate(*given, code=1).output
+
+
+def test_settings_are_shown_with_their_short_names_resolved():
+    shown = evaluate("addition", "k=3", "temperature=0.5", "confidence=0.9", "--print-config").output
+    for line in ("  samples_per_prompt: 3", "  temperature: 0.5", "confidence: 0.9", "kind: addition", "base_url: null"):
+        assert line in shown, line
+
+
+def test_short_names_mean_what_they_stand_for():
+    recipe, settings = resolve(["k=3", "problems=7", "top_p=0.5", "max_tokens=9", "concurrency=2", "device=cpu", "solved_at=0.5"])
+    assert (recipe.evaluation.samples_per_prompt, recipe.evaluation.prompts) == (3, 7)
+    assert (recipe.rollout.top_p, recipe.rollout.max_new_tokens, recipe.rollout.concurrency) == (0.5, 9, 2)
+    assert recipe.trainer.model_device == "cpu"
+    assert settings.solved_at == 0.5
+    with pytest.raises(ConfigError, match="confidence"):
+        resolve(["confidence=high"])
+
+
+def test_several_measurements_in_one_picture(tmp_path):
+    def found(rewards):
+        steps = [[Step(0, "q", "a", None, reward, False, True)] for reward in rewards]
+        return measure([Rollout(steps=s, meta={"problem_id": i % 2}) for i, s in enumerate(steps)], also={"even": lambda r: True})
+
+    path = tmp_path / "both.png"
+    draw_measurements(path, {"before": found([0.0, 1.0, 0.0, 0.0]), "after": found([1.0] * 8)}, title="two")
+    assert path.read_bytes().startswith(b"\x89PNG")

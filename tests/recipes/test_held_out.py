@@ -1,0 +1,35 @@
+"""The measurement of `ludic train` where episodes fail: they are counted, and answers stay beside their questions."""
+
+from playing import ScriptedClient, play
+
+from ludic.envs.tasks import DigitSort
+from ludic.recipes.compose import compose
+from ludic.recipes.evaluate import Evaluation, HeldOut
+from ludic.recipes.rollouts import make_engine
+
+
+class Breaks(DigitSort):
+    """The first problem cannot be scored."""
+
+    def make_env(self, problem):
+        if problem["id"] == self.heldout()[0]["id"]:
+            raise OSError("the grader is gone")
+        return super().make_env(problem)
+
+
+def test_a_problem_that_fails_is_no_wrong_answer_and_the_others_keep_their_questions():
+    task = Breaks()
+    second, third = task.heldout()[1:3]
+    client = ScriptedClient(second["answer"])
+    recipe = compose(["sort", "evaluation.prompts=3", "evaluation.samples_per_prompt=2"])
+    engine = make_engine(task, client, model_name="m", system_prompt=None, max_retries=0)
+    held_out = HeldOut(engine, task, recipe.evaluation, recipe.rollout)
+    found = play(held_out.measure())
+    assert found.sampled_reward == found.greedy_accuracy == 0.5
+    assert found.failed == 3
+    assert [(answer.question, answer.expected, answer.reward) for answer in found.answers] == [
+        (second["question"], second["answer"], 1.0),
+        (third["question"], third["answer"], 0.0),
+    ] * 2
+    assert Evaluation.from_dict(found.to_dict()) == found
+    assert play(held_out.eval())[1]["num_failed_episodes"] == 3.0
