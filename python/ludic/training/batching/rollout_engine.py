@@ -18,7 +18,7 @@ from ludic.interaction.base import InteractionProtocol
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.rollout_log import append_rollouts
 from ludic.training.batching.samples import batch_from_rollouts
-from ludic.training.types import CreditAssigner, RolloutRequest, SampleFilter, SAWBatch
+from ludic.training.types import CreditAssigner, RolloutRequest, RolloutScorer, SampleFilter, SAWBatch
 from ludic.types import Rollout
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,9 @@ class RolloutEngine:
     reward. If nothing is left, RolloutError names the first cause. `episode_timeout_s` bounds a whole episode, environment included;
     the `timeout_s` of a call bounds each model call. An environment that blocks the event loop cannot be interrupted.
 
+    `scorer` sees the rollouts of a call before credit is given, once and all together, and adds to their rewards. A rollout that it
+    cannot reward is a failed episode; it is not played again.
+
     `jsonl_path`: every rollout is appended there, token traces included.
     """
 
@@ -81,6 +84,7 @@ class RolloutEngine:
         jsonl_path: str | Path | None = None,
         max_retries: int = 1,
         episode_timeout_s: float | None = None,
+        scorer: RolloutScorer | None = None,
     ) -> None:
         if max_retries < 0:
             raise ConfigError(f"max_retries ({max_retries}) must be >= 0")
@@ -91,6 +95,7 @@ class RolloutEngine:
         self._jsonl_path = None if jsonl_path is None else Path(jsonl_path)
         self._max_retries = max_retries
         self._episode_timeout_s = episode_timeout_s
+        self._scorer = scorer
         self._episodes = 0
         if self._jsonl_path is not None:
             self._jsonl_path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,6 +146,8 @@ class RolloutEngine:
         async with asyncio.TaskGroup() as tasks:
             for episode in episodes:
                 tasks.create_task(self._play(episode, gate, max_steps, timeout_s))
+        if self._scorer is not None:
+            await _score(self._scorer, episodes)
         kept, counts = _without_failed_groups(episodes)
         rollouts = [rollout for episode in kept for rollout in episode.rollouts]
         if self._jsonl_path is not None and rollouts:
@@ -265,6 +272,17 @@ async def _close(env: Any) -> None:
                 await result
     except Exception:
         logger.warning("%s.close() failed", type(env).__name__, exc_info=True)
+
+
+async def _score(scorer: RolloutScorer, episodes: Sequence[_Episode]) -> None:
+    """Reward the groups in which no episode failed; an episode with a rollout that got no reward has failed now."""
+    lost = {episode.group for episode in episodes if episode.error is not None}
+    played = [episode for episode in episodes if episode.group not in lost]
+    if not played:
+        return
+    errors = await scorer.score([rollout for episode in played for rollout in episode.rollouts])
+    for episode in played:
+        episode.error = next((errors[rollout.id] for rollout in episode.rollouts if rollout.id in errors), None)
 
 
 def _without_failed_groups(episodes: Sequence[_Episode]) -> tuple[list[_Episode], RolloutCounts]:
