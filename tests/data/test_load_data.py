@@ -112,7 +112,9 @@ def test_a_column_may_be_named_by_another_and_keeps_its_own_name_too(tmp_path):
     for columns in ({"prompt": "question"}, {"prompt": ["problem", "question"]}):
         loaded = load_data(source, columns=columns)
         assert (loaded.kind, loaded.rows) == ("prompt", [{"question": "2+2?", "answer": "#### 4", "prompt": "2+2?"}])
-    with pytest.raises(ConfigError, match=r"g\.jsonl has no column 'problem' or 'task' to be its prompt; it has question, answer"):
+    with pytest.raises(
+        ConfigError, match=r"g\.jsonl has no column 'problem' or 'task' to be its prompt; it has question, answer"
+    ):
         load_data(source, columns={"prompt": ("problem", "task")})
 
 
@@ -255,6 +257,12 @@ def test_an_id_is_asked_of_the_datasets_library_with_config_and_split(offline, m
     assert loaded.where(0) == "openai/gsm8k, row 1"
 
 
-def test_an_id_that_cannot_be_had_is_an_error_that_says_so(offline):
-    with pytest.raises(DataError, match=r"nobody/nothing \(config None, split train\) could not be loaded"):
+def test_an_id_that_cannot_be_had_is_an_error_that_says_so(offline, monkeypatch):
+    def load_dataset(*_, **__):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(offline, "load_dataset", load_dataset)
+    with pytest.raises(
+        DataError, match=r"nobody/nothing \(config None, split train\) could not be loaded: ConnectionError: no network"
+    ):
         load_data("nobody/nothing")

@@ -120,16 +120,21 @@ class RewardFunctions:
             if isinstance(returned, Exception):
                 raise returned
             if inspect.isawaitable(returned):
-                async with asyncio.timeout(self._timeout_s) as deadline:
-                    try:
-                        returned = await returned
-                    except TimeoutError as error:  # the function's own, unless this deadline has passed
-                        if not deadline.expired():
-                            raise GradingError(f"it gave up waiting: {error}") from error
-                        raise
+                returned = await self._awaited(returned)
             return _checked(returned, len(asked))
         except Exception as error:
             return error
+
+    async def _awaited(self, returned: Awaitable[Any]) -> Any:
+        """Raises _TookTooLong at the deadline; a TimeoutError of the function's own is an error like others."""
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                return await returned
+        except TimeoutError as error:
+            if deadline.expired():
+                raise _TookTooLong(f"it took longer than {self._timeout_s} s") from error
+            raise
 
     async def _by_group(self, name: str, function: RewardFunction, asked: Sequence[_Asked], error: Exception) -> list[Reward]:
         """One call a group, after the call for all has failed."""
@@ -137,7 +142,7 @@ class RewardFunctions:
         for index, one in enumerate(asked):
             groups.setdefault(one.group, []).append(index)
         rewards: list[Reward] = [_failure(name, error)] * len(asked)
-        if len(groups) == 1 or isinstance(error, TimeoutError):
+        if len(groups) == 1 or isinstance(error, _TookTooLong):
             return rewards
         for members in groups.values():
             result = await self._start(function, [asked[index] for index in members])
@@ -172,6 +177,10 @@ class RewardFunctions:
         last.reward += math.fsum(weight * reward for _, weight, reward in spoken)
         last.info.update({f"rewards/{name}": reward for name, _, reward in spoken})
         return None
+
+
+class _TookTooLong(TimeoutError):
+    """The deadline of this module has passed."""
 
 
 class _Asked:
@@ -233,7 +242,7 @@ def _reward(element: Any) -> Reward:
 
 
 def _failure(name: str, error: Exception) -> Exception:
-    reason = str(error) or "it took too long" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+    reason = str(error) if isinstance(error, _TookTooLong) else f"{type(error).__name__}: {error}"
     failure = GradingError(f"reward function {name} failed: {reason}")
     failure.__cause__ = error
     return failure
