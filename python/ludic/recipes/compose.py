@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ludic.errors import ConfigError
 from ludic.recipes.schema import Recipe, trainer_section
 
-_OPEN_SECTIONS = ("task.args", "algorithm_args")  # their keys are those of a callable, which checks them itself
+_OPEN_SECTIONS = ("task.args", "algorithm_args", "reward")  # their keys are checked by what they are for
 _PER_ALGORITHM, _LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys
 
 
