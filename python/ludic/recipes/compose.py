@@ -103,7 +103,7 @@ def _layers(source: str | None, overrides: Sequence[Override]) -> Iterator[tuple
     chosen = {override.key: override.value for override in overrides}
     is_file = source is not None and source.endswith((".yaml", ".yml"))
     user = _read(Path(cast(str, source)).expanduser()) if is_file else OmegaConf.create({})
-    default = "data" if {"data", "reward"} & {*chosen, *user} else "sort"
+    default = "data" if any(layer.get(key) is not None for layer in (chosen, user) for key in ("data", "reward")) else "sort"
     base_name = chosen.get("recipe", user.get("recipe", default) if is_file else source or default)
     base = _read_builtin(str(base_name))
     algorithm = chosen.get("algorithm", user.get("algorithm", base.algorithm))

@@ -29,6 +29,10 @@ def children() -> set[int]:
     return {int(pid) for path in Path("/proc/self/task").iterdir() for pid in (path / "children").read_text().split()}
 
 
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 # Problems of the two data sets' kinds, written for this test: (answer of a model, target, equal).
 COMPARED = [
     ("The total is 18.", "18", True),
@@ -145,7 +149,8 @@ def test_a_process_that_is_never_ready_is_an_error(tmp_path):
 def test_many_answers_wait_for_few_processes_and_those_that_hang_cost_only_themselves(tmp_path):
     """40 answers, each fifth hangs: exact counts, and every other answer gets its own verdict."""
     body = "time.sleep(60 if request['answer'] == 'hang' else 0)\nprint(json.dumps({'correct': request['answer'] == request['target']}), flush=True)"  # noqa: E501
-    grader = MathGrader(command=script(tmp_path, body), workers=4, timeout_s=0.5)
+    processes, files = children(), open_files()
+    grader = MathGrader(command=script(tmp_path, body), workers=4, timeout_s=1.0)
     answers = ["hang" if n % 5 == 0 else str(n) for n in range(40)]
 
     async def all_of_them():
@@ -158,6 +163,7 @@ def test_many_answers_wait_for_few_processes_and_those_that_hang_cost_only_thems
     assert [v for v in verdicts if isinstance(v, bool)] == [n % 2 == 0 for n in range(40) if n % 5]
     assert grader.counts == GraderCounts(graded=32, timed_out=8)
     grader.close()
+    assert (children(), open_files()) == (processes, files)
 
 
 def test_what_a_process_prints_besides_is_no_reply(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import sys
 import threading
@@ -34,20 +35,21 @@ class GraderCounts:
 class MathGrader:
     """Compares answers with targets by math-verify: `0.5` is `\\frac{1}{2}`, `x^2+2x+1` is `(x+1)^2`.
 
-    Comparisons run in `workers` processes, started when first needed. One that takes longer than `timeout_s` is ended with its
-    process; that and every other failure is a GradingError and is counted in `counts`: never a verdict. `memory_mb` bounds the
-    address space of each process. `command` replaces the process by another that speaks the same lines.
+    Comparisons run in `workers` processes (None: one for each core, at most 8), started when first needed. One that takes longer than
+    `timeout_s` is ended with its process; that and every other failure is a GradingError and is counted in `counts`: never a verdict.
+    `memory_mb` bounds the address space of each process. `command` replaces the process by another that speaks the same lines.
     """
 
     def __init__(
         self,
         *,
         timeout_s: float = 5.0,
-        workers: int = 2,
+        workers: int | None = None,
         memory_mb: int = 4096,
         start_timeout_s: float = 60.0,
         command: Sequence[str] | None = None,
     ) -> None:
+        workers = min(8, os.cpu_count() or 1) if workers is None else workers
         if timeout_s <= 0 or workers < 1:
             raise ConfigError(f"timeout_s ({timeout_s}) must be > 0 and workers ({workers}) >= 1")
         if command is None and find_spec("math_verify") is None:
