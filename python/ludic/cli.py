@@ -32,6 +32,8 @@ Hugging Face layout. Ctrl-C ends after the current step and keeps what was done.
 - `ludic train --algorithm cispo seed=3 trainer.lr=1e-4` sets fields (`--print-config` lists them all)
 - `ludic train my_recipe.yaml` reads a file; its `recipe:` key names the built-in recipe it starts from
 - `ludic train model=path/to/model` trains any causal model on disk, or a hub id
+- `ludic train model=path/to/model data=problems.jsonl reward=rewards:exact` trains it on prompts of yours, rewarded by the function
+`exact` of `rewards.py`
 - `ludic train --resume runs/NAME` goes on where an interrupted run stopped
 - `ludic train --json > summary.json` prints the summary alone
 """

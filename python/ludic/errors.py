@@ -39,6 +39,10 @@ class RolloutError(LudicError, RuntimeError):
     """Episodes failed and no batch could be made of the rest."""
 
 
+class GradingError(LudicError, RuntimeError):
+    """An answer that could not be graded: what should have judged it failed or took too long. It has no reward, not one of 0."""
+
+
 class InferenceError(LudicError, RuntimeError):
     """The model failed, or the engine that runs it is gone."""
 

@@ -52,3 +52,10 @@ def test_the_picture_is_a_png(tmp_path: Path, values: list[float]) -> None:
     write_picture(path, {"reward": values}, marks={"held-out": (0.2, 0.9)}, title="sort")
     assert path.read_bytes().startswith(b"\x89PNG\r\n")
     assert path.stat().st_size > 10_000
+
+
+def test_the_picture_has_room_for_every_reward_and_for_rates_from_0_to_1() -> None:
+    from ludic.recipes.curve import _range
+
+    assert _range([]) == _range([0.2, 0.9]) == (0.0, 1.0)
+    assert _range([-2.5, 0.3, 4.0]) == (-2.5, 4.0)

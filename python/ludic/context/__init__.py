@@ -2,6 +2,7 @@
 
 from ludic.context.base import ContextStrategy
 from ludic.context.full_dialog import FullDialog
+from ludic.context.given_dialog import GivenDialog
 from ludic.context.truncated_thinking import TruncatedThinkingContext
 
-__all__ = ["ContextStrategy", "FullDialog", "TruncatedThinkingContext"]
+__all__ = ["ContextStrategy", "FullDialog", "GivenDialog", "TruncatedThinkingContext"]

@@ -68,10 +68,17 @@ class DatasetQAEnv(SingleAgentEnv):
         return self._obs, {"question_id": self._question_id}
 
     def env_step(self, action: str) -> StepOutcome:
+        target = self.begin_verdict()
+        return self.end_verdict(action, target, correct=bool(self._verifier(action, target)))
+
+    def begin_verdict(self) -> str:
+        """The parsed target. Raises RolloutError for a question that is answered already."""
         if self._done:
             raise RolloutError(f"question {self._question_id} is already answered; call reset() before the next step")
-        target = self._target_parser(self._field(self._answer_key))
-        correct = bool(self._verifier(action, target))
+        return self._target_parser(self._field(self._answer_key))
+
+    def end_verdict(self, action: str, target: str, *, correct: bool) -> StepOutcome:
+        """End the episode."""
         self._done = True
         self._obs = f"{'Correct' if correct else 'Incorrect'}. Expected: {target}"
         info: Info = {

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from difflib import get_close_matches
 from functools import reduce
-from importlib import import_module
 from typing import Any
 
 from ludic.envs.tasks import Addition, DigitSort, Task
 from ludic.errors import ConfigError
+from ludic.recipes.data_task import DataTask
+from ludic.recipes.importing import import_named
 from ludic.recipes.schema import Recipe, TaskSection
 from ludic.training import presets
 from ludic.training.algorithm import RLAlgorithm
@@ -46,10 +45,15 @@ def check_numbers(recipe: Recipe) -> None:
             raise ConfigError(f"{path} ({value}) must be at least {least}")
 
 
-def build_task(section: TaskSection) -> Task:
-    """A built-in task by its name, or a class of the user's own as `package.module:Class`."""
+def build_task(section: TaskSection, *, data: str | None = None, reward: Any = None, reward_weights: Any = None) -> Task:
+    """A built-in task by its name, a class of the user's own as `package.module:Class`, or a data set with its rewards."""
+    if section.kind == "data":
+        given = {"data": data, "reward": reward, "reward_weights": reward_weights}
+        return _call(DataTask, {**section.args, **given}, "task.args")
+    if data is not None or reward is not None:
+        raise ConfigError(f"data and reward make a task of their own (task.kind=data); task.kind is {section.kind}")
     if ":" in section.kind:
-        return _call(_import(section.kind), section.args, "task.args")
+        return _call(import_named(section.kind, "task.kind"), section.args, "task.args")
     return _call(_look_up(TASKS, section.kind, "task.kind"), section.args, "task.args")
 
 
@@ -75,16 +79,6 @@ def _look_up(registry: dict[str, Callable[..., Any]], name: str, setting: str) -
     near = get_close_matches(name, registry, n=2)
     remedy = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(registry))}"
     raise ConfigError(f"{setting} ({name}) is not known; {remedy}")
-
-
-def _import(path: str) -> Callable[..., Any]:
-    module, _, name = path.partition(":")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)  # last, so that a file here never stands in for an installed module
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"task.kind ({path}) cannot be imported: {error}; write package.module:Class") from error
 
 
 def _call(make: Callable[..., Any], arguments: dict[str, Any], setting: str) -> Any:

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ludic.errors import ConfigError
 from ludic.recipes.schema import Recipe, trainer_section
 
-_OPEN_SECTIONS = ("task.args", "algorithm_args")  # their keys are those of a callable, which checks them itself
+_OPEN_SECTIONS = ("task.args", "algorithm_args", "reward")  # their keys are checked by what they are for
 _PER_ALGORITHM, LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys
 
 _EXPLAINED = {
@@ -125,7 +125,8 @@ def _layers(source: str | None, overrides: Sequence[Override]) -> Iterator[tuple
     chosen = {override.key: override.value for override in overrides}
     is_file = source is not None and source.endswith((".yaml", ".yml"))
     user = read_yaml(Path(cast(str, source)).expanduser()) if is_file else OmegaConf.create({})
-    base_name = chosen.get("recipe", user.get("recipe", "sort") if is_file else source or "sort")
+    default = "data" if any(layer.get(key) is not None for layer in (chosen, user) for key in ("data", "reward")) else "sort"
+    base_name = chosen.get("recipe", user.get("recipe", default) if is_file else source or default)
     base = _read_builtin(str(base_name))
     algorithm = chosen.get("algorithm", user.get("algorithm", base.algorithm))
     model = chosen.get("model", user.get("model", base.model))

@@ -43,7 +43,11 @@ def write_picture(
         axes.plot(range(1, len(values) + 1), running_mean(values), color=line.get_color(), linewidth=2, label=label)
     for label, (before, after) in marks.items():
         axes.plot([0, steps + 1], [before, after], linestyle="none", marker="o", label=label)
-    axes.set(xlabel="step", ylabel=measure, title=title, **({"ylim": (-0.03, 1.03)} if measure == "rate" else {}))
+    low, high = _range(
+        [*(value for values in series.values() for value in values), *(v for pair in marks.values() for v in pair)]
+    )
+    limits = {"ylim": (low - 0.03 * (high - low), high + 0.03 * (high - low))} if measure == "rate" else {}
+    axes.set(xlabel="step", ylabel=measure, title=title, **limits)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right" if measure == "rate" else "upper right")
     figure.savefig(path, dpi=120)
@@ -52,6 +56,11 @@ def write_picture(
 def running_mean(values: Sequence[float], window: int = 10) -> list[float]:
     """Mean of each value with up to `window - 1` before it."""
     return [sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """0 to 1, and whatever lies beyond."""
+    return min([0.0, *values]), max([1.0, *values])
 
 
 def _bucket_means(values: Sequence[float], buckets: int) -> list[float]:

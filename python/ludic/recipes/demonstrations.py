@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
+from ludic.context import GivenDialog
 from ludic.envs.tasks import Task
 from ludic.training.types import SAWBatch, SAWItem
+from ludic.types import Message
 
 
 class DemonstrationSource:
@@ -18,7 +20,8 @@ class DemonstrationSource:
     """
 
     def __init__(self, task: Task, tokenizer: Any, *, batch_size: int, seed: int, system_prompt: str | None = None) -> None:
-        self._task, self._tokenizer, self._system_prompt = task, tokenizer, system_prompt
+        self._task, self._tokenizer = task, tokenizer
+        self._system_prompt = system_prompt or getattr(task, "system_prompt", None)
         self._batch_size, self._seed = batch_size, seed
         self._batches = 0
 
@@ -26,7 +29,7 @@ class DemonstrationSource:
         rng = Random(f"demonstrations {self._seed} {self._batches}")
         problems = [self._task.draw(rng) for _ in range(self._batch_size)]
         answers = [self._task.demonstrate(problem, rng) for problem in problems]
-        prompts = [prompt_text(self._tokenizer, problem["question"], self._system_prompt) for problem in problems]
+        prompts = [prompt_text(self._tokenizer, _prompt_of(problem), self._system_prompt) for problem in problems]
         ids = self._tokenizer([*prompts, *answers], add_special_tokens=False)["input_ids"]
         first = self._batches * self._batch_size
         items = [
@@ -53,10 +56,19 @@ class DemonstrationSource:
         )
 
 
-def prompt_text(tokenizer: Any, question: str, system_prompt: str | None) -> str:
+def _prompt_of(problem: Any) -> str | list[Message]:
+    """The question, or the messages of a row of conversations."""
+    prompt: str | list[Message] = problem["row"]["prompt"] if "row" in problem else problem["question"]
+    return prompt
+
+
+def prompt_text(tokenizer: Any, question: str | list[Message], system_prompt: str | None) -> str:
     """The prompt as `LocalChatClient` renders it: the tokenizer's chat template, or without one the plain contents."""
-    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    messages.append({"role": "user", "content": question})
+    context = GivenDialog(system_prompt)
+    context.on_env_reset(
+        question if isinstance(question, str) else "", {} if isinstance(question, str) else {"messages": question}
+    )
+    messages = context.on_before_act()
     if getattr(tokenizer, "chat_template", None):
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    return "".join(message["content"] for message in messages)
+    return "".join(message.get("content") or "" for message in messages)

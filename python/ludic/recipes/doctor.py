@@ -14,8 +14,8 @@ REQUIRED = ("ludic", "torch", "transformers", "peft", "numpy", "safetensors", "h
 # Extra: (modules that it brings, what it adds). Those that nothing here would use are not named.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "wandb": (("wandb",), "WandbLogger sends metrics to Weights & Biases"),
-    "datasets": (("datasets",), "rows of Hugging Face data sets as problems of DatasetQAEnv"),
-    "math": (("math_verify",), "math_verify as a verifier of DatasetQAEnv"),
+    "datasets": (("datasets",), "data of `ludic train` by their hub id, from parquet files and folders"),
+    "math": (("math_verify",), "the verifiers `gsm8k` and `math`: math-verify, in processes with a deadline"),
 }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.errors import CheckpointError, ConfigError
-from ludic.recipes.command import INTERRUPTED, _output, _quiet_libraries
+from ludic.recipes.command import INTERRUPTED, output_to, quiet_libraries
 from ludic.recipes.compose import config_hash, to_yaml
 from ludic.recipes.eval_settings import EvalSettings, resolve
 
@@ -36,7 +36,7 @@ def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: boo
 
         print(to_yaml(recipe) + OmegaConf.to_yaml(OmegaConf.create(asdict(settings))), end="")
         return 0
-    with _output(json_only) as console:
+    with output_to(json_only) as console:
         try:
             summary = asyncio.run(_evaluate(recipe, settings, console))
         except KeyboardInterrupt:
@@ -176,7 +176,7 @@ def _local_client(recipe: Recipe) -> ChatClient:
     from ludic.recipes.build import build_trainer_config
     from ludic.recipes.model import make_policy
 
-    _quiet_libraries()
+    quiet_libraries()
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     model, tokenizer = make_policy(recipe)

@@ -8,10 +8,12 @@ from typing import Any
 
 from ludic.envs.tasks import Problem, Task
 from ludic.inference import InferenceSpec
+from ludic.recipes.measures import rates_of
 from ludic.recipes.rollouts import evaluation_inference, request_for
 from ludic.recipes.schema import EvaluationSection, RolloutSection
 from ludic.training.batching.played_rollouts import PlayedRollouts
 from ludic.training.batching.rollout_engine import RolloutEngine
+from ludic.types import Rollout
 
 _SHOWN = 8  # answers kept for the report
 _SAMPLING_SEED = 1_000_000  # before and after are sampled with the same seeds
@@ -24,7 +26,8 @@ class Answer:
     question: str
     text: str
     expected: str
-    reward: float
+    reward: float | None
+    """None: it could not be graded."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Evaluation:
     greedy_accuracy: float
     """Share of problems whose greedy answer earns the full reward."""
     facts: dict[str, float]
-    """Share of sampled answers for which each of the task's facts holds."""
+    """Share of sampled answers for which each of the task's facts holds, and means of its measures."""
     answers: list[Answer]
     """The first sampled answers."""
     num_sampled: int = 0
@@ -71,26 +74,22 @@ class HeldOut:
 
     async def measure(self, *, concurrency: int | None = None, timeout_s: float | None = None) -> Evaluation:
         """Every problem sampled and answered greedily."""
-        problems = self._task.heldout()[: self._section.prompts]
+        problems = self._problems()
         sampling, greedy = (evaluation_inference(self._rollout, self._task, greedy=flag) for flag in (False, True))
         limits = {"concurrency": concurrency or self._rollout.concurrency, "timeout_s": timeout_s}
         sampled = await self._play(list(problems) * self._section.samples_per_prompt, sampling, **limits)
         best = await self._play(problems, greedy, **limits)
-        by_id = {problem["id"]: problem for problem in problems}
         return Evaluation(
             sampled_reward=_mean([episode.total_reward for episode in sampled]),
             greedy_accuracy=_mean([float(episode.total_reward >= 1.0) for episode in best]),
-            facts={
-                name: _mean([float(episode.steps[-1].info.get(name, False)) for episode in sampled]) for name in self._task.facts
-            },
-            answers=[
-                Answer(problem["question"], episode.steps[0].action, problem["answer"], episode.total_reward)
-                for episode in sampled[:_SHOWN]
-                for problem in [by_id[episode.meta["problem_id"]]]
-            ],
+            facts=rates_of(self._task, sampled),
+            answers=[_answer(problem, sampled) for problem in problems[:_SHOWN]],
             num_sampled=len(sampled),
             failed=sampled.counts.num_failed_episodes + best.counts.num_failed_episodes,
         )
+
+    def _problems(self) -> Sequence[Problem]:
+        return self._task.heldout()[: self._section.prompts]
 
     async def eval(
         self,
@@ -113,6 +112,14 @@ class HeldOut:
             request_for(problem, inference=inference, seed=_SAMPLING_SEED + index) for index, problem in enumerate(problems)
         ]
         return await self._engine.generate_rollouts(requests=requests, max_steps=1, **limits)
+
+
+def _answer(problem: Problem, episodes: Sequence[Rollout]) -> Answer:
+    """The first answer to `problem`, if one of them could be graded."""
+    first = next((episode for episode in episodes if episode.meta["problem_id"] == problem["id"]), None)
+    if first is None:
+        return Answer(problem["question"], "", problem["answer"], None)
+    return Answer(problem["question"], first.steps[0].action, problem["answer"], first.total_reward)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 def make_policy(recipe: Recipe) -> tuple[Any, Any]:
     """(model, tokenizer). The weights of a small model come from torch's global generator, seeded by the caller."""
     check_dtype(recipe.dtype)
+    if recipe.model is None and recipe.task.kind == "data" and not recipe.warmup.steps:
+        raise ConfigError(
+            "a problem of your own needs model=DIRECTORY: the small model that is made without one has learnt nothing, unless "
+            "warmup.steps is set and the data has completions"
+        )
     if recipe.model is None:
         return make_small_model(recipe.network).to(getattr(torch, recipe.dtype)), make_byte_tokenizer()
     return load_model(recipe.model, recipe.dtype), load_tokenizer(recipe.tokenizer or recipe.model)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ludic.recipes.curve import text_curve, write_picture
 from ludic.recipes.evaluate import Answer, Evaluation
+from ludic.recipes.measures import logged_names, meaning_of
 from ludic.recipes.run_directory import Progress, RunDirectory, write_text
 from ludic.training.stats import SAMPLED_REWARD
 
@@ -61,7 +62,9 @@ class Outcome:
     rewards: Sequence[float]
     """Mean reward of the sampled answers of each step."""
     facts: Mapping[str, Sequence[float]]
-    """The same for each of the task's facts."""
+    """The same for each of the task's facts and measures."""
+    warmed_up: bool
+    """There were demonstrations before."""
 
 
 def outcome_of(progress: Progress, directory: RunDirectory, task: Task, *, seed: int, config_hash: str) -> Outcome:
@@ -86,7 +89,8 @@ def outcome_of(progress: Progress, directory: RunDirectory, task: Task, *, seed:
         before=before,
         after=after,
         rewards=[line[f"train/{SAMPLED_REWARD}"] for line in reinforce],
-        facts={name: [line[f"train/{name}"] for line in reinforce] for name in task.facts},
+        facts={name: [line[f"train/{name}"] for line in reinforce] for name in logged_names(task)},
+        warmed_up=bool(warm_up),
     )
 
 
@@ -145,7 +149,7 @@ def _rates_table(task: Task, before: Evaluation, after: Evaluation | None) -> An
         table.add_column(column, justify="left" if not column else "right")
     later = after.rates() if after else {}
     for name, value in before.rates().items():
-        label = _RATE_NAMES.get(name) or f"{task.facts[name]}, sampled"
+        label = _RATE_NAMES.get(name) or f"{meaning_of(task, name)}, sampled"
         table.add_row(label, f"{value:.3f}", f"{later[name]:.3f}" if name in later else "not measured")
     return table
 
@@ -158,11 +162,21 @@ def _answers_table(before: Sequence[Answer], after: Sequence[Answer]) -> Any:
     for column in ("question", "right answer", "before", "after"):
         table.add_column(column)
     for old, new in zip(before, after, strict=True):
-        cells = [
-            Text(f"{'✓' if a.reward >= 1 else '✗'} {_printable(a.text)}", "green" if a.reward >= 1 else "red") for a in (old, new)
-        ]
-        table.add_row(Text(old.question), Text(old.expected), *cells)
+        cells = [Text(*_marked(answer)) for answer in (old, new)]
+        table.add_row(Text(_shortened(old.question)), Text(_shortened(old.expected)), *cells)
     return table
+
+
+def _marked(answer: Answer) -> tuple[str, str]:
+    """What the answer was and its colour."""
+    if answer.reward is None:
+        return "? could not be graded", "yellow"
+    right = answer.reward >= 1
+    return f"{'✓' if right else '✗'} {_printable(_shortened(answer.text))}", "green" if right else "red"
+
+
+def _shortened(text: str, limit: int = 240) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def _timings_line(summary: Summary) -> str:

@@ -8,18 +8,19 @@ from random import Random
 from typing import Any
 
 from ludic.agents import Agent
-from ludic.context import FullDialog
+from ludic.context import GivenDialog
 from ludic.envs.tasks import Problem, Task
 from ludic.errors import ConfigError
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
 from ludic.inference.local_sampler import check_sampling
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import ParseResult
+from ludic.recipes.data_task import DataTask
 from ludic.recipes.schema import Recipe, RolloutSection
 from ludic.training.batching.intra_batch_control import GRPORequestStrategy
 from ludic.training.batching.rollout_engine import RolloutEngine
 from ludic.training.batching.synced_batching import RolloutBatchSource
-from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest, SAWBatch
+from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest, RolloutScorer, SAWBatch
 
 ENV_KIND, PROTOCOL_KIND = "task", "single_agent"
 
@@ -38,17 +39,17 @@ def make_engine(
     jsonl_path: Path | None = None,
     **settings: Any,
 ) -> RolloutEngine:
-    """One answer a problem. An answer cut off at the token limit never reaches the environment and earns 0.
-
-    `settings` are more of the engine's own, such as `max_retries`.
-    """
+    """One answer a problem. An answer cut off at the token limit never reaches the environment and earns 0, unless the task has reward
+    functions, which see every answer. `settings` are more of the engine's own, such as `max_retries`."""
+    scorer: RolloutScorer | None = getattr(task, "scorer", None)
 
     def make_protocol() -> SingleAgentProtocol:
         agent = Agent(
             client=client,
             model=model_name,
-            ctx=FullDialog(system_prompt=system_prompt),
+            ctx=GivenDialog(system_prompt=system_prompt),
             parser=verbatim,
+            reject_incomplete_completions=scorer is None,
             incomplete_completion_penalty=0.0,
         )
         return SingleAgentProtocol(agent=agent)
@@ -57,6 +58,7 @@ def make_engine(
         env_registry={ENV_KIND: lambda problem: task.make_env(problem)},
         protocol_registry={PROTOCOL_KIND: make_protocol},
         jsonl_path=jsonl_path,
+        scorer=scorer,
         **settings,
     )
 
@@ -112,7 +114,7 @@ class OccasionallyLogged:
         due = self._every > 0 and self._requests.batches % self._every == 0
         return await (self._logged if due else self._plain).next_batch()
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         return self._requests.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -130,15 +132,60 @@ class TrainingRequests:
 
     def __call__(self) -> Sequence[RolloutRequest]:
         rng = Random(f"rollouts {self._seed} {self.batches}")
+        requests = [self._one(rng, position) for position in range(self._section.prompts)]
         self.batches += 1
-        return self._strategy.expand([self._one(rng) for _ in range(self._section.prompts)])
+        return self._strategy.expand(requests)
 
-    def _one(self, rng: Random) -> RolloutRequest:
-        return request_for(self._task.draw(rng), inference=self._inference, seed=rng.randrange(2**31))
+    def _one(self, rng: Random, position: int) -> RolloutRequest:
+        return request_for(self._problem(rng, position), inference=self._inference, seed=rng.randrange(2**31))
 
-    def state_dict(self) -> dict[str, int]:
+    def _problem(self, rng: Random, position: int) -> Problem:
+        """The batch's problem number `position`."""
+        return self._task.draw(rng)
+
+    def state_dict(self) -> dict[str, Any]:
         """Batches asked for so far."""
         return {"batches": self.batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.batches = int(state["batches"])
+
+
+class PassRequests(TrainingRequests):
+    """The same for a task with a list of problems, `training`: every one is asked once before any is asked again, in an order that
+    depends on the seed and the pass."""
+
+    def __init__(self, task: DataTask, section: RolloutSection, *, seed: int) -> None:
+        super().__init__(task, section, seed=seed)
+        self._data = task
+        self._pass, self._order = -1, list[int]()
+
+    def __call__(self) -> Sequence[RolloutRequest]:
+        self._data.scorer.trainer_state.global_step = self.batches
+        return super().__call__()
+
+    def _problem(self, rng: Random, position: int) -> Problem:
+        number, offset = divmod(self.batches * self._section.prompts + position, len(self._data.training))
+        if number != self._pass:
+            self._order = list(range(len(self._data.training)))
+            Random(f"pass {self._seed} {number}").shuffle(self._order)
+            self._pass = number
+        return self._data.training[self._order[offset]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Batches asked for so far, and the data that they were made of."""
+        return {**super().state_dict(), "data": self._data.digest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ConfigError where the data has changed: the requests would not be those of the run that is resumed."""
+        if state.get("data", self._data.digest) != self._data.digest:
+            raise ConfigError(
+                f"the data has changed since the run was stopped (digest {state['data']}, now {self._data.digest}); put the file back, or "
+                "begin a new run"
+            )
+        super().load_state_dict(state)
+
+
+def training_requests(task: Task, section: RolloutSection, *, seed: int) -> TrainingRequests:
+    """Draws for a task that makes its problems, passes for one that has a list of them."""
+    return PassRequests(task, section, seed=seed) if isinstance(task, DataTask) else TrainingRequests(task, section, seed=seed)

@@ -17,8 +17,9 @@ from ludic.inference.local import LocalChatClient
 from ludic.recipes.build import build_algorithm, build_task, build_trainer_config, check_numbers
 from ludic.recipes.demonstrations import DemonstrationSource
 from ludic.recipes.evaluate import Evaluation, HeldOut
+from ludic.recipes.measures import logged_names, task_reducers
 from ludic.recipes.model import load_model, make_policy
-from ludic.recipes.rollouts import OccasionallyLogged, TrainingRequests, check_rollouts, make_engine
+from ludic.recipes.rollouts import OccasionallyLogged, TrainingRequests, check_rollouts, make_engine, training_requests
 from ludic.recipes.run_directory import RunDirectory
 from ludic.recipes.schema import Recipe
 from ludic.recipes.screen import Screen
@@ -31,7 +32,7 @@ from ludic.training.checkpoint import CheckpointConfig
 from ludic.training.config import TrainerConfig
 from ludic.training.loggers import JSONLLogger, TeeLogger, TrainingLogger
 from ludic.training.presets import make_sft
-from ludic.training.stats import SAMPLED_REWARD, Reducer, default_reducers
+from ludic.training.stats import SAMPLED_REWARD, default_reducers
 from ludic.training.trainer import Trainer
 
 WARM_UP, REINFORCE, DONE = "warm_up", "reinforce", "done"
@@ -58,7 +59,8 @@ class Parts:
     def build(cls, recipe: Recipe) -> Parts:
         """Seeds every generator, so that two runs of one recipe are the same."""
         check_numbers(recipe)
-        task, algorithm = build_task(recipe.task), build_algorithm(recipe)
+        task = build_task(recipe.task, data=recipe.data, reward=recipe.reward, reward_weights=recipe.reward_weights)
+        algorithm = build_algorithm(recipe)
         check_rollouts(recipe, task)
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
@@ -120,7 +122,7 @@ class Run:
         recipe, parts = self.recipe, self.parts
         each = f"{recipe.rollout.prompts} problems x {recipe.rollout.group_size} answers"
         self.screen.note(f"Reinforcement with {recipe.algorithm}: {recipe.steps} steps of {each}")
-        keys = [*REINFORCE_KEYS, *(f"train/{name}" for name in parts.task.facts)]
+        keys = [*REINFORCE_KEYS, *(f"train/{name}" for name in logged_names(parts.task))]
         with self._logger(REINFORCE, keys=keys, spark_key=SAMPLED_REWARD, steps=recipe.steps) as logger:
             trainer = self._trainer(REINFORCE, parts.algorithm, self._rollouts(), parts.trainer_cfg, logger)
             self._show_start(trainer)
@@ -133,7 +135,7 @@ class Run:
             trainer.last_eval = {"eval/step": 0.0, **{f"eval/{name}": rate for name, rate in rates.items()}}
 
     def _rollouts(self) -> OccasionallyLogged:
-        requests = TrainingRequests(self.parts.task, self.recipe.rollout, seed=self.recipe.seed)
+        requests = training_requests(self.parts.task, self.recipe.rollout, seed=self.recipe.seed)
         plain, logged = (self._rollout_source(requests, log) for log in (None, self.directory.rollouts))
         return OccasionallyLogged(plain, logged, requests, every=self.recipe.rollout.log_every)
 
@@ -158,7 +160,7 @@ class Run:
     def _trainer(self, phase: str, algorithm: RLAlgorithm, source: Any, cfg: TrainerConfig, logger: TrainingLogger) -> Trainer:
         """The public trainer; it goes on from the last checkpoint of its phase, if there is one."""
         checkpoints = self.directory.checkpoints / phase
-        facts = {name: Reducer("count_true", name, normalize_by="samples") for name in self.parts.task.facts}
+        facts = task_reducers(self.parts.task)
         return Trainer(
             model=self.parts.model,
             algo=algorithm,
@@ -195,7 +197,7 @@ class Run:
         rates = ", ".join(f"{name.replace('_', ' ')} {rate:.3f}" for name, rate in measured.rates().items())
         self.screen.note(f"  {rates}")
         if measured.failed:
-            self.screen.note(f"  {measured.failed} episodes failed and are in no mean")
+            self.screen.note(f"  {measured.failed} answers failed or could not be graded, and are in no rate")
         return measured
 
     def _engine(self, log: Path | None = None) -> RolloutEngine:

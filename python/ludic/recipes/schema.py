@@ -21,7 +21,7 @@ class TaskSection:
     """Which problems, which teacher, which verifier."""
 
     kind: str = MISSING
-    """`sort`, `addition`, or a class of your own as `package.module:Class`."""
+    """`sort`, `addition`, `data` (with `data` and `reward`), or a class of your own as `package.module:Class`."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
 
@@ -109,6 +109,12 @@ class Recipe:
     """Null: that of `model`, or the byte tokenizer."""
     dtype: str = MISSING
     """Of a loaded model: float32, bfloat16, float16 or auto."""
+    data: Optional[str] = None  # noqa: UP045
+    """Your own problems: a JSONL, JSON, CSV or parquet file with a column `prompt`, a folder, or an id of the hub."""
+    reward: Any = None
+    """What rewards the answers to them: `module:function`, `gsm8k`, `math`, or a list of these."""
+    reward_weights: Any = None
+    """A number for each reward function; null: 1."""
     algorithm: str = MISSING
     """cispo, grpo, gspo, reinforce, reinforce_baseline or scalerl."""
     algorithm_args: dict[str, Any] = field(default_factory=dict)

@@ -14,7 +14,7 @@ A worked example. The prompt `2+2=` (ids 53 46 53 64), the sampled answer `4<eos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
@@ -124,6 +124,14 @@ class SAWBatch:
 
 SampleFilter = Callable[[SAWItem], bool]
 """True keeps the sample."""
+
+
+class RolloutScorer(Protocol):
+    """Rewards rollouts after they were played, all of a batch at once."""
+
+    async def score(self, rollouts: Sequence[Rollout]) -> Mapping[str, Exception]:
+        """Add to the rewards in place. Returns why a rollout could not be rewarded, by its id; nothing where all were."""
+        ...
 
 
 class CreditAssigner(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Protocol, TypedDict
 
-from ludic.envs.dataset_qa_env import DatasetQAEnv
+from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError
 
 
@@ -45,7 +45,7 @@ class Task(Protocol):
     def demonstrate(self, problem: Problem, rng: Random) -> str:
         """An answer of the imperfect teacher."""
 
-    def make_env(self, problem: Problem) -> DatasetQAEnv:
+    def make_env(self, problem: Problem) -> SingleAgentEnv:
         """One episode on `problem`: one answer, reward 1 or 0."""
 
 

@@ -20,7 +20,7 @@ from ludic.training.batching.played_rollouts import EpisodeFailure, PlayedRollou
 from ludic.training.batching.rollout_check import GarbageError, check_rollouts
 from ludic.training.batching.rollout_log import append_rollouts
 from ludic.training.batching.samples import batch_from_rollouts
-from ludic.training.types import CreditAssigner, RolloutRequest, SampleFilter, SAWBatch
+from ludic.training.types import CreditAssigner, RolloutRequest, RolloutScorer, SampleFilter, SAWBatch
 from ludic.types import Rollout
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,9 @@ class RolloutEngine:
     `episode_timeout_s` bounds a whole episode, environment included; the `timeout_s` of a call bounds each model call. An environment
     that blocks the event loop cannot be interrupted. One that has `close` is closed in any case, and is given time for it.
 
+    `scorer` sees the rollouts of a call before credit is given, once and all together, and adds to their rewards. A rollout that it
+    cannot reward is a failed episode; it is not played again.
+
     `jsonl_path`: every rollout is appended there, token traces included. `on_episode` is called when an episode is over, however it
     ended.
     """
@@ -79,6 +82,7 @@ class RolloutEngine:
         episode_timeout_s: float | None = None,
         cancel_siblings: bool = True,
         on_episode: Callable[[], object] | None = None,
+        scorer: RolloutScorer | None = None,
     ) -> None:
         if max_retries < 0:
             raise ConfigError(f"max_retries ({max_retries}) must be >= 0")
@@ -91,6 +95,7 @@ class RolloutEngine:
         self._episode_timeout_s = episode_timeout_s
         self._cancel_siblings = cancel_siblings
         self._on_episode = on_episode
+        self._scorer = scorer
         self._episodes = 0
         if self._jsonl_path is not None:
             self._jsonl_path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,6 +150,8 @@ class RolloutEngine:
                 siblings = groups[episode.group]
                 episode.task = tasks.create_task(self._play(episode, siblings, gate, max_steps, timeout_s))
                 episode.task.add_done_callback(self._tell)
+        if self._scorer is not None:
+            await _score(self._scorer, episodes)
         played = _without_failed_groups(episodes)
         if self._jsonl_path is not None and played:
             await asyncio.to_thread(append_rollouts, self._jsonl_path, played)
@@ -308,6 +315,17 @@ async def _to_its_end(work: Coroutine[Any, Any, object]) -> None:
         raise failure
 
 
+async def _score(scorer: RolloutScorer, episodes: Sequence[_Episode]) -> None:
+    """Reward the groups in which no episode failed; an episode with a rollout that got no reward has failed now."""
+    lost = {episode.group for episode in episodes if episode.error is not None}
+    played = [episode for episode in episodes if episode.group not in lost]
+    if not played:
+        return
+    errors = await scorer.score([rollout for episode in played for rollout in episode.rollouts])
+    for episode in played:
+        episode.error = next((errors[rollout.id] for rollout in episode.rollouts if rollout.id in errors), None)
+
+
 def _without_failed_groups(episodes: Sequence[_Episode]) -> PlayedRollouts:
     """What the episodes of groups gave in which none failed. Raises RolloutError when there were episodes and none is left."""
     failed = [episode for episode in episodes if episode.error is not None]
@@ -328,9 +346,7 @@ def _without_failed_groups(episodes: Sequence[_Episode]) -> PlayedRollouts:
         logger.error("%d more episodes failed", len(failed) - SHOWN_FAILURES)
     first = failed[0].error if failed else None
     failures = [_failure(episode) for episode in failed]
-    for (
-        episode
-    ) in episodes:  # an error refers to its frames, and they to the episode: a circle that would keep environments alive
+    for episode in episodes:  # an error refers to its frames, and they to the episode: a circle that would keep environments
         episode.error = episode.task = None
     if first is not None and not kept:
         raise (GarbageError if isinstance(first, GarbageError) else RolloutError)(

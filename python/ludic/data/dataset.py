@@ -1,0 +1,131 @@
+"""A data set in memory: read, checked row by row, and of one kind and one form."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ludic.data.formats import (
+    KINDS,
+    REQUIRED,
+    Kind,
+    Row,
+    dialogue_columns,
+    fault_of,
+    is_conversational,
+    kind_of,
+    without_empty_keys,
+)
+from ludic.data.sources import Table, read_table
+from ludic.errors import ConfigError, DataError
+
+SHOWN_FAULTS = 3
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Rows that have passed all checks. Example: the line `{"prompt": "2+2=", "answer": "4"}` is a row of kind `prompt`."""
+
+    kind: Kind
+    conversational: bool
+    """Prompts and completions are lists of messages instead of text."""
+    table: Table
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows have the same columns, in the order of first appearance; None where a row has nothing."""
+        return self.table.rows
+
+    @property
+    def columns(self) -> list[str]:
+        return list(self.rows[0])
+
+    def where(self, index: int) -> str:
+        """The row's place for a message, such as `problems.jsonl, line 17`."""
+        return self.table.where(index)
+
+    def digest(self) -> str:
+        """16 hex digits over all rows: another order or content is another digest."""
+        return hashlib.sha256(json.dumps(self.rows, default=str).encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def load_data(
+    source: str,
+    *,
+    kind: Kind | None = None,
+    columns: Mapping[str, str | Sequence[str]] | None = None,
+    config: str | None = None,
+    split: str = "train",
+) -> DataSet:
+    """A JSONL, JSON, CSV or parquet file, a folder, or an id for the `datasets` library, in one of TRL's formats.
+
+    `kind` asks for one kind where the columns would fit several. `columns` says which column of the source has the content of one that
+    the kind needs: `{"prompt": "question"}`; of several the first that is there. `config` and `split` are for ids and folders.
+
+    Raises DataError that names file and row for what is not of the format; ConfigError for a kind or column that is not there.
+    """
+    if kind is not None and kind not in KINDS:
+        raise ConfigError(f"kind ({kind!r}) must be one of {', '.join(KINDS)}")
+    table = read_table(source, config=config, split=split)
+    if not table.rows:
+        raise DataError(f"{source} has no rows")
+    rows = _copied(_filled(table.rows), columns or {}, source)
+    found = kind or _kind(rows, source)
+    if not set(REQUIRED[found]).issubset(rows[0]):
+        raise DataError(
+            f"{source} has the columns {', '.join(rows[0])}; kind {found} needs {' and '.join(REQUIRED[found])}; "
+            "say which column is which with columns={'prompt': 'question'}"
+        )
+    table = Table(table.name, table.unit, rows, table.numbers)
+    conversational = is_conversational(found, rows[0])
+    _check(table, found, conversational)
+    return DataSet(found, conversational, Table(table.name, table.unit, [_plain(found, row) for row in rows], table.numbers))
+
+
+def _filled(rows: Sequence[Row]) -> list[Row]:
+    """Every row with the columns of all."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in names} for row in rows]
+
+
+def _copied(rows: list[Row], columns: Mapping[str, str | Sequence[str]], source: str) -> list[Row]:
+    for name, originals in columns.items():
+        candidates = [originals] if isinstance(originals, str) else list(originals)
+        original = next((candidate for candidate in candidates if candidate in rows[0]), None)
+        if original is None:
+            wanted = " or ".join(repr(candidate) for candidate in candidates)
+            raise ConfigError(f"{source} has no column {wanted} to be its {name}; it has {', '.join(rows[0])}")
+        rows = [{**row, name: row[original]} for row in rows] if original != name else rows
+    return rows
+
+
+def _kind(rows: Sequence[Row], source: str) -> Kind:
+    found = kind_of(rows[0])
+    if found is None:
+        formats = "; ".join(f"{kind}: {', '.join(needed)}" for kind, needed in REQUIRED.items())
+        raise DataError(
+            f"{source} has the columns {', '.join(rows[0])}, which fit no format ({formats}); say which column is which with "
+            "columns={'prompt': 'question'}"
+        )
+    return found
+
+
+def _check(table: Table, kind: Kind, conversational: bool) -> None:
+    found = ((index, fault_of(row, kind, conversational=conversational)) for index, row in enumerate(table.rows))
+    faults = [f"{table.where(index)}: {fault}" for index, fault in found if fault is not None]
+    if faults:
+        more = f"; {len(faults) - SHOWN_FAULTS} more rows have faults" if len(faults) > SHOWN_FAULTS else ""
+        raise DataError("; ".join(faults[:SHOWN_FAULTS]) + more)
+
+
+def _plain(kind: Kind, row: Row) -> Row:
+    changed: dict[str, Any] = {
+        name: without_empty_keys(row[name]) for name in dialogue_columns(kind, row) if isinstance(row[name], list)
+    }
+    return {**row, **changed} if changed else row

@@ -1,0 +1,91 @@
+"""The formats of TRL's data sets: which columns make which kind, and what a row of it must hold.
+
+Each kind comes in two forms. Standard: prompts and completions are text. Conversational: they are lists of messages,
+`{"role": "user", "content": "2+2?"}`. A data set is of one form throughout. Other columns are kept as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from ludic.types import Message
+
+Row = dict[str, Any]
+Kind = Literal["messages", "preference", "unpaired_preference", "prompt_completion", "prompt", "text"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+REQUIRED: dict[Kind, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "preference": ("chosen", "rejected"),
+    "unpaired_preference": ("prompt", "completion", "label"),
+    "prompt_completion": ("prompt", "completion"),
+    "prompt": ("prompt",),
+    "text": ("text",),
+}
+"""Kind -> columns that it needs. Where a data set fits several, the first counts."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def kind_of(columns: Iterable[str]) -> Kind | None:
+    """The first kind whose columns are all there; None: no kind fits."""
+    present = set(columns)
+    return next((kind for kind, needed in REQUIRED.items() if present.issuperset(needed)), None)
+
+
+def dialogue_columns(kind: Kind, row: Mapping[str, Any]) -> list[str]:
+    """The columns that hold text or messages: those the kind needs, and the prompt that a preference may have."""
+    columns = [name for name in REQUIRED[kind] if name != "label"]
+    return ["prompt", *columns] if kind == "preference" and row.get("prompt") is not None else columns
+
+
+def is_conversational(kind: Kind, row: Mapping[str, Any]) -> bool:
+    """Whether the row's first column of text or messages holds messages."""
+    return isinstance(row.get(dialogue_columns(kind, row)[0]), list)
+
+
+def fault_of(row: Mapping[str, Any], kind: Kind, *, conversational: bool) -> str | None:
+    """What breaks the rules of its kind and form; None: nothing."""
+    for name in REQUIRED[kind]:
+        if row.get(name) is None:
+            return f"it has no {name!r}; it has {', '.join(sorted(k for k, v in row.items() if v is not None)) or 'nothing'}"
+    if kind == "unpaired_preference" and not isinstance(row["label"], bool):
+        return f"label ({row['label']!r}) must be true or false"
+    found = (_fault_of_value(name, row[name], kind, conversational) for name in dialogue_columns(kind, row))
+    return next((fault for fault in found if fault is not None), None)
+
+
+def _fault_of_value(name: str, value: Any, kind: Kind, conversational: bool) -> str | None:
+    if kind == "text" and not isinstance(value, str):
+        return f"text must be text, not {_named(value)}"
+    if kind == "messages" and not isinstance(value, list):
+        return f"messages must be a list of messages, not {_named(value)}"
+    if not isinstance(value, str | list):
+        return f"{name} must be text or a list of messages, not {_named(value)}"
+    if isinstance(value, list) != conversational:
+        forms = ("text", "a list of messages")
+        return f"{name} is {forms[not conversational]} where the first row has {forms[conversational]}; a data set has one form"
+    if not value and name != "completion":
+        return f"{name} is empty"
+    return _fault_of_messages(name, value) if isinstance(value, list) else None
+
+
+def _fault_of_messages(name: str, messages: Sequence[Any]) -> str | None:
+    for number, message in enumerate(messages):
+        where = f"{name}[{number}]"
+        if not isinstance(message, dict):
+            return f"{where} must be a message such as {{'role': 'user', 'content': '...'}}, not {_named(message)}"
+        if message.get("role") not in ROLES:
+            return f"the role of {where} ({message.get('role')!r}) must be one of {', '.join(ROLES)}"
+        content = message.get("content")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            return f"the content of {where} must be text, not {_named(content)}"
+    return None
+
+
+def without_empty_keys(messages: Sequence[Message]) -> list[Message]:
+    """Messages as they were written: columns of Arrow give every message the keys of all, with nothing in them."""
+    return [{key: value for key, value in message.items() if value is not None or key == "content"} for message in messages]
+
+
+def _named(value: Any) -> str:
+    return "nothing" if value is None else type(value).__name__

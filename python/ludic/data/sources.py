@@ -1,0 +1,164 @@
+"""Rows from a file, a folder, or the id of a data set; and how to name each of them where it was read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ludic.data.formats import Row
+from ludic.errors import DataError, MissingExtraError
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows, and where each stands."""
+
+    name: str
+    """The file, folder or id."""
+    unit: str
+    """What `numbers` counts: `line` of the file (the first is 1) or `row` (likewise)."""
+    rows: list[Row]
+    numbers: list[int]
+
+    def where(self, index: int) -> str:
+        """Such as `problems.jsonl, line 17`."""
+        return f"{self.name}, {self.unit} {self.numbers[index]}"
+
+
+def read_table(source: str, *, config: str | None = None, split: str = "train") -> Table:
+    """`config` and `split` are for data sets by id and for folders; a file is read whole."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _from_datasets(source, str(path), config, split)
+    if path.suffix.lower() in READERS:
+        if not path.is_file():
+            raise DataError(f"{source} does not exist; paths are relative to {Path.cwd()}")
+        return READERS[path.suffix.lower()](source, path)
+    if path.is_file():
+        raise DataError(f"{source} ends in {path.suffix or 'nothing'}; files that are read end in {', '.join(sorted(READERS))}")
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise DataError(f"{source} does not exist; give a file, a folder, or an id of the hub such as openai/gsm8k")
+    return _from_datasets(source, source, config, split)
+
+
+def _read_jsonl(name: str, path: Path) -> Table:
+    rows, numbers = [], []
+    for number, line in enumerate(_text(name, path).split("\n"), start=1):
+        if line.strip():
+            rows.append(_object(_json(line, f"{name}, line {number}"), f"{name}, line {number}"))
+            numbers.append(number)
+    return Table(name, "line", rows, numbers)
+
+
+def _read_json(name: str, path: Path) -> Table:
+    content = _json(_text(name, path), name)
+    if not isinstance(content, list):
+        raise DataError(f"{name} must hold a list of objects, not {type(content).__name__}; one object a line is .jsonl")
+    rows = [_object(row, f"{name}, row {number}") for number, row in enumerate(content, start=1)]
+    return _numbered(name, rows)
+
+
+def _read_csv(name: str, path: Path) -> Table:
+    """Every cell is text: `007` stays `007`."""
+    lines = csv.reader(io.StringIO(_text(name, path), newline=""), strict=True)
+    records = _csv_records(name, lines)
+    _, header = next(records, (1, []))
+    if not header or len(set(header)) != len(header):
+        raise DataError(f"{name}, line 1 must name each column once, got {header}")
+    rows, numbers = [], []
+    for number, cells in records:
+        if len(cells) != len(header):
+            raise DataError(f"{name}, line {number} has {len(cells)} cells for {len(header)} columns ({', '.join(header)})")
+        rows.append(dict(zip(header, cells, strict=True)))
+        numbers.append(number)
+    return Table(name, "line", rows, numbers)
+
+
+def _csv_records(name: str, lines: Any) -> Iterator[tuple[int, list[str]]]:
+    """(line that the record begins on, cells); blank lines are passed over."""
+    while True:
+        begins = lines.line_num + 1
+        try:
+            cells = next(lines, None)
+        except csv.Error as error:
+            raise DataError(f"{name}, line {begins} is not CSV: {error}; long texts are better kept as .jsonl") from error
+        if cells is None:
+            return
+        if cells:
+            yield begins, cells
+
+
+def _read_parquet(name: str, path: Path) -> Table:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise MissingExtraError.for_extra("pyarrow", "datasets") from error
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's errors are these
+        raise DataError(f"{name} is not a parquet file: {error}") from error
+    return _numbered(name, rows)
+
+
+READERS: dict[str, Callable[[str, Path], Table]] = {
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
+
+
+def _from_datasets(name: str, source: str, config: str | None, split: str) -> Table:
+    """By the `datasets` library, which runs no code of a data set."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingExtraError.for_extra("datasets", "datasets") from error
+    try:
+        if (Path(source) / "state.json").is_file() or (Path(source) / "dataset_dict.json").is_file():
+            loaded = datasets.load_from_disk(source)
+            loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        else:
+            loaded = datasets.load_dataset(source, config, split=split)
+        rows = loaded.to_list()
+    except Exception as error:  # what it raises has no common root
+        raise DataError(
+            f"{name} (config {config}, split {split}) could not be loaded: {type(error).__name__}: {error}"
+        ) from error
+    return _numbered(name, rows)
+
+
+def _numbered(name: str, rows: list[Row]) -> Table:
+    return Table(name, "row", rows, list(range(1, len(rows) + 1)))
+
+
+def _text(name: str, path: Path) -> str:
+    """UTF-8, with or without a byte order mark."""
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{name}, line {line} is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise DataError(f"{where} is not JSON: {error.msg} at {place}") from error
+    except RecursionError as error:
+        raise DataError(f"{where} is nested too deeply") from error
+
+
+def _object(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        raise DataError(f"{where} must be an object with columns as keys, not {type(value).__name__}")
+    return value

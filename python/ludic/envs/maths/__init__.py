@@ -1,0 +1,20 @@
+"""Problems with an expression as their answer: environments, reward functions, and the grader behind both."""
+
+from ludic.envs.maths.answers import final_answer, gsm8k_target, math_target
+from ludic.envs.maths.envs import GSM8KEnv, MATHEnv, MathQAEnv
+from ludic.envs.maths.grader import GraderCounts, MathGrader
+from ludic.envs.maths.rewards import MathReward, gsm8k_reward, math_reward
+
+__all__ = [
+    "GSM8KEnv",
+    "GraderCounts",
+    "MATHEnv",
+    "MathGrader",
+    "MathQAEnv",
+    "MathReward",
+    "final_answer",
+    "gsm8k_reward",
+    "gsm8k_target",
+    "math_reward",
+    "math_target",
+]

@@ -1,0 +1,78 @@
+"""The process that compares two answers: lines of JSON in, lines of JSON out. It is run as a file and imports nothing of ludic.
+
+A request `{"target": "\\\\frac{1}{2}", "answer": "so it is \\\\boxed{0.5}", "limit_s": 10}` is answered by `{"correct": true}` or by
+`{"error": "..."}`. Before the first request it says `{"ready": true}`.
+
+Symbolic algebra may take forever and all memory (`\\\\boxed{9^{9^{9^9}}}`). The parent ends this process at its deadline; `limit_s`
+and the limit of memory end it where the parent is gone.
+"""
+
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+
+def main(memory_mb: int) -> None:
+    _limit_memory(memory_mb)
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="ascii", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the libraries print is no reply
+    compare = _comparison()
+    print(json.dumps({"ready": True}), file=replies, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        _die_after(request["limit_s"])
+        print(json.dumps(_reply(compare, request)), file=replies, flush=True)
+        _die_after(0)
+
+
+def _reply(compare: Any, request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"correct": compare(request["target"], request["answer"])}
+    except MemoryError:
+        return {"error": "MemoryError: the comparison took more memory than it may have"}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def _comparison() -> Any:
+    """`compare(target, answer)` by math-verify, warmed up. An answer in which nothing is found is wrong; a target in which nothing is
+    found is an error."""
+    import logging
+
+    from math_verify import parse, verify
+
+    logging.disable(logging.CRITICAL)
+
+    def read(text: str) -> list[Any]:
+        return parse(text, parsing_timeout=None, raise_on_error=True)
+
+    def compare(target: str, answer: str) -> bool:
+        expected = read(f"\\boxed{{{target}}}")
+        if not expected:
+            raise ValueError(f"there is nothing to compare with in the target {target!r}")
+        return bool(verify(expected, read(answer), timeout_seconds=None, raise_on_error=True))
+
+    compare("1", "\\boxed{\\frac{2}{2}}")
+    return compare
+
+
+def _die_after(seconds: float) -> None:
+    """The default action of SIGALRM ends the process, whatever it is doing; 0 takes the alarm back."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def _limit_memory(memory_mb: int) -> None:
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    limit = memory_mb * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

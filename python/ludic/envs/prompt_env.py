@@ -1,0 +1,46 @@
+"""One prompt, one answer, and no verdict: the reward comes from outside."""
+
+from __future__ import annotations
+
+from ludic.envs.dataset_qa_env import Sample
+from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.errors import RolloutError
+from ludic.types import Info, StepOutcome
+
+
+class PromptEnv(SingleAgentEnv):
+    """Shows the `prompt` of one row and takes one answer, with reward 0. The step's info carries the row as `row`, for whoever rewards
+    it (see `ludic.training.reward_functions`).
+
+    A prompt of messages is in the info of the reset as `messages`, which `GivenDialog` reads; the observation is the last of them.
+    """
+
+    def __init__(self, sample: Sample, *, system_prompt: str | None = None) -> None:
+        super().__init__()
+        self.sample = dict(sample)
+        self._prompt = self.sample["prompt"]
+        self._system_prompt = system_prompt
+        self._done = False
+
+    @property
+    def suggested_sysprompt(self) -> str | None:
+        return self._system_prompt
+
+    def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
+        """The prompt; the same at every reset, whatever the seed."""
+        self._done = False
+        return self.env_current_obs(), {} if isinstance(self._prompt, str) else {"messages": self._prompt}
+
+    def env_step(self, action: str) -> StepOutcome:
+        if self._done:
+            raise RolloutError("this prompt is already answered; call reset() before the next step")
+        self._done = True
+        return StepOutcome(obs="", reward=0.0, truncated=False, terminated=True, info={"row": self.sample})
+
+    def env_current_obs(self) -> str:
+        return prompt_shown(self._prompt)
+
+
+def prompt_shown(prompt: str | list[dict[str, object]]) -> str:
+    """The text, or the content of the last message."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "")

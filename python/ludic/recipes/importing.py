@@ -1,0 +1,51 @@
+"""What a recipe names as `package.module:name`, imported plainly."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from ludic.errors import ConfigError
+
+
+def import_named(path: str, setting: str) -> Any:
+    """The object that `path` names, in a package that is installed or a file of the current directory.
+
+    Raises ConfigError, which names `setting`, for what cannot be found or fails while it is imported.
+    """
+    module, mark, name = path.partition(":")
+    if not mark or not module or not name:
+        raise ConfigError(f"{setting} ({path}) must be package.module:name, such as rewards:exact for `exact` of ./rewards.py")
+    if module.endswith(".py") or "/" in module:
+        raise ConfigError(f"{setting} ({path}): name the module and not its file, such as {_module_of(module)}:{name}")
+    with _current_directory_first():
+        try:
+            loaded = import_module(module)
+        except Exception as error:  # the module is the user's, and so is what it raises
+            kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+            raise ConfigError(f"{setting} ({path}) cannot be imported: {kind}{error}; write package.module:name") from error
+    if not hasattr(loaded, name):
+        raise ConfigError(f"{setting} ({path}) cannot be imported: {loaded.__file__} has no {name!r}")
+    return getattr(loaded, name)
+
+
+@contextmanager
+def _current_directory_first() -> Iterator[None]:
+    """Afterwards it is last, so that a module may still import its neighbours when it runs and no package is hidden by a file."""
+    here = os.getcwd()
+    known = here in sys.path
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+        if not known:
+            sys.path.append(here)
+
+
+def _module_of(path: str) -> str:
+    return path.removesuffix(".py").removeprefix("./").replace("/", ".")

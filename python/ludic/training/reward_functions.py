@@ -1,0 +1,283 @@
+"""Reward functions as TRL's trainers take them, called once a batch on what was played.
+
+`fn(prompts, completions, **columns) -> list[float]`, one element a completion, all of the batch at once. `prompts` and `completions` are
+text, or lists of messages where the data set has messages. Every other column of the data set is a keyword with a list; so are
+`completion_ids`, and `trainer_state`, `log_extra` and `log_metric`. A function gets those that its signature names, or all if it has
+`**kwargs`. It may be a coroutine function; those of one call run at the same time. None as an element: the function has nothing to say
+about this completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ludic.errors import ConfigError, DataError, GradingError
+from ludic.types import Message, Rollout
+
+RewardFunction = Callable[..., Any]
+Reward = float | None | Exception
+"""Of one function for one completion: a number, nothing to say, or why there is none."""
+
+_PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+@dataclass
+class TrainerState:
+    """What a reward function may ask of the run."""
+
+    global_step: int = 0
+    """Batches of training before the one that is rewarded."""
+
+
+class RewardFunctions:
+    """A scorer for `RolloutEngine`: the weighted sum of what the functions return is added to the reward of each rollout's last step.
+
+    Functions that return None for a completion are left out of its sum. Info of the last step: `rewards/NAME` for each function that
+    spoke, and what `log_extra` and `log_metric` were given as `reward_log`.
+
+    What is no reward is an error of its rollout and never a 0: no function had anything to say; an element is not finite or an
+    exception; a function raised. One that raises is called again group by group, so that it costs only the groups it fails on; one that
+    takes longer than `timeout_s` is not. Only coroutine functions can be stopped at that deadline: plain ones run in the thread of the
+    event loop, where they may use signals, as math-verify's own deadline does.
+    """
+
+    def __init__(
+        self,
+        functions: RewardFunction | Sequence[RewardFunction],
+        weights: Sequence[float] | None = None,
+        *,
+        timeout_s: float = 600.0,
+        trainer_state: TrainerState | None = None,
+    ) -> None:
+        self.functions = list(functions) if isinstance(functions, Sequence) else [functions]
+        self.weights = [1.0] * len(self.functions) if weights is None else [float(weight) for weight in weights]
+        if not self.functions:
+            raise ConfigError("there must be at least one reward function")
+        if len(self.weights) != len(self.functions):
+            raise ConfigError(
+                f"there are {len(self.weights)} weights for {len(self.functions)} reward functions; give one for each"
+            )
+        if not all(map(math.isfinite, self.weights)):
+            raise ConfigError(f"the weights of reward functions must be finite, got {self.weights}")
+        self.names = _names(self.functions)
+        self.trainer_state = trainer_state or TrainerState()
+        """Passed to functions that ask for it."""
+        self._timeout_s = timeout_s
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Raise ConfigError for a function that asks for a column which is not among these."""
+        known = {*_PROVIDED, *columns}
+        for name, function in zip(self.names, self.functions, strict=True):
+            missing = [needed for needed in _required(function) if needed not in known]
+            if missing:
+                raise ConfigError(
+                    f"reward function {name} asks for {' and '.join(missing)}, which the data does not have; its columns are "
+                    f"{', '.join(columns)}"
+                )
+
+    async def score(self, rollouts: Sequence[Rollout]) -> dict[str, Exception]:
+        """Reward the rollouts in place; the errors of those that could not be, by their id."""
+        errors: dict[str, Exception] = {}
+        asked: list[_Asked] = []
+        for rollout in rollouts:
+            try:
+                asked.append(_Asked(rollout))
+            except DataError as error:
+                errors[rollout.id] = error
+        if asked:
+            columns = await self._all_rewards(asked)
+            for index, one in enumerate(asked):
+                failure = self._settle(one.rollout, [column[index] for column in columns])
+                if failure is not None:
+                    errors[one.rollout.id] = failure
+        return errors
+
+    async def _all_rewards(self, asked: Sequence[_Asked]) -> list[list[Reward]]:
+        """[function][completion]."""
+        results = [self._start(function, asked) for function in self.functions]
+        first = await asyncio.gather(*results)
+        return [
+            await self._by_group(name, function, asked, result) if isinstance(result, Exception) else result
+            for name, function, result in zip(self.names, self.functions, first, strict=True)
+        ]
+
+    def _start(self, function: RewardFunction, asked: Sequence[_Asked]) -> Awaitable[list[Reward] | Exception]:
+        """Call the function now; what it returned is there when the result is awaited."""
+        try:
+            returned = function(**self._arguments(function, asked))
+        except Exception as error:
+            returned = error
+        return self._finish(returned, asked)
+
+    async def _finish(self, returned: Any, asked: Sequence[_Asked]) -> list[Reward] | Exception:
+        try:
+            if isinstance(returned, Exception):
+                raise returned
+            if inspect.isawaitable(returned):
+                returned = await self._awaited(returned)
+            return _checked(returned, len(asked))
+        except Exception as error:
+            return error
+
+    async def _awaited(self, returned: Awaitable[Any]) -> Any:
+        """Raises _TookTooLong at the deadline; a TimeoutError of the function's own is an error like others."""
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                return await returned
+        except TimeoutError as error:
+            if deadline.expired():
+                raise _TookTooLong(f"it took longer than {self._timeout_s} s") from error
+            raise
+
+    async def _by_group(self, name: str, function: RewardFunction, asked: Sequence[_Asked], error: Exception) -> list[Reward]:
+        """One call a group, after the call for all has failed."""
+        groups: dict[object, list[int]] = {}
+        for index, one in enumerate(asked):
+            groups.setdefault(one.group, []).append(index)
+        rewards: list[Reward] = [_failure(name, error)] * len(asked)
+        if len(groups) == 1 or isinstance(error, _TookTooLong):
+            return rewards
+        for members in groups.values():
+            result = await self._start(function, [asked[index] for index in members])
+            for position, index in enumerate(members):
+                rewards[index] = _failure(name, result) if isinstance(result, Exception) else result[position]
+        return rewards
+
+    def _arguments(self, function: RewardFunction, asked: Sequence[_Asked]) -> dict[str, Any]:
+        rows = [one.row for one in asked]
+        names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "completion", "completion_ids"))
+        given: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
+        given |= {
+            "prompts": [one.row["prompt"] for one in asked],
+            "completions": [one.completion for one in asked],
+            "completion_ids": [one.completion_ids for one in asked],
+            "trainer_state": self.trainer_state,
+            "log_extra": lambda column, values: _log_each(asked, column, values),
+            "log_metric": lambda name, value: _log_each(asked, name, [value] * len(asked)),
+        }
+        return {name: value for name, value in given.items() if _takes(function, name)}
+
+    def _settle(self, rollout: Rollout, rewards: Sequence[Reward]) -> Exception | None:
+        """Add the sum to the last step, or say why there is none."""
+        failed = next((reward for reward in rewards if isinstance(reward, Exception)), None)
+        if failed is not None:
+            return failed
+        each = zip(self.names, self.weights, rewards, strict=True)
+        spoken = [(name, weight, reward) for name, weight, reward in each if isinstance(reward, float)]
+        if not spoken:
+            return GradingError(f"no reward function had anything to say about the completion of rollout {rollout.id}")
+        last = rollout.steps[-1]
+        last.reward += math.fsum(weight * reward for _, weight, reward in spoken)
+        last.info.update({f"rewards/{name}": reward for name, _, reward in spoken})
+        return None
+
+
+class _TookTooLong(TimeoutError):
+    """The deadline of this module has passed."""
+
+
+class _Asked:
+    """A rollout as a reward function sees it."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        self.rollout = rollout
+        self.row = row_of(rollout)
+        self.completion = completion_of(rollout, conversational=isinstance(self.row["prompt"], list))
+        traces = [step.trace for step in rollout.steps]
+        self.completion_ids = [token for trace in traces if trace is not None for token in trace.completion_token_ids]
+        self.group = (rollout.meta.get("request_meta") or {}).get("group_id", rollout.id)
+
+
+def row_of(rollout: Rollout) -> Mapping[str, Any]:
+    """The row of the data set that a rollout was played on: `row` in the info of a step (see `PromptEnv`), or in the request's meta."""
+    places = [step.info for step in reversed(rollout.steps)] + [rollout.meta.get("request_meta") or {}]
+    row = next((place["row"] for place in places if "row" in place), None)
+    if row is None or "prompt" not in row:
+        raise DataError(
+            f"rollout {rollout.id} does not carry the row it was played on; play it with PromptEnv, or put the row with its prompt into "
+            "the meta of the request as 'row'"
+        )
+    return dict(row)
+
+
+def completion_of(rollout: Rollout, *, conversational: bool) -> str | list[Message]:
+    """What the model wrote. An episode of several steps is a list of messages whatever the form of the data set."""
+    if not conversational and len(rollout.steps) == 1:
+        return rollout.steps[0].action
+    messages: list[Message] = []
+    for step in rollout.steps:
+        messages.append({"role": "assistant", "content": step.action})
+        if step.next_obs is not None:
+            messages.append({"role": "user", "content": step.next_obs})
+    return messages
+
+
+def _checked(returned: Any, expected: int) -> list[Reward]:
+    if hasattr(returned, "tolist"):
+        returned = returned.tolist()
+    if not isinstance(returned, list | tuple):
+        raise DataError(f"it returned {type(returned).__name__}; it must return a list with one reward for each completion")
+    if len(returned) != expected:
+        raise DataError(f"it returned {len(returned)} rewards for {expected} completions; there must be one for each")
+    return [_reward(element) for element in returned]
+
+
+def _reward(element: Any) -> Reward:
+    if element is None or isinstance(element, Exception):
+        return element
+    if isinstance(element, str):
+        return GradingError(f"it returned the text {element!r}; a reward is a number or None")
+    try:
+        number = float(element)
+    except (TypeError, ValueError):
+        return GradingError(f"it returned {element!r}; a reward is a number or None")
+    return number if math.isfinite(number) else GradingError(f"it returned {number}; a reward must be finite, or None")
+
+
+def _failure(name: str, error: Exception) -> Exception:
+    reason = str(error) if isinstance(error, _TookTooLong) else f"{type(error).__name__}: {error}"
+    failure = GradingError(f"reward function {name} failed: {reason}")
+    failure.__cause__ = error
+    return failure
+
+
+def _log_each(asked: Sequence[_Asked], column: str, values: Sequence[Any]) -> None:
+    for one, value in zip(asked, values, strict=True):
+        one.rollout.steps[-1].info.setdefault("reward_log", {})[column] = value
+
+
+def _names(functions: Sequence[RewardFunction]) -> list[str]:
+    """`exact`, and `exact_2` for a second function of that name."""
+    seen: Counter[str] = Counter()
+    names: list[str] = []
+    for function in functions:
+        if not callable(function):
+            raise ConfigError(f"a reward function must be callable, got {type(function).__name__}")
+        inner = getattr(function, "func", function)  # functools.partial
+        name = str(getattr(inner, "__name__", type(inner).__name__))
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return names
+
+
+def _parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+def _takes(function: RewardFunction, name: str) -> bool:
+    parameters = _parameters(function)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return True
+    return name in parameters
+
+
+def _required(function: RewardFunction) -> list[str]:
+    fixed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return [name for name, p in _parameters(function).items() if p.default is p.empty and p.kind not in fixed]

@@ -1,0 +1,73 @@
+"""The page docs/your-own-problem.md, followed step by step: its files, its commands, its YAML. Its Python runs in `test_readme.py`."""
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ludic.cli import app
+from ludic.data import load_data
+from ludic.recipes.build import build_task
+from ludic.recipes.compose import compose
+
+PAGE = Path(__file__).parents[2] / "docs" / "your-own-problem.md"
+TINY = [
+    *("threads=1", "steps=1", "rollout.prompts=2", "rollout.group_size=4", "evaluation.prompts=3"),
+    *("evaluation.samples_per_prompt=1", "network.hidden_size=16", "network.num_heads=2", "network.num_kv_heads=1"),
+]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A directory in which the page's files were made."""
+    monkeypatch.chdir(tmp_path)
+    exec(blocks("python")[0], {"__name__": "page"})
+    Path("rewards.py").write_text(blocks("python")[1])
+    yield tmp_path
+    sys.modules.pop("rewards", None)
+
+
+def run(line: str, *more: str) -> dict:
+    """The summary of a command of the page."""
+    name, command, *arguments = shlex.split(line)
+    assert (name, command) == ("ludic", "train")
+    result = CliRunner().invoke(app, ["train", *arguments, *more, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_the_page_can_be_followed(here: Path) -> None:
+    template, start, own, both = (block.strip() for block in blocks("sh"))
+    run(start, *[setting for setting in TINY if not setting.startswith("steps=")], "warmup.steps=1")
+    small = [setting for setting in TINY if not setting.startswith("network.")]
+    assert set(run(own, *small)["after"]) == {"sampled_reward", "greedy_accuracy"}
+    assert set(run(both, *small)["after"]) == {"sampled_reward", "greedy_accuracy", "rewards/exact", "rewards/length"}
+    (yaml,) = blocks("yaml")
+    Path("mine.yaml").write_text(yaml)
+    for arguments in (["mine.yaml"], shlex.split(template)[2:]):
+        recipe = compose(arguments)
+        assert build_task(recipe.task, data=recipe.data, reward=recipe.reward).heldout()
+
+
+def test_the_conversation_of_the_page_is_a_row(tmp_path: Path) -> None:
+    (tmp_path / "chat.jsonl").write_text(blocks("json")[0])
+    loaded = load_data(str(tmp_path / "chat.jsonl"))
+    assert (loaded.kind, loaded.conversational) == ("prompt", True)
+
+
+@pytest.mark.integration
+def test_the_run_of_the_page_learns(here: Path) -> None:
+    """From the demonstrations' quarter to nearly all, by the reward alone."""
+    _, start, own, _ = (block.strip() for block in blocks("sh"))
+    run(start)
+    summary = run(own)
+    assert summary["before"]["sampled_reward"] < 0.4
+    assert summary["after"]["sampled_reward"] > 0.9

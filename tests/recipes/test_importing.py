@@ -1,0 +1,59 @@
+"""What is named on the command line is imported plainly, from packages and from files of the current directory."""
+
+import sys
+
+import pytest
+
+from ludic.errors import ConfigError
+from ludic.recipes.importing import import_named
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty current directory that is not on the path, as for an installed command."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_file_of_the_current_directory_is_a_module(here):
+    (here / "own_rewards.py").write_text("def exact(): return 'own'\n")
+    assert import_named("own_rewards:exact", "reward")() == "own"
+    assert import_named("json:dumps", "reward")(1) == "1"
+
+
+def test_it_may_import_its_neighbours_even_when_it_runs(here):
+    (here / "own_words.py").write_text("WORD = 'late'\n")
+    (here / "own_late.py").write_text("def exact():\n    import own_words\n    return own_words.WORD\n")
+    assert import_named("own_late:exact", "reward")() == "late"
+
+
+def test_afterwards_no_package_is_hidden_by_a_file(here):
+    (here / "own_alone.py").write_text("x = 1\n")
+    import_named("own_alone:x", "reward")
+    assert sys.path.index(str(here)) == len(sys.path) - 1
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("rewards", r"reward \(rewards\) must be package\.module:name, such as rewards:exact"),
+        (":exact", r"must be package\.module:name"),
+        ("rewards:", r"must be package\.module:name"),
+        ("rewards.py:exact", r"name the module and not its file, such as rewards:exact"),
+        ("./my/rewards.py:exact", r"such as my\.rewards:exact"),
+        ("own_nowhere:exact", r"reward \(own_nowhere:exact\) cannot be imported: No module named 'own_nowhere'"),
+        ("own_broken:exact", r"cannot be imported: SyntaxError: .*own_broken\.py"),
+        ("own_raising:exact", r"cannot be imported: ZeroDivisionError"),
+        ("own_empty:exact", r"own_empty\.py has no 'exact'"),
+    ],
+)
+def test_what_cannot_be_imported_is_an_error_with_its_cause(here, path, said):
+    (here / "own_broken.py").write_text("def exact(:\n")
+    (here / "own_raising.py").write_text("1 / 0\n")
+    (here / "own_empty.py").write_text("")
+    with pytest.raises(ConfigError, match=said):
+        import_named(path, "reward")

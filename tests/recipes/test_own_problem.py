@@ -1,0 +1,254 @@
+"""`ludic train model=... data=... reward=...`: whole runs on models on disk, tiny ones."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from ludic.cli import app
+from ludic.recipes.compose import compose
+from ludic.recipes.model import make_small_model
+from ludic.recipes.tokenizer import make_byte_tokenizer
+
+REWARDS = """
+calls = []
+
+
+def vowels(completions, **columns):
+    calls.append(len(completions))
+    return [sum(letter in "aeiou" for letter in text) / 4 for text in completions]
+
+
+async def short(completions, limit, **columns):
+    return [float(len(text) <= most) if most else None for text, most in zip(completions, limit)]
+
+
+def chatty(prompts, completions, **columns):
+    assert all(prompt[-1]["role"] == "user" for prompt in prompts)
+    return [float(completion[0]["role"] == "assistant") for completion in completions]
+
+
+def broken(completions, **columns):
+    raise ZeroDivisionError("the reward divides by nothing")
+
+
+def fails_on_a(prompts, completions, **columns):
+    if any(prompt == "a?" for prompt in prompts):
+        raise ZeroDivisionError("a")
+    return [1.0] * len(completions)
+"""
+ROWS = [{"prompt": f"{letter}?", "answer": letter, "limit": 3} for letter in "abcdefghij"]
+TINY = [
+    *("threads=1", "steps=2", "rollout.prompts=2", "rollout.group_size=4", "rollout.log_every=1", "task.args.max_new_tokens=4"),
+    *("evaluation.samples_per_prompt=2", "task.args.num_heldout=3"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model on disk that has learnt nothing."""
+    path = tmp_path_factory.mktemp("model")
+    sizes = ["hidden_size=16", "num_heads=2", "num_kv_heads=1", "intermediate_size=16"]
+    torch.manual_seed(0)
+    make_small_model(compose([f"network.{size}" for size in sizes]).network).save_pretrained(path)
+    make_byte_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def chat_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a chat template."""
+    path = tmp_path_factory.mktemp("chat")
+    make_small_model(
+        compose(["network.hidden_size=16", "network.num_heads=2", "network.num_kv_heads=1"]).network
+    ).save_pretrained(path)
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A current directory with `problems.jsonl` and `own_problem_rewards.py`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_problem_rewards.py").write_text(REWARDS)
+    write(tmp_path / "problems.jsonl", ROWS)
+    yield tmp_path
+    sys.modules.pop("own_problem_rewards", None)
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def train(*arguments: str):
+    return CliRunner().invoke(app, ["train", *TINY, "output=.", "name=run", *arguments])
+
+
+def trained(*arguments: str) -> str:
+    result = train(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def summary(run: str = "run") -> dict:
+    return json.loads(Path(run, "summary.json").read_text())
+
+
+def rollouts(run: str = "run") -> list[dict]:
+    return [json.loads(line) for line in Path(run, "rollouts.jsonl").read_text().splitlines()]
+
+
+def test_a_file_and_a_function_are_all_it_takes(here: Path, model: Path) -> None:
+    shown = trained(f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:vowels")
+    assert "the reward sees what vowels returned for the whole answer" in shown
+    assert "demonstrations" not in shown
+    assert list(summary()) == [
+        *("before", "after", "wall_s", "phases_s", "padding", "steps", "clip_fraction", "seed", "config_hash")
+    ]
+    assert set(summary()["before"]) == set(summary()["after"]) == {"sampled_reward", "greedy_accuracy"}
+    assert summary()["steps"] == 2
+    for name in ("config.yaml", "metrics.jsonl", "rollouts.jsonl", "summary.json", "reward.png", "model/model.safetensors"):
+        assert Path("run", name).stat().st_size > 0, name
+    calls = sys.modules["own_problem_rewards"].calls
+    assert calls == [6, 3, 8, 8, 6, 3]  # 3 held-out problems twice and greedily; 2 batches of 2 x 4; the same again
+
+
+def test_the_reward_of_a_rollout_is_what_the_function_says_of_its_text(here: Path, model: Path) -> None:
+    trained(f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:vowels", "task.args.max_new_tokens=60")
+    lines = rollouts()
+    assert len(lines) == 16
+    texts = [line["steps"][0]["action"] for line in lines]
+    assert [line["total_reward"] for line in lines] == [sum(letter in "aeiou" for letter in text) / 4 for text in texts]
+    assert [line["steps"][0]["info"]["row"]["answer"] for line in lines] == [line["steps"][0]["prev_obs"][0] for line in lines]
+
+
+def test_several_functions_with_weights_are_reported_by_name(here: Path, model: Path) -> None:
+    names = "[own_problem_rewards:vowels,own_problem_rewards:short]"
+    shown = trained(f"model={model}", "data=problems.jsonl", f"reward={names}", "reward_weights=[2.0,0.5]")
+    assert "2 * vowels + 0.5 * short" in shown
+    after = summary()["after"]
+    assert set(after) == {"sampled_reward", "greedy_accuracy", "rewards/vowels", "rewards/short"}
+    assert after["sampled_reward"] == pytest.approx(2 * after["rewards/vowels"] + 0.5 * after["rewards/short"])
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert all({"train/rewards/vowels", "train/rewards/short"} <= set(line) for line in lines)
+
+
+def test_a_chat_model_is_asked_the_messages_of_the_data_in_its_own_template(here: Path, chat_model: Path) -> None:
+    messages = [[{"role": "system", "content": "S"}, {"role": "user", "content": row["prompt"]}] for row in ROWS]
+    write(here / "chat.jsonl", [{"prompt": prompt} for prompt in messages])
+    trained(f"model={chat_model}", "data=chat.jsonl", "reward=own_problem_rewards:chatty", "rollout.system_prompt=unused")
+    assert summary()["before"]["sampled_reward"] == 1.0
+    step = rollouts()[0]["steps"][0]
+    asked = bytes(token - 3 for token in step["trace"]["prompt_token_ids"]).decode()
+    assert asked == f"[system]S[user]{step['prev_obs']}[assistant]"
+
+
+def test_a_prompt_of_text_is_one_user_message_of_a_chat_model(here: Path, chat_model: Path) -> None:
+    trained(f"model={chat_model}", "data=problems.jsonl", "reward=own_problem_rewards:vowels", "rollout.system_prompt=Vowels.")
+    step = rollouts()[0]["steps"][0]
+    asked = bytes(token - 3 for token in step["trace"]["prompt_token_ids"]).decode()
+    assert asked == f"[system]Vowels.[user]{step['prev_obs']}[assistant]"
+
+
+def test_completions_of_the_data_warm_a_model_up(here: Path) -> None:
+    write(here / "pairs.jsonl", [{"prompt": row["prompt"], "completion": row["answer"]} for row in ROWS])
+    sizes = ["network.hidden_size=16", "network.num_heads=2", "network.num_kv_heads=1"]
+    arguments = ["data=pairs.jsonl", "reward=own_problem_rewards:vowels", *sizes]
+    assert "needs model=DIRECTORY" in train(*arguments).stderr
+    shown = trained(*arguments, "warmup.steps=2", "warmup.batch_size=4")
+    assert "demonstrations" in shown
+
+
+def test_gsm8k_from_a_file_needs_no_python_at_all(here: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grader is replaced by one that answers at once; the real one is tested beside the environments."""
+
+    class Grader:
+        async def grade(self, answer: str, target: str) -> bool:
+            return int(target) % 2 == 0
+
+    monkeypatch.setattr("ludic.envs.maths.rewards.shared_grader", Grader)
+    write(here / "gsm8k.jsonl", [{"question": f"What is {n} + 1?", "answer": f"One more.\n#### {n + 1}"} for n in range(10)])
+    trained(f"model={model}", "data=gsm8k.jsonl", "reward=gsm8k", "rollout.log_every=1")
+    lines = rollouts()
+    assert [line["total_reward"] for line in lines] == [
+        int(line["steps"][0]["info"]["row"]["answer"][-1]) % 2 == 0 for line in lines
+    ]
+
+
+def test_a_run_stopped_and_resumed_is_the_run(here: Path, model: Path) -> None:
+    given = [f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:vowels", "steps=4", "trainer.lr=1e-2"]
+    trained(*given, "name=whole")
+    assert train_until(2, *given, "name=parts") == 130
+    result = CliRunner().invoke(app, ["train", "--resume", "parts"])
+    assert result.exit_code == 0, result.output
+    one, two = (load_file(Path(name, "model", "model.safetensors")) for name in ("whole", "parts"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert summary("parts")["after"] == summary("whole")["after"] != summary("whole")["before"]
+    flat = [[line["meta"]["problem_id"] for line in rollouts(run)] for run in ("whole", "parts")]
+    assert flat[0] == flat[1]
+
+
+def train_until(step: int, *arguments: str) -> int:
+    """Interrupt this process, as Ctrl-C would, when the metrics of that step are written; the exit status."""
+    from ludic.training.loggers import JSONLLogger
+
+    class Interrupting(JSONLLogger):
+        def log(self, number: int, stats: Any) -> None:
+            super().log(number, stats)
+            if number == step:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ludic.recipes.run.JSONLLogger", Interrupting)
+        return train(*arguments).exit_code
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_that_fails_everywhere_ends_the_run_and_says_why(here: Path, model: Path) -> None:
+    result = train(f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:broken")
+    assert result.exit_code == 1
+    assert "reward function broken failed: ZeroDivisionError: the reward divides by nothing" in result.stderr
+    assert "Traceback" not in result.stderr.split("ludic:")[-1]
+
+
+def test_answers_that_could_not_be_graded_are_counted_and_are_no_zeros(here: Path, model: Path) -> None:
+    """All prompts but `a?` earn 1: a mean below 1 would be a failure taken for a 0."""
+    write(here / "held.jsonl", [{"prompt": "a?"}, {"prompt": "z?"}])
+    given = ["data=problems.jsonl", "reward=own_problem_rewards:fails_on_a", "task.args.heldout_data=held.jsonl"]
+    shown = trained(f"model={model}", *given, "task.args.num_heldout=null")
+    assert summary()["before"] == summary()["after"] == {"sampled_reward": 1.0, "greedy_accuracy": 1.0}
+    assert "3 answers could not be graded and are left out" in shown
+    assert "could not be graded" in shown.split("Sampled answers")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["data=missing.jsonl", "reward=own_problem_rewards:vowels"], "missing.jsonl does not exist"),
+        (["data=problems.jsonl"], "needs data=FILE and reward=MODULE:FUNCTION"),
+        (["data=problems.jsonl", "reward=own_problem_rewards:vowel"], "has no 'vowel'"),
+        (["data=problems.jsonl", "reward=own_problem_rewards.py:vowels"], "such as own_problem_rewards:vowels"),
+        (["data=bad.jsonl", "reward=own_problem_rewards:vowels"], "bad.jsonl, line 2: prompt must be text"),
+        (["sort", "data=problems.jsonl", "reward=own_problem_rewards:vowels"], "task.kind is sort"),
+        (["data=problems.jsonl", "reward=own_problem_rewards:vowels", "reward_weights=[1,2]"], "2 weights for 1"),
+        (["data=problems.jsonl", "reward=own_problem_rewards:vowels", "dta=x"], "did you mean data"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_leaves_no_folder(here: Path, model: Path, arguments: list[str], said: str) -> None:
+    write(here / "bad.jsonl", [{"prompt": "a"}, {"prompt": 3}])
+    result = train(f"model={model}", *arguments)
+    assert result.exit_code in (1, 2), result.output
+    assert said in result.stderr
+    assert "Traceback" not in result.output
+    assert not Path("run").exists()
