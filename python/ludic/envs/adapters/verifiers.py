@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ludic.envs.adapters.episode import Episode
+from ludic.envs.adapters.extra import import_extra
 from ludic.envs.adapters.verifiers_seat import ModelSeat, play_task
 from ludic.envs.adapters.verifiers_trace import rollout_from_trace
 from ludic.envs.single_agent_env import SingleAgentEnv
@@ -32,6 +33,7 @@ class VerifiersEnv(SingleAgentEnv):
 
     def __init__(self, tasks: Sequence[Any], *, agent: Any | None = None, timeout_s: float = 60.0) -> None:
         super().__init__()
+        import_extra("verifiers.v1", "verifiers")
         if not tasks:
             raise ConfigError("tasks is empty; there is nothing to play")
         if not timeout_s > 0:
