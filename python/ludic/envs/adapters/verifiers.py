@@ -27,7 +27,7 @@ class VerifiersEnv(SingleAgentEnv):
     answer. An episode of verifiers that fails is a RolloutError, never a reward. Answers are text: for tasks that give the model tools,
     and to keep the harness's own prompts to the token, let `VerifiersProtocol` play, which seats a client directly.
 
-    `agent`: a `verifiers.v1.AgentConfig` (harness, runtime, limits); None asks the model once, in this process.
+    `agent`: a `verifiers.v1.AgentConfig` (harness, a runtime on this machine, limits); None asks the model once, in this process.
     `timeout_s` bounds the wait for verifiers between two answers of the model.
     """
 
