@@ -32,6 +32,7 @@ print(*[name for name in {[*LIBRARIES, "torch", "numpy"]!r} if name in sys.modul
         ("gymnasium", "GymnasiumEnv('CartPole-v1')"),
         ("textarena", "TextArenaEnv('TicTacToe-v0')"),
         ("openenv", "OpenEnvEnv('http://127.0.0.1:9')"),
+        ("verifiers", "VerifiersEnv(['task'])"),
     ],
 )
 def test_a_missing_library_is_named_with_the_extra_that_brings_it(library, make):

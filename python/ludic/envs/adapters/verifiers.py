@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ludic.envs.adapters.episode import Episode
+from ludic.envs.adapters.extra import import_extra
 from ludic.envs.adapters.verifiers_seat import ModelSeat, play_task
 from ludic.envs.adapters.verifiers_trace import rollout_from_trace
 from ludic.envs.single_agent_env import SingleAgentEnv
@@ -26,12 +27,13 @@ class VerifiersEnv(SingleAgentEnv):
     answer. An episode of verifiers that fails is a RolloutError, never a reward. Answers are text: for tasks that give the model tools,
     and to keep the harness's own prompts to the token, let `VerifiersProtocol` play, which seats a client directly.
 
-    `agent`: a `verifiers.v1.AgentConfig` (harness, runtime, limits); None asks the model once, in this process.
+    `agent`: a `verifiers.v1.AgentConfig` (harness, a runtime on this machine, limits); None asks the model once, in this process.
     `timeout_s` bounds the wait for verifiers between two answers of the model.
     """
 
     def __init__(self, tasks: Sequence[Any], *, agent: Any | None = None, timeout_s: float = 60.0) -> None:
         super().__init__()
+        import_extra("verifiers.v1", "verifiers")
         if not tasks:
             raise ConfigError("tasks is empty; there is nothing to play")
         if not timeout_s > 0:
