@@ -123,7 +123,7 @@ class LocalChatClient:
         self.logprobs_mode = logprobs_mode
         self._template = ChatTemplate(tokenizer)
         self._max_batch_size = max_batch_size
-        self._eos_ids = _eos_ids(model, tokenizer)
+        self._eos_ids = end_token_ids(model, tokenizer)
         self._pad_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
         self._version = 0
         self._busy = threading.Lock()
@@ -351,7 +351,7 @@ def _before_stop(text: str, stops: Sequence[str]) -> str:
     return text[: min(found)] if found else text
 
 
-def _eos_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
+def end_token_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
     """The end tokens that the model's generation settings and the tokenizer name."""
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = configured if isinstance(configured, (list, tuple)) else [configured]

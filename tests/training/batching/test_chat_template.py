@@ -144,6 +144,42 @@ def test_a_span_that_ends_where_no_token_lies_marks_nothing_behind_it():
     assert (tokens.input_ids, tokens.action_mask) == ([1, 2, 3], [0, 1, 0])
 
 
+def test_a_letter_of_several_bytes_at_the_end_of_a_span_is_marked_to_its_last_byte():
+    """transformers' own mask ends with the first byte here."""
+    tokenizer = chat_tokenizer(
+        MARKED.replace("{{ m.content }}<|im_end|>{% endgeneration %}", "{{ m.content }}{% endgeneration %}<|im_end|>")
+    )
+    [tokens] = ChatTokenizer(tokenizer).tokenize([{"role": "user", "content": "?"}, {"role": "assistant", "content": "é"}])
+    assert trained_text(tokenizer, tokens) == "é"
+
+
+def test_a_line_break_within_the_block_behind_the_end_token_is_not_trained():
+    [tokens] = tokenized(MARKED.replace("<|im_end|>{% endgeneration %}", "<|im_end|>\n{% endgeneration %}", 1), TALK)
+    assert trained_text(chat_tokenizer(MARKED), tokens) == "4<|im_end|>|six<|im_end|>"
+
+
+def test_a_marked_history_may_be_rewritten_and_its_prompt_need_be_no_prefix():
+    marked = MARKED.replace("{{ m.content }}<|im_end|>{% endgen", "{{ m.content if loop.last else '-' }}<|im_end|>{% endgen")
+    marked = marked.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>{% endif %}")
+    tokenizer = chat_tokenizer(marked)
+    each = tokenized(marked, TALK, "each")
+    assert [trained_text(tokenizer, tokens) for tokens in each] == ["4<|im_end|>", "six<|im_end|>"]
+    assert "\n-<|im_end|>" in tokenizer.decode(each[1].input_ids)
+
+
+def test_blocks_that_touch_are_one_and_others_must_be_one_a_message():
+    twice = MARKED.replace(
+        "{{ m.content }}<|im_end|>{% endgen", "{{ m.content }}{% endgeneration %}{% generation %}<|im_end|>{% endgen"
+    )
+    [tokens] = tokenized(twice, TALK, "last")
+    assert trained_text(chat_tokenizer(twice), tokens) == "six<|im_end|>"
+    apart = twice.replace("{% endgeneration %}{% generation %}", "{% endgeneration %} {% generation %}")
+    [tokens] = tokenized(apart, TALK)
+    assert trained_text(chat_tokenizer(apart), tokens) == "4|<|im_end|>|six|<|im_end|>"
+    with pytest.raises(DataError, match="marks 4 spans of 2 assistant messages"):
+        tokenized(apart, TALK, "last")
+
+
 def test_what_cannot_be_rendered_names_the_row():
     with pytest.raises(DataError, match="row 3 has no assistant message"):
         tokenized(CHATML, TALK[:2], where="row 3")

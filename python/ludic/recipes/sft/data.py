@@ -43,7 +43,7 @@ class SFTData:
             return cls([item for of_row in items for item in of_row], make.of(_read(recipe.heldout_data, "heldout_data")))
         return cls(*split_by_prompt(items, recipe.heldout))
 
-    def counts(self, max_seq_len: int, eos_token_id: int) -> dict[str, int]:
+    def counts(self, max_seq_len: int, end_tokens: frozenset[int]) -> dict[str, int]:
         """Samples and tokens; how many training samples are longer than `max_seq_len` and are cut, or lose every token that is trained;
         and after how many the model is not taught to end."""
         longer = [item for item in self.train if len(item.input_ids) > max_seq_len]
@@ -54,13 +54,17 @@ class SFTData:
             "trained_tokens": sum(item.meta["completion_length"] for item in self.train),
             "samples_cut": len(longer),
             "samples_cut_empty": sum(not np.any(item.action_mask[1:max_seq_len]) for item in longer),
-            "samples_without_end": sum(_last_trained(item, max_seq_len) != eos_token_id for item in self.train),
+            "samples_without_end": sum(not _ends(item, max_seq_len, end_tokens) for item in self.train),
         }
 
 
-def _last_trained(item: SAWItem, max_seq_len: int) -> int | None:
+def _ends(item: SAWItem, max_seq_len: int, end_tokens: frozenset[int]) -> bool:
+    """Whether the last stretch of trained tokens holds an end token."""
     trained = np.flatnonzero(item.action_mask[:max_seq_len])
-    return int(item.input_ids[trained[-1]]) if len(trained) else None
+    if not len(trained):
+        return False
+    last = np.split(trained, np.flatnonzero(np.diff(trained) > 1) + 1)[-1]
+    return any(int(item.input_ids[row]) in end_tokens for row in last)
 
 
 def demonstration_rows(recipe: SFTRecipe, tokenizer: Any) -> Iterator[dict[str, Any]]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ludic.inference.local import end_token_ids
 from ludic.recipes.curve import text_curve, write_picture
 from ludic.recipes.report import padding_line, padding_of, show_files
 from ludic.recipes.run_directory import write_text
@@ -41,7 +42,7 @@ def summary_of(run: SFTRun, lines: Sequence[dict[str, Any]], *, config_hash: str
         "padding": padding_of(lines),
         "steps": run.progress.steps,
         "epochs": round(run.progress.steps * run.recipe.batch_size / len(run.parts.data.train), 3),
-        "data": run.parts.data.counts(run.parts.cfg.max_seq_len, run.parts.tokenizer.eos_token_id),
+        "data": run.parts.data.counts(run.parts.cfg.max_seq_len, end_token_ids(run.parts.model, run.parts.tokenizer)),
         "seed": run.recipe.seed,
         "config_hash": config_hash,
     }

@@ -1,10 +1,10 @@
 """Conversations as token ids, with a mask over what the assistant says.
 
 Two ways to know what is the assistant's. A template with `{% generation %}` says so itself: the conversation is rendered once, and the
-spans that the template marks are laid over the tokens' offsets. A template without is rendered up to each assistant message and with
-it: what the second has more than the first is the message. That holds on token ids only, and only while each rendering begins with
-the one before; where it does not (a tokenizer that merges across the border, a template that writes earlier turns otherwise once later
-ones follow), a `DataError` says where, and no mask is made.
+spans that the template marks are laid over the tokens' offsets, each up to its end token. A template without is rendered up to each
+assistant message and with it: what the second has more than the first is the message. That holds on token ids only, and only while each
+rendering begins with the one before; where it does not (a tokenizer that merges across the border, a template that writes earlier turns
+otherwise once later ones follow), a `DataError` says where, and no mask is made.
 """
 
 from __future__ import annotations
@@ -68,11 +68,8 @@ class ChatTokenizer:
         return [self._one(rendering, messages if self.turns == "all" else messages[: kept[0] + 1], kept)]
 
     def _one(self, rendering: _Rendering, messages: Sequence[Message], spoken: Sequence[int]) -> ChatTokens:
-        marked = rendering.marks_generation and (tokens := rendering.marked(messages))
-        if not marked:
-            return rendering.compared(messages, spoken)
-        whole = sum(message.get("role") == "assistant" for message in messages) == len(spoken)
-        return tokens if whole else rendering.without_beginning(tokens, messages, spoken[0])
+        make = rendering.marked if rendering.marks_generation else rendering.compared
+        return make(messages, spoken)
 
 
 @dataclass(frozen=True)
@@ -105,32 +102,49 @@ class _Rendering:
             mask[start:end] = [1] * (end - start)
         return ChatTokens(full, mask)
 
-    def marked(self, messages: Sequence[Message]) -> ChatTokens:
-        """The mask from the spans that the template marks."""
+    def marked(self, messages: Sequence[Message], spoken: Sequence[int]) -> ChatTokens:
+        """The mask from the spans that the template marks, those of the messages `spoken`."""
         text, spans = _render_marked(self.tokenizer, messages, self.template_args, self.where)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+        ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
         mask = [0] * len(ids)
-        for start, end in spans:
-            for row, (a, b) in enumerate(offsets):
-                if a < end and b > start:
-                    if a < start or b > end:
-                        raise DataError(
-                            f"{self.where}: token {row} ({text[a:b]!r}) lies across the border of a {{% generation %}} block at "
-                            f"character {start if a < start else end}; put the border where the tokenizer splits"
-                        )
-                    mask[row] = 1
+        for span in self._spans_of(messages, spoken, spans):
+            rows = self._rows_of(span, offsets, text)
+            if rows:
+                end = end_of_turn(self.tokenizer, ids[: rows[-1] + 1], rows[0])
+                mask[rows[0] : end] = [1] * (end - rows[0])
         if not any(mask):
             raise DataError(f"{self.where}: the template's {{% generation %}} blocks cover no token of this conversation")
         return ChatTokens(ids, mask)
 
-    def without_beginning(self, tokens: ChatTokens, messages: Sequence[Message], first: int) -> ChatTokens:
-        """The same without loss before message `first`."""
-        start = self._prompt_length(tokens.input_ids, messages, first)
-        mask = [0] * start + tokens.action_mask[start:]
-        if not any(mask):
-            raise DataError(f"{self.where}: the template's {{% generation %}} blocks cover no token from message {first} on")
-        return ChatTokens(tokens.input_ids, mask)
+    def _spans_of(
+        self, messages: Sequence[Message], spoken: Sequence[int], spans: Sequence[tuple[int, int]]
+    ) -> Sequence[tuple[int, int]]:
+        """The spans of the messages `spoken`. Where those are some of the assistant's, the template must mark each of its messages once;
+        spans that touch count as one."""
+        every = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+        if len(every) == len(spoken):
+            return spans
+        one_each = spans if len(spans) == len(every) else _joined(spans)
+        if len(one_each) != len(every):
+            raise DataError(
+                f"{self.where}: the template marks {len(one_each)} spans of {len(every)} assistant messages, which does not say which are "
+                "to be trained; train all (assistant_turns=all), or mark each message once with {% generation %}"
+            )
+        return [span for index, span in zip(every, one_each, strict=True) if index in spoken]
+
+    def _rows_of(self, span: tuple[int, int], offsets: Sequence[tuple[int, int]], text: str) -> list[int]:
+        """The tokens that lie in a span of characters, which must not lie across its border."""
+        start, end = span
+        rows = [row for row, (a, b) in enumerate(offsets) if a < end and b > start]
+        for row in rows:
+            a, b = offsets[row]
+            if a < start or b > end:
+                raise DataError(
+                    f"{self.where}: token {row} ({text[a:b]!r}) lies across the border of a {{% generation %}} block at character "
+                    f"{start if a < start else end}; put the border where the tokenizer splits"
+                )
+        return rows
 
     def _prompt_length(self, full: list[int], messages: Sequence[Message], index: int) -> int:
         prompt = self.ids(messages[:index], prompt=True)
@@ -157,6 +171,17 @@ class _Rendering:
         some = list(ids[at : at + 8])
         decode = getattr(self.tokenizer, "decode", None)
         return repr(decode(some)) if decode is not None else str(some)
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans that touch, as one."""
+    result: list[tuple[int, int]] = []
+    for start, end in spans:
+        if result and result[-1][1] == start:
+            result[-1] = (result[-1][0], end)
+        else:
+            result.append((start, end))
+    return result
 
 
 def template_of(tokenizer: Any) -> str:
