@@ -10,14 +10,19 @@ from functools import reduce
 from importlib import import_module
 from typing import Any
 
-from ludic.envs.tasks import Addition, DigitSort, Task
+from ludic.envs.tasks import Addition, DigitSort, EpisodicTask, Task, TicTacToe, Tools
 from ludic.errors import ConfigError
 from ludic.recipes.schema import Recipe, TaskSection
 from ludic.training import presets
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.config import TrainerConfig
 
-TASKS: dict[str, Callable[..., Task]] = {"sort": DigitSort, "addition": Addition}
+TASKS: dict[str, Callable[..., Task | EpisodicTask]] = {
+    "sort": DigitSort,
+    "addition": Addition,
+    "tictactoe": TicTacToe,
+    "tools": Tools,
+}
 
 ALGORITHMS: dict[str, Callable[..., RLAlgorithm]] = {
     "cispo": presets.make_cispo,
@@ -44,7 +49,7 @@ def check_numbers(recipe: Recipe) -> None:
             raise ConfigError(f"{path} ({value}) must be at least {least}")
 
 
-def build_task(section: TaskSection) -> Task:
+def build_task(section: TaskSection) -> Task | EpisodicTask:
     """A built-in task by its name, or a class of the user's own as `package.module:Class`."""
     if ":" in section.kind:
         return _call(_import(section.kind), section.args, "task.args")

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ludic.envs.tasks import Problem, Task
+from ludic.envs.tasks import Episode, EpisodicTask
+from ludic.envs.tasks.episodic import Played, share
 from ludic.inference import InferenceSpec
 from ludic.recipes.rollouts import evaluation_inference, request_for
 from ludic.recipes.schema import EvaluationSection, RolloutSection
@@ -19,12 +20,13 @@ _SAMPLING_SEED = 1_000_000  # before and after are sampled with the same seeds
 
 @dataclass(frozen=True)
 class Answer:
-    """One sampled answer to a held-out problem."""
+    """One sampled episode on a held-out problem."""
 
     question: str
     text: str
     expected: str
     reward: float
+    success: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,9 @@ class Evaluation:
     sampled_reward: float
     """Mean over `samples_per_prompt` answers to each problem."""
     greedy_accuracy: float
-    """Share of problems whose greedy answer earns the full reward."""
+    """Share of problems whose greedy answer is a success."""
     facts: dict[str, float]
-    """Share of sampled answers for which each of the task's facts holds."""
+    """What the task measures of the sampled episodes beside the reward."""
     answers: list[Answer]
     """The first sampled answers."""
 
@@ -53,29 +55,35 @@ class Evaluation:
 
 
 class HeldOut:
-    """Plays the held-out problems. The same policy gives the same numbers. Also an evaluator, as `Trainer` takes one."""
+    """Plays the task's suites of problems. The same policy gives the same numbers. Also an evaluator, as `Trainer` takes one."""
 
-    def __init__(self, engine: RolloutEngine, task: Task, section: EvaluationSection, rollout: RolloutSection) -> None:
+    def __init__(self, engine: RolloutEngine, task: EpisodicTask, section: EvaluationSection, rollout: RolloutSection) -> None:
         self._engine, self._task, self._section, self._rollout = engine, task, section, rollout
 
     async def measure(self, *, concurrency: int | None = None, timeout_s: float | None = None) -> Evaluation:
-        """Every problem sampled and answered greedily."""
-        problems = self._task.heldout()[: self._section.prompts]
+        """Every problem sampled, and those of the first suite answered greedily."""
+        suites = {name: list(problems[: self._section.prompts]) for name, problems in self._task.suites().items()}
         sampling, greedy = (evaluation_inference(self._rollout, self._task, greedy=flag) for flag in (False, True))
         limits = {"concurrency": concurrency or self._rollout.concurrency, "timeout_s": timeout_s}
-        sampled = await self._play(list(problems) * self._section.samples_per_prompt, sampling, **limits)
-        best = await self._play(problems, greedy, **limits)
+        sampled = {
+            name: await self._play(problems * self._section.samples_per_prompt, sampling, **limits)
+            for name, problems in suites.items()
+        }
+        first = next(iter(suites))
+        best = await self._play(suites[first], greedy, **limits)
         return Evaluation(
-            sampled_reward=_mean([episode.total_reward for episode in sampled]),
-            greedy_accuracy=_mean([float(episode.total_reward >= 1.0) for episode in best]),
-            facts={
-                name: _mean([float(episode.steps[-1].info.get(name, False)) for episode in sampled]) for name in self._task.facts
-            },
-            answers=[
-                Answer(problem["question"], episode.steps[0].action, problem["answer"], episode.total_reward)
-                for problem, episode in zip(problems[:_SHOWN], sampled, strict=False)
-            ],
+            sampled_reward=share(episode.total_reward for _, episode in sampled[first]),
+            greedy_accuracy=share(self._succeeds(episode) for _, episode in best),
+            facts=self._task.measure(sampled),
+            answers=[self._answer(problem, episode) for problem, episode in sampled[first][: min(_SHOWN, len(suites[first]))]],
         )
+
+    def _succeeds(self, episode: Rollout) -> bool:
+        return episode.total_reward >= self._task.success_reward
+
+    def _answer(self, problem: Episode, episode: Rollout) -> Answer:
+        shown = self._task.show(problem, episode)
+        return Answer(shown.question, shown.text, shown.expected, episode.total_reward, self._succeeds(episode))
 
     async def eval(
         self,
@@ -90,12 +98,9 @@ class HeldOut:
         measured = await self.measure(concurrency=concurrency, timeout_s=timeout_s)
         return [asdict(answer) for answer in measured.answers], measured.rates()
 
-    async def _play(self, problems: Sequence[Problem], inference: InferenceSpec, **limits: Any) -> list[Rollout]:
+    async def _play(self, problems: Sequence[Episode], inference: InferenceSpec, **limits: Any) -> list[Played]:
         requests = [
             request_for(problem, inference=inference, seed=_SAMPLING_SEED + index) for index, problem in enumerate(problems)
         ]
-        return await self._engine.generate_rollouts(requests=requests, max_steps=1, **limits)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+        rollouts = await self._engine.generate_rollouts(requests=requests, max_steps=self._task.max_turns, **limits)
+        return list(zip(problems, rollouts, strict=True))

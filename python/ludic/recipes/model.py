@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.errors import ConfigError
-from ludic.recipes.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, make_byte_tokenizer
+from ludic.recipes.tokenizer import BOS_ID, PAD_ID, VOCAB_SIZE, make_byte_tokenizer, make_line_tokenizer
 
 if TYPE_CHECKING:
     from ludic.recipes.schema import NetworkSection, Recipe
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def make_policy(recipe: Recipe) -> tuple[Any, Any]:
     """(model, tokenizer). The weights of a small model come from torch's global generator, seeded by the caller."""
     if recipe.model is None:
-        return make_small_model(recipe.network), make_byte_tokenizer()
+        return make_small_model(recipe.network), _small_tokenizer(recipe.network)
     return load_model(recipe.model, recipe.dtype), load_tokenizer(recipe.tokenizer or recipe.model)
 
 
@@ -40,10 +40,18 @@ def make_small_model(network: NetworkSection) -> Any:
             tie_word_embeddings=True,
             pad_token_id=PAD_ID,
             bos_token_id=BOS_ID,
-            eos_token_id=EOS_ID,
+            eos_token_id=_small_tokenizer(network).eos_token_id,
+            initializer_range=network.initializer_range,
             attn_implementation="sdpa",
         )
     )
+
+
+def _small_tokenizer(network: NetworkSection) -> Any:
+    makers = {"eos": make_byte_tokenizer, "newline": make_line_tokenizer}
+    if network.end_of_turn not in makers:
+        raise ConfigError(f"network.end_of_turn ({network.end_of_turn}) must be eos or newline")
+    return makers[network.end_of_turn]()
 
 
 def load_model(source: str, dtype: str) -> Any:

@@ -14,10 +14,11 @@ from ludic.recipes.run_directory import Progress, RunDirectory, write_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ludic.envs.tasks import Task
+    from ludic.envs.tasks import EpisodicTask
 
 _TRAINER_PHASES = ("rollout", "batching", "forward_backward", "optimizer", "publish")
 _TOKEN_KEYS = ("real_tokens", "padded_tokens", "padded_tokens_greedy", "padded_tokens_unpacked")
+_DRAWN = 4  # rates in the picture; all are in the table
 _RATE_NAMES = {"sampled_reward": "held-out reward, sampled", "greedy_accuracy": "held-out accuracy, greedy"}
 
 
@@ -51,7 +52,7 @@ class Outcome:
     """Everything that the report shows."""
 
     summary: Summary
-    task: Task
+    task: EpisodicTask
     before: Evaluation | None
     after: Evaluation | None
     rewards: Sequence[float]
@@ -60,7 +61,7 @@ class Outcome:
     """The same for each of the task's facts."""
 
 
-def outcome_of(progress: Progress, directory: RunDirectory, task: Task, *, seed: int, config_hash: str) -> Outcome:
+def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, *, seed: int, config_hash: str) -> Outcome:
     """From what the run wrote: progress.json and metrics.jsonl, so that a resumed run reports as a whole."""
     before, after = (None if found is None else Evaluation.from_dict(found) for found in (progress.before, progress.after))
     warm_up, reinforce = directory.read_metrics("warm_up"), directory.read_metrics("reinforce")
@@ -114,7 +115,7 @@ def draw_rewards(outcome: Outcome, directory: RunDirectory, title: str) -> None:
     marks = {}
     if outcome.before is not None and outcome.after is not None:
         before, after = outcome.before.rates(), outcome.after.rates()
-        marks = {_RATE_NAMES.get(name, f"held-out {name}"): (before[name], after[name]) for name in before}
+        marks = {_RATE_NAMES.get(name, f"held-out {name}"): (before[name], after[name]) for name in list(before)[:_DRAWN]}
     series = {"reward of the sampled answers": outcome.rewards, **outcome.facts}
     write_picture(directory.picture, series, marks=marks, title=title)
 
@@ -133,7 +134,7 @@ def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> 
     _show_files(console, directory)
 
 
-def _rates_table(task: Task, before: Evaluation, after: Evaluation | None) -> Any:
+def _rates_table(task: EpisodicTask, before: Evaluation, after: Evaluation | None) -> Any:
     from rich.table import Table
 
     table = Table(title="Held-out problems", title_justify="left")
@@ -141,7 +142,7 @@ def _rates_table(task: Task, before: Evaluation, after: Evaluation | None) -> An
         table.add_column(column, justify="left" if not column else "right")
     later = after.rates() if after else {}
     for name, value in before.rates().items():
-        label = _RATE_NAMES.get(name) or f"{task.facts[name]}, sampled"
+        label = _RATE_NAMES.get(name) or f"{task.rates[name]}, sampled"
         table.add_row(label, f"{value:.3f}", f"{later[name]:.3f}" if name in later else "not measured")
     return table
 
@@ -154,9 +155,7 @@ def _answers_table(before: Sequence[Answer], after: Sequence[Answer]) -> Any:
     for column in ("question", "right answer", "before", "after"):
         table.add_column(column)
     for old, new in zip(before, after, strict=True):
-        cells = [
-            Text(f"{'✓' if a.reward >= 1 else '✗'} {_printable(a.text)}", "green" if a.reward >= 1 else "red") for a in (old, new)
-        ]
+        cells = [Text(f"{'✓' if a.success else '✗'} {_printable(a.text)}", "green" if a.success else "red") for a in (old, new)]
         table.add_row(Text(old.question), Text(old.expected), *cells)
     return table
 

@@ -9,10 +9,9 @@ from typing import Any
 
 from ludic.agents import Agent
 from ludic.context import FullDialog
-from ludic.envs.tasks import Problem, Task
+from ludic.envs.tasks import Episode, EpisodicTask
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
 from ludic.interaction import SingleAgentProtocol
-from ludic.parsers import ParseResult
 from ludic.recipes.schema import RolloutSection
 from ludic.training.batching.intra_batch_control import GRPORequestStrategy
 from ludic.training.batching.rollout_engine import RolloutEngine
@@ -22,25 +21,21 @@ from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest, SAWBatch
 ENV_KIND, PROTOCOL_KIND = "task", "single_agent"
 
 
-def verbatim(text: str) -> ParseResult:
-    """The whole completion is the action."""
-    return ParseResult(action=text, reward=0.0, obs=None)
-
-
 def make_engine(
-    task: Task, client: ChatClient, *, model_name: str, system_prompt: str | None, jsonl_path: Path | None = None
+    task: EpisodicTask, client: ChatClient, *, model_name: str, system_prompt: str | None, jsonl_path: Path | None = None
 ) -> RolloutEngine:
-    """One answer a problem. An answer cut off at the token limit never reaches the environment and earns 0."""
+    """An action cut off at the token limit never reaches the environment and earns what the task says, as does one that the task's
+    parser refuses; either ends an episode of several turns."""
 
     def make_protocol() -> SingleAgentProtocol:
         agent = Agent(
             client=client,
             model=model_name,
             ctx=FullDialog(system_prompt=system_prompt),
-            parser=verbatim,
-            incomplete_completion_penalty=0.0,
+            parser=task.parser,
+            incomplete_completion_penalty=task.cut_off_reward,
         )
-        return SingleAgentProtocol(agent=agent)
+        return SingleAgentProtocol(agent=agent, stop_on_parse_error=task.max_turns > 1)
 
     return RolloutEngine(
         env_registry={ENV_KIND: lambda problem: task.make_env(problem)},
@@ -49,7 +44,7 @@ def make_engine(
     )
 
 
-def request_for(problem: Problem, *, inference: InferenceSpec, seed: int, **meta: Any) -> RolloutRequest:
+def request_for(problem: Episode, *, inference: InferenceSpec, seed: int, **meta: Any) -> RolloutRequest:
     """One episode on `problem`."""
     return RolloutRequest(
         env=EnvSpec(kind=ENV_KIND, kwargs={"problem": problem}),
@@ -61,18 +56,18 @@ def request_for(problem: Problem, *, inference: InferenceSpec, seed: int, **meta
     )
 
 
-def training_inference(section: RolloutSection, task: Task) -> InferenceSpec:
+def training_inference(section: RolloutSection, task: EpisodicTask) -> InferenceSpec:
     """What training samples with: the log-probabilities come back with the tokens."""
     return InferenceSpec(sampling=_sampling(section, task, section.temperature, section.top_p), return_=ReturnSpec.for_rl())
 
 
-def evaluation_inference(section: RolloutSection, task: Task, *, greedy: bool) -> InferenceSpec:
+def evaluation_inference(section: RolloutSection, task: EpisodicTask, *, greedy: bool) -> InferenceSpec:
     """The same distribution as in training, or its mode."""
     temperature, top_p = (0.0, 1.0) if greedy else (section.temperature, section.top_p)
     return InferenceSpec(sampling=_sampling(section, task, temperature, top_p), return_=ReturnSpec.for_eval())
 
 
-def _sampling(section: RolloutSection, task: Task, temperature: float, top_p: float) -> SamplingParams:
+def _sampling(section: RolloutSection, task: EpisodicTask, temperature: float, top_p: float) -> SamplingParams:
     max_tokens = section.max_new_tokens or task.max_new_tokens
     return SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
 
@@ -98,9 +93,9 @@ class OccasionallyLogged:
 
 
 class TrainingRequests:
-    """The requests of one batch: `prompts` problems, `group_size` answers to each. Batch `k` depends on the seed and `k` only."""
+    """The requests of one batch: `prompts` problems, `group_size` episodes on each. Batch `k` depends on the seed and `k` only."""
 
-    def __init__(self, task: Task, section: RolloutSection, *, seed: int) -> None:
+    def __init__(self, task: EpisodicTask, section: RolloutSection, *, seed: int) -> None:
         self._task, self._section, self._seed = task, section, seed
         self._inference = training_inference(section, task)
         self._strategy = GRPORequestStrategy(group_size=section.group_size)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ludic.distributed.adapters.local import LocalPublisher
-from ludic.envs.tasks import Task
+from ludic.envs.tasks import EpisodicTask, as_episodic
 from ludic.inference.local import LocalChatClient
 from ludic.recipes.build import build_algorithm, build_task, build_trainer_config, check_numbers
 from ludic.recipes.demonstrations import DemonstrationSource
@@ -31,7 +31,7 @@ from ludic.training.checkpoint import CheckpointConfig
 from ludic.training.config import TrainerConfig
 from ludic.training.loggers import JSONLLogger, TeeLogger, TrainingLogger
 from ludic.training.presets import make_sft
-from ludic.training.stats import Reducer, default_reducers
+from ludic.training.stats import Denominator, Reducer, default_reducers
 from ludic.training.trainer import Trainer
 
 WARM_UP, REINFORCE, DONE = "warm_up", "reinforce", "done"
@@ -47,7 +47,7 @@ class Interrupted(Exception):
 class Parts:
     """The objects of a recipe. They are built before anything is written, so that a wrong setting costs nothing."""
 
-    task: Task
+    task: EpisodicTask
     algorithm: RLAlgorithm
     warmup_cfg: TrainerConfig
     trainer_cfg: TrainerConfig
@@ -58,7 +58,7 @@ class Parts:
     def build(cls, recipe: Recipe) -> Parts:
         """Seeds every generator, so that two runs of one recipe are the same."""
         check_numbers(recipe)
-        task, algorithm = build_task(recipe.task), build_algorithm(recipe)
+        task, algorithm = as_episodic(build_task(recipe.task)), build_algorithm(recipe)
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
         random.seed(recipe.seed)
@@ -106,7 +106,7 @@ class Run:
                 parts.tokenizer,
                 batch_size=recipe.warmup.batch_size,
                 seed=recipe.seed,
-                system_prompt=recipe.rollout.system_prompt,
+                system_prompt=self._system_prompt,
             )
             self.screen.note(f"Warm-up: {recipe.warmup.steps} steps on demonstrations of an imperfect teacher")
             with self._logger(WARM_UP, keys=WARM_UP_KEYS, spark_key="loss", steps=recipe.warmup.steps) as logger:
@@ -141,7 +141,7 @@ class Run:
             engine=self._engine(log),
             requests_fn=requests,
             credit_assigner=self.parts.algorithm.credit_assigner,
-            max_steps=1,
+            max_steps=self.parts.task.max_turns,
             concurrency=self.recipe.rollout.concurrency,
         )
 
@@ -157,7 +157,8 @@ class Run:
     def _trainer(self, phase: str, algorithm: RLAlgorithm, source: Any, cfg: TrainerConfig, logger: TrainingLogger) -> Trainer:
         """The public trainer; it goes on from the last checkpoint of its phase, if there is one."""
         checkpoints = self.directory.checkpoints / phase
-        facts = {name: Reducer("count_true", name, normalize_by="samples") for name in self.parts.task.facts}
+        each: Denominator = "samples" if self.parts.task.max_turns == 1 else "rollouts"
+        facts = {name: Reducer("count_true", name, normalize_by=each) for name in self.parts.task.facts}
         return Trainer(
             model=self.parts.model,
             algo=algorithm,
@@ -195,12 +196,16 @@ class Run:
         self.screen.note(f"  {rates}")
         return measured
 
+    @property
+    def _system_prompt(self) -> str | None:
+        return self.recipe.rollout.system_prompt or self.parts.task.system_prompt
+
     def _engine(self, log: Path | None = None) -> RolloutEngine:
         return make_engine(
             self.parts.task,
             self._client,
             model_name=self.recipe.model or "small",
-            system_prompt=self.recipe.rollout.system_prompt,
+            system_prompt=self._system_prompt,
             jsonl_path=log,
         )
 
