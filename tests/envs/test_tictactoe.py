@@ -107,7 +107,19 @@ def test_the_sides_take_turns_and_a_won_game_takes_no_move() -> None:
 
 @pytest.mark.parametrize(
     ("text", "cell"),
-    [("A1", 0), ("b2", 4), (" C3\n", 8), ("A3", 2), ("C1", 6), ("1", 0), ("9", 8), ("0", None), ("10", None), ("D1", None), ("", None)],
+    [
+        ("A1", 0),
+        ("b2", 4),
+        (" C3\n", 8),
+        ("A3", 2),
+        ("C1", 6),
+        ("1", 0),
+        ("9", 8),
+        ("0", None),
+        ("10", None),
+        ("D1", None),
+        ("", None),
+    ],
 )
 def test_a_cell_is_named_by_row_and_column_or_by_number(text: str, cell: int | None) -> None:
     assert read_cell(text) == cell
