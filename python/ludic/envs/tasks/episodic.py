@@ -163,6 +163,6 @@ def share(truths: Iterable[bool | float]) -> float:
 
 
 def transcript(rollout: Rollout) -> str:
-    """Actions, with what the environment answered to each but the last between them."""
-    lines = [part for step in rollout.steps for part in (step.action, step.next_obs or "")]
-    return " ".join(" ".join(lines).split())
+    """Actions, and between them what the environment answered, on one line."""
+    parts = [part for step in rollout.steps for part in (step.action, step.next_obs or "")]
+    return " ".join(" ".join(parts[:-1]).split())
