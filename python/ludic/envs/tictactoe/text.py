@@ -35,8 +35,9 @@ class BoardText:
 
     def after(self, board: Board, mark: str, opponent_move: int | None) -> str:
         rows = [f"{name} {' '.join(board[start : start + 3])}" for name, start in zip("ABC", (0, 3, 6), strict=True)]
-        said = opponent_move is not None and self.show_opponent_move
-        moved = [f"Your opponent played {cell_name(opponent_move)}."] if said and opponent_move is not None else []
+        moved: list[str] = []
+        if opponent_move is not None and self.show_opponent_move:
+            moved.append(f"Your opponent played {cell_name(opponent_move)}.")
         return "\n".join([*moved, "  1 2 3", *rows])
 
 
