@@ -1,7 +1,9 @@
-"""What the built-in recipes learn, seed by seed: the tables of docs/results.md.
+"""What the built-in recipes learn, seed by seed: the tables of docs/results.md and docs/games.md.
 
     python benches/python/learning.py sort --algorithm grpo --seeds 50 54
     python benches/python/learning.py addition --seeds 60 64 threads=1
+    python benches/python/learning.py tictactoe --seeds 60 64
+    python benches/python/learning.py tools --seeds 60 64
 
 Each run is a process of its own, one after another, with the settings that follow (`key=value`) passed on. Seconds are wall time of the
 whole process, imports included, and its CPU time.
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 
@@ -30,14 +33,48 @@ def run(recipe: str, algorithm: str, seed: int, settings: list[str], output: str
     return {**summary, "process_s": time.perf_counter() - started, "cpu_s": _cpu_seconds() - used}
 
 
-def row(summary: dict[str, Any]) -> str:
+Rates = dict[str, float]
+Column = tuple[str, Callable[[Rates, Rates], str]]
+"""Its head, and its cell made of the rates before and after."""
+
+
+def _both(name: str) -> Callable[[Rates, Rates], str]:
+    return lambda before, after: f"{before[name]:.3f} -> {after[name]:.3f}"
+
+
+def _after(*names: str) -> Callable[[Rates, Rates], str]:
+    return lambda before, after: " / ".join(f"{after[name]:.3f}" for name in names)
+
+
+def _pair(rates: Rates) -> str:
+    return f"{rates['sampled_reward']:.3f} / {rates['greedy_accuracy']:.3f}"
+
+
+PLAIN: list[Column] = [
+    ("before: sampled / greedy", lambda before, after: _pair(before)),
+    ("after: sampled / greedy", lambda before, after: _pair(after)),
+]
+COLUMNS: dict[str, list[Column]] = {
+    "addition": [*PLAIN, ("scratchpad right", _both("scratchpad_right"))],
+    "tools": [*PLAIN, ("both keys looked up", _both("looked_up"))],
+    "tictactoe": [
+        ("won or drawn, random opponent", _both("not_lost")),
+        ("greedy", _both("greedy_accuracy")),
+        ("after: as X / O", _after("not_lost_as_x", "not_lost_as_o")),
+        ("after: won", _after("won")),
+        ("legal moves", _both("legal_moves")),
+        ("drawn, perfect opponent", _both("perfect_drawn")),
+        ("after: as X / O", _after("perfect_drawn_as_x", "perfect_drawn_as_o")),
+    ],
+}
+
+
+def row(summary: dict[str, Any], columns: list[Column]) -> str:
     """A line of the table."""
-    before, after, clip = summary["before"], summary["after"], summary["clip_fraction"]
+    clip = summary["clip_fraction"]
     cells = [
         str(summary["seed"]),
-        f"{before['sampled_reward']:.3f} / {before['greedy_accuracy']:.3f}",
-        f"{after['sampled_reward']:.3f} / {after['greedy_accuracy']:.3f}",
-        *([f"{before['scratchpad_right']:.3f} -> {after['scratchpad_right']:.3f}"] if "scratchpad_right" in before else []),
+        *(cell(summary["before"], summary["after"]) for _, cell in columns),
         "-" if clip is None else f"{clip:.4f}",
         f"{summary['process_s']:.0f} / {summary['cpu_s']:.0f}",
     ]
@@ -50,12 +87,12 @@ def main() -> None:
     parser.add_argument("--algorithm", default="grpo")
     parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "LAST"), default=(50, 54))
     options, settings = parser.parse_known_args()
-    scratchpad = ["scratchpad right"] if options.recipe == "addition" else []
-    head = ["seed", "before: sampled / greedy", "after: sampled / greedy", *scratchpad, "clip fraction", "seconds: wall / CPU"]
+    columns = COLUMNS.get(options.recipe, PLAIN)
+    head = ["seed", *(name for name, _ in columns), "clip fraction", "seconds: wall / CPU"]
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     with tempfile.TemporaryDirectory() as output:
         for seed in range(options.seeds[0], options.seeds[1] + 1):
-            print(row(run(options.recipe, options.algorithm, seed, settings, output)), flush=True)
+            print(row(run(options.recipe, options.algorithm, seed, settings, output), columns), flush=True)
 
 
 def _cpu_seconds() -> float:

@@ -29,6 +29,7 @@ Hugging Face layout. Ctrl-C ends after the current step and keeps what was done.
 **Examples**
 
 - `ludic train` sorts digits; `ludic train addition` adds with a scratchpad
+- `ludic train tictactoe` plays against an opponent; `ludic train tools` looks up what it answers, one call after the other
 - `ludic train --algorithm cispo seed=3 trainer.lr=1e-4` sets fields (`--print-config` lists them all)
 - `ludic train my_recipe.yaml` reads a file; its `recipe:` key names the built-in recipe it starts from
 - `ludic train model=path/to/model` trains any causal model on disk, or a hub id

@@ -75,6 +75,21 @@ def test_a_batch_of_unequal_prompts_gives_each_what_it_gets_alone(kind):
     assert_trainable(model, jobs, together)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_that_several_share_is_read_once_and_each_gets_its_own_tokens(kind):
+    model = model_of(kind)
+    first, second = [5, 6, 7], [8, 9, 10, 11]
+    jobs = jobs_for([first, second, first, first, second, first])
+    read = []
+    handle = model.get_input_embeddings().register_forward_hook(lambda _, ids, __: read.append(tuple(ids[0].shape)))
+    together = run(model, jobs)
+    handle.remove()
+    assert read[0] == (2, 4)  # two prompts, padded to the longer, for six requests
+    assert [c.token_ids for c in together] == [run(model, [job])[0].token_ids for job in jobs]
+    assert len({tuple(c.token_ids) for c in together}) == 6
+    assert_trainable(model, jobs, together)
+
+
 QWEN = tiny_model()
 PROMPTS = st.lists(st.lists(st.integers(3, 258), min_size=1, max_size=12), min_size=1, max_size=6)
 

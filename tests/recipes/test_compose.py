@@ -12,7 +12,7 @@ from ludic.training.config import TrainerConfig
 
 
 def test_the_built_in_recipes_are_complete_and_say_their_name() -> None:
-    assert builtin_names() == ["addition", "data", "sort"]
+    assert builtin_names() == ["addition", "data", "sort", "tictactoe", "tools"]
     for name in builtin_names():
         recipe = compose([name])
         assert recipe.recipe == name

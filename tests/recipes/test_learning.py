@@ -38,3 +38,23 @@ def test_addition_is_learnt_and_the_scratchpad_is_counted_apart(tmp_path: Path) 
     assert summary["after"]["sampled_reward"] >= 0.90
     assert summary["after"]["greedy_accuracy"] >= 0.95
     assert 0 <= summary["after"]["scratchpad_right"] <= 1
+
+
+def test_tic_tac_toe_is_learnt_against_a_mixed_opponent(tmp_path: Path) -> None:
+    summary = trained(tmp_path, "tictactoe")
+    before, after = summary["before"], summary["after"]
+    assert before["not_lost"] <= 0.60
+    assert after["not_lost"] >= 0.90
+    assert after["perfect_drawn"] >= 0.75
+    assert after["legal_moves"] >= 0.99
+    assert after["not_lost_as_x"] > after["not_lost_as_o"]  # moving second is harder
+
+
+def test_the_tool_is_used_before_the_answer(tmp_path: Path) -> None:
+    summary = trained(tmp_path, "tools")
+    before, after = summary["before"], summary["after"]
+    assert before["sampled_reward"] <= 0.35
+    assert before["greedy_accuracy"] <= 0.2  # the mode of the teacher guesses
+    assert after["sampled_reward"] >= 0.90
+    assert after["greedy_accuracy"] >= 0.94
+    assert after["looked_up"] >= 0.90

@@ -2,7 +2,20 @@
 
 from ludic.envs.dataset_qa_env import DatasetQAEnv, ParserFn, PromptBuilder, Sample, VerifierFn
 from ludic.envs.env import LudicEnv
+from ludic.envs.key_value import KeyValueEnv
 from ludic.envs.prompt_env import PromptEnv
 from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.envs.tictactoe import TicTacToeEnv
 
-__all__ = ["DatasetQAEnv", "LudicEnv", "ParserFn", "PromptBuilder", "PromptEnv", "Sample", "SingleAgentEnv", "VerifierFn"]
+__all__ = [
+    "DatasetQAEnv",
+    "KeyValueEnv",
+    "LudicEnv",
+    "ParserFn",
+    "PromptBuilder",
+    "PromptEnv",
+    "Sample",
+    "SingleAgentEnv",
+    "TicTacToeEnv",
+    "VerifierFn",
+]

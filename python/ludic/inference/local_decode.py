@@ -110,7 +110,11 @@ class _Decoding:
         self.cache: Any = None
         self.limits = [request.limit for request in requests]
         self.limit = torch.tensor(self.limits, device=self.device)
-        self.ids, self.mask = self._padded([request.prompt_ids for request in requests], pad_id)
+        prompts = [tuple(request.prompt_ids) for request in requests]
+        number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+        self.distinct = torch.tensor([number[prompt] for prompt in prompts], device=self.device)
+        """[N] which of the different prompts each row has. Each of them is read once, and what was read is shared out."""
+        self.ids, self.mask = self._padded(list(number), pad_id)
         self.ragged = not bool(self.mask.all())
         self.watched = any(request.stopped for request in requests)
         self.drawn: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -118,7 +122,8 @@ class _Decoding:
     def run(self) -> list[Completion]:
         alive = torch.ones(len(self.rows), dtype=torch.bool, device=self.device)
         for step in range(max(self.limits)):
-            self.drawn.append(self.sampler.draw(self._forward(), step))
+            logits = self._forward()
+            self.drawn.append(self.sampler.draw(logits if step else self._shared_out(logits), step))
             token = self.drawn[-1][0]
             alive = alive & ~torch.isin(token, self.eos)
             if self.watched:
@@ -146,6 +151,15 @@ class _Decoding:
         self.cache = getattr(output, "past_key_values", None)
         logits: Tensor = output.logits[:, -1].float()
         return logits
+
+    def _shared_out(self, logits: Tensor) -> Tensor:
+        """From one row for each different prompt to one for each request."""
+        if len(self.rows) == len(logits):
+            return logits
+        self.ids, self.mask = self.ids[self.distinct], self.mask[self.distinct]
+        if self.cache is not None:
+            self.cache.batch_select_indices(self.distinct)
+        return logits[self.distinct]
 
     def _extend(self, token: Tensor) -> None:
         """What was drawn is read next. Without a cache the whole row is."""
@@ -207,9 +221,9 @@ class _Decoding:
             del kept[cut:]
         return result
 
-    def _padded(self, prompts: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    def _padded(self, prompts: Sequence[tuple[int, ...]], pad_id: int) -> tuple[Tensor, Tensor]:
         """Left-padded ids and mask [N, P]."""
         width = max(map(len, prompts))
-        ids = torch.tensor([[pad_id] * (width - len(p)) + p for p in prompts], device=self.device)
+        ids = torch.tensor([[pad_id] * (width - len(p)) + list(p) for p in prompts], device=self.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)
         return ids, mask

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import reduce
 from typing import Any
 
-from ludic.envs.tasks import Addition, DigitSort, Task
+from ludic.envs.tasks import Addition, DigitSort, EpisodicTask, Task, TicTacToe, Tools
 from ludic.errors import ConfigError
 from ludic.recipes.data_task import DataTask
 from ludic.recipes.importing import import_named
@@ -18,7 +18,12 @@ from ludic.training import presets
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.config import TrainerConfig
 
-TASKS: dict[str, Callable[..., Task]] = {"sort": DigitSort, "addition": Addition}
+TASKS: dict[str, Callable[..., Task | EpisodicTask]] = {
+    "sort": DigitSort,
+    "addition": Addition,
+    "tictactoe": TicTacToe,
+    "tools": Tools,
+}
 
 ALGORITHMS: dict[str, Callable[..., RLAlgorithm]] = {
     "cispo": presets.make_cispo,
@@ -45,7 +50,9 @@ def check_numbers(recipe: Recipe) -> None:
             raise ConfigError(f"{path} ({value}) must be at least {least}")
 
 
-def build_task(section: TaskSection, *, data: str | None = None, reward: Any = None, reward_weights: Any = None) -> Task:
+def build_task(
+    section: TaskSection, *, data: str | None = None, reward: Any = None, reward_weights: Any = None
+) -> Task | EpisodicTask:
     """A built-in task by its name, a class of the user's own as `package.module:Class`, or a data set with its rewards."""
     if section.kind == "data":
         given = {"data": data, "reward": reward, "reward_weights": reward_weights}

@@ -2,41 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
 from ludic.context import GivenDialog
-from ludic.envs.tasks import Task
+from ludic.envs.tasks import EpisodicTask, Task, Turn, as_episodic
 from ludic.training.types import SAWBatch, SAWItem
 from ludic.types import Message
 
 
 class DemonstrationSource:
-    """Draws problems and the teacher's answers without end. Batch `k` depends on the seed and `k` only, so that a resumed run
-    sees what it would have seen.
+    """Draws the teacher's episodes without end. Batch `k` depends on the seed and `k` only, so that a resumed run sees what it would
+    have seen.
 
-    Each sample is prompt, answer and the end token; the loss is on the answer and the end.
+    An episode is one sample: observations, and after each the teacher's action with the end token; the loss is on actions and ends. Where
+    the tokenizer's template rewrites what was said before, so that a prompt does not begin with the tokens so far, the sample ends there
+    and another begins, as it does in rollouts.
     """
 
-    def __init__(self, task: Task, tokenizer: Any, *, batch_size: int, seed: int, system_prompt: str | None = None) -> None:
-        self._task, self._tokenizer = task, tokenizer
-        self._system_prompt = system_prompt or getattr(task, "system_prompt", None)
+    def __init__(
+        self, task: Task | EpisodicTask, tokenizer: Any, *, batch_size: int, seed: int, system_prompt: str | None = None
+    ) -> None:
+        self._task, self._tokenizer = as_episodic(task), tokenizer
+        self._system_prompt = system_prompt or self._task.system_prompt
         self._batch_size, self._seed = batch_size, seed
         self._batches = 0
 
     async def next_batch(self) -> SAWBatch:
         rng = Random(f"demonstrations {self._seed} {self._batches}")
-        problems = [self._task.draw(rng) for _ in range(self._batch_size)]
-        answers = [self._task.demonstrate(problem, rng) for problem in problems]
-        prompts = [prompt_text(self._tokenizer, _prompt_of(problem), self._system_prompt) for problem in problems]
-        ids = self._tokenizer([*prompts, *answers], add_special_tokens=False)["input_ids"]
-        first = self._batches * self._batch_size
-        items = [
-            self._item(f"demonstration {first + row}", ids[row], ids[self._batch_size + row]) for row in range(self._batch_size)
-        ]
+        episodes = self._task.demonstrations(self._batch_size, rng)
+        prompts = [prompt for episode in episodes for prompt in _prompts(self._tokenizer, episode, self._system_prompt)]
+        actions = [turn.action for episode in episodes for turn in episode]
+        ids = self._tokenizer([*prompts, *actions], add_special_tokens=False)["input_ids"]
+        prompt_ids, action_ids = iter(ids[: len(prompts)]), iter(ids[len(prompts) :])
+        first, items = self._batches * self._batch_size, []
+        for number, episode in enumerate(episodes, first):
+            turns = [(next(prompt_ids), [*next(action_ids), self._tokenizer.eos_token_id]) for _ in episode]
+            items += _items(f"demonstration {number}", turns)
         self._batches += 1
-        return SAWBatch(items=items, meta={"target_rollouts": len(items), "num_samples": len(items)})
+        return SAWBatch(items=items, meta={"target_rollouts": len(episodes), "num_samples": len(items)})
 
     def state_dict(self) -> dict[str, int]:
         """Batches given so far."""
@@ -45,30 +50,64 @@ class DemonstrationSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._batches = int(state["batches"])
 
-    def _item(self, name: str, prompt: list[int], answer: list[int]) -> SAWItem:
-        action = [*answer, self._tokenizer.eos_token_id]
-        return SAWItem(
-            input_ids=[*prompt, *action],
-            attention_mask=[1] * (len(prompt) + len(action)),
-            action_mask=[0] * len(prompt) + [1] * len(action),
+
+def _prompts(tokenizer: Any, episode: Sequence[Turn], system_prompt: str | None) -> list[str]:
+    """What the policy is asked with at each turn."""
+    messages, prompts = list[Message](), list[str]()
+    for turn in episode:
+        if prompts:
+            messages.append({"role": "user", "content": turn.observation})
+        else:
+            messages = _opening(turn, system_prompt)
+        prompts.append(render(tokenizer, messages))
+        messages.append({"role": "assistant", "content": turn.action})
+    return prompts
+
+
+def _items(name: str, turns: Sequence[tuple[list[int], list[int]]]) -> list[SAWItem]:
+    """One sample of all turns whose prompts extend one another; `turns` are the ids of (prompt, action)."""
+    rows: list[tuple[list[int], list[int]]] = []
+    for prompt, action in turns:
+        ids, mask = rows[-1] if rows else ([], [])
+        if rows and prompt[: len(ids)] == ids:
+            mask += [0] * (len(prompt) - len(ids))
+            ids += prompt[len(ids) :]
+        else:
+            ids, mask = list(prompt), [0] * len(prompt)
+            rows.append((ids, mask))
+        ids += action
+        mask += [1] * len(action)
+    return [
+        SAWItem(
+            input_ids=ids,
+            attention_mask=[1] * len(ids),
+            action_mask=mask,
             weight=1.0,
-            meta={"rollout_id": name, "step_index": 0, "prompt_length": len(prompt), "completion_length": len(action)},
+            meta={
+                "rollout_id": name,
+                "step_index": index,
+                "prompt_length": len(ids) - sum(mask),
+                "completion_length": sum(mask),
+            },
         )
+        for index, (ids, mask) in enumerate(rows)
+    ]
 
 
-def _prompt_of(problem: Any) -> str | list[Message]:
-    """The question, or the messages of a row of conversations."""
-    prompt: str | list[Message] = problem["row"]["prompt"] if "row" in problem else problem["question"]
-    return prompt
+def prompt_text(tokenizer: Any, question: str, system_prompt: str | None) -> str:
+    """The first prompt of an episode."""
+    return render(tokenizer, _opening(Turn(question, ""), system_prompt))
 
 
-def prompt_text(tokenizer: Any, question: str | list[Message], system_prompt: str | None) -> str:
-    """The prompt as `LocalChatClient` renders it: the tokenizer's chat template, or without one the plain contents."""
+def _opening(turn: Turn, system_prompt: str | None) -> list[Message]:
+    """The messages before the first action, as the context of the rollouts has them."""
     context = GivenDialog(system_prompt)
-    context.on_env_reset(
-        question if isinstance(question, str) else "", {} if isinstance(question, str) else {"messages": question}
-    )
-    messages = context.on_before_act()
+    context.on_env_reset(turn.observation, {} if turn.messages is None else {"messages": list(turn.messages)})
+    return list(context.on_before_act())
+
+
+def render(tokenizer: Any, messages: Sequence[Message]) -> str:
+    """The prompt as `LocalChatClient` renders it: the tokenizer's chat template, or without one the plain contents."""
     if getattr(tokenizer, "chat_template", None):
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
     return "".join(message.get("content") or "" for message in messages)

@@ -19,7 +19,7 @@ from ludic.recipes.eval_settings import EvalSettings, resolve
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ludic.envs.tasks import Task
+    from ludic.envs.tasks import EpisodicTask
     from ludic.eval import ProblemEvaluator
     from ludic.inference import ChatClient
     from ludic.recipes.schema import Recipe
@@ -49,12 +49,13 @@ def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: boo
 
 async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) -> str:
     """Play, measure, write and show; the summary as JSON. Everything is built before the folder is made."""
+    from ludic.envs.tasks import as_episodic
     from ludic.recipes.build import build_task, check_numbers
     from ludic.recipes.eval_report import show, summary_of, write
 
     started = time.perf_counter()
     check_numbers(recipe)
-    task = build_task(recipe.task)
+    task = as_episodic(build_task(recipe.task, data=recipe.data, reward=recipe.reward, reward_weights=recipe.reward_weights))
     requests = _requests(recipe, task)
     async with _client(recipe, settings) as (client, model_name):
         folder = _make_folder(recipe, model_name)
@@ -95,7 +96,7 @@ def _progress(console: Console, episodes: int) -> Iterator[Callable[[], None]]:
 def _engine(
     recipe: Recipe,
     settings: EvalSettings,
-    task: Task,
+    task: EpisodicTask,
     client: ChatClient,
     model_name: str,
     folder: Path,
@@ -107,7 +108,7 @@ def _engine(
         task,
         client,
         model_name=model_name,
-        system_prompt=recipe.rollout.system_prompt,
+        system_prompt=recipe.rollout.system_prompt or task.system_prompt,
         jsonl_path=folder / "rollouts.jsonl",
         max_retries=settings.episode_retries,
         episode_timeout_s=settings.episode_timeout_s,
@@ -116,7 +117,7 @@ def _engine(
 
 
 def _evaluator(
-    recipe: Recipe, settings: EvalSettings, task: Task, engine: RolloutEngine, requests: Sequence[RolloutRequest]
+    recipe: Recipe, settings: EvalSettings, task: EpisodicTask, engine: RolloutEngine, requests: Sequence[RolloutRequest]
 ) -> ProblemEvaluator:
     from ludic.eval import ProblemEvaluator
 
@@ -124,7 +125,7 @@ def _evaluator(
         engine=engine,
         requests_fn=lambda: requests,
         k=recipe.evaluation.samples_per_prompt,
-        max_steps=getattr(task, "max_steps", 1),
+        max_steps=task.max_turns,
         timeout_s=settings.timeout_s if settings.base_url is None else None,  # the client of a server has the deadline itself
         concurrency=recipe.rollout.concurrency,
         seed=recipe.seed,
@@ -134,13 +135,13 @@ def _evaluator(
     )
 
 
-def _requests(recipe: Recipe, task: Task) -> list[RolloutRequest]:
+def _requests(recipe: Recipe, task: EpisodicTask) -> list[RolloutRequest]:
     """One for each held-out problem; its seed follows from the recipe's and its place."""
     from ludic.interaction.base import derived_seed
     from ludic.recipes.rollouts import evaluation_inference, request_for
 
     inference = evaluation_inference(recipe.rollout, task, greedy=False)
-    problems = task.heldout()[: recipe.evaluation.prompts]
+    problems = next(iter(task.suites().values()))[: recipe.evaluation.prompts]
     return [
         request_for(problem, inference=inference, seed=derived_seed(recipe.seed, 1 + i) or 0)
         for i, problem in enumerate(problems)

@@ -12,7 +12,7 @@ from ludic.recipes.run_directory import write_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ludic.envs.tasks import Task
+    from ludic.envs.tasks import EpisodicTask
     from ludic.eval import Interval, Measurement
 
 SUMMARY, PICTURE, PROBLEMS = "summary.json", "accuracy.png", "problems.jsonl"
@@ -34,7 +34,7 @@ def write(folder: Path, measurement: Measurement, summary: str, *, title: str) -
     write_text(folder / SUMMARY, summary)
 
 
-def show(console: Console, measurement: Measurement, folder: Path, task: Task) -> None:
+def show(console: Console, measurement: Measurement, folder: Path, task: EpisodicTask) -> None:
     """A table of numbers with their intervals, what failed, and where the files are."""
     console.print(_table(measurement, task))
     for line in _failure_lines(measurement):
@@ -52,7 +52,7 @@ def show(console: Console, measurement: Measurement, folder: Path, task: Task) -
         console.print(f"  {name:<15}{note}", highlight=False, markup=False)
 
 
-def _table(measurement: Measurement, task: Task) -> Any:
+def _table(measurement: Measurement, task: EpisodicTask) -> Any:
     from rich.table import Table
 
     asked = f"{len(measurement.problems)} problems x {measurement.samples_per_problem}"
@@ -65,7 +65,7 @@ def _table(measurement: Measurement, task: Task) -> Any:
     return table
 
 
-def _rows(measurement: Measurement, task: Task) -> dict[str, Interval]:
+def _rows(measurement: Measurement, task: EpisodicTask) -> dict[str, Interval]:
     k = measurement.samples_per_problem
     rows = {f"accuracy (avg@{k})" if k > 1 else "accuracy": measurement.accuracy}
     rows |= {f"pass@{k}": interval for k, interval in measurement.pass_at_k.items() if k > 1}

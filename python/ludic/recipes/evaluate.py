@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ludic.envs.tasks import Problem, Task
+from ludic.envs.tasks import Episode, EpisodicTask, Task, as_episodic
+from ludic.envs.tasks.episodic import Played, share
 from ludic.inference import InferenceSpec
-from ludic.recipes.measures import rates_of
 from ludic.recipes.rollouts import evaluation_inference, request_for
 from ludic.recipes.schema import EvaluationSection, RolloutSection
 from ludic.training.batching.played_rollouts import PlayedRollouts
@@ -21,13 +21,14 @@ _SAMPLING_SEED = 1_000_000  # before and after are sampled with the same seeds
 
 @dataclass(frozen=True)
 class Answer:
-    """One sampled answer to a held-out problem."""
+    """One sampled episode on a held-out problem."""
 
     question: str
     text: str
     expected: str
     reward: float | None
     """None: it could not be graded."""
+    success: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ class Evaluation:
     sampled_reward: float
     """Mean over `samples_per_prompt` answers to each problem."""
     greedy_accuracy: float
-    """Share of problems whose greedy answer earns the full reward."""
+    """Share of problems whose greedy answer is a success."""
     facts: dict[str, float]
-    """Share of sampled answers for which each of the task's facts holds, and means of its measures."""
+    """What the task measures of the sampled episodes beside the reward."""
     answers: list[Answer]
     """The first sampled answers."""
     num_sampled: int = 0
@@ -60,36 +61,51 @@ class Evaluation:
 
 
 class HeldOut:
-    """Plays the held-out problems. The same policy gives the same numbers. Also an evaluator, as `Trainer` takes one."""
+    """Plays the task's suites of problems. The same policy gives the same numbers. Also an evaluator, as `Trainer` takes one."""
 
-    def __init__(self, engine: RolloutEngine, task: Task, section: EvaluationSection, rollout: RolloutSection) -> None:
-        self._engine, self._task, self._section, self._rollout = engine, task, section, rollout
+    def __init__(
+        self, engine: RolloutEngine, task: Task | EpisodicTask, section: EvaluationSection, rollout: RolloutSection
+    ) -> None:
+        self._engine, self._task, self._section, self._rollout = engine, as_episodic(task), section, rollout
 
     def describe(self) -> str:
         """How many problems there are, and whether they are fewer than were asked for."""
-        found, asked = len(self._task.heldout()), self._section.prompts
+        found, asked = len(next(iter(self._task.suites().values()))), self._section.prompts
         return f"{min(found, asked)} held-out problems" + (
             f"; the task has no more, {asked} were asked for" if found < asked else ""
         )
 
     async def measure(self, *, concurrency: int | None = None, timeout_s: float | None = None) -> Evaluation:
-        """Every problem sampled and answered greedily."""
-        problems = self._problems()
+        """Every problem sampled, and those of the first suite answered greedily."""
+        suites = {name: list(problems[: self._section.prompts]) for name, problems in self._task.suites().items()}
         sampling, greedy = (evaluation_inference(self._rollout, self._task, greedy=flag) for flag in (False, True))
         limits = {"concurrency": concurrency or self._rollout.concurrency, "timeout_s": timeout_s}
-        sampled = await self._play(list(problems) * self._section.samples_per_prompt, sampling, **limits)
-        best = await self._play(problems, greedy, **limits)
+        sampled = {
+            name: await self._play(problems * self._section.samples_per_prompt, sampling, **limits)
+            for name, problems in suites.items()
+        }
+        first = next(iter(suites))
+        best = await self._play(suites[first], greedy, **limits)
+        paired = {name: _paired(suites[name], episodes) for name, episodes in sampled.items()}
         return Evaluation(
-            sampled_reward=_mean([episode.total_reward for episode in sampled]),
-            greedy_accuracy=_mean([float(episode.total_reward >= 1.0) for episode in best]),
-            facts=rates_of(self._task, sampled),
-            answers=[_answer(problem, sampled) for problem in problems[:_SHOWN]],
-            num_sampled=len(sampled),
-            failed=sampled.counts.num_failed_episodes + best.counts.num_failed_episodes,
+            sampled_reward=share(episode.total_reward for _, episode in paired[first]),
+            greedy_accuracy=share(self._succeeds(episode) for episode in best),
+            facts=self._task.measure(paired),
+            answers=[self._answer(problem, paired[first]) for problem in suites[first][:_SHOWN]],
+            num_sampled=len(paired[first]),
+            failed=sum(episodes.counts.num_failed_episodes for episodes in [*sampled.values(), best]),
         )
 
-    def _problems(self) -> Sequence[Problem]:
-        return self._task.heldout()[: self._section.prompts]
+    def _succeeds(self, episode: Rollout) -> bool:
+        return episode.total_reward >= self._task.success_reward
+
+    def _answer(self, problem: Episode, played: Sequence[Played]) -> Answer:
+        """The first episode on `problem`, if one of them was played to its end and graded."""
+        first = next((episode for found, episode in played if found["id"] == problem["id"]), None)
+        if first is None:
+            return Answer(str(problem.get("question", problem["id"])), "", str(problem.get("answer", "")), None)
+        shown = self._task.show(problem, first)
+        return Answer(shown.question, shown.text, shown.expected, first.total_reward, self._succeeds(first))
 
     async def eval(
         self,
@@ -107,20 +123,14 @@ class HeldOut:
             "num_failed_episodes": float(measured.failed),
         }
 
-    async def _play(self, problems: Sequence[Problem], inference: InferenceSpec, **limits: Any) -> PlayedRollouts:
+    async def _play(self, problems: Sequence[Episode], inference: InferenceSpec, **limits: Any) -> PlayedRollouts:
         requests = [
             request_for(problem, inference=inference, seed=_SAMPLING_SEED + index) for index, problem in enumerate(problems)
         ]
-        return await self._engine.generate_rollouts(requests=requests, max_steps=1, **limits)
+        return await self._engine.generate_rollouts(requests=requests, max_steps=self._task.max_turns, **limits)
 
 
-def _answer(problem: Problem, episodes: Sequence[Rollout]) -> Answer:
-    """The first answer to `problem`, if one of them could be graded."""
-    first = next((episode for episode in episodes if episode.meta["problem_id"] == problem["id"]), None)
-    if first is None:
-        return Answer(problem["question"], "", problem["answer"], None)
-    return Answer(problem["question"], first.steps[0].action, problem["answer"], first.total_reward)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def _paired(problems: Sequence[Episode], episodes: Sequence[Rollout]) -> list[Played]:
+    """Every rollout with its problem; those that failed are missing."""
+    by_id = {problem["id"]: problem for problem in problems}
+    return [(by_id[episode.meta["problem_id"]], episode) for episode in episodes]

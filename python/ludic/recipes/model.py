@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ludic.errors import ConfigError
-from ludic.recipes.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, make_byte_tokenizer
+from ludic.recipes.tokenizer import BOS_ID, PAD_ID, VOCAB_SIZE, make_byte_tokenizer, make_line_tokenizer
 
 if TYPE_CHECKING:
     from ludic.recipes.schema import NetworkSection, Recipe
@@ -23,7 +23,7 @@ def make_policy(recipe: Recipe) -> tuple[Any, Any]:
             "warmup.steps is set and the data has completions"
         )
     if recipe.model is None:
-        return make_small_model(recipe.network).to(getattr(torch, recipe.dtype)), make_byte_tokenizer()
+        return make_small_model(recipe.network).to(getattr(torch, recipe.dtype)), _small_tokenizer(recipe.network)
     return load_model(recipe.model, recipe.dtype), load_tokenizer(recipe.tokenizer or recipe.model)
 
 
@@ -51,10 +51,18 @@ def make_small_model(network: NetworkSection) -> Any:
             tie_word_embeddings=True,
             pad_token_id=PAD_ID,
             bos_token_id=BOS_ID,
-            eos_token_id=EOS_ID,
+            eos_token_id=_small_tokenizer(network).eos_token_id,
+            initializer_range=network.initializer_range,
             attn_implementation="sdpa",
         )
     )
+
+
+def _small_tokenizer(network: NetworkSection) -> Any:
+    makers = {"eos": make_byte_tokenizer, "newline": make_line_tokenizer}
+    if network.end_of_turn not in makers:
+        raise ConfigError(f"network.end_of_turn ({network.end_of_turn}) must be eos or newline")
+    return makers[network.end_of_turn]()
 
 
 def load_model(source: str, dtype: str) -> Any:

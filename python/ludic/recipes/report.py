@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from ludic.recipes.curve import text_curve, write_picture
 from ludic.recipes.evaluate import Answer, Evaluation
-from ludic.recipes.measures import logged_names, meaning_of
+from ludic.recipes.measures import logged_names
 from ludic.recipes.run_directory import Progress, RunDirectory, write_text
 from ludic.training.stats import SAMPLED_REWARD
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ludic.envs.tasks import Task
+    from ludic.envs.tasks import EpisodicTask
 
 _TRAINER_PHASES = ("rollout", "batching", "forward_backward", "optimizer", "publish")
 _TOKEN_KEYS = ("real_tokens", "padded_tokens", "padded_tokens_greedy", "padded_tokens_unpacked")
 _STANDARD_ERROR = 0.5**0.5
 """Of the difference of two rates from one answer each, at its largest."""
+_DRAWN = 4  # rates in the picture; all are in the table
 _RATE_NAMES = {"sampled_reward": "held-out reward, sampled", "greedy_accuracy": "held-out accuracy, greedy"}
 
 
@@ -56,7 +57,7 @@ class Outcome:
     """Everything that the report shows."""
 
     summary: Summary
-    task: Task
+    task: EpisodicTask
     before: Evaluation | None
     after: Evaluation | None
     rewards: Sequence[float]
@@ -67,7 +68,7 @@ class Outcome:
     """There were demonstrations before."""
 
 
-def outcome_of(progress: Progress, directory: RunDirectory, task: Task, *, seed: int, config_hash: str) -> Outcome:
+def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, *, seed: int, config_hash: str) -> Outcome:
     """From what the run wrote: progress.json and metrics.jsonl, so that a resumed run reports as a whole."""
     before, after = (None if found is None else Evaluation.from_dict(found) for found in (progress.before, progress.after))
     warm_up, reinforce = directory.read_metrics("warm_up"), directory.read_metrics("reinforce")
@@ -122,7 +123,7 @@ def draw_rewards(outcome: Outcome, directory: RunDirectory, title: str) -> None:
     marks = {}
     if outcome.before is not None and outcome.after is not None:
         before, after = outcome.before.rates(), outcome.after.rates()
-        marks = {_RATE_NAMES.get(name, f"held-out {name}"): (before[name], after[name]) for name in before}
+        marks = {_RATE_NAMES.get(name, f"held-out {name}"): (before[name], after[name]) for name in list(before)[:_DRAWN]}
     series = {"reward of the sampled answers": outcome.rewards, **outcome.facts}
     write_picture(directory.picture, series, marks=marks, title=title)
 
@@ -141,7 +142,7 @@ def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> 
     show_files(console, directory, _files_of(directory))
 
 
-def _rates_table(task: Task, before: Evaluation, after: Evaluation | None) -> Any:
+def _rates_table(task: EpisodicTask, before: Evaluation, after: Evaluation | None) -> Any:
     from rich.table import Table
 
     table = Table(title="Held-out problems", title_justify="left")
@@ -149,7 +150,7 @@ def _rates_table(task: Task, before: Evaluation, after: Evaluation | None) -> An
         table.add_column(column, justify="left" if not column else "right")
     later = after.rates() if after else {}
     for name, value in before.rates().items():
-        label = _RATE_NAMES.get(name) or f"{meaning_of(task, name)}, sampled"
+        label = _RATE_NAMES.get(name) or f"{task.rates[name]}, sampled"
         table.add_row(label, f"{value:.3f}", f"{later[name]:.3f}" if name in later else "not measured")
     return table
 
@@ -171,7 +172,7 @@ def _marked(answer: Answer) -> tuple[str, str]:
     """What the answer was and its colour."""
     if answer.reward is None:
         return "? could not be graded", "yellow"
-    right = answer.reward >= 1
+    right = answer.success
     return f"{'✓' if right else '✗'} {_printable(_shortened(answer.text))}", "green" if right else "red"
 
 

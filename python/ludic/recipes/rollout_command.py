@@ -85,14 +85,14 @@ def _play(recipe: Recipe, keep: Keep | None, episodes: int, out: Path, counts: R
 async def _play_batches(
     recipe: Recipe, parts: Parts, keep: Keep | None, episodes: int, out: Path, counts: RolloutCounts, console: Console
 ) -> None:
-    from ludic.recipes.rollouts import TrainingRequests
+    from ludic.recipes.rollouts import training_requests
     from ludic.training.batching.rollout_log import append_rollouts
 
     engine = _engine(recipe, parts)
-    requests = TrainingRequests(parts.task, recipe.rollout, seed=recipe.seed)
+    requests = training_requests(parts.task, recipe.rollout, seed=recipe.seed)
     while (left := episodes - counts.episodes - counts.failed) > 0:
         wanted = requests()[: _whole_groups(left, recipe.rollout.group_size)]
-        played = await engine.generate_rollouts(wanted, max_steps=1, concurrency=recipe.rollout.concurrency)
+        played = await engine.generate_rollouts(wanted, max_steps=parts.task.max_turns, concurrency=recipe.rollout.concurrency)
         kept = played if keep is None else [rollout for rollout in played if keep(rollout)]
         append_rollouts(out, kept)
         counts.add(played, kept, len(wanted))
@@ -107,7 +107,8 @@ def _engine(recipe: Recipe, parts: Parts) -> RolloutEngine:
 
     parts.model.to(parts.trainer_cfg.model_device)
     client = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
-    return make_engine(parts.task, client, model_name=str(recipe.model), system_prompt=recipe.rollout.system_prompt)
+    system_prompt = recipe.rollout.system_prompt or parts.task.system_prompt
+    return make_engine(parts.task, client, model_name=str(recipe.model), system_prompt=system_prompt)
 
 
 def _whole_groups(episodes: int, group_size: int) -> int:

@@ -9,12 +9,12 @@ from typing import Any
 
 from ludic.agents import Agent
 from ludic.context import GivenDialog
-from ludic.envs.tasks import Problem, Task
+from ludic.envs.tasks import Episode, EpisodicTask, Task, as_episodic
+from ludic.envs.tasks.episodic import OneTurn
 from ludic.errors import ConfigError
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
 from ludic.inference.local_sampler import check_sampling
 from ludic.interaction import SingleAgentProtocol
-from ludic.parsers import ParseResult
 from ludic.recipes.data_task import DataTask
 from ludic.recipes.schema import Recipe, RolloutSection
 from ludic.training.batching.intra_batch_control import GRPORequestStrategy
@@ -25,13 +25,8 @@ from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest, RolloutS
 ENV_KIND, PROTOCOL_KIND = "task", "single_agent"
 
 
-def verbatim(text: str) -> ParseResult:
-    """The whole completion is the action."""
-    return ParseResult(action=text, reward=0.0, obs=None)
-
-
 def make_engine(
-    task: Task,
+    task: Task | EpisodicTask,
     client: ChatClient,
     *,
     model_name: str,
@@ -39,23 +34,25 @@ def make_engine(
     jsonl_path: Path | None = None,
     **settings: Any,
 ) -> RolloutEngine:
-    """One answer a problem. An answer cut off at the token limit never reaches the environment and earns 0, unless the task has reward
-    functions, which see every answer. `settings` are more of the engine's own, such as `max_retries`."""
-    scorer: RolloutScorer | None = getattr(task, "scorer", None)
+    """An action cut off at the token limit never reaches the environment and earns what the task says, as does one that the task's
+    parser refuses; either ends an episode of several turns. Reward functions, where the task has them, see every answer. `settings` are
+    more of the engine's own, such as `max_retries`."""
+    played = as_episodic(task)
+    scorer: RolloutScorer | None = getattr(played, "scorer", None)
 
     def make_protocol() -> SingleAgentProtocol:
         agent = Agent(
             client=client,
             model=model_name,
             ctx=GivenDialog(system_prompt=system_prompt),
-            parser=verbatim,
+            parser=played.parser,
             reject_incomplete_completions=scorer is None,
-            incomplete_completion_penalty=0.0,
+            incomplete_completion_penalty=played.cut_off_reward,
         )
-        return SingleAgentProtocol(agent=agent)
+        return SingleAgentProtocol(agent=agent, stop_on_parse_error=played.max_turns > 1)
 
     return RolloutEngine(
-        env_registry={ENV_KIND: lambda problem: task.make_env(problem)},
+        env_registry={ENV_KIND: lambda problem: played.make_env(problem)},
         protocol_registry={PROTOCOL_KIND: make_protocol},
         jsonl_path=jsonl_path,
         scorer=scorer,
@@ -63,7 +60,7 @@ def make_engine(
     )
 
 
-def check_rollouts(recipe: Recipe, task: Task) -> None:
+def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
     """Raise `ConfigError` for settings that the sampler or the algorithm would refuse once the warm-up is over."""
     check_sampling(training_inference(recipe.rollout, task).sampling)
     group_size = recipe.algorithm_args.get("group_size", recipe.rollout.group_size)
@@ -73,7 +70,7 @@ def check_rollouts(recipe: Recipe, task: Task) -> None:
         )
 
 
-def request_for(problem: Problem, *, inference: InferenceSpec, seed: int, **meta: Any) -> RolloutRequest:
+def request_for(problem: Episode, *, inference: InferenceSpec, seed: int, **meta: Any) -> RolloutRequest:
     """One episode on `problem`."""
     return RolloutRequest(
         env=EnvSpec(kind=ENV_KIND, kwargs={"problem": problem}),
@@ -85,18 +82,18 @@ def request_for(problem: Problem, *, inference: InferenceSpec, seed: int, **meta
     )
 
 
-def training_inference(section: RolloutSection, task: Task) -> InferenceSpec:
+def training_inference(section: RolloutSection, task: EpisodicTask) -> InferenceSpec:
     """What training samples with: the log-probabilities come back with the tokens."""
     return InferenceSpec(sampling=_sampling(section, task, section.temperature, section.top_p), return_=ReturnSpec.for_rl())
 
 
-def evaluation_inference(section: RolloutSection, task: Task, *, greedy: bool) -> InferenceSpec:
+def evaluation_inference(section: RolloutSection, task: EpisodicTask, *, greedy: bool) -> InferenceSpec:
     """The same distribution as in training, or its mode."""
     temperature, top_p = (0.0, 1.0) if greedy else (section.temperature, section.top_p)
     return InferenceSpec(sampling=_sampling(section, task, temperature, top_p), return_=ReturnSpec.for_eval())
 
 
-def _sampling(section: RolloutSection, task: Task, temperature: float, top_p: float) -> SamplingParams:
+def _sampling(section: RolloutSection, task: EpisodicTask, temperature: float, top_p: float) -> SamplingParams:
     max_tokens = section.max_new_tokens or task.max_new_tokens
     return SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
 
@@ -122,9 +119,9 @@ class OccasionallyLogged:
 
 
 class TrainingRequests:
-    """The requests of one batch: `prompts` problems, `group_size` answers to each. Batch `k` depends on the seed and `k` only."""
+    """The requests of one batch: `prompts` problems, `group_size` episodes on each. Batch `k` depends on the seed and `k` only."""
 
-    def __init__(self, task: Task, section: RolloutSection, *, seed: int) -> None:
+    def __init__(self, task: EpisodicTask, section: RolloutSection, *, seed: int) -> None:
         self._task, self._section, self._seed = task, section, seed
         self._inference = training_inference(section, task)
         self._strategy = GRPORequestStrategy(group_size=section.group_size)
@@ -139,7 +136,7 @@ class TrainingRequests:
     def _one(self, rng: Random, position: int) -> RolloutRequest:
         return request_for(self._problem(rng, position), inference=self._inference, seed=rng.randrange(2**31))
 
-    def _problem(self, rng: Random, position: int) -> Problem:
+    def _problem(self, rng: Random, position: int) -> Episode:
         """The batch's problem number `position`."""
         return self._task.draw(rng)
 
@@ -156,7 +153,7 @@ class PassRequests(TrainingRequests):
     depends on the seed and the pass."""
 
     def __init__(self, task: DataTask, section: RolloutSection, *, seed: int) -> None:
-        super().__init__(task, section, seed=seed)
+        super().__init__(as_episodic(task), section, seed=seed)
         self._data = task
         self._pass, self._order = -1, list[int]()
 
@@ -164,7 +161,7 @@ class PassRequests(TrainingRequests):
         self._data.scorer.trainer_state.global_step = self.batches
         return super().__call__()
 
-    def _problem(self, rng: Random, position: int) -> Problem:
+    def _problem(self, rng: Random, position: int) -> Episode:
         number, offset = divmod(self.batches * self._section.prompts + position, len(self._data.training))
         if number != self._pass:
             self._order = list(range(len(self._data.training)))
@@ -186,6 +183,9 @@ class PassRequests(TrainingRequests):
         super().load_state_dict(state)
 
 
-def training_requests(task: Task, section: RolloutSection, *, seed: int) -> TrainingRequests:
+def training_requests(task: Task | EpisodicTask, section: RolloutSection, *, seed: int) -> TrainingRequests:
     """Draws for a task that makes its problems, passes for one that has a list of them."""
-    return PassRequests(task, section, seed=seed) if isinstance(task, DataTask) else TrainingRequests(task, section, seed=seed)
+    inner = task.task if isinstance(task, OneTurn) else task
+    if isinstance(inner, DataTask):
+        return PassRequests(inner, section, seed=seed)
+    return TrainingRequests(as_episodic(task), section, seed=seed)

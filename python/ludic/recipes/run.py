@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ludic.distributed.adapters.local import LocalPublisher
-from ludic.envs.tasks import Task
+from ludic.envs.tasks import EpisodicTask, as_episodic
 from ludic.inference.local import LocalChatClient
 from ludic.recipes.build import build_algorithm, build_task, build_trainer_config, check_numbers
 from ludic.recipes.demonstrations import DemonstrationSource
@@ -48,7 +48,7 @@ class Interrupted(Exception):
 class Parts:
     """The objects of a recipe. They are built before anything is written, so that a wrong setting costs nothing."""
 
-    task: Task
+    task: EpisodicTask
     algorithm: RLAlgorithm
     warmup_cfg: TrainerConfig
     trainer_cfg: TrainerConfig
@@ -59,7 +59,7 @@ class Parts:
     def build(cls, recipe: Recipe) -> Parts:
         """Seeds every generator, so that two runs of one recipe are the same."""
         check_numbers(recipe)
-        task = build_task(recipe.task, data=recipe.data, reward=recipe.reward, reward_weights=recipe.reward_weights)
+        task = as_episodic(build_task(recipe.task, data=recipe.data, reward=recipe.reward, reward_weights=recipe.reward_weights))
         algorithm = build_algorithm(recipe)
         check_rollouts(recipe, task)
         if recipe.threads is not None:
@@ -109,7 +109,7 @@ class Run:
                 parts.tokenizer,
                 batch_size=recipe.warmup.batch_size,
                 seed=recipe.seed,
-                system_prompt=recipe.rollout.system_prompt,
+                system_prompt=self._system_prompt,
             )
             self.screen.note(f"Warm-up: {recipe.warmup.steps} steps on demonstrations of an imperfect teacher")
             with self._logger(WARM_UP, keys=WARM_UP_KEYS, spark_key="loss", steps=recipe.warmup.steps) as logger:
@@ -144,7 +144,7 @@ class Run:
             engine=self._engine(log),
             requests_fn=requests,
             credit_assigner=self.parts.algorithm.credit_assigner,
-            max_steps=1,
+            max_steps=self.parts.task.max_turns,
             concurrency=self.recipe.rollout.concurrency,
         )
 
@@ -200,12 +200,16 @@ class Run:
             self.screen.note(f"  {measured.failed} answers failed or could not be graded, and are in no rate")
         return measured
 
+    @property
+    def _system_prompt(self) -> str | None:
+        return self.recipe.rollout.system_prompt or self.parts.task.system_prompt
+
     def _engine(self, log: Path | None = None) -> RolloutEngine:
         return make_engine(
             self.parts.task,
             self._client,
             model_name=self.recipe.model or "small",
-            system_prompt=self.recipe.rollout.system_prompt,
+            system_prompt=self._system_prompt,
             jsonl_path=log,
         )
 

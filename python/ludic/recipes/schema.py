@@ -21,7 +21,7 @@ class TaskSection:
     """Which problems, which teacher, which verifier."""
 
     kind: str = MISSING
-    """`sort`, `addition`, `data` (with `data` and `reward`), or a class of your own as `package.module:Class`."""
+    """`sort`, `addition`, `tictactoe`, `tools`, `data` (with `data` and `reward`), or a class of your own as `package.module:Class`."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
 
@@ -36,6 +36,10 @@ class NetworkSection:
     num_kv_heads: int = MISSING
     intermediate_size: int = MISSING
     max_positions: int = MISSING
+    initializer_range: float = MISSING
+    """Standard deviation of the first weights."""
+    end_of_turn: str = MISSING
+    """`eos`: an end token of its own. `newline`: the newline ends a turn, so that a dialogue is lines of text."""
 
 
 @dataclass
@@ -61,11 +65,11 @@ class RolloutSection:
     temperature: float = MISSING
     top_p: float = MISSING
     max_new_tokens: Optional[int] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
-    """Null: what the task asks for."""
+    """Of a turn. Null: what the task asks for."""
     concurrency: int = MISSING
     """Episodes in flight, which is also the largest batch of the in-process engine."""
     system_prompt: Optional[str] = MISSING  # noqa: UP045
-    """Put before every question; null: none."""
+    """Put before every question; null: that of the task, if it has one."""
     log_every: int = MISSING
     """Every how many steps the rollouts are written to rollouts.jsonl; 0: never."""
 
@@ -75,7 +79,7 @@ class EvaluationSection:
     """Held-out measurement, before and after reinforcement."""
 
     prompts: int = MISSING
-    """Held-out problems; one greedy answer to each."""
+    """Held-out problems, of each kind that the task measures; one greedy answer to each of the first kind."""
     samples_per_prompt: int = MISSING
     """Answers sampled to each at the rollout's temperature."""
 

@@ -18,6 +18,24 @@ BYTE_OFFSET = 3
 VOCAB_SIZE = 256 + BYTE_OFFSET
 
 
+NEWLINE_ID = ord("\n") + BYTE_OFFSET
+LINE_TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}{% if message.role == 'assistant' %}{{ '\\n' }}{% endif %}{% endfor %}"
+)
+
+
+def make_line_tokenizer() -> PreTrainedTokenizerFast:
+    """The byte tokenizer where the newline ends a turn: a dialogue is what was said, one line for each answer.
+
+    Its chat template puts nothing between the contents but that newline, so that each prompt begins with the tokens of the prompt and
+    the answer before it.
+    """
+    tokenizer = make_byte_tokenizer()
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(NEWLINE_ID)
+    tokenizer.chat_template = LINE_TEMPLATE
+    return tokenizer
+
+
 def make_byte_tokenizer() -> PreTrainedTokenizerFast:
     """Text that spells a special token, such as `<eos>`, is encoded as its bytes: no text can end a sequence."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

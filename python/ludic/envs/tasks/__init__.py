@@ -3,5 +3,20 @@
 from ludic.envs.tasks.addition import Addition, AdditionEnv
 from ludic.envs.tasks.base import Problem, Task
 from ludic.envs.tasks.digit_sort import DigitSort
+from ludic.envs.tasks.episodic import Episode, EpisodicTask, Turn, as_episodic
+from ludic.envs.tasks.tictactoe import TicTacToe
+from ludic.envs.tasks.tools import Tools
 
-__all__ = ["Addition", "AdditionEnv", "DigitSort", "Problem", "Task"]
+__all__ = [
+    "Addition",
+    "AdditionEnv",
+    "DigitSort",
+    "Episode",
+    "EpisodicTask",
+    "Problem",
+    "Task",
+    "TicTacToe",
+    "Tools",
+    "Turn",
+    "as_episodic",
+]

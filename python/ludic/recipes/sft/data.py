@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from ludic.envs.tasks import as_episodic
 from ludic.errors import ConfigError
 from ludic.recipes.build import build_task
 from ludic.recipes.run_directory import write_text
@@ -70,10 +71,14 @@ def _ends(item: SAWItem, max_seq_len: int, end_tokens: frozenset[int]) -> bool:
 def demonstration_rows(recipe: SFTRecipe, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """`rows` demonstrations of the task: prompt and completion, as messages where the tokenizer has a chat template. They follow from
     the seed."""
-    task, rng = build_task(recipe.task), Random(f"demonstrations {recipe.seed}")
+    task, rng = as_episodic(build_task(recipe.task)), Random(f"demonstrations {recipe.seed}")
+    if task.max_turns > 1:
+        raise ConfigError(
+            f"task.kind ({recipe.task.kind}) has episodes of several turns, and ludic sft takes demonstrations of one; train on them with "
+            f"ludic train {recipe.task.kind} steps=0"
+        )
     for _ in range(recipe.rows):
-        problem = task.draw(rng)
-        prompt, completion = problem["question"], task.demonstrate(problem, rng)
+        [[(prompt, completion, _)]] = task.demonstrations(1, rng)
         if getattr(tokenizer, "chat_template", None):
             yield {"prompt": [{"role": "user", "content": prompt}], "completion": [{"role": "assistant", "content": completion}]}
         else:

@@ -1,0 +1,168 @@
+"""A small tool: a store of keys, asked a line at a time. The task needs two calls, and the second depends on what the first returned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.errors import ConfigError, RolloutError
+from ludic.types import Info, StepOutcome
+
+KEYS = "abcdefghij"
+
+
+class StoreText(Protocol):
+    """How the task, the calls and the results are written."""
+
+    @property
+    def malformed(self) -> str:
+        """What is answered to a line that is neither a call nor an answer."""
+
+    def question(self, start: str) -> str:
+        """The first observation."""
+
+    def result(self, key: str, held: str) -> str:
+        """What a call returns."""
+
+    def read(self, line: str) -> tuple[str, str] | None:
+        """`("call", key)`, `("answer", key)`, or None."""
+
+
+@dataclass(frozen=True)
+class TerseText:
+    """`c` asks, `?c` calls, `h` is returned, `=f` answers, `!` refuses: one to two characters a turn."""
+
+    malformed: str = "!"
+
+    def question(self, start: str) -> str:
+        return start
+
+    def result(self, key: str, held: str) -> str:
+        return held
+
+    def read(self, line: str) -> tuple[str, str] | None:
+        kind = {"?": "call", "=": "answer"}.get(line[:1])
+        return (kind, line[1]) if kind and len(line) == 2 and line[1] in KEYS else None
+
+
+@dataclass(frozen=True)
+class TaggedText:
+    """The same in words, with `<get>c</get>` and `<answer>f</answer>`, for a model that chats."""
+
+    malformed: str = "That is neither <get>KEY</get> nor <answer>KEY</answer>."
+
+    def question(self, start: str) -> str:
+        return f"Start at the key {start}. Look up what it holds, look up what that key holds, and answer with the result."
+
+    def result(self, key: str, held: str) -> str:
+        return f"{key} holds {held}."
+
+    def read(self, line: str) -> tuple[str, str] | None:
+        for tag, kind in (("get", "call"), ("answer", "answer")):
+            _, opened, rest = line.partition(f"<{tag}>")
+            inside, closed, _ = rest.partition(f"</{tag}>")
+            if opened and closed and inside.strip() in set(KEYS):
+                return kind, inside.strip()
+        return None
+
+
+TOOL_RULES = (
+    "A store holds one key under each of the keys a to j. To look a key up, write <get>KEY</get> and wait for the result. To answer, "
+    "write <answer>KEY</answer>. One of the two a turn."
+)
+
+
+class KeyValueEnv(SingleAgentEnv):
+    """What does the key hold that `start` holds? The store is hidden; `reset` draws it anew, the same for the same seed.
+
+    The agent looks up one key a turn and ends the episode with an answer: `right_reward` for the right one, else 0. Nothing forbids a
+    guess, which is right one time in ten. An episode without an answer after `max_turns` is truncated.
+
+    A step's info: `call` (the key looked up, or None), `malformed`, and at the end `correct`, `target`, and `looked_up`: both keys on the
+    way to the answer were looked up before it was given.
+
+    >>> env = KeyValueEnv("c", holds="h")
+    >>> env.env_reset(seed=0)
+    ('c', {})
+    >>> env.env_step("?c").obs
+    'h'
+    """
+
+    def __init__(
+        self,
+        start: str,
+        *,
+        holds: str | None = None,
+        max_turns: int = 4,
+        right_reward: float = 1.0,
+        text: StoreText | None = None,
+        system_prompt: str | None = None,
+    ) -> None:
+        super().__init__()
+        for name, key in (("start", start), ("holds", holds)):
+            if key is not None and key not in set(KEYS):
+                raise ConfigError(f"{name} ({key!r}) must be one of the keys {KEYS[0]} to {KEYS[-1]}")
+        if max_turns < 1:
+            raise ConfigError(f"max_turns ({max_turns}) must be >= 1")
+        self.start, self.holds, self.max_turns = start, holds, max_turns
+        self.store: dict[str, str] = {}
+        self._right_reward, self._system_prompt = right_reward, system_prompt
+        self._text: StoreText = TerseText() if text is None else text
+        self._called: list[str] = []
+        self._turns, self._done, self._obs = 0, True, ""
+
+    @property
+    def suggested_sysprompt(self) -> str | None:
+        return self._system_prompt
+
+    @property
+    def target(self) -> str:
+        """The right answer of this episode."""
+        return self.store[self.store[self.start]]
+
+    def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
+        """A new store: `start` holds `holds` where that was given, every other key a random one."""
+        rng = Random(seed)
+        self.store = dict(zip(KEYS, rng.choices(KEYS, k=len(KEYS)), strict=True))
+        if self.holds is not None:
+            self.store[self.start] = self.holds
+        self._called, self._turns, self._done = [], 0, False
+        self._obs = self._text.question(self.start)
+        return self._obs, {}
+
+    def env_step(self, action: str) -> StepOutcome:
+        """Raises RolloutError after the end of the episode and before its begin."""
+        if self._done:
+            raise RolloutError(f"the episode that starts at {self.start} is over; call reset() before the next step")
+        self._turns += 1
+        kind, key = self._text.read(action) or ("malformed", "")
+        if kind == "answer":
+            return self._finish(key)
+        if kind == "call":
+            self._called.append(key)
+            self._obs = self._text.result(key, self.store[key])
+        else:
+            self._obs = self._text.malformed
+        self._done = truncated = self._turns >= self.max_turns
+        info: Info = {"call": key or None, "malformed": kind == "malformed"}
+        if truncated:
+            info |= self._verdict(correct=False)
+        return StepOutcome(self._obs, 0.0, truncated=truncated, terminated=False, info=info)
+
+    def env_current_obs(self) -> str:
+        return self._obs
+
+    def _finish(self, answer: str) -> StepOutcome:
+        self._done, correct = True, answer == self.target
+        self._obs = "Right." if correct else f"Wrong, it was {self.target}."
+        info: Info = {"call": None, "malformed": False, **self._verdict(correct=correct)}
+        return StepOutcome(self._obs, self._right_reward * correct, truncated=False, terminated=True, info=info)
+
+    def _verdict(self, *, correct: bool) -> Info:
+        return {"correct": correct, "target": self.target, "looked_up": self._looked_up_both(self._called)}
+
+    def _looked_up_both(self, called: Sequence[str]) -> bool:
+        return self.start in called and self.store[self.start] in called

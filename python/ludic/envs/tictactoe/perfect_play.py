@@ -1,0 +1,29 @@
+"""Perfect play by exhaustive search: the earliest win, else a draw, else the latest loss."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from ludic.envs.tictactoe.rules import Board, legal_moves, play, winner
+
+
+def value(board: Board) -> int:
+    """What the side to move gets when both play perfectly: 1 a win, 0 a draw, -1 a loss."""
+    score = _score(board)
+    return (score > 0) - (score < 0)
+
+
+@cache
+def optimal_moves(board: Board) -> tuple[int, ...]:
+    """All moves of perfect play, of which an early win is better than a late one and a late loss better than an early one; none in a
+    game that is over."""
+    scores = {cell: -_score(play(board, cell)) for cell in legal_moves(board)}
+    return tuple(cell for cell, score in scores.items() if score == max(scores.values()))
+
+
+@cache
+def _score(board: Board) -> int:
+    """For the side to move: 0 a draw, otherwise 1 and the number of cells that are empty at the end, positive for a win."""
+    if winner(board):
+        return -1 - board.count(".")
+    return max((-_score(play(board, cell)) for cell in legal_moves(board)), default=0)
