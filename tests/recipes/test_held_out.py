@@ -19,7 +19,7 @@ class Breaks(DigitSort):
 
 def test_a_problem_that_fails_is_no_wrong_answer_and_the_others_keep_their_questions():
     task = Breaks()
-    second, third = task.heldout()[1:3]
+    first, second, third = task.heldout()[:3]
     client = ScriptedClient(second["answer"])
     recipe = compose(["sort", "evaluation.prompts=3", "evaluation.samples_per_prompt=2"])
     engine = make_engine(task, client, model_name="m", system_prompt=None, max_retries=0)
@@ -28,8 +28,9 @@ def test_a_problem_that_fails_is_no_wrong_answer_and_the_others_keep_their_quest
     assert found.sampled_reward == found.greedy_accuracy == 0.5
     assert found.failed == 3
     assert [(answer.question, answer.expected, answer.reward) for answer in found.answers] == [
+        (first["question"], first["answer"], None),
         (second["question"], second["answer"], 1.0),
         (third["question"], third["answer"], 0.0),
-    ] * 2
+    ]
     assert Evaluation.from_dict(found.to_dict()) == found
     assert play(held_out.eval())[1]["num_failed_episodes"] == 3.0

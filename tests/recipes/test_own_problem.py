@@ -228,7 +228,7 @@ def test_answers_that_could_not_be_graded_are_counted_and_are_no_zeros(here: Pat
     given = ["data=problems.jsonl", "reward=own_problem_rewards:fails_on_a", "task.args.heldout_data=held.jsonl"]
     shown = trained(f"model={model}", *given, "task.args.num_heldout=null")
     assert summary()["before"] == summary()["after"] == {"sampled_reward": 1.0, "greedy_accuracy": 1.0}
-    assert "3 answers could not be graded and are left out" in shown
+    assert "3 answers failed or could not be graded, and are in no rate" in " ".join(shown.split())
     assert "could not be graded" in shown.split("Sampled answers")[1]
 
 

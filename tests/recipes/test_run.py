@@ -117,6 +117,14 @@ def test_two_runs_of_one_recipe_are_the_same(tiny: list[str], tmp_path: Path) ->
     assert summaries[0]["config_hash"] == summaries[1]["config_hash"]
 
 
+def test_a_step_that_was_evaluated_keeps_what_it_measured_of_itself(tiny: list[str], tmp_path: Path) -> None:
+    summary = json.loads(train(*tiny, "trainer.eval_every_n_steps=1", "--json"))
+    assert summary["steps"] == 3
+    assert summary["padding"]["real_tokens"] > 0
+    measured = [line["eval/sampled_reward"] for line in metrics(tmp_path / "run") if "train/loss" not in line]
+    assert len(measured) == 3
+
+
 def test_without_steps_of_reinforcement_nothing_changes_after_the_warm_up(tiny: list[str], tmp_path: Path) -> None:
     summary = json.loads(train(*tiny, "steps=0", "--json"))
     assert summary["before"] == summary["after"]
