@@ -16,6 +16,7 @@ from ludic.training.batching.rollout_engine import RolloutEngine
 from ludic.types import Rollout
 
 _SHOWN = 8  # answers kept for the report
+_PLACE = "held_out_place"  # of an episode among those that were asked for: some may be missing from what comes back
 _SAMPLING_SEED = 1_000_000  # before and after are sampled with the same seeds
 
 
@@ -91,7 +92,7 @@ class HeldOut:
             sampled_reward=share(episode.total_reward for _, episode in paired[first]),
             greedy_accuracy=share(self._succeeds(episode) for episode in best),
             facts=self._task.measure(paired),
-            answers=[self._answer(problem, paired[first]) for problem in suites[first][:_SHOWN]],
+            answers=[self._answer(problem, place, sampled[first]) for place, problem in enumerate(suites[first][:_SHOWN])],
             num_sampled=len(paired[first]),
             failed=sum(episodes.counts.num_failed_episodes for episodes in [*sampled.values(), best]),
         )
@@ -99,9 +100,9 @@ class HeldOut:
     def _succeeds(self, episode: Rollout) -> bool:
         return episode.total_reward >= self._task.success_reward
 
-    def _answer(self, problem: Episode, played: Sequence[Played]) -> Answer:
-        """The first episode on `problem`, if one of them was played to its end and graded."""
-        first = next((episode for found, episode in played if found["id"] == problem["id"]), None)
+    def _answer(self, problem: Episode, place: int, episodes: Sequence[Rollout]) -> Answer:
+        """The first episode on the problem at `place`, if it was played to its end and graded."""
+        first = next((episode for episode in episodes if episode.meta[_PLACE] == place), None)
         if first is None:
             return Answer(str(problem.get("question", problem["id"])), "", str(problem.get("answer", "")), None)
         shown = self._task.show(problem, first)
@@ -125,12 +126,12 @@ class HeldOut:
 
     async def _play(self, problems: Sequence[Episode], inference: InferenceSpec, **limits: Any) -> PlayedRollouts:
         requests = [
-            request_for(problem, inference=inference, seed=_SAMPLING_SEED + index) for index, problem in enumerate(problems)
+            request_for(problem, inference=inference, seed=_SAMPLING_SEED + place, **{_PLACE: place})
+            for place, problem in enumerate(problems)
         ]
         return await self._engine.generate_rollouts(requests=requests, max_steps=self._task.max_turns, **limits)
 
 
 def _paired(problems: Sequence[Episode], episodes: Sequence[Rollout]) -> list[Played]:
     """Every rollout with its problem; those that failed are missing."""
-    by_id = {problem["id"]: problem for problem in problems}
-    return [(by_id[episode.meta["problem_id"]], episode) for episode in episodes]
+    return [(problems[episode.meta[_PLACE] % len(problems)], episode) for episode in episodes]
