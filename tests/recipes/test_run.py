@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from ludic.cli import app
 from ludic.recipes.demonstrations import prompt_text
+from ludic.recipes.run_directory import new_folder
 
 SUMMARY_KEYS = ["before", "after", "wall_s", "phases_s", "padding", "steps", "clip_fraction", "seed", "config_hash"]
 
@@ -232,6 +233,12 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_trained(tiny: list[s
     result = CliRunner().invoke(app, ["train", *tiny])
     assert result.exit_code == 1
     assert "--resume" in result.stderr
+
+
+def test_runs_without_a_name_get_folders_of_their_own_even_within_a_second(tmp_path: Path) -> None:
+    folders = [new_folder(str(tmp_path), None, "sort-grpo-seed0") for _ in range(5)]
+    assert len(set(folders)) == 5
+    assert all(folder.is_dir() for folder in folders)
 
 
 # ---- stopping and going on -----------------------------------------------------------------------------------------

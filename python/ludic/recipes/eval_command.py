@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludic.errors import CheckpointError, ConfigError
+from ludic.errors import ConfigError
 from ludic.recipes.command import INTERRUPTED, output_to, quiet_libraries
 from ludic.recipes.compose import config_hash, to_yaml
 from ludic.recipes.eval_settings import EvalSettings, resolve
@@ -202,16 +202,10 @@ async def _only_model(client: Any) -> str:
 
 def _make_folder(recipe: Recipe, model_name: str) -> Path:
     """`output/name`; without a name one is made of the recipe, the model and the seed, and of the time if that exists."""
-    from ludic.recipes.run_directory import write_text
+    from ludic.recipes.run_directory import new_folder, write_text
 
     label = Path(model_name).parent.name if Path(model_name).name == "model" else Path(model_name).name
-    path = Path(recipe.output) / (recipe.name or f"eval-{recipe.recipe}-{label}-seed{recipe.seed}")
-    if path.exists() and recipe.name is None:
-        path = path.with_name(f"{path.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    try:
-        path.mkdir(parents=True)
-    except FileExistsError as error:
-        raise CheckpointError(f"{path} is there already; choose another name=") from error
+    path = new_folder(recipe.output, recipe.name, f"eval-{recipe.recipe}-{label}-seed{recipe.seed}", resumes=False)
     write_text(path / "config.yaml", to_yaml(recipe))
     return path
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,16 +79,25 @@ class RunDirectory:
         return [by_step[step] for step in sorted(by_step)]
 
 
-def new_folder(output: str, name: str | None, otherwise: str) -> Path:
-    """`output/name`, made. `otherwise` names it where no name was asked for, with the time behind it if that is taken already."""
+def new_folder(output: str, name: str | None, otherwise: str, *, resumes: bool = True) -> Path:
+    """`output/name`, made. `otherwise` names it where no name was asked for; where that is taken, with the time behind it, and where that
+    is taken too, with a number behind the time. `resumes`: whether a folder that is there could be gone on with."""
     path = Path(output).expanduser() / (name or otherwise)
-    if path.exists() and name is None:
-        path = path.with_name(f"{path.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    try:
-        path.mkdir(parents=True)
-    except FileExistsError as error:
-        raise CheckpointError(f"{path} is there already; choose another name=, or go on with --resume {path}") from error
-    return path
+    for candidate in [path] if name is not None else _candidates(path):
+        try:
+            candidate.mkdir(parents=True)
+            return candidate
+        except FileExistsError:
+            continue
+    remedy = f", or go on with --resume {path}" if resumes else ""
+    raise CheckpointError(f"{path} is there already; choose another name={remedy}")
+
+
+def _candidates(path: Path) -> Iterator[Path]:
+    yield path
+    later = path.with_name(f"{path.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    yield later
+    yield from (later.with_name(f"{later.name}-{number}") for number in range(2, 1000))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -36,9 +36,9 @@ class NetworkSection:
     num_kv_heads: int = MISSING
     intermediate_size: int = MISSING
     max_positions: int = MISSING
-    initializer_range: float = MISSING
+    initializer_range: float = 0.02
     """Standard deviation of the first weights."""
-    end_of_turn: str = MISSING
+    end_of_turn: str = "eos"
     """`eos`: an end token of its own. `newline`: the newline ends a turn, so that a dialogue is lines of text."""
 
 
