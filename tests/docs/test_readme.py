@@ -22,6 +22,7 @@ def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
     for line, source in blocks(page):
         padded = "\n" * (line - 1) + source  # so that a traceback names the line of the page
         exec(compile(padded, str(page), "exec"), namespace)
+    assert len(namespace) > 2, f"the examples of {page.name} define nothing"
 
 
 def test_the_readme_shows_how_to_write_each_part_in_under_30_lines():

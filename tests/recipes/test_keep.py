@@ -1,6 +1,7 @@
 """The condition of `ludic rollout --keep`: its grammar, and nothing beyond it."""
 
 import contextlib
+import math
 import operator
 
 import pytest
@@ -63,8 +64,10 @@ def test_anything_else_is_refused(text):
 
 @given(st.text(max_size=30))
 def test_any_text_is_parsed_or_refused(text):
+    parsed: list[Keep] = []
     with contextlib.suppress(ConfigError):
-        Keep.parse(text)
+        parsed.append(Keep.parse(text))
+    assert all(keep.comparisons and math.isfinite(c.number) for keep in parsed for c in keep.comparisons)
 
 
 def test_the_error_says_where():

@@ -55,7 +55,8 @@ def test_the_length_is_checked_before_the_type():
 def test_float_arrays_are_log_probabilities_too():
     array = item()
     array.attachments = SampleAttachments(ActorTokenLogps(np.array([-0.5, -0.25], dtype=np.float32)))
-    validate_actor_logps(SAWBatch([array]))
+    batch = SAWBatch([array])
+    assert validate_actor_logps(batch) is batch
 
 
 def test_weights_within_eps_of_zero_are_dropped():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from ludic.training.batching.samples import step_facts
 from ludic.training.event_loop import EventLoop
 from ludic.training.stats import Reducer, apply_reducers_to_records
 from ludic.training.types import RolloutRequest
@@ -41,8 +42,7 @@ async def run_eval(
     rollouts = await engine.generate_rollouts(
         requests=requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency
     )
-    records = [step_record(rollout, step) for rollout in rollouts for step in rollout.steps]
-    reduced = apply_reducers_to_records(records, reducers, sample_count=len(records), rollout_count=len(rollouts))
+    records, reduced = reduced_records(rollouts, reducers)
     return records, {**failure_counts(rollouts), **reduced}
 
 
@@ -67,18 +67,17 @@ def run_eval_sync(
     return EventLoop().run(evaluation, instead="run_eval(...)")
 
 
+def reduced_records(rollouts: Sequence[Rollout], reducers: Mapping[str, Reducer]) -> tuple[list[Record], Metrics]:
+    """(a record for each step, what the reducers make of them)."""
+    records = [step_record(rollout, step) for rollout in rollouts for step in rollout.steps]
+    return records, apply_reducers_to_records(records, reducers, sample_count=len(records), rollout_count=len(rollouts))
+
+
 def step_record(rollout: Rollout, step: Step) -> Record:
     """What is known of a step: its own facts, overridden by the rollout's meta, overridden by the step's info."""
     return {
-        "rollout_id": rollout.id,
-        "step_index": step.index,
-        "reward": step.reward,
-        "prev_obs": step.prev_obs,
-        "action": step.action,
-        "total_reward": rollout.total_reward,
+        **step_facts(rollout, step),
         "completion_length": 0 if step.trace is None else len(step.trace.completion_token_ids),
-        "truncated": step.truncated,
-        "terminated": step.terminated,
         **rollout.meta,
         **step.info,
     }

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ludic.errors import ConfigError
-from ludic.eval.core import Metrics, Record, RolloutGenerator, step_record
+from ludic.eval.core import Metrics, Record, RolloutGenerator, reduced_records
 from ludic.eval.evaluator import RequestsFn
 from ludic.eval.tally import PROBLEM_KEY, SAMPLE_KEY, Measurement, RolloutValue, measure
 from ludic.interaction.base import derived_seed
 from ludic.training.event_loop import awaited
-from ludic.training.stats import Reducer, apply_reducers_to_records
+from ludic.training.stats import Reducer
 from ludic.training.types import RolloutRequest
 from ludic.types import Rollout
 
@@ -68,9 +68,7 @@ class ProblemEvaluator:
             self.timeout_s if timeout_s is None else timeout_s,
             self.concurrency if concurrency is None else concurrency,
         )
-        records = [step_record(rollout, step) for rollout in rollouts for step in rollout.steps]
-        chosen = self.reducers if reducers is None else reducers
-        reduced = apply_reducers_to_records(records, chosen, sample_count=len(records), rollout_count=len(rollouts))
+        records, reduced = reduced_records(rollouts, self.reducers if reducers is None else reducers)
         return records, {**measurement.metrics(), **reduced}
 
     async def _play(

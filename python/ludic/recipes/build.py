@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import reduce
 from typing import Any
 
-from ludic.envs.tasks import Addition, DigitSort, EpisodicTask, Task, TicTacToe, Tools
+from ludic.envs.tasks import Addition, DigitSort, EpisodicTask, Task, TicTacToe, Tools, as_episodic
 from ludic.errors import ConfigError
 from ludic.recipes.data_task import DataTask
 from ludic.recipes.importing import import_named
@@ -62,6 +62,11 @@ def build_task(
     if ":" in section.kind:
         return _call(import_named(section.kind, "task.kind"), section.args, "task.args")
     return _call(_look_up(TASKS, section.kind, "task.kind"), section.args, "task.args")
+
+
+def task_of(recipe: Recipe) -> EpisodicTask:
+    """The task of a recipe, whatever it is, as one of episodes."""
+    return as_episodic(build_task(recipe.task, data=recipe.data, reward=recipe.reward, reward_weights=recipe.reward_weights))
 
 
 def build_algorithm(recipe: Recipe) -> RLAlgorithm:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ludic.recipes.compose import compose, config_hash, to_yaml
+from ludic.recipes.console import carry_out, play_out, quiet_libraries
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,8 +17,6 @@ if TYPE_CHECKING:
     from ludic.recipes.run_directory import RunDirectory
     from ludic.recipes.schema import Recipe
 
-INTERRUPTED = 130
-
 
 def train_command(arguments: Sequence[str], *, resume: Path | None, json_only: bool, print_config: bool) -> int:
     """The exit status: 0, or 128 and the signal's number after a stop. Errors of the user's are raised as `LudicError`."""
@@ -28,27 +24,7 @@ def train_command(arguments: Sequence[str], *, resume: Path | None, json_only: b
     if print_config:
         print(to_yaml(compose(arguments)), end="")
         return 0
-    with output_to(json_only) as console:
-        try:
-            code, summary = _train(arguments, resume, console, started)
-        except KeyboardInterrupt:
-            console.print("Stopped at once.", highlight=False)
-            return INTERRUPTED
-    if json_only:
-        print(summary, end="")
-    return code
-
-
-@contextlib.contextmanager
-def output_to(json_only: bool) -> Iterator[Console]:
-    """Where everything but the summary goes: standard output, or with `--json` standard error."""
-    from rich.console import Console
-
-    if not json_only:
-        yield Console(soft_wrap=True)
-        return
-    with contextlib.redirect_stdout(sys.stderr):
-        yield Console(stderr=True, soft_wrap=True)
+    return carry_out(lambda console: _train(arguments, resume, console, started), json_only=json_only)
 
 
 def _train(arguments: Sequence[str], resume: Path | None, console: Console, started: float) -> tuple[int, str]:
@@ -63,11 +39,7 @@ def _train(arguments: Sequence[str], resume: Path | None, console: Console, star
     recipe = opened[1] if opened else compose(arguments)
     run = _set_up(recipe, opened[0] if opened else None, console, started)
     with run.stop:
-        try:
-            code = _play(run)
-        finally:
-            run.watch.add("wall", time.perf_counter() - started)
-            run.directory.write_progress(run.progress)
+        code = play_out(run, command="train", started=started)
         return code, _conclude(run, console)
 
 
@@ -89,17 +61,6 @@ def _set_up(recipe: Recipe, directory: RunDirectory | None, console: Console, st
     return run
 
 
-def _play(run: Run) -> int:
-    from ludic.recipes.run import Interrupted
-
-    try:
-        asyncio.run(run.play())
-    except Interrupted:
-        run.screen.note(f"Stopped; go on with `ludic train --resume {run.directory.path}`")
-        return 128 + (run.stop.signum or 0)
-    return 0
-
-
 def _conclude(run: Run, console: Console) -> str:
     """Write summary and picture, show the report; the summary as JSON."""
     from ludic.recipes.report import draw_rewards, outcome_of, show_report
@@ -110,10 +71,3 @@ def _conclude(run: Run, console: Console) -> str:
         draw_rewards(outcome, run.directory, f"{run.recipe.recipe}, {run.recipe.algorithm}, seed {run.recipe.seed}")
     show_report(console, outcome, run.directory)
     return outcome.summary.to_json()
-
-
-def quiet_libraries() -> None:
-    """Progress bars of loading and saving small models say nothing."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()

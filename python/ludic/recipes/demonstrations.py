@@ -8,6 +8,7 @@ from typing import Any
 
 from ludic.context import GivenDialog
 from ludic.envs.tasks import EpisodicTask, Task, Turn, as_episodic
+from ludic.inference.chat_template import ChatTemplate
 from ludic.training.types import SAWBatch, SAWItem
 from ludic.types import Message
 
@@ -53,13 +54,13 @@ class DemonstrationSource:
 
 def _prompts(tokenizer: Any, episode: Sequence[Turn], system_prompt: str | None) -> list[str]:
     """What the policy is asked with at each turn."""
-    messages, prompts = list[Message](), list[str]()
+    template, messages, prompts = ChatTemplate(tokenizer), list[Message](), list[str]()
     for turn in episode:
         if prompts:
             messages.append({"role": "user", "content": turn.observation})
         else:
             messages = _opening(turn, system_prompt)
-        prompts.append(render(tokenizer, messages))
+        prompts.append(template.render(messages))
         messages.append({"role": "assistant", "content": turn.action})
     return prompts
 
@@ -96,7 +97,7 @@ def _items(name: str, turns: Sequence[tuple[list[int], list[int]]]) -> list[SAWI
 
 def prompt_text(tokenizer: Any, question: str, system_prompt: str | None) -> str:
     """The first prompt of an episode."""
-    return render(tokenizer, _opening(Turn(question, ""), system_prompt))
+    return ChatTemplate(tokenizer).render(_opening(Turn(question, ""), system_prompt))
 
 
 def _opening(turn: Turn, system_prompt: str | None) -> list[Message]:
@@ -104,10 +105,3 @@ def _opening(turn: Turn, system_prompt: str | None) -> list[Message]:
     context = GivenDialog(system_prompt)
     context.on_env_reset(turn.observation, {} if turn.messages is None else {"messages": list(turn.messages)})
     return list(context.on_before_act())
-
-
-def render(tokenizer: Any, messages: Sequence[Message]) -> str:
-    """The prompt as `LocalChatClient` renders it: the tokenizer's chat template, or without one the plain contents."""
-    if getattr(tokenizer, "chat_template", None):
-        return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
-    return "".join(message.get("content") or "" for message in messages)

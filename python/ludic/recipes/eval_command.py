@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.errors import ConfigError
-from ludic.recipes.command import INTERRUPTED, output_to, quiet_libraries
 from ludic.recipes.compose import config_hash, to_yaml
+from ludic.recipes.console import INTERRUPTED, output_to, quiet_libraries
 from ludic.recipes.eval_settings import EvalSettings, resolve
 
 if TYPE_CHECKING:
@@ -49,13 +49,12 @@ def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: boo
 
 async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) -> str:
     """Play, measure, write and show; the summary as JSON. Everything is built before the folder is made."""
-    from ludic.envs.tasks import as_episodic
-    from ludic.recipes.build import build_task, check_numbers
+    from ludic.recipes.build import check_numbers, task_of
     from ludic.recipes.eval_report import show, summary_of, write
 
     started = time.perf_counter()
     check_numbers(recipe)
-    task = as_episodic(build_task(recipe.task, data=recipe.data, reward=recipe.reward, reward_weights=recipe.reward_weights))
+    task = task_of(recipe)
     requests = _requests(recipe, task)
     async with _client(recipe, settings) as (client, model_name):
         folder = _make_folder(recipe, model_name)
@@ -108,7 +107,7 @@ def _engine(
         task,
         client,
         model_name=model_name,
-        system_prompt=recipe.rollout.system_prompt or task.system_prompt,
+        system_prompt=recipe.rollout.system_prompt,
         jsonl_path=folder / "rollouts.jsonl",
         max_retries=settings.episode_retries,
         episode_timeout_s=settings.episode_timeout_s,

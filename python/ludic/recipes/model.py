@@ -12,22 +12,40 @@ from ludic.recipes.tokenizer import BOS_ID, PAD_ID, VOCAB_SIZE, make_byte_tokeni
 
 if TYPE_CHECKING:
     from ludic.recipes.schema import NetworkSection, Recipe
+    from ludic.recipes.sft.schema import SFTRecipe
 
 
 def make_policy(recipe: Recipe) -> tuple[Any, Any]:
     """(model, tokenizer). The weights of a small model come from torch's global generator, seeded by the caller."""
-    check_dtype(recipe.dtype)
     if recipe.model is None and recipe.task.kind == "data" and not recipe.warmup.steps:
         raise ConfigError(
             "a problem of your own needs model=DIRECTORY: the small model that is made without one has learnt nothing, unless "
             "warmup.steps is set and the data has completions"
         )
-    if recipe.model is None:
-        return make_small_model(recipe.network).to(getattr(torch, recipe.dtype)), _small_tokenizer(recipe.network)
-    return load_model(recipe.model, recipe.dtype), load_tokenizer(recipe.tokenizer or recipe.model)
+    return model_of(recipe), tokenizer_of(recipe)
 
 
-DTYPES = ("float32", "bfloat16", "float16")
+def model_of(recipe: Recipe | SFTRecipe) -> Any:
+    """The model that `recipe.model` names, or a small one, whose type is float32 where that is `auto`."""
+    check_dtype(recipe.dtype)
+    if recipe.model is not None:
+        return load_model(recipe.model, recipe.dtype)
+    return make_small_model(recipe.network).to(torch.float32 if recipe.dtype == "auto" else getattr(torch, recipe.dtype))
+
+
+def tokenizer_of(recipe: Recipe | SFTRecipe) -> Any:
+    """The tokenizer that the recipe names, else that of its model, else that of the small one."""
+    source = recipe.tokenizer or recipe.model
+    return _small_tokenizer(recipe.network) if source is None else load_tokenizer(source)
+
+
+def save_policy(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Both in Hugging Face layout."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 
 def make_small_model(network: NetworkSection) -> Any:

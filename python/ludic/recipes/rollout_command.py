@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ludic.errors import ConfigError
-from ludic.recipes.command import INTERRUPTED, output_to, quiet_libraries
 from ludic.recipes.compose import compose
+from ludic.recipes.console import INTERRUPTED, output_to, quiet_libraries
 from ludic.recipes.keep import Keep
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class RolloutCounts:
+class Tally:
     """What was played and what was written."""
 
     out: str
@@ -51,7 +51,7 @@ def rollout_command(arguments: Sequence[str], *, episodes: int, keep: str | None
     started = time.perf_counter()
     recipe, condition = compose(arguments), None if keep is None else Keep.parse(keep)
     _check(recipe, out)
-    counts = RolloutCounts(str(out), keep)
+    counts = Tally(str(out), keep)
     code = 0
     with output_to(json_only) as console:
         try:
@@ -73,7 +73,7 @@ def _check(recipe: Recipe, out: Path) -> None:
         raise ConfigError(f"--out {out} is there already; choose another name, or remove it")
 
 
-def _play(recipe: Recipe, keep: Keep | None, episodes: int, out: Path, counts: RolloutCounts, console: Console) -> None:
+def _play(recipe: Recipe, keep: Keep | None, episodes: int, out: Path, counts: Tally, console: Console) -> None:
     from ludic.recipes.run import Parts
 
     quiet_libraries()
@@ -83,7 +83,7 @@ def _play(recipe: Recipe, keep: Keep | None, episodes: int, out: Path, counts: R
 
 
 async def _play_batches(
-    recipe: Recipe, parts: Parts, keep: Keep | None, episodes: int, out: Path, counts: RolloutCounts, console: Console
+    recipe: Recipe, parts: Parts, keep: Keep | None, episodes: int, out: Path, counts: Tally, console: Console
 ) -> None:
     from ludic.recipes.rollouts import training_requests
     from ludic.training.batching.rollout_log import append_rollouts
@@ -107,8 +107,7 @@ def _engine(recipe: Recipe, parts: Parts) -> RolloutEngine:
 
     parts.model.to(parts.trainer_cfg.model_device)
     client = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
-    system_prompt = recipe.rollout.system_prompt or parts.task.system_prompt
-    return make_engine(parts.task, client, model_name=str(recipe.model), system_prompt=system_prompt)
+    return make_engine(parts.task, client, model_name=str(recipe.model), system_prompt=recipe.rollout.system_prompt)
 
 
 def _whole_groups(episodes: int, group_size: int) -> int:
@@ -116,7 +115,7 @@ def _whole_groups(episodes: int, group_size: int) -> int:
     return -(-episodes // group_size) * group_size
 
 
-def _show(counts: RolloutCounts, console: Console) -> None:
+def _show(counts: Tally, console: Console) -> None:
     condition = "" if counts.keep is None else f" with {counts.keep}"
     failed = f"; {counts.failed} failed and were left out" if counts.failed else ""
     console.print(

@@ -35,8 +35,8 @@ def make_engine(
     **settings: Any,
 ) -> RolloutEngine:
     """An action cut off at the token limit never reaches the environment and earns what the task says, as does one that the task's
-    parser refuses; either ends an episode of several turns. Reward functions, where the task has them, see every answer. `settings` are
-    more of the engine's own, such as `max_retries`."""
+    parser refuses; either ends an episode of several turns. Reward functions, where the task has them, see every answer. Without a
+    `system_prompt` the task's own is used. `settings` are more of the engine's own, such as `max_retries`."""
     played = as_episodic(task)
     scorer: RolloutScorer | None = getattr(played, "scorer", None)
 
@@ -44,7 +44,7 @@ def make_engine(
         agent = Agent(
             client=client,
             model=model_name,
-            ctx=GivenDialog(system_prompt=system_prompt),
+            ctx=GivenDialog(system_prompt=system_prompt or played.system_prompt),
             parser=played.parser,
             reject_incomplete_completions=scorer is None,
             incomplete_completion_penalty=played.cut_off_reward,

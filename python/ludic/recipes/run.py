@@ -12,18 +12,18 @@ from typing import Any
 import torch
 
 from ludic.distributed.adapters.local import LocalPublisher
-from ludic.envs.tasks import EpisodicTask, as_episodic
+from ludic.envs.tasks import EpisodicTask
 from ludic.inference.local import LocalChatClient
-from ludic.recipes.build import build_algorithm, build_task, build_trainer_config, check_numbers
+from ludic.recipes.build import build_algorithm, build_trainer_config, check_numbers, task_of
 from ludic.recipes.demonstrations import DemonstrationSource
 from ludic.recipes.evaluate import Evaluation, HeldOut
 from ludic.recipes.measures import logged_names, task_reducers
-from ludic.recipes.model import load_model, make_policy
+from ludic.recipes.model import load_model, make_policy, save_policy
 from ludic.recipes.rollouts import OccasionallyLogged, TrainingRequests, check_rollouts, make_engine, training_requests
 from ludic.recipes.run_directory import RunDirectory
 from ludic.recipes.schema import Recipe
 from ludic.recipes.screen import Screen
-from ludic.recipes.watch import PhaseLogger, StoppableSource, StopRequest, Stopwatch
+from ludic.recipes.watch import Interrupted, PhaseLogger, StoppableSource, StopRequest, Stopwatch
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.requests_from_dataset import RequestsExhausted
 from ludic.training.batching.rollout_engine import RolloutEngine
@@ -38,10 +38,6 @@ from ludic.training.trainer import Trainer
 WARM_UP, REINFORCE, DONE = "warm_up", "reinforce", "done"
 WARM_UP_KEYS = ["train/loss", "train/grad_norm"]
 REINFORCE_KEYS = [f"train/{SAMPLED_REWARD}", "train/loss", "train/grad_norm", "train/clip_frac"]
-
-
-class Interrupted(Exception):
-    """A stop was asked for, and what was done is saved."""
 
 
 @dataclass
@@ -59,8 +55,7 @@ class Parts:
     def build(cls, recipe: Recipe) -> Parts:
         """Seeds every generator, so that two runs of one recipe are the same."""
         check_numbers(recipe)
-        task = as_episodic(build_task(recipe.task, data=recipe.data, reward=recipe.reward, reward_weights=recipe.reward_weights))
-        algorithm = build_algorithm(recipe)
+        task, algorithm = task_of(recipe), build_algorithm(recipe)
         check_rollouts(recipe, task)
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
@@ -109,7 +104,7 @@ class Run:
                 parts.tokenizer,
                 batch_size=recipe.warmup.batch_size,
                 seed=recipe.seed,
-                system_prompt=self._system_prompt,
+                system_prompt=recipe.rollout.system_prompt,
             )
             self.screen.note(f"Warm-up: {recipe.warmup.steps} steps on demonstrations of an imperfect teacher")
             with self._logger(WARM_UP, keys=WARM_UP_KEYS, spark_key="loss", steps=recipe.warmup.steps) as logger:
@@ -200,16 +195,12 @@ class Run:
             self.screen.note(f"  {measured.failed} answers failed or could not be graded, and are in no rate")
         return measured
 
-    @property
-    def _system_prompt(self) -> str | None:
-        return self.recipe.rollout.system_prompt or self.parts.task.system_prompt
-
     def _engine(self, log: Path | None = None) -> RolloutEngine:
         return make_engine(
             self.parts.task,
             self._client,
             model_name=self.recipe.model or "small",
-            system_prompt=self._system_prompt,
+            system_prompt=self.recipe.rollout.system_prompt,
             jsonl_path=log,
         )
 
@@ -228,8 +219,7 @@ class Run:
 
     def save_model(self) -> None:
         """Model and tokenizer, in Hugging Face layout."""
-        self.parts.model.save_pretrained(self.directory.model)
-        self.parts.tokenizer.save_pretrained(self.directory.model)
+        save_policy(self.parts.model, self.parts.tokenizer, self.directory.model)
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:

@@ -33,6 +33,10 @@ class Stopwatch:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
 
+class Interrupted(Exception):
+    """A stop was asked for, and what was done is saved."""
+
+
 class StopRequest:
     """While entered, Ctrl-C or SIGTERM asks for an end after the current step; a second one ends at once."""
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ludic.errors import ConfigError
-from ludic.recipes.command import INTERRUPTED, output_to, quiet_libraries
 from ludic.recipes.compose import config_hash, to_yaml
+from ludic.recipes.console import carry_out, play_out, quiet_libraries
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,15 +25,7 @@ def sft_command(arguments: Sequence[str], *, resume: Path | None, json_only: boo
 
         print(to_yaml(compose_sft(arguments)), end="")
         return 0
-    with output_to(json_only) as console:
-        try:
-            code, summary = _train(arguments, resume, console, started)
-        except KeyboardInterrupt:
-            console.print("Stopped at once.", highlight=False)
-            return INTERRUPTED
-    if json_only:
-        print(summary, end="")
-    return code
+    return carry_out(lambda console: _train(arguments, resume, console, started), json_only=json_only)
 
 
 def _train(arguments: Sequence[str], resume: Path | None, console: Console, started: float) -> tuple[int, str]:
@@ -44,11 +35,7 @@ def _train(arguments: Sequence[str], resume: Path | None, console: Console, star
     console.print("Loading torch and transformers", highlight=False)
     run = _set_up(arguments, resume, console, started)
     with run.stop:
-        try:
-            code = _play(run)
-        finally:
-            run.watch.add("wall", time.perf_counter() - started)
-            run.directory.write_progress(run.progress)
+        code = play_out(run, command="sft", started=started)
         from ludic.recipes.sft.report import conclude
 
         return code, conclude(run, console, config_hash=config_hash(run.recipe))
@@ -70,14 +57,3 @@ def _set_up(arguments: Sequence[str], resume: Path | None, console: Console, sta
     screen.note(f"sft: {size:,} parameters, seed {recipe.seed}, writing to {run.directory.path}/")
     run.watch.add("set_up", time.perf_counter() - started)
     return run
-
-
-def _play(run: SFTRun) -> int:
-    from ludic.recipes.run import Interrupted
-
-    try:
-        asyncio.run(run.play())
-    except Interrupted:
-        run.screen.note(f"Stopped; go on with `ludic sft --resume {run.directory.path}`")
-        return 128 + (run.stop.signum or 0)
-    return 0

@@ -12,14 +12,13 @@ import torch
 from ludic.errors import CheckpointError, ConfigError
 from ludic.recipes.build import build_trainer_config
 from ludic.recipes.compose import to_yaml
-from ludic.recipes.model import load_model, load_tokenizer, make_small_model
-from ludic.recipes.run import Interrupted, latest_checkpoint
+from ludic.recipes.model import model_of, save_policy, tokenizer_of
+from ludic.recipes.run import latest_checkpoint
 from ludic.recipes.run_directory import Progress, RunDirectory, new_folder, write_text
 from ludic.recipes.screen import Screen
 from ludic.recipes.sft.data import SFTData, write_demonstrations
 from ludic.recipes.sft.schema import SFTRecipe, compose_sft, paths_of
-from ludic.recipes.tokenizer import make_byte_tokenizer
-from ludic.recipes.watch import PhaseLogger, StoppableSource, StopRequest, Stopwatch
+from ludic.recipes.watch import Interrupted, PhaseLogger, StoppableSource, StopRequest, Stopwatch
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.requests_from_dataset import RequestsExhausted
 from ludic.training.checkpoint import CheckpointConfig
@@ -83,8 +82,7 @@ class SFTParts:
         tokenizer = _tokenizer(recipe)
         data = SFTData.read(recipe, tokenizer)
         cfg = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
-        model = make_small_model(recipe.network) if recipe.model is None else load_model(recipe.model, recipe.dtype)
-        model.to(cfg.model_device)
+        model = model_of(recipe).to(cfg.model_device)
         steps = recipe.epochs * _source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
         heldout = HeldOutLoss(model, data.heldout, cfg) if data.heldout else None
         if heldout is None and (cfg.eval_every_n_steps or cfg.eval_at_start):
@@ -161,8 +159,7 @@ class SFTRun:
 
     def _save_model(self) -> None:
         """Model and tokenizer, in Hugging Face layout."""
-        self.parts.model.save_pretrained(self.directory.model)
-        self.parts.tokenizer.save_pretrained(self.directory.model)
+        save_policy(self.parts.model, self.parts.tokenizer, self.directory.model)
 
 
 def _source(data: SFTData, recipe: SFTRecipe) -> ItemBatchSource:
@@ -170,8 +167,7 @@ def _source(data: SFTData, recipe: SFTRecipe) -> ItemBatchSource:
 
 
 def _tokenizer(recipe: SFTRecipe) -> Any:
-    source = recipe.tokenizer or recipe.model
-    tokenizer = make_byte_tokenizer() if source is None else load_tokenizer(source)
+    tokenizer = tokenizer_of(recipe)
     if recipe.chat_template is not None:
         path = Path(recipe.chat_template).expanduser()
         if not path.is_file():

@@ -43,7 +43,7 @@ class SFTRecipe:
     chat_template: Optional[str] = MISSING  # noqa: UP045
     """File with a Jinja template that replaces the tokenizer's and is saved with it; null: the tokenizer's own."""
     dtype: str = MISSING
-    """Of a loaded model: float32, bfloat16, float16 or auto."""
+    """Of the weights: float32, bfloat16, float16, or auto: as a loaded model has them."""
     epochs: int = MISSING
     """Passes over the data."""
     steps: Optional[int] = MISSING  # noqa: UP045

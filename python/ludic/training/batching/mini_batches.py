@@ -141,10 +141,9 @@ class MiniBatch:
     def _collate(self, index: int) -> MicroBatch:
         if self.plan is None or index >= len(self.plan):
             return _weightless(self._micro_batch(np.zeros(1, dtype=np.int64)))
-        lines = self.plan[index]
-        return self._micro_batch(
-            np.concatenate([self.rows[a:b] for a, b in zip(self.lines[lines], self.lines[lines + 1], strict=True)])
-        )
+        begins = self.lines[self.plan[index]]
+        counts = self.lines[self.plan[index] + 1] - begins
+        return self._micro_batch(self.rows[np.arange(counts.sum()) + np.repeat(begins - (counts.cumsum() - counts), counts)])
 
     def _micro_batch(self, rows: Rows) -> MicroBatch:
         table = self.batch.table

@@ -12,7 +12,7 @@ from ludic.errors import ConfigError, DataError
 from ludic.training.batching.chat_template import apply_template, end_of_turn
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.rollout_log import read_rollouts
-from ludic.training.batching.samples import TRACE_KEYS
+from ludic.training.batching.samples import TRACE_KEYS, step_facts
 from ludic.training.types import CreditAssigner, SampleFilter, SAWBatch, SAWItem
 from ludic.types import Rollout, Step
 
@@ -161,20 +161,13 @@ def make_chat_template_step_to_item(tokenizer: Any) -> StepToItem:
 
 def _meta(rollout: Rollout, step: Step, *, prompt_length: int, completion_length: int) -> dict[str, Any]:
     """The step's facts and the rollout's; the step's info where neither has the key."""
-    facts = {
-        "rollout_id": rollout.id,
-        "step_index": step.index,
-        "reward": step.reward,
-        "prev_obs": step.prev_obs,
-        "action": step.action,
-        "total_reward": rollout.total_reward,
+    return {
+        **{key: value for key, value in step.info.items() if key not in TRACE_KEYS},
+        **step_facts(rollout, step),
         "completion_length": completion_length,
         "prompt_length": prompt_length,
-        "truncated": step.truncated,
-        "terminated": step.terminated,
         **rollout.meta,
     }
-    return {**{key: value for key, value in step.info.items() if key not in TRACE_KEYS}, **facts}
 
 
 def _finite(weight: float, rollout: Rollout, step: Step) -> float:

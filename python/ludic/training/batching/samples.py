@@ -56,21 +56,28 @@ def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
         action_mask=[0] * len(prompt) + [1] * len(completion),
         weight=weight,
         meta={
-            "rollout_id": rollout.id,
-            "step_index": step.index,
-            "reward": step.reward,
-            "prev_obs": step.prev_obs,
-            "action": step.action,
-            "total_reward": rollout.total_reward,
+            **step_facts(rollout, step),
             "completion_length": len(completion),
             "prompt_length": len(prompt),
-            "truncated": step.truncated,
-            "terminated": step.terminated,
             **rollout.meta,
             **{key: value for key, value in step.info.items() if key not in TRACE_KEYS},
         },
         attachments=SampleAttachments(actor_logps=None if logps is None else ActorTokenLogps(logps)),
     )
+
+
+def step_facts(rollout: Rollout, step: Step) -> dict[str, Any]:
+    """What samples and evaluation records say of a step, before the rollout's meta and the step's info."""
+    return {
+        "rollout_id": rollout.id,
+        "step_index": step.index,
+        "reward": step.reward,
+        "prev_obs": step.prev_obs,
+        "action": step.action,
+        "total_reward": rollout.total_reward,
+        "truncated": step.truncated,
+        "terminated": step.terminated,
+    }
 
 
 def _trace(rollout: Rollout, step: Step) -> TokenTrace:
