@@ -1,6 +1,7 @@
 """How weights travel from the trainer to those who sample."""
 
 from ludic.distributed.adapters.local import LocalPublisher
+from ludic.distributed.adapters.vllm import VllmControlPlane, VllmTensorCommunicator, create_vllm_publisher
 from ludic.distributed.interfaces import ControlPlane, PolicyPublisher, TensorCommunicator, WeightMetadata
 from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPublisher
 
@@ -11,5 +12,8 @@ __all__ = [
     "PolicyPublisher",
     "Rank0OnlyPublisher",
     "TensorCommunicator",
+    "VllmControlPlane",
+    "VllmTensorCommunicator",
     "WeightMetadata",
+    "create_vllm_publisher",
 ]
