@@ -1,4 +1,7 @@
-"""The command `ludic`: train, eval, sft, rollout, serve, doctor, version. Each imports what it needs when it runs, so that `--help` is quick."""
+"""The command `ludic`: train, eval, sft, rollout, serve, doctor, version.
+
+Each imports what it needs when it runs, so that `--help` is quick.
+"""
 
 from __future__ import annotations
 
