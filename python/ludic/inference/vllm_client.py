@@ -15,6 +15,7 @@ from requests.adapters import HTTPAdapter
 from ludic.errors import ConfigError, InferenceError, ServerUnreachableError
 from ludic.inference.chat_template import offered_tools
 from ludic.inference.client_tags import ClientTag, TagPolicy
+from ludic.inference.extensions import VLLMExtensions
 from ludic.inference.openai_client import is_loopback, open_client
 from ludic.inference.persistence import Persistence
 from ludic.inference.prompt_clipping import PromptClipper
@@ -23,6 +24,7 @@ from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
 from ludic.inference.server_errors import has_no_path, may_pass, meant
 from ludic.inference.server_pool import Server, ServerPool
+from ludic.inference.think_limits import heeded
 from ludic.inference.tool_calls import assistant_message, calls_made
 from ludic.inference.vllm_requests import (
     SAMPLING_FIELDS,
@@ -331,6 +333,7 @@ class VLLMChatClient:
         sampled, info = await self._sample(
             request.model, prompt_ids, request.sampling, request.seed, top_k=asked.top_logprobs_k, fields=fields
         )
+        _check_thought(sampled.token_ids, request.extensions, tokens)
         ids = sampled.token_ids[:-1] if sampled.ended_by_token else sampled.token_ids
         text = tokens.text(ids)
         if isinstance(sampled.stop_reason, str):
@@ -478,6 +481,15 @@ class VLLMChatClient:
             except Exception:  # whatever it is, the version is not known
                 return None
         return None
+
+
+def _check_thought(ids: Sequence[int], extensions: object, tokens: PromptTokens) -> None:
+    """A server that does not know `max_think` ignores it without a word."""
+    limit = extensions.max_think if isinstance(extensions, VLLMExtensions) else None
+    if limit is not None and not heeded(ids, limit, tokens.tokenizer("</think>", add_special_tokens=False)["input_ids"]):
+        raise InferenceError(
+            f"the server let a thought go on after max_think ({limit}) tokens; start it with what heeds it (`ludic serve --think-limits`)"
+        )
 
 
 def _payload(answer: Any, url: str) -> dict[str, Any]:
