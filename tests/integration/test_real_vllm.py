@@ -233,7 +233,8 @@ def test_a_thought_is_closed_after_as_many_tokens_as_it_may_have(vllm_server, re
 
 
 def test_episodes_are_those_of_the_engine_in_this_process(vllm_server):
-    """Two turns of four episodes, greedy: the same engine, agent and environment over either client give the same traces."""
+    """Four greedy episodes of two turns: the same engine, agent and environment over either client sample the same first answers. The
+    second prompts begin with the tokens of the first turn here, where the engine in this process reads the answer's text again."""
 
     def play(client):
         engine = RolloutEngine(
@@ -254,11 +255,12 @@ def test_episodes_are_those_of_the_engine_in_this_process(vllm_server):
 
     served, local = run(vllm_server, play), asyncio.run(here())
     assert [len(rollout.steps) for rollout in served] == [len(rollout.steps) for rollout in local]
-    for ours, theirs in zip([s for r in served for s in r.steps], [s for r in local for s in r.steps], strict=True):
-        assert (ours.trace.prompt_token_ids, ours.trace.completion_token_ids) == (
-            theirs.trace.prompt_token_ids,
-            theirs.trace.completion_token_ids,
-        )
+    for ours, theirs in zip([rollout.steps[0] for rollout in served], [rollout.steps[0] for rollout in local], strict=True):
+        assert ours.trace.prompt_token_ids == theirs.trace.prompt_token_ids
+        assert ours.trace.completion_token_ids == theirs.trace.completion_token_ids
         assert ours.action == theirs.action
         assert ours.info["policy_version"] == theirs.info["policy_version"] == 0
         assert ours.trace.finish_reason == theirs.trace.finish_reason
+    for first, second in [rollout.steps for rollout in served]:
+        whole = first.trace.prompt_token_ids + first.trace.completion_token_ids
+        assert second.trace.prompt_token_ids[: len(whole)] == whole

@@ -22,6 +22,7 @@ import requests
 
 from ludic.errors import ConfigError, EngineDeadError, InferenceError
 from ludic.inference.server_environment import is_cpu_build, server_python, server_variables
+from ludic.inference.vllm_session import server_url
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ def wait_for_vllm_health(host: str, port: int, proc: subprocess.Popen[Any], time
     its processes are then stopped. A server without models to complete with is ready when it is healthy.
     """
     deadline = time.monotonic() + timeout_s
-    url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::', '') else host}:{port}"
+    url = server_url(host, port)
     with requests.Session() as session:
         session.trust_env = False
         try:
