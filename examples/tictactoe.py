@@ -129,7 +129,7 @@ def show(stats: dict[str, float]) -> None:
 
 
 async def run(
-    *, seed: int = 0, warmup: int = 350, steps: int = 70, self_play: bool = False, random_moves: int = 3
+    *, seed: int = 0, warmup: int = 350, steps: int = 70, self_play: bool = False, random_moves: int = 1
 ) -> tuple[dict, dict]:
     """Imitate, measure, reinforce, measure; what was measured before and after."""
     torch.manual_seed(seed)
@@ -198,6 +198,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=70, help="steps of reinforcement")
     parser.add_argument("--self-play", action="store_true", help="both players are the policy")
     parser.add_argument(
-        "--random-moves", type=int, default=3, help="with --self-play: a game opens with up to so many random moves"
+        "--random-moves", type=int, choices=(0, 1), default=1, help="with --self-play: some games open with a random move"
     )
     asyncio.run(run(**vars(parser.parse_args())))

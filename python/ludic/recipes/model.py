@@ -99,7 +99,7 @@ def load_tokenizer(source: str) -> Any:
     """The tokenizer of `source`; one without a padding token pads with its end token."""
     from transformers import AutoTokenizer
 
-    place = _place(source)
+    place = _place(source, "tokenizer_config.json", "config.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError) as error:
@@ -117,14 +117,15 @@ def check_dtype(dtype: str) -> None:
         raise ConfigError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")
 
 
-def _place(source: str) -> str:
-    """A folder in Hugging Face layout, for a run's folder the `model` in it, or a hub id as it is."""
+def _place(source: str, *files: str) -> str:
+    """A folder that has one of `files`, for a run's folder the `model` in it, or a hub id as it is."""
+    files = files or ("config.json",)
     folder = Path(source).expanduser()
     for place in (folder, folder / "model"):
-        if (place / "config.json").is_file():
+        if any((place / file).is_file() for file in files):
             return str(place)
     if folder.is_dir() or source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise ConfigError(
-            f"{source} has no config.json; give a folder in Hugging Face layout or a hub id such as Qwen/Qwen2.5-0.5B"
+            f"{source} has no {' and no '.join(files)}; give a folder in Hugging Face layout or a hub id such as Qwen/Qwen2.5-0.5B"
         )
     return source

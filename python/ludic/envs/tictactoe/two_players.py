@@ -17,7 +17,10 @@ class TwoPlayerTicTacToeEnv(LudicEnv[str, str, str]):
     """The agents are `X` and `O`; each sees the other's move when its own is due, and how the game ended, whoever moved last.
 
     The first `random_moves` moves of a game are drawn from its seed, so that the members of a group meet the same opening; with an odd
-    number O is the first to choose. A move that is not legal ends the game: its player earns `illegal_reward`, the other `draw_reward`.
+    number O is the first to choose. A text that shows the last move alone, as `MoveText` does, leaves out what was drawn before it:
+    with more than one such move a player cannot know the board.
+
+    A move that is not legal ends the game: its player earns `illegal_reward`, the other `draw_reward`.
 
     The info of a player's last step: `result` (win, draw, loss, illegal, or forfeit where the other's move was not legal), `won`,
     `drawn`, `illegal_move`, `board`.
