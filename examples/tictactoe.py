@@ -143,13 +143,13 @@ async def run(
     model = make_small_model(network)
     client = LocalChatClient(model, tokenizer)
     sizes = {"model_device": "cpu", "max_seq_len": 256, "micro_token_budget": 4096, "overhead_tokens": 64}
-    sizes |= {"pad_token_id": tokenizer.pad_token_id}
+    sizes |= {"pad_token_id": tokenizer.pad_token_id, "lr_min_ratio": 0.05}
 
     imitation = Trainer(
         model=model,
         algo=make_sft(normalizer="tokens"),
         batch_source=DemonstrationSource(TicTacToe(), tokenizer, batch_size=64, seed=seed),
-        cfg=TrainerConfig(lr=3e-3, betas=(0.9, 0.95), lr_scheduler_type="cosine", lr_min_ratio=0.05, sync_every_steps=0, **sizes),
+        cfg=TrainerConfig(lr=3e-3, betas=(0.9, 0.95), lr_scheduler_type="cosine", warmup_steps=20, sync_every_steps=0, **sizes),
         total_training_steps=warmup,
     )
     started = time.perf_counter()
@@ -178,7 +178,7 @@ async def run(
             betas=(0.9, 0.99),
             weight_decay=0.0,
             lr_scheduler_type="linear",
-            lr_min_ratio=0.05,
+            warmup_steps=10,
             minibatches_per_batch=4,
             **sizes,
         ),
