@@ -1,12 +1,19 @@
 """The flags of `ludic train-rm`: every one of the documented command, its key and its type, and what is said of wrong ones."""
 
+import shlex
+
 import pytest
 
 from ludic.errors import ConfigError
 from ludic.recipes.compose import Override
 from ludic.recipes.rm.flags import FLAGS, SWITCHES, overrides_of_flags
 
-DOCUMENTED = ["--model", "Qwen/Qwen2.5-0.5B", "--hf-dataset", "stanfordnlp/SHP", "--hf-split", "train", "--limit", "5000", "--steps", "1000", "--batch-size", "16", "--micro-token-budget", "8192", "--max-seq-len", "1024", "--lr", "5e-6", "--weight-decay", "0.01", "--warmup-steps", "50", "--lr-scheduler", "cosine", "--beta", "1.0", "--regularization-lambda", "0.001", "--label-smoothing", "0.05", "--lora", "--lora-rank", "8", "--eval-split", "test", "--eval-limit", "1000", "--eval-every", "100", "--early-stopping-patience", "5", "--profile-memory", "--output-dir", "checkpoints_rm_v2"]
+DOCUMENTED = shlex.split("""
+    --model Qwen/Qwen2.5-0.5B --hf-dataset stanfordnlp/SHP --hf-split train --limit 5000 --steps 1000 --batch-size 16
+    --micro-token-budget 8192 --max-seq-len 1024 --lr 5e-6 --weight-decay 0.01 --warmup-steps 50 --lr-scheduler cosine --beta 1.0
+    --regularization-lambda 0.001 --label-smoothing 0.05 --lora --lora-rank 8 --eval-split test --eval-limit 1000 --eval-every 100
+    --early-stopping-patience 5 --profile-memory --output-dir checkpoints_rm_v2
+""")
 
 
 def settings(*arguments: str) -> dict[str, object]:
