@@ -22,6 +22,7 @@ _HOMES = {
         "split_items_by_token_budget",
     ),
     "batching.offline": ("OfflineBatchSource", "make_chat_template_step_to_item"),
+    "batching.pair_batches": ("preference_batches",),
     "batching.requests_from_dataset": (
         "RequestsExhausted",
         "make_dataset_queue_requests_fn",
@@ -31,6 +32,7 @@ _HOMES = {
     "batching.rollout_engine": ("RolloutEngine",),
     "batching.synced_batching": ("RolloutBatchSource",),
     "checkpoint": ("CheckpointConfig", "CheckpointManager"),
+    "classification_metrics": ("PreferenceMetrics",),
     "config": ("TrainerConfig",),
     "credit_assignment": (
         "ConstantCredit",
@@ -53,6 +55,7 @@ _HOMES = {
     "loggers": ("JSONLLogger", "PrintLogger", "RichLiveLogger", "TeeLogger", "TrainingLogger", "WandbLogger"),
     "loss": (
         "BatchTotals",
+        "BradleyTerryLoss",
         "CISPOLoss",
         "ClippedSurrogateLoss",
         "CompositeLoss",
@@ -68,7 +71,9 @@ _HOMES = {
         "TokenKLLoss",
         "selective_log_softmax",
     ),
+    "preference_evaluator": ("PreferenceEvaluator",),
     "presets": (
+        "make_bradley_terry",
         "make_cispo",
         "make_grpo",
         "make_gspo",
@@ -77,6 +82,7 @@ _HOMES = {
         "make_scalerl",
         "make_sft",
     ),
+    "rm_trainer": ("RMTrainer", "RMTrainerConfig"),
     "schedule": ("LearningRateSchedule",),
     "stats": ("Reducer", "aggregate_stats", "apply_reducers_to_records", "default_reducers"),
     "trainer": ("Trainer",),
@@ -135,6 +141,7 @@ if TYPE_CHECKING:
         OfflineBatchSource as OfflineBatchSource,
         make_chat_template_step_to_item as make_chat_template_step_to_item,
     )
+    from ludic.training.batching.pair_batches import preference_batches as preference_batches
     from ludic.training.batching.requests_from_dataset import (
         RequestsExhausted as RequestsExhausted,
         make_dataset_queue_requests_fn as make_dataset_queue_requests_fn,
@@ -144,6 +151,7 @@ if TYPE_CHECKING:
     from ludic.training.batching.rollout_engine import RolloutEngine as RolloutEngine
     from ludic.training.batching.synced_batching import RolloutBatchSource as RolloutBatchSource
     from ludic.training.checkpoint import CheckpointConfig as CheckpointConfig, CheckpointManager as CheckpointManager
+    from ludic.training.classification_metrics import PreferenceMetrics as PreferenceMetrics
     from ludic.training.config import TrainerConfig as TrainerConfig
     from ludic.training.credit_assignment import (
         ConstantCredit as ConstantCredit,
@@ -173,6 +181,7 @@ if TYPE_CHECKING:
     )
     from ludic.training.loss import (
         BatchTotals as BatchTotals,
+        BradleyTerryLoss as BradleyTerryLoss,
         CISPOLoss as CISPOLoss,
         ClippedSurrogateLoss as ClippedSurrogateLoss,
         CompositeLoss as CompositeLoss,
@@ -188,7 +197,9 @@ if TYPE_CHECKING:
         TokenKLLoss as TokenKLLoss,
         selective_log_softmax as selective_log_softmax,
     )
+    from ludic.training.preference_evaluator import PreferenceEvaluator as PreferenceEvaluator
     from ludic.training.presets import (
+        make_bradley_terry as make_bradley_terry,
         make_cispo as make_cispo,
         make_grpo as make_grpo,
         make_gspo as make_gspo,
@@ -197,6 +208,7 @@ if TYPE_CHECKING:
         make_scalerl as make_scalerl,
         make_sft as make_sft,
     )
+    from ludic.training.rm_trainer import RMTrainer as RMTrainer, RMTrainerConfig as RMTrainerConfig
     from ludic.training.schedule import LearningRateSchedule as LearningRateSchedule
     from ludic.training.stats import (
         Reducer as Reducer,
