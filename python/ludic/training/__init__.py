@@ -32,6 +32,7 @@ _HOMES = {
     "batching.rollout_engine": ("RolloutEngine",),
     "batching.synced_batching": ("RolloutBatchSource",),
     "checkpoint": ("CheckpointConfig", "CheckpointManager"),
+    "chat_template_utils": ("ChatTemplateResult", "format_chat_template_text", "tokenize_with_chat_template"),
     "classification_metrics": ("PreferenceMetrics",),
     "config": ("TrainerConfig",),
     "credit_assignment": (
@@ -72,6 +73,12 @@ _HOMES = {
         "selective_log_softmax",
     ),
     "preference_evaluator": ("PreferenceEvaluator",),
+    "preference_utils": (
+        "create_preference_saw_items",
+        "load_preference_items",
+        "preference_dataset_to_saw_items",
+        "shuffle_preference_pairs",
+    ),
     "presets": (
         "make_bradley_terry",
         "make_cispo",
@@ -150,6 +157,11 @@ if TYPE_CHECKING:
     )
     from ludic.training.batching.rollout_engine import RolloutEngine as RolloutEngine
     from ludic.training.batching.synced_batching import RolloutBatchSource as RolloutBatchSource
+    from ludic.training.chat_template_utils import (
+        ChatTemplateResult as ChatTemplateResult,
+        format_chat_template_text as format_chat_template_text,
+        tokenize_with_chat_template as tokenize_with_chat_template,
+    )
     from ludic.training.checkpoint import CheckpointConfig as CheckpointConfig, CheckpointManager as CheckpointManager
     from ludic.training.classification_metrics import PreferenceMetrics as PreferenceMetrics
     from ludic.training.config import TrainerConfig as TrainerConfig
@@ -198,6 +210,12 @@ if TYPE_CHECKING:
         selective_log_softmax as selective_log_softmax,
     )
     from ludic.training.preference_evaluator import PreferenceEvaluator as PreferenceEvaluator
+    from ludic.training.preference_utils import (
+        create_preference_saw_items as create_preference_saw_items,
+        load_preference_items as load_preference_items,
+        preference_dataset_to_saw_items as preference_dataset_to_saw_items,
+        shuffle_preference_pairs as shuffle_preference_pairs,
+    )
     from ludic.training.presets import (
         make_bradley_terry as make_bradley_terry,
         make_cispo as make_cispo,
