@@ -27,6 +27,13 @@ class DataTypeError(LudicError, TypeError):
     """A sample whose sequences are of a type that holds no numbers of the right kind."""
 
 
+class DataKeyError(LudicError, KeyError):
+    """A sample whose metadata lacks a key; the message names the sample."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # KeyError would show the message in quotes
+
+
 class MissingExtraError(LudicError, ImportError):
     """An optional dependency that is not installed; the message names the extra that brings it."""
 

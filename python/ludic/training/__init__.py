@@ -22,6 +22,7 @@ _HOMES = {
         "split_items_by_token_budget",
     ),
     "batching.offline": ("OfflineBatchSource", "make_chat_template_step_to_item"),
+    "batching.pair_batches": ("preference_batches",),
     "batching.requests_from_dataset": (
         "RequestsExhausted",
         "make_dataset_queue_requests_fn",
@@ -31,6 +32,8 @@ _HOMES = {
     "batching.rollout_engine": ("RolloutEngine",),
     "batching.synced_batching": ("RolloutBatchSource",),
     "checkpoint": ("CheckpointConfig", "CheckpointManager"),
+    "chat_template_utils": ("ChatTemplateResult", "format_chat_template_text", "tokenize_with_chat_template"),
+    "classification_metrics": ("PreferenceMetrics",),
     "config": ("TrainerConfig",),
     "credit_assignment": (
         "ConstantCredit",
@@ -53,6 +56,7 @@ _HOMES = {
     "loggers": ("JSONLLogger", "PrintLogger", "RichLiveLogger", "TeeLogger", "TrainingLogger", "WandbLogger"),
     "loss": (
         "BatchTotals",
+        "BradleyTerryLoss",
         "CISPOLoss",
         "ClippedSurrogateLoss",
         "CompositeLoss",
@@ -68,7 +72,15 @@ _HOMES = {
         "TokenKLLoss",
         "selective_log_softmax",
     ),
+    "preference_evaluator": ("PreferenceEvaluator",),
+    "preference_utils": (
+        "create_preference_saw_items",
+        "load_preference_items",
+        "preference_dataset_to_saw_items",
+        "shuffle_preference_pairs",
+    ),
     "presets": (
+        "make_bradley_terry",
         "make_cispo",
         "make_grpo",
         "make_grpo_with_rm",
@@ -81,6 +93,7 @@ _HOMES = {
     ),
     "reward_credit": ("CombineMode", "RewardModelCreditAssigner"),
     "reward_scorer": ("RewardModelClient", "RewardModelReward", "RewardModelScorer"),
+    "rm_trainer": ("RMTrainer", "RMTrainerConfig"),
     "schedule": ("LearningRateSchedule",),
     "stats": ("Reducer", "aggregate_stats", "apply_reducers_to_records", "default_reducers"),
     "trainer": ("Trainer",),
@@ -139,6 +152,7 @@ if TYPE_CHECKING:
         OfflineBatchSource as OfflineBatchSource,
         make_chat_template_step_to_item as make_chat_template_step_to_item,
     )
+    from ludic.training.batching.pair_batches import preference_batches as preference_batches
     from ludic.training.batching.requests_from_dataset import (
         RequestsExhausted as RequestsExhausted,
         make_dataset_queue_requests_fn as make_dataset_queue_requests_fn,
@@ -147,7 +161,13 @@ if TYPE_CHECKING:
     )
     from ludic.training.batching.rollout_engine import RolloutEngine as RolloutEngine
     from ludic.training.batching.synced_batching import RolloutBatchSource as RolloutBatchSource
+    from ludic.training.chat_template_utils import (
+        ChatTemplateResult as ChatTemplateResult,
+        format_chat_template_text as format_chat_template_text,
+        tokenize_with_chat_template as tokenize_with_chat_template,
+    )
     from ludic.training.checkpoint import CheckpointConfig as CheckpointConfig, CheckpointManager as CheckpointManager
+    from ludic.training.classification_metrics import PreferenceMetrics as PreferenceMetrics
     from ludic.training.config import TrainerConfig as TrainerConfig
     from ludic.training.credit_assignment import (
         ConstantCredit as ConstantCredit,
@@ -177,6 +197,7 @@ if TYPE_CHECKING:
     )
     from ludic.training.loss import (
         BatchTotals as BatchTotals,
+        BradleyTerryLoss as BradleyTerryLoss,
         CISPOLoss as CISPOLoss,
         ClippedSurrogateLoss as ClippedSurrogateLoss,
         CompositeLoss as CompositeLoss,
@@ -192,7 +213,15 @@ if TYPE_CHECKING:
         TokenKLLoss as TokenKLLoss,
         selective_log_softmax as selective_log_softmax,
     )
+    from ludic.training.preference_evaluator import PreferenceEvaluator as PreferenceEvaluator
+    from ludic.training.preference_utils import (
+        create_preference_saw_items as create_preference_saw_items,
+        load_preference_items as load_preference_items,
+        preference_dataset_to_saw_items as preference_dataset_to_saw_items,
+        shuffle_preference_pairs as shuffle_preference_pairs,
+    )
     from ludic.training.presets import (
+        make_bradley_terry as make_bradley_terry,
         make_cispo as make_cispo,
         make_grpo as make_grpo,
         make_grpo_with_rm as make_grpo_with_rm,
@@ -212,6 +241,7 @@ if TYPE_CHECKING:
         RewardModelReward as RewardModelReward,
         RewardModelScorer as RewardModelScorer,
     )
+    from ludic.training.rm_trainer import RMTrainer as RMTrainer, RMTrainerConfig as RMTrainerConfig
     from ludic.training.schedule import LearningRateSchedule as LearningRateSchedule
     from ludic.training.stats import (
         Reducer as Reducer,

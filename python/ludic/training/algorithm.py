@@ -16,6 +16,7 @@ from ludic.types import is_list_of
 
 if TYPE_CHECKING:
     from ludic.training.presets import (
+        make_bradley_terry,
         make_cispo,
         make_dr_grpo,
         make_gmpo,
@@ -38,6 +39,7 @@ __all__ = [
     "compose_preprocess",
     "drop_zero_weight_samples",
     "filter_zero_variance_groups",
+    "make_bradley_terry",
     "make_cispo",
     "make_dr_grpo",
     "make_gmpo",

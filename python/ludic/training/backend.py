@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,8 +25,10 @@ from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.futures import TrainFuture
 from ludic.training.loss import BatchTotals, SharedContext
+from ludic.training.loss.base import needs_first_pass
 from ludic.training.memory import MemoryProfile
 from ludic.training.nonfinite import nonfinite_report
+from ludic.training.rng import preserved_rng
 from ludic.training.state_files import read_model, read_optimizer, write_model, write_optimizer
 from ludic.training.weights import ParamFilter, published_weights
 
@@ -134,6 +136,7 @@ class TorchBackend:
 
     def _forward_backward(self, batch: MicroBatches, totals: BatchTotals | None) -> BackwardResult:
         self.model.train()
+        totals = self._with_first_pass(batch, totals)
         result = BackwardResult(torch.zeros((), device=self.cfg.model_device))
         for index, micro_batch in enumerate(batch):
             with self._gradient_sync(last=index == len(batch) - 1):
@@ -144,6 +147,22 @@ class TorchBackend:
         self._pending.append((batch, totals))
         self._loss = result.loss if self._loss is None else self._loss + result.loss
         return result
+
+    @torch.no_grad()
+    def _with_first_pass(self, batch: MicroBatches, totals: BatchTotals | None) -> BatchTotals | None:
+        """`totals` with what the loss must measure on every sample before its gradient on any. Dropout draws the same masks as in the
+        pass with gradient."""
+        loss: Any = self.algo.loss
+        if totals is None or not needs_first_pass(loss) or (len(batch) == 1 and not ranks.is_distributed()):
+            return totals
+        sums: dict[str, Tensor] = {}
+        with preserved_rng(), self._autocast():
+            for micro_batch in batch:
+                found = loss.first_pass(forward_logits(self.model, micro_batch.tensors), micro_batch.tensors)
+                sums = {name: sums.get(name, 0.0) + value for name, value in found.items()}
+        everywhere = ranks.sum_over_ranks([float(value) for value in sums.values()], self.cfg.model_device)
+        measured = {name: value.new_tensor(total) for (name, value), total in zip(sums.items(), everywhere, strict=True)}
+        return replace(totals, measured=measured)
 
     def _backward(self, micro_batch: MicroBatch, totals: BatchTotals | None) -> tuple[Tensor, dict[str, Any]]:
         """Add the gradient of one micro-batch; its loss, and its statistics."""

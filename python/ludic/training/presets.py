@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ludic.errors import ConfigError
 from ludic.training.algorithm import (
     PreprocessFn,
     RLAlgorithm,
@@ -17,6 +18,7 @@ from ludic.training.credit_assignment import (
     MonteCarloReturn,
 )
 from ludic.training.loss import (
+    BradleyTerryLoss,
     CISPOLoss,
     ClippedSurrogateLoss,
     CompositeLoss,
@@ -32,9 +34,11 @@ from ludic.training.loss import (
     TokenKLLoss,
 )
 from ludic.training.reward_credit import CombineMode, RewardModelCreditAssigner
+from ludic.training.loss.preference import RegularizationType, ScoreType
 from ludic.training.types import SAWBatch
 
 __all__ = [
+    "make_bradley_terry",
     "make_cispo",
     "make_dr_grpo",
     "make_gmpo",
@@ -331,6 +335,36 @@ def make_scalerl_with_rm(
         credit_assigner=RewardModelCreditAssigner(rm_mode, rm_coeff, rm_alpha, rm_score_key, inner),
         loss=_with_kl(loss, kl_coeff, length_normalize),
         preprocess=compose_preprocess(_filtering_groups(zvp_filter_eps), ratios) if filter_zvp else ratios,
+
+
+def make_bradley_terry(
+    *,
+    beta: float = 1.0,
+    score_type: ScoreType = "reward",
+    name: str = "bradley_terry",
+    lambda_regularization: float = 0.0,
+    regularization_lambda: float | None = None,
+    regularization_type: RegularizationType = "l2",
+    label_smoothing: float = 0.0,
+    score_regularization_lambda: float = 0.0,
+) -> RLAlgorithm:
+    """A reward model from preference pairs, for `RMTrainer`. `regularization_lambda` is another name of `lambda_regularization`."""
+    if regularization_lambda is not None and lambda_regularization not in (0.0, regularization_lambda):
+        raise ConfigError(
+            f"lambda_regularization ({lambda_regularization}) and regularization_lambda ({regularization_lambda}) are two names of one "
+            "setting; give one of them"
+        )
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=ConstantCredit(1.0),
+        loss=BradleyTerryLoss(
+            beta=beta,
+            score_type=score_type,
+            regularization_lambda=lambda_regularization if regularization_lambda is None else regularization_lambda,
+            regularization_type=regularization_type,
+            label_smoothing=label_smoothing,
+            score_regularization_lambda=score_regularization_lambda,
+        ),
     )
 
 

@@ -18,7 +18,7 @@ from ludic import _core
 from ludic.errors import ConfigError, DataError
 from ludic.training.types import SAWBatch, SAWItem
 
-COUNT_KEYS = frozenset({"num_samples", "target_rollouts", "effective_rollouts", "total_completion_tokens"})
+COUNT_KEYS = frozenset({"num_samples", "target_rollouts", "effective_rollouts", "total_completion_tokens", "num_pairs"})
 KINDS = ("mean", "sum", "count_true")
 
 ReducerKind = Literal["mean", "sum", "count_true"]

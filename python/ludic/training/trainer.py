@@ -7,7 +7,7 @@ weights, keep a checkpoint, log. What a step measures is in `step_record`, what 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from ludic.errors import CheckpointError, ConfigError, EmptyBatchError
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend import TorchBackend, TrainingBackend, build_optimizer
-from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, Rows
 from ludic.training.batching.requests_from_dataset import RequestsExhausted
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
@@ -32,7 +32,7 @@ from ludic.training.schedule import LearningRateSchedule
 from ludic.training.stats import Reducer, default_reducers, distinct_rollouts, group_keys
 from ludic.training.step_record import StepRecord
 from ludic.training.timings import PhaseTimer
-from ludic.training.types import BatchSource, SAWBatch
+from ludic.training.types import BatchSource, SAWBatch, SAWItem
 from ludic.training.weights import ParamFilter
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class Trainer:
         for epoch in range(self.cfg.epochs_per_batch):
             for rows in macro.divide(self.cfg.minibatches_per_batch, seed=self.cfg.seed, step=self._step, epoch=epoch):
                 with timer.phase("batching"):
-                    mini_batch = MiniBatch(macro, rows, self.cfg, skip_zero_weight=self._skips_zero_weight)
+                    mini_batch = self._mini_batch(macro, rows)
                 if len(mini_batch):
                     await self._optimize(mini_batch, record)
                 record.add_padding(mini_batch)
@@ -188,6 +188,14 @@ class Trainer:
             await self.publish(timer)
         self._checkpoint(timer)
         return self._logged(record)
+
+    def _ingest(self, items: Sequence[SAWItem]) -> MacroBatch:
+        """The samples of a batch, cut, without those that have nothing to train; a subclass may keep some together."""
+        return MacroBatch.ingest(items, self.cfg.max_seq_len, merge_turns=self._merges_turns)
+
+    def _mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
+        """The samples at `rows`, split into micro-batches and collated as they are asked for."""
+        return MiniBatch(macro, rows, self.cfg, skip_zero_weight=self._skips_zero_weight)
 
     @property
     def _skips_zero_weight(self) -> bool:
@@ -208,7 +216,7 @@ class Trainer:
                 fetched, stale = fetched + len(given.items), stale + len(given.items) - len(batch.items)
                 if self.algo.preprocess is not None and batch.items:
                     batch = await awaited(self.algo.preprocess(batch))
-                macro = MacroBatch.ingest(batch.items, self.cfg.max_seq_len, merge_turns=self._merges_turns)
+                macro = self._ingest(batch.items)
             if macro.items:
                 batch.items = macro.items
                 batch.meta["effective_rollouts"] = distinct_rollouts(macro.items)
@@ -290,13 +298,14 @@ class Trainer:
         concurrency: int | None = None,
         log_fn: LogFn | None = None,
     ) -> dict[str, Any]:
-        """Evaluate on rank 0: `records` and `metrics`, empty on the others. What is not given here or in the config is the
-        evaluator's to decide. Random generators are left as they were."""
+        """Evaluate on rank 0: `records` and `metrics`, empty on the others; on all ranks with an evaluator that says
+        `on_all_ranks`. What is not given here or in the config is the evaluator's to decide. Random generators are left as they
+        were."""
         if self.evaluator is None:
             raise ConfigError("the trainer has no evaluator; pass evaluator=")
         records: list[Any] = []
         metrics: Stats = {}
-        if ranks.rank() == 0:
+        if ranks.rank() == 0 or getattr(self.evaluator, "on_all_ranks", False):
             with preserved_rng():
                 records, metrics = await self.evaluator.eval(
                     reducers=reducers,
@@ -306,7 +315,7 @@ class Trainer:
                 )
             self.last_eval = {f"eval/{name}": value for name, value in metrics.items()} | {"eval/step": float(self._step)}
             self._log(self.last_eval)
-            if log_fn is not None:
+            if log_fn is not None and ranks.rank() == 0:
                 await awaited(log_fn(self.last_eval))
         ranks.barrier()
         return {"records": records, "metrics": metrics}
