@@ -33,8 +33,8 @@ from ludic.training.loss import (
     TokenClippedSurrogateLoss,
     TokenKLLoss,
 )
-from ludic.training.reward_credit import CombineMode, RewardModelCreditAssigner
 from ludic.training.loss.preference import RegularizationType, ScoreType
+from ludic.training.reward_credit import CombineMode, RewardModelCreditAssigner
 from ludic.training.types import SAWBatch
 
 __all__ = [
@@ -335,6 +335,7 @@ def make_scalerl_with_rm(
         credit_assigner=RewardModelCreditAssigner(rm_mode, rm_coeff, rm_alpha, rm_score_key, inner),
         loss=_with_kl(loss, kl_coeff, length_normalize),
         preprocess=compose_preprocess(_filtering_groups(zvp_filter_eps), ratios) if filter_zvp else ratios,
+    )
 
 
 def make_bradley_terry(
