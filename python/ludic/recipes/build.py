@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from difflib import get_close_matches
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 from ludic.envs.tasks import Addition, DigitSort, EpisodicTask, Task, TicTacToe, Tools, as_episodic
 from ludic.errors import ConfigError
@@ -17,6 +17,8 @@ from ludic.recipes.schema import Recipe, TaskSection
 from ludic.training import presets
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.config import TrainerConfig
+
+C = TypeVar("C", bound=TrainerConfig)
 
 TASKS: dict[str, Callable[..., Task | EpisodicTask]] = {
     "sort": DigitSort,
@@ -59,9 +61,14 @@ def build_task(
         return _call(DataTask, {**section.args, **given}, "task.args")
     if data is not None or reward is not None:
         raise ConfigError(f"data and reward make a task of their own (task.kind=data); task.kind is {section.kind}")
-    if ":" in section.kind:
-        return _call(import_named(section.kind, "task.kind"), section.args, "task.args")
-    return _call(_look_up(TASKS, section.kind, "task.kind"), section.args, "task.args")
+    return build_named(TASKS, section)
+
+
+def build_named(registry: dict[str, Callable[..., Any]], section: TaskSection) -> Any:
+    """What the registry has by that name, or a class of the user's own as `package.module:Class`, with its arguments."""
+    own = ":" in section.kind
+    make = import_named(section.kind, "task.kind") if own else _look_up(registry, section.kind, "task.kind")
+    return _call(make, section.args, "task.args")
 
 
 def task_of(recipe: Recipe) -> EpisodicTask:
@@ -79,10 +86,14 @@ def build_algorithm(recipe: Recipe) -> RLAlgorithm:
 
 
 def build_trainer_config(section: Any, *, pad_token_id: int, seed: int) -> TrainerConfig:
+    return build_config(TrainerConfig, section, pad_token_id=pad_token_id, seed=seed)
+
+
+def build_config(config: type[C], section: Any, *, pad_token_id: int, seed: int) -> C:
     """Fields left at their default are not passed, so that the trainer can tell what was asked for."""
-    defaults = TrainerConfig()
+    defaults = config()
     asked = {name: value for name, value in asdict(section).items() if value != getattr(defaults, name)}
-    return TrainerConfig(**asked, pad_token_id=pad_token_id, seed=seed)
+    return config(**asked, pad_token_id=pad_token_id, seed=seed)
 
 
 def _look_up(registry: dict[str, Callable[..., Any]], name: str, setting: str) -> Callable[..., Any]:

@@ -142,10 +142,10 @@ DERIVED = ("pad_token_id", "seed")
 
 
 @cache
-def trainer_section() -> type[Any]:
-    """`TrainerConfig` as OmegaConf can hold it: the same fields and defaults, without the derived, literals as plain types."""
-    hints = get_type_hints(TrainerConfig)
-    chosen = [item for item in fields(TrainerConfig) if item.init and item.name not in DERIVED]
+def trainer_section(config: type[TrainerConfig] = TrainerConfig) -> type[Any]:
+    """`config` as OmegaConf can hold it: the same fields and defaults, without the derived, literals as plain types."""
+    hints = get_type_hints(config)
+    chosen = [item for item in fields(config) if item.init and item.name not in DERIVED]
     return make_dataclass("TrainerSection", [(item.name, _plain(hints[item.name]), _copied(item)) for item in chosen])
 
 
