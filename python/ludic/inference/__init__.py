@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 from ludic.inference.client import ChatClient, VersionedClient
 from ludic.inference.extensions import BackendExtensions, VLLMExtensions
 from ludic.inference.request import ChatCompletionRequest, InferenceSpec, ReturnSpec, ToolRequest
+from ludic.inference.reward_types import PoolingType, RewardModelTrainingMode, ScoringRequest, ScoringResponse
 from ludic.inference.sampling import SamplingConfig, SamplingParams
 
 if TYPE_CHECKING:
     from ludic.inference.local import LocalChatClient
+    from ludic.inference.local_reward import LocalRewardModel
     from ludic.inference.openai_client import OpenAIChatClient
 
 __all__ = [
@@ -20,10 +22,15 @@ __all__ = [
     "ChatCompletionRequest",
     "InferenceSpec",
     "LocalChatClient",
+    "LocalRewardModel",
     "OpenAIChatClient",
+    "PoolingType",
     "ReturnSpec",
+    "RewardModelTrainingMode",
     "SamplingConfig",
     "SamplingParams",
+    "ScoringRequest",
+    "ScoringResponse",
     "ToolRequest",
     "VLLMExtensions",
     "VersionedClient",
@@ -35,6 +42,10 @@ def __getattr__(name: str) -> Any:
         from ludic.inference.local import LocalChatClient
 
         return LocalChatClient
+    if name == "LocalRewardModel":
+        from ludic.inference.local_reward import LocalRewardModel
+
+        return LocalRewardModel
     if name == "OpenAIChatClient":
         from ludic.inference.openai_client import OpenAIChatClient
 

@@ -85,12 +85,13 @@ def decode(model: nn.Module, requests: Sequence[DecodeRequest], *, eos_ids: froz
 
     The model runs in evaluation mode and without gradients; both are as they were afterwards, module by module.
     """
-    with _evaluating(model), torch.no_grad():  # what inference mode made could not be part of a later backward pass
+    with evaluating(model), torch.no_grad():  # what inference mode made could not be part of a later backward pass
         return _Decoding(model, requests, eos_ids, pad_id).run()
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; every module as it was after."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False

@@ -83,12 +83,16 @@ _HOMES = {
         "make_bradley_terry",
         "make_cispo",
         "make_grpo",
+        "make_grpo_with_rm",
         "make_gspo",
         "make_reinforce",
         "make_reinforce_baseline",
         "make_scalerl",
+        "make_scalerl_with_rm",
         "make_sft",
     ),
+    "reward_credit": ("CombineMode", "RewardModelCreditAssigner"),
+    "reward_scorer": ("RewardModelClient", "RewardModelReward", "RewardModelScorer"),
     "rm_trainer": ("RMTrainer", "RMTrainerConfig"),
     "schedule": ("LearningRateSchedule",),
     "stats": ("Reducer", "aggregate_stats", "apply_reducers_to_records", "default_reducers"),
@@ -220,11 +224,22 @@ if TYPE_CHECKING:
         make_bradley_terry as make_bradley_terry,
         make_cispo as make_cispo,
         make_grpo as make_grpo,
+        make_grpo_with_rm as make_grpo_with_rm,
         make_gspo as make_gspo,
         make_reinforce as make_reinforce,
         make_reinforce_baseline as make_reinforce_baseline,
         make_scalerl as make_scalerl,
+        make_scalerl_with_rm as make_scalerl_with_rm,
         make_sft as make_sft,
+    )
+    from ludic.training.reward_credit import (
+        CombineMode as CombineMode,
+        RewardModelCreditAssigner as RewardModelCreditAssigner,
+    )
+    from ludic.training.reward_scorer import (
+        RewardModelClient as RewardModelClient,
+        RewardModelReward as RewardModelReward,
+        RewardModelScorer as RewardModelScorer,
     )
     from ludic.training.rm_trainer import RMTrainer as RMTrainer, RMTrainerConfig as RMTrainerConfig
     from ludic.training.schedule import LearningRateSchedule as LearningRateSchedule

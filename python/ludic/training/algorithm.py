@@ -21,11 +21,13 @@ if TYPE_CHECKING:
         make_dr_grpo,
         make_gmpo,
         make_grpo,
+        make_grpo_with_rm,
         make_gspo,
         make_reinforce,
         make_reinforce_baseline,
         make_sapo,
         make_scalerl,
+        make_scalerl_with_rm,
         make_sft,
     )
 
@@ -42,11 +44,13 @@ __all__ = [
     "make_dr_grpo",
     "make_gmpo",
     "make_grpo",
+    "make_grpo_with_rm",
     "make_gspo",
     "make_reinforce",
     "make_reinforce_baseline",
     "make_sapo",
     "make_scalerl",
+    "make_scalerl_with_rm",
     "make_sft",
     "validate_actor_logps",
 ]
