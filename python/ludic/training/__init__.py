@@ -79,6 +79,7 @@ _HOMES = {
         "preference_dataset_to_saw_items",
         "shuffle_preference_pairs",
     ),
+    "lora": ("LoraSettings", "apply_lora", "find_target_modules"),
     "presets": (
         "make_bradley_terry",
         "make_cispo",
@@ -194,6 +195,11 @@ if TYPE_CHECKING:
         TeeLogger as TeeLogger,
         TrainingLogger as TrainingLogger,
         WandbLogger as WandbLogger,
+    )
+    from ludic.training.lora import (
+        LoraSettings as LoraSettings,
+        apply_lora as apply_lora,
+        find_target_modules as find_target_modules,
     )
     from ludic.training.loss import (
         BatchTotals as BatchTotals,
