@@ -13,6 +13,7 @@ from ludic.envs.tasks import Addition, DigitSort, EpisodicTask, Task, TicTacToe,
 from ludic.errors import ConfigError
 from ludic.recipes.data_task import DataTask
 from ludic.recipes.importing import import_named
+from ludic.recipes.reward_model import judged_by
 from ludic.recipes.schema import Recipe, TaskSection
 from ludic.training import presets
 from ludic.training.algorithm import RLAlgorithm
@@ -53,11 +54,17 @@ def check_numbers(recipe: Recipe) -> None:
 
 
 def build_task(
-    section: TaskSection, *, data: str | None = None, reward: Any = None, reward_weights: Any = None
+    section: TaskSection,
+    *,
+    data: str | None = None,
+    reward: Any = None,
+    reward_weights: Any = None,
+    judged: bool = False,
 ) -> Task | EpisodicTask:
-    """A built-in task by its name, a class of the user's own as `package.module:Class`, or a data set with its rewards."""
+    """A built-in task by its name, a class of the user's own as `package.module:Class`, or a data set with its rewards, or
+    `judged` by a reward model alone."""
     if section.kind == "data":
-        given = {"data": data, "reward": reward, "reward_weights": reward_weights}
+        given = {"data": data, "reward": reward, "reward_weights": reward_weights, "judged": judged}
         return _call(DataTask, {**section.args, **given}, "task.args")
     if data is not None or reward is not None:
         raise ConfigError(f"data and reward make a task of their own (task.kind=data); task.kind is {section.kind}")
@@ -73,7 +80,24 @@ def build_named(registry: dict[str, Callable[..., Any]], section: TaskSection) -
 
 def task_of(recipe: Recipe) -> EpisodicTask:
     """The task of a recipe, whatever it is, as one of episodes."""
-    return as_episodic(build_task(recipe.task, data=recipe.data, reward=recipe.reward, reward_weights=recipe.reward_weights))
+    given = {"data": recipe.data, "reward": recipe.reward, "reward_weights": recipe.reward_weights}
+    return as_episodic(build_task(recipe.task, **given, judged=recipe.reward_model is not None))
+
+
+def with_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> EpisodicTask:
+    """The task, whose training the recipe's reward model rewards if there is one. `tokenizer` is the policy's."""
+    if recipe.reward_model is None:
+        if recipe.reward_model_args:
+            raise ConfigError("reward_model_args are those of a reward model; set reward_model=DIRECTORY")
+        return task
+    given = {
+        "task": task,
+        "tokenizer": tokenizer,
+        "source": recipe.reward_model,
+        "device": recipe.trainer.model_device,
+    }
+    judged_task: EpisodicTask = _call(judged_by, {**recipe.reward_model_args, **given}, "reward_model_args")
+    return judged_task
 
 
 def build_algorithm(recipe: Recipe) -> RLAlgorithm:

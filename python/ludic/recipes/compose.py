@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ludic.errors import ConfigError
 from ludic.recipes.schema import Recipe, trainer_section
 
-_OPEN_SECTIONS = ("task.args", "algorithm_args", "reward")  # their keys are checked by what they are for
+_OPEN_SECTIONS = ("task.args", "algorithm_args", "reward", "reward_model_args")  # their keys are checked by what they are for
 _PER_ALGORITHM, LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys
 
 _EXPLAINED = {

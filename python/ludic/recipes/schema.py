@@ -119,6 +119,11 @@ class Recipe:
     """What rewards the answers to them: `module:function`, `gsm8k`, `math`, or a list of these."""
     reward_weights: Any = None
     """A number for each reward function; null: 1."""
+    reward_model: Optional[str] = None  # noqa: UP045
+    """Folder of a reward model, such as a `ludic train-rm` run: its score rewards the answers in training, in the place of the task's own
+    reward, which held-out measurement keeps."""
+    reward_model_args: dict[str, Any] = field(default_factory=dict)
+    """mode (replace, add, multiply, weighted, bonus), rm_coeff, alpha, normalize, dtype, micro_token_budget, batch_size, timeout_s."""
     algorithm: str = MISSING
     """cispo, grpo, gspo, reinforce, reinforce_baseline or scalerl."""
     algorithm_args: dict[str, Any] = field(default_factory=dict)
