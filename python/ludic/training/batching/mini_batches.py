@@ -7,7 +7,7 @@ through the model at once; it is collated when it is asked for, so that only one
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from ludic.training import ranks
 from ludic.training.batching.micro_batching import MicroBatch, to_tensors, truncate_item
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
+from ludic.training.loss.base import as_collated
 from ludic.training.types import SAWItem
 
 Rows = NDArray[np.int64]
@@ -43,6 +44,9 @@ class MacroBatch:
     """Samples dropped because the cut left no action token to predict."""
     without_actions: int
     """Samples dropped because they never had one."""
+    proximal: Mapping[int, Tensor] | None = None
+    """By row: log-probabilities [A] of the sample's action tokens under the weights that the step began with. Known where a correction
+    needs them in more than one optimizer step."""
 
     @classmethod
     def ingest(cls, items: Sequence[SAWItem], max_seq_len: int, *, merge_turns: bool = False) -> MacroBatch:
@@ -141,9 +145,15 @@ class MiniBatch:
     def _collate(self, index: int) -> MicroBatch:
         if self.plan is None or index >= len(self.plan):
             return _weightless(self._micro_batch(np.zeros(1, dtype=np.int64)))
+        return self._micro_batch(self.rows_of(index))
+
+    def rows_of(self, index: int) -> Rows:
+        """The samples of a micro-batch, in its order; none in one that only keeps this rank in step."""
+        if self.plan is None or index >= len(self.plan):
+            return np.zeros(0, dtype=np.int64)
         begins = self.lines[self.plan[index]]
         counts = self.lines[self.plan[index] + 1] - begins
-        return self._micro_batch(self.rows[np.arange(counts.sum()) + np.repeat(begins - (counts.cumsum() - counts), counts)])
+        return self.rows[np.arange(counts.sum()) + np.repeat(begins - (counts.cumsum() - counts), counts)]
 
     def _micro_batch(self, rows: Rows) -> MicroBatch:
         table = self.batch.table
@@ -152,7 +162,10 @@ class MiniBatch:
         else:
             columns = table.collate(rows, self.cfg.pad_token_id)
         names = tuple(self.batch.name(row) for row in rows)
-        return MicroBatch(to_tensors(columns, self.cfg.model_device), len(rows), names)
+        tensors = to_tensors(columns, self.cfg.model_device)
+        if self.batch.proximal is not None:
+            tensors["proximal_logps"] = as_collated([self.batch.proximal.get(int(row)) for row in rows], tensors)
+        return MicroBatch(tensors, len(rows), names)
 
     def padding(self) -> dict[str, float]:
         """Tokens: real ones, computed ones, and what would be computed by the greedy plan and by padding all to the longest."""
