@@ -70,6 +70,15 @@ class NonFiniteError(LudicError, RuntimeError):
     """A loss or a gradient that is not finite. The weights are as they were before the step."""
 
 
+class MismatchError(LudicError, RuntimeError):
+    """The trainer and the sampler give the same tokens different probabilities. The message has the likely cause and a table."""
+
+    def __init__(self, message: str, *, report: object | None = None) -> None:
+        super().__init__(message)
+        self.report = report
+        """The `PreflightReport`, if there is one."""
+
+
 class EmptyBatchError(LudicError, RuntimeError):
     """A batch source that keeps giving batches with nothing to train on."""
 

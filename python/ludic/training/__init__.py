@@ -61,15 +61,18 @@ _HOMES = {
         "ClippedSurrogateLoss",
         "CompositeLoss",
         "EntropyBonus",
+        "IcePop",
         "KLLoss",
         "Loss",
         "LossTerm",
         "MaskedCausalLMCrossEntropyLoss",
+        "MaskedImportanceSampling",
         "ReinforceBaselineLoss",
         "ReinforceLoss",
         "SharedContext",
         "TokenClippedSurrogateLoss",
         "TokenKLLoss",
+        "TruncatedImportanceSampling",
         "selective_log_softmax",
     ),
     "preference_evaluator": ("PreferenceEvaluator",),
@@ -80,6 +83,7 @@ _HOMES = {
         "shuffle_preference_pairs",
     ),
     "lora": ("LoraSettings", "apply_lora", "find_target_modules"),
+    "preflight": ("Preflight", "PreflightReport"),
     "presets": (
         "make_bradley_terry",
         "make_cispo",
@@ -208,15 +212,18 @@ if TYPE_CHECKING:
         ClippedSurrogateLoss as ClippedSurrogateLoss,
         CompositeLoss as CompositeLoss,
         EntropyBonus as EntropyBonus,
+        IcePop as IcePop,
         KLLoss as KLLoss,
         Loss as Loss,
         LossTerm as LossTerm,
         MaskedCausalLMCrossEntropyLoss as MaskedCausalLMCrossEntropyLoss,
+        MaskedImportanceSampling as MaskedImportanceSampling,
         ReinforceBaselineLoss as ReinforceBaselineLoss,
         ReinforceLoss as ReinforceLoss,
         SharedContext as SharedContext,
         TokenClippedSurrogateLoss as TokenClippedSurrogateLoss,
         TokenKLLoss as TokenKLLoss,
+        TruncatedImportanceSampling as TruncatedImportanceSampling,
         selective_log_softmax as selective_log_softmax,
     )
     from ludic.training.preference_evaluator import PreferenceEvaluator as PreferenceEvaluator
@@ -226,6 +233,7 @@ if TYPE_CHECKING:
         preference_dataset_to_saw_items as preference_dataset_to_saw_items,
         shuffle_preference_pairs as shuffle_preference_pairs,
     )
+    from ludic.training.preflight import Preflight as Preflight, PreflightReport as PreflightReport
     from ludic.training.presets import (
         make_bradley_terry as make_bradley_terry,
         make_cispo as make_cispo,

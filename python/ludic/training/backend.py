@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ludic.errors import ConfigError, NonFiniteError
+from ludic.inference.local_sampler import nucleus
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_logits
 from ludic.training.batching.micro_batching import MicroBatch
@@ -64,8 +65,9 @@ class TrainingBackend(Protocol):
     def optim_step(self, *, lr_factor: float = 1.0) -> TrainFuture[dict[str, float]]:
         """Clip, step, clear the gradient. Gives `grad_norm` (before clipping) and `lr`. `NonFiniteError` leaves the weights."""
 
-    def forward_logprobs(self, batch: MicroBatch) -> TrainFuture[Tensor]:
-        """[B, T - 1] log-probability of each next token, without gradient."""
+    def forward_logprobs(self, batch: MicroBatch, *, temperature: float | None = None, top_p: float = 1.0) -> TrainFuture[Tensor]:
+        """[B, T - 1] log-probability of each next token, without gradient: at the policy's temperature, or at another, and renormalised
+        over the smallest set of tokens that reaches `top_p`."""
 
     def export_weights(self, *, param_filter: ParamFilter | None = None) -> TrainFuture[dict[str, Tensor]]:
         """What a policy server needs, by name."""
@@ -177,11 +179,16 @@ class TorchBackend:
         profile = MemoryProfile.start(self.cfg)
         with self._autocast():
             loss, stats = self.algo.compute_loss(
-                self.model, micro_batch.tensors, cast_logits_to_fp32=self.cfg.cast_logits_to_fp32, totals=totals
+                self.model, micro_batch.tensors, cast_logits_to_fp32=self.cfg.cast_logits_to_fp32, totals=totals, **self._policy
             )
         profile.after_forward()
         (loss * self._gradient_scale).backward()
         return loss.detach().float(), {**stats, **profile.after_backward()}
+
+    @property
+    def _policy(self) -> dict[str, float]:
+        """What an algorithm must know of the policy; nothing where that is the model's own, so that an older `compute_loss` serves."""
+        return {} if self.cfg.temperature == 1.0 else {"temperature": self.cfg.temperature}
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.cfg.mixed_precision_dtype is None:
@@ -237,16 +244,20 @@ class TorchBackend:
             return f"samples (rollout/step): {', '.join(name for micro in batch for name in micro.sample_names)}"
         return nonfinite_report(self.model, batch, lambda micro_batch: self._backward(micro_batch, totals)[0])
 
-    def forward_logprobs(self, batch: MicroBatch) -> TrainFuture[Tensor]:
-        return TrainFuture.of("forward_logprobs", lambda: self._forward_logprobs(batch))
+    def forward_logprobs(self, batch: MicroBatch, *, temperature: float | None = None, top_p: float = 1.0) -> TrainFuture[Tensor]:
+        return TrainFuture.of("forward_logprobs", lambda: self._forward_logprobs(batch, temperature, top_p))
 
     @torch.no_grad()
-    def _forward_logprobs(self, batch: MicroBatch) -> Tensor:
+    def _forward_logprobs(self, batch: MicroBatch, temperature: float | None, top_p: float) -> Tensor:
         training = self.model.training
         self.model.eval()
         try:
             with self._autocast():
-                return SharedContext(forward_logits(self.model, batch.tensors), batch.tensors).token_logp
+                logits = forward_logits(self.model, batch.tensors)
+                chosen = self.cfg.temperature if temperature is None else temperature
+                if top_p < 1.0:
+                    logits, chosen = _within_nucleus(logits, chosen, top_p), 1.0
+                return SharedContext(logits, batch.tensors, temperature=chosen).token_logp
         finally:
             self.model.train(training)
 
@@ -270,6 +281,12 @@ class TorchBackend:
     def _load(self, folder: Path) -> None:
         read_model(self.model, folder)
         read_optimizer(self.optimizer, self.model, folder)
+
+
+def _within_nucleus(logits: Tensor, temperature: float, top_p: float) -> Tensor:
+    """[B, T, V] float32 log-probabilities at `temperature`, renormalised over the smallest set of tokens that reaches `top_p`."""
+    rows = [nucleus(torch.log_softmax(row.float() / temperature, dim=-1), torch.tensor(top_p)) for row in logits]
+    return torch.stack(rows)
 
 
 def _is_sharded(model: nn.Module) -> bool:

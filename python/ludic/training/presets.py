@@ -1,4 +1,7 @@
-"""Known algorithms by name: each function builds the credit assigner, the loss and the preprocessing of one."""
+"""Known algorithms by name: each function builds the credit assigner, the loss and the preprocessing of one.
+
+`correction` is for samples of another engine or an older policy: an object of `loss.correction`, or its name (truncated, masked, icepop).
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from ludic.training.loss import (
     CISPOLoss,
     ClippedSurrogateLoss,
     CompositeLoss,
+    Correction,
     GMPOLoss,
     Loss,
     LossTerm,
@@ -32,6 +36,7 @@ from ludic.training.loss import (
     SAPOLoss,
     TokenClippedSurrogateLoss,
     TokenKLLoss,
+    correction_of,
 )
 from ludic.training.loss.preference import RegularizationType, ScoreType
 from ludic.training.reward_credit import CombineMode, RewardModelCreditAssigner
@@ -55,7 +60,12 @@ __all__ = [
 
 
 def make_reinforce(
-    *, gamma: float = 1.0, drop_zero_weight: bool = False, drop_zero_weight_eps: float = 1e-4, name: str = "reinforce"
+    *,
+    gamma: float = 1.0,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    name: str = "reinforce",
+    correction: Correction | str | None = None,
 ) -> RLAlgorithm:
     """REINFORCE: Monte Carlo returns, importance-weighted log-probabilities (Williams 1992)."""
     return RLAlgorithm(
@@ -63,6 +73,7 @@ def make_reinforce(
         credit_assigner=MonteCarloReturn(gamma=gamma),
         loss=ReinforceLoss(),
         preprocess=_dropping(drop_zero_weight, drop_zero_weight_eps),
+        correction=correction_of(correction),
     )
 
 
@@ -73,6 +84,7 @@ def make_reinforce_baseline(
     drop_zero_weight: bool = False,
     drop_zero_weight_eps: float = 1e-4,
     name: str = "reinforce_baseline",
+    correction: Correction | str | None = None,
 ) -> RLAlgorithm:
     """REINFORCE with the batch's mean return as baseline, divided by its spread if `normalize_adv`."""
     return RLAlgorithm(
@@ -80,6 +92,7 @@ def make_reinforce_baseline(
         credit_assigner=MonteCarloReturn(gamma=gamma),
         loss=ReinforceBaselineLoss(normalize=normalize_adv),
         preprocess=_dropping(drop_zero_weight, drop_zero_weight_eps),
+        correction=correction_of(correction),
     )
 
 
@@ -96,6 +109,7 @@ def make_grpo(
     drop_zero_weight_eps: float = 1e-4,
     normalizer: Normalizer = "samples",
     name: str = "grpo",
+    correction: Correction | str | None = None,
 ) -> RLAlgorithm:
     """GRPO (arXiv:2402.03300): group-normalised returns, token-level clipping."""
     return RLAlgorithm(
@@ -111,6 +125,7 @@ def make_grpo(
             normalizer=normalizer,
         ),
         preprocess=_with_ratios(drop_zero_weight, drop_zero_weight_eps),
+        correction=correction_of(correction),
     )
 
 
@@ -125,6 +140,7 @@ def make_dr_grpo(
     drop_zero_weight: bool = False,
     drop_zero_weight_eps: float = 1e-4,
     name: str = "dr_grpo",
+    correction: Correction | str | None = None,
 ) -> RLAlgorithm:
     """Dr. GRPO (arXiv:2503.20783): GRPO without dividing by the group's spread."""
     return make_grpo(
@@ -138,6 +154,7 @@ def make_dr_grpo(
         drop_zero_weight=drop_zero_weight,
         drop_zero_weight_eps=drop_zero_weight_eps,
         name=name,
+        correction=correction,
     )
 
 
@@ -153,6 +170,7 @@ def make_gspo(
     drop_zero_weight: bool = False,
     drop_zero_weight_eps: float = 1e-4,
     name: str = "gspo",
+    correction: Correction | str | None = None,
 ) -> RLAlgorithm:
     """GSPO (arXiv:2507.18071): group-normalised returns, the ratio and the clip of whole sequences."""
     return RLAlgorithm(
@@ -167,6 +185,7 @@ def make_gspo(
             ratio_clip=ratio_clip,
         ),
         preprocess=_with_ratios(drop_zero_weight, drop_zero_weight_eps),
+        correction=correction_of(correction),
     )
 
 
@@ -183,6 +202,7 @@ def make_cispo(
     drop_zero_weight_eps: float = 1e-4,
     normalizer: Normalizer = "samples",
     name: str = "cispo",
+    correction: Correction | str | None = None,
 ) -> RLAlgorithm:
     """CISPO (arXiv:2506.13585): group-normalised returns, clipped importance weights, and a KL term if `kl_coeff` is not 0."""
     loss = CISPOLoss(
@@ -195,6 +215,7 @@ def make_cispo(
         ),
         loss=_with_kl(loss, kl_coeff, length_normalize),
         preprocess=_with_ratios(drop_zero_weight, drop_zero_weight_eps),
+        correction=correction_of(correction),
     )
 
 
@@ -212,6 +233,7 @@ def make_scalerl(
     drop_zero_weight_eps: float = 1e-4,
     normalizer: Normalizer = "samples",
     name: str = "scalerl",
+    correction: Correction | str | None = None,
 ) -> RLAlgorithm:
     """ScaleRL (arXiv:2510.13786): returns centred by group and scaled by batch, CISPO, groups without variance left out."""
     loss = CISPOLoss(
@@ -223,6 +245,7 @@ def make_scalerl(
         credit_assigner=HybridNormalizedReturn(group_size=group_size, positive_only=positive_only),
         loss=_with_kl(loss, kl_coeff, length_normalize),
         preprocess=compose_preprocess(_filtering_groups(zvp_filter_eps), ratios) if filter_zvp else ratios,
+        correction=correction_of(correction),
     )
 
 
@@ -238,6 +261,7 @@ def make_sapo(
     drop_zero_weight_eps: float = 1e-4,
     normalizer: Normalizer = "samples",
     name: str = "sapo",
+    correction: Correction | str | None = None,
 ) -> RLAlgorithm:
     """SAPO (arXiv:2511.20347): group-normalised returns, a smooth gate on token ratios."""
     return RLAlgorithm(
@@ -247,6 +271,7 @@ def make_sapo(
         ),
         loss=SAPOLoss(tau_pos=tau_pos, tau_neg=tau_neg, length_normalize=length_normalize, normalizer=normalizer),
         preprocess=_with_ratios(drop_zero_weight, drop_zero_weight_eps),
+        correction=correction_of(correction),
     )
 
 
@@ -262,6 +287,7 @@ def make_gmpo(
     drop_zero_weight: bool = False,
     drop_zero_weight_eps: float = 1e-4,
     name: str = "gmpo",
+    correction: Correction | str | None = None,
 ) -> RLAlgorithm:
     """GMPO (arXiv:2507.20673): group-normalised returns, the geometric mean of clipped token ratios."""
     return RLAlgorithm(
@@ -276,6 +302,7 @@ def make_gmpo(
             ratio_clip=ratio_clip,
         ),
         preprocess=_with_ratios(drop_zero_weight, drop_zero_weight_eps),
+        correction=correction_of(correction),
     )
 
 

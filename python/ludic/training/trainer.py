@@ -6,10 +6,11 @@ weights, keep a checkpoint, log. What a step measures is in `step_record`, what 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,15 +19,19 @@ from ludic.errors import CheckpointError, ConfigError, EmptyBatchError
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend import TorchBackend, TrainingBackend, build_optimizer
+from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, Rows
 from ludic.training.batching.requests_from_dataset import RequestsExhausted
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.early_stopping import EarlyStopping
 from ludic.training.event_loop import EventLoop, awaited
+from ludic.training.futures import TrainFuture
 from ludic.training.loggers.base import TrainingLogger
 from ludic.training.lora import LoraSettings, apply_lora
 from ludic.training.loss.base import reads_shared_only, zero_weight_is_zero_gradient
+from ludic.training.preflight import Preflight
+from ludic.training.proximal import with_proximal_logps
 from ludic.training.rng import preserved_rng
 from ludic.training.run_state import restore_run, run_state
 from ludic.training.schedule import LearningRateSchedule
@@ -43,6 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Stats = dict[str, float]
 LogFn = Callable[[Stats], Any]
 """A plain or a coroutine function."""
@@ -74,9 +80,11 @@ class Trainer:
         total_training_steps: int | None = None,
         backend: TrainingBackend | None = None,
         lora_config: LoraSettings | LoraConfig | None = None,
+        preflight: Preflight | None = None,
     ) -> None:
         """Without `publisher` nothing is published; asking for `sync_every_steps` as well is an error. With `lora_config`, the model gets
-        adapters (`apply_lora`), and only those and the head of a model that scores are trained.
+        adapters (`apply_lora`), and only those and the head of a model that scores are trained. `preflight` compares the first samples
+        with their sampler before the first step, and raises where the two disagree.
 
         `total_training_steps` is where the learning-rate schedule ends; without it, the `num_steps` of the first `train`.
         """
@@ -84,6 +92,7 @@ class Trainer:
         self.algo, self.batch_source, self.publisher = algo, batch_source, publisher
         self.evaluator, self.train_logger, self.param_filter = evaluator, train_logger, param_filter
         self.reducers = default_reducers() if reducers is None else reducers
+        self.preflight = preflight
         self._check(checkpointer or checkpoint_config, resume_from)
         self.model = model if lora_config is None else apply_lora(model, lora_config)
         self.sync_every_steps = (self.cfg.sync_every_steps or None) if publisher is not None else None
@@ -180,13 +189,15 @@ class Trainer:
         if self._publish_first:
             await self.publish(timer)
         batch, macro = await self._next_batch(timer)
+        await self._check_sampler(macro)
+        macro = await self._with_proximal(macro, timer)
         record = StepRecord(batch, macro, timer)
         for epoch in range(self.cfg.epochs_per_batch):
             for rows in macro.divide(self.cfg.minibatches_per_batch, seed=self.cfg.seed, step=self._step, epoch=epoch):
                 with timer.phase("batching"):
                     mini_batch = self._mini_batch(macro, rows)
                 if len(mini_batch):
-                    await self._optimize(mini_batch, record)
+                    await self._optimize(mini_batch, record, first_epoch=epoch == 0)
                 record.add_padding(mini_batch)
         self._step += 1
         if self.sync_every_steps and self._step % self.sync_every_steps == 0:
@@ -237,12 +248,36 @@ class Trainer:
         version = meta.get("policy_version")
         return self.cfg.max_lag is not None and version is not None and self._step - version > self.cfg.max_lag
 
-    async def _optimize(self, mini_batch: MiniBatch, record: StepRecord) -> None:
+    async def _optimize(self, mini_batch: MiniBatch, record: StepRecord, *, first_epoch: bool) -> None:
+        at_start = first_epoch and (record.optimizer_steps == 0 or mini_batch.batch.proximal is not None)
         with record.timer.phase("forward_backward"):
-            result = await self.backend.forward_backward(mini_batch, totals=mini_batch.totals).result()
+            result = await self._compute(lambda: self.backend.forward_backward(mini_batch, totals=mini_batch.totals))
         with record.timer.phase("optimizer"):
-            step = await self.backend.optim_step(lr_factor=self.schedule.factor(self._step)).result()
-        record.add(result, step)
+            step = await self._compute(lambda: self.backend.optim_step(lr_factor=self.schedule.factor(self._step)))
+        record.add(result, step, at_step_start=at_start)
+
+    async def _compute(self, operation: Callable[[], TrainFuture[T]]) -> T:
+        """What the backend gives. Where batches are generated meanwhile, it computes in a thread, and the event loop is theirs."""
+        overlaps = getattr(self.batch_source, "overlaps", False)
+        future = await asyncio.to_thread(operation) if overlaps else operation()
+        return await future.result()
+
+    async def _with_proximal(self, macro: MacroBatch, timer: PhaseTimer) -> MacroBatch:
+        """A correction needs the log-probabilities of the step's beginning; from the second optimizer step on they must be kept."""
+        if self.algo.correction is None or self.cfg.minibatches_per_batch * self.cfg.epochs_per_batch == 1:
+            return macro
+
+        async def forward(micro_batch: MicroBatch) -> torch.Tensor:
+            return await self._compute(lambda: self.backend.forward_logprobs(micro_batch))
+
+        with timer.phase("forward_backward"):
+            return await with_proximal_logps(macro, self.cfg, forward, skip_zero_weight=self._skips_zero_weight)
+
+    async def _check_sampler(self, macro: MacroBatch) -> None:
+        """Once, with the first samples that are trained. All ranks stop where one of them has to."""
+        check, self.preflight = self.preflight, None
+        if check is not None:
+            await check(self.backend, self.cfg, macro.items)
 
     async def publish(self, timer: PhaseTimer | None = None) -> None:
         """Hand the weights to the publisher as version `current_step`."""

@@ -7,19 +7,21 @@ through the model at once; it is collated when it is asked for, so that only one
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ludic import _core
 from ludic.training import ranks
 from ludic.training.batching.micro_batching import MicroBatch, to_tensors, truncate_item
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
+from ludic.training.loss.base import as_collated
 from ludic.training.types import SAWItem
 
 Rows = NDArray[np.int64]
@@ -42,6 +44,9 @@ class MacroBatch:
     """Samples dropped because the cut left no action token to predict."""
     without_actions: int
     """Samples dropped because they never had one."""
+    proximal: Mapping[int, Tensor] | None = None
+    """By row: log-probabilities [A] of the sample's action tokens under the weights that the step began with. Known where a correction
+    needs them in more than one optimizer step."""
 
     @classmethod
     def ingest(cls, items: Sequence[SAWItem], max_seq_len: int, *, merge_turns: bool = False) -> MacroBatch:
@@ -187,7 +192,10 @@ class MiniBatch:
         else:
             columns = table.collate(rows, self.cfg.pad_token_id)
         names = tuple(self.batch.name(row) for row in rows)
-        return MicroBatch(to_tensors(columns, self.cfg.model_device), len(rows), names)
+        tensors = to_tensors(columns, self.cfg.model_device)
+        if self.batch.proximal is not None:
+            tensors["proximal_logps"] = as_collated([self.batch.proximal.get(int(row)) for row in rows], tensors)
+        return MicroBatch(tensors, len(rows), names)
 
     def padding(self) -> dict[str, float]:
         """Tokens: real ones, computed ones, and what would be computed by the greedy plan and by padding all to the longest."""
