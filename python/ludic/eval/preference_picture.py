@@ -32,8 +32,8 @@ def draw_reliability(path: Path, metrics: PreferenceMetrics, *, title: str) -> N
 
 
 def draw_margins(path: Path, metrics: PreferenceMetrics, *, title: str) -> None:
-    """A histogram of the margins, the chosen response's score less the rejected one's, written as PNG; those below 0 in another colour. Raises
-    DataError without scores."""
+    """A histogram of the margins, the preferred response's score less that of the other, written as PNG; those below 0 in another
+    colour. Raises DataError without scores."""
     _check(metrics)
     chosen, rejected, labels = metrics.scores
     margins = np.where(labels > 0.5, chosen - rejected, rejected - chosen)
