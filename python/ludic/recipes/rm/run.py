@@ -152,7 +152,7 @@ class RMRun:
             checkpoint_config=CheckpointConfig(checkpoints, every_n_steps=section.every_n_steps, max_to_keep=section.max_to_keep),
             resume_from=latest_checkpoint(checkpoints),
             train_logger=logger,
-            total_training_steps=self.parts.steps,
+            total_training_steps=max(1, self.parts.steps),
         )
 
     def _measure(self, trainer: RMTrainer) -> dict[str, float]:
