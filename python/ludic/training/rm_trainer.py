@@ -6,6 +6,7 @@ Overridden are ingestion, splitting and collation (`batching.pair_batches`) and 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,12 @@ from ludic.errors import BudgetError, ConfigError, ConfigTypeError
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, Rows
 from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch, SampleMiniBatch
-from ludic.training.batching.preference import PREFERENCE_KEYS
+from ludic.training.batching.preference import (
+    PREFERENCE_KEYS,
+    PreferencePair,
+    group_preference_pairs,
+    split_preference_pairs_by_token_budget,
+)
 from ludic.training.classification_metrics import PreferenceMetrics
 from ludic.training.config import TrainerConfig, config_dataclass
 from ludic.training.loss.base import Loss, normalizer_of
@@ -23,6 +29,8 @@ from ludic.training.loss.preference import ScoreType
 from ludic.training.preference_evaluator import PreferenceEvaluator
 from ludic.training.trainer import Trainer
 from ludic.training.types import BatchSource, SAWItem
+
+logger = logging.getLogger(__name__)
 
 
 @config_dataclass
@@ -114,6 +122,7 @@ class RMTrainer(Trainer):
         _check_model(model, algo.loss, cfg)
         if lora_config is not None:
             model = with_lora(model, lora_config)
+        self._padding_was_seen = False
         self.eval_metrics = _metrics(algo.loss, cfg)
         """What `update_eval_metrics` collects."""
         if eval_items is not None:
@@ -123,12 +132,38 @@ class RMTrainer(Trainer):
     def _ingest(self, items: Sequence[SAWItem]) -> MacroBatch:
         if not self.cfg.rm_pair_aware:
             return MacroBatch.ingest(items, self.cfg.max_seq_len)
-        return PreferenceMacroBatch.of_pairs(
+        macro = PreferenceMacroBatch.of_pairs(
             items,
             self.cfg.max_seq_len,
             require_complete=self.cfg.rm_require_complete_pairs,
             drop_incomplete=self.cfg.rm_drop_incomplete_pairs,
         )
+        self._warn_of_padding(macro)
+        return macro
+
+    def _warn_of_padding(self, macro: MacroBatch) -> None:
+        """Once, where a classifier will take the end of a sample for padding."""
+        ends_as_padding = any(item.input_ids[-1] == self.cfg.pad_token_id for item in macro.items)
+        if ends_as_padding and not self._padding_was_seen and is_classifier(self.model):
+            self._padding_was_seen = True
+            logger.warning(
+                "samples end with the padding token (%d), so the model reads their score one token earlier, and a server that reads the "
+                "last token will find another one; pad with a token that no sample ends with, or end samples otherwise",
+                self.cfg.pad_token_id,
+            )
+
+    def _group_pairs(self, items: Sequence[SAWItem]) -> list[PreferencePair]:
+        """`group_preference_pairs` as the config says."""
+        return group_preference_pairs(
+            items,
+            require_complete=self.cfg.rm_require_complete_pairs,
+            drop_incomplete=self.cfg.rm_drop_incomplete_pairs,
+        )
+
+    def _split_pairs_by_token_budget(self, pairs: Sequence[PreferencePair]) -> list[list[SAWItem]]:
+        """`split_preference_pairs_by_token_budget` as the config says."""
+        budget, longest = self.cfg.micro_token_budget, self.cfg.max_seq_len
+        return split_preference_pairs_by_token_budget(pairs, micro_token_budget=budget, max_seq_len=longest)
 
     def _mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
         if isinstance(macro, PreferenceMacroBatch):
@@ -204,7 +239,7 @@ def _check_loss(loss: Loss, cfg: RMTrainerConfig) -> None:
 def _check_model(model: Any, loss: Loss, cfg: RMTrainerConfig) -> None:
     """A classifier of transformers reads its score at the last token that is not its padding."""
     model = getattr(model, "module", model)
-    if _score_type(loss) != "reward" or not _is_classifier(model):
+    if _score_type(loss) != "reward" or not is_classifier(model):
         return
     config: Any = model.config
     if config.num_labels != 1:
@@ -217,5 +252,8 @@ def _check_model(model: Any, loss: Loss, cfg: RMTrainerConfig) -> None:
         )
 
 
-def _is_classifier(model: Any) -> bool:
+def is_classifier(model: Any) -> bool:
+    """Whether transformers made it for sequence classification, adapters included."""
+    model = getattr(model, "base_model", model) if hasattr(model, "peft_config") else model
+    model = getattr(model, "model", model) if type(model).__name__ == "LoraModel" else model
     return any(kind.__name__.endswith("ForSequenceClassification") for kind in type(model).__mro__)
