@@ -443,6 +443,23 @@ def test_adapters_are_trained_and_the_reward_head_with_them():
     assert trainer.evaluate()["eval_num_pairs"] == 4
 
 
+def test_the_head_can_learn_at_a_rate_of_its_own():
+    config = {
+        "lr": 0.1,
+        "weight_decay": 0.5,
+        "use_differential_lr": True,
+        "backbone_lr_mult": 0.2,
+        "head_only_weight_decay": True,
+    }
+    trainer = trainer_of(config=config)
+    head, rest = trainer.optimizer.param_groups
+    assert [tuple(parameter.shape) for parameter in head["params"]] == [(1, 16)]
+    assert (head["lr"], head["weight_decay"], rest["lr"], rest["weight_decay"]) == (0.1, 0.5, pytest.approx(0.02), 0.0)
+    assert trainer.train_step_sync()["train/lr"] == 0.1
+    [everything] = trainer_of().optimizer.param_groups
+    assert len(everything["params"]) == len(list(trainer.model.parameters()))
+
+
 def test_the_methods_of_the_plan_are_the_functions():
     trainer = trainer_of(config={"micro_token_budget": 64})
     items = sorted_pairs(3)
