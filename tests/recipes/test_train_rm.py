@@ -82,7 +82,16 @@ def score(run: Path, text: str) -> float:
 def test_a_run_leaves_everything_it_promises(tiny: list[str], tmp_path: Path) -> None:
     shown = train_rm(*tiny)
     run = tmp_path / "run"
-    for name in ("config.yaml", "metrics.jsonl", "summary.json", "training.png", "data.jsonl", "heldout.jsonl"):
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "training.png",
+        "reliability.png",
+        "margins.png",
+        "data.jsonl",
+        "heldout.jsonl",
+    ):
         assert (run / name).stat().st_size > 0, name
     for said in ("Held-out accuracy", "negative margins", "The best there is", "Padding", "Seconds", "40 pairs"):
         assert said in " ".join(shown.split()), said

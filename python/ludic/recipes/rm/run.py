@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ludic.errors import CheckpointError, ConfigError
+from ludic.eval.preference_picture import draw_margins, draw_reliability
 from ludic.recipes.build import build_config
 from ludic.recipes.compose import to_yaml
 from ludic.recipes.model import tokenizer_of
@@ -26,6 +27,7 @@ from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.pair_batches import preference_batches
 from ludic.training.batching.requests_from_dataset import RequestsExhausted
 from ludic.training.checkpoint import CheckpointConfig
+from ludic.training.classification_metrics import PreferenceMetrics
 from ludic.training.loggers import JSONLLogger, TeeLogger
 from ludic.training.presets import make_bradley_terry
 from ludic.training.rm_trainer import RMTrainer, RMTrainerConfig
@@ -156,14 +158,20 @@ class RMRun:
         )
 
     def _measure(self, trainer: RMTrainer) -> dict[str, float]:
-        """The `eval_` metrics on the held-out pairs, and the accuracy on training pairs."""
+        """The `eval_` metrics on the held-out pairs, drawn as well, and the accuracy on training pairs."""
         with self.watch.measure("evaluate"):
             sample = trainer.evaluate(self.parts.data.sample(self.recipe.train_sample))
             measured = trainer.evaluate() if self.parts.data.heldout else {}
         if measured:
+            self._draw(trainer.evaluator.metrics)  # type: ignore[union-attr]
             accuracy, pairs = measured["eval_pairwise_accuracy"], measured["eval_num_pairs"]
             self.screen.note(f"Held-out accuracy {accuracy:.4f} on {pairs:,.0f} pairs")
         return {**measured, "train_pairwise_accuracy": sample["eval_pairwise_accuracy"]}
+
+    def _draw(self, metrics: PreferenceMetrics) -> None:
+        title = f"{self.directory.path.name}, held-out pairs"
+        draw_reliability(self.directory.reliability, metrics, title=title)
+        draw_margins(self.directory.margins, metrics, title=title)
 
 
 def _source(data: RMData, recipe: RMRecipe) -> ItemBatchSource:
