@@ -54,6 +54,18 @@ class InferenceError(LudicError, RuntimeError):
     """The model failed, or the engine that runs it is gone."""
 
 
+class EngineDeadError(InferenceError):
+    """A server whose engine is gone. It may still answer `/health`; it has to be started again before anything else is asked of it."""
+
+
+class ServerUnreachableError(InferenceError, ConnectionError):
+    """Nobody answers at a server's address."""
+
+
+class ClientTagError(InferenceError):
+    """An answer that does not say whose it is, or says that it is another client's. Asking again would not help."""
+
+
 class NonFiniteError(LudicError, RuntimeError):
     """A loss or a gradient that is not finite. The weights are as they were before the step."""
 
