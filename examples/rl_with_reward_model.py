@@ -137,7 +137,8 @@ def preferences(player: Player, rng: random.Random, problems: int, seed: int):
 
 def learn_preferences(player: Player, train, test, steps: int):
     """Stage 2: the reward model, and its accuracy on pairs that it has not seen."""
-    config = Qwen2Config(**{**player.model.config.to_dict(), "num_labels": 1})
+    shape = {name: value for name, value in player.model.config.to_dict().items() if name not in ("id2label", "label2id")}
+    config = Qwen2Config(**shape, num_labels=1)
     model = Qwen2ForSequenceClassification(config)
     model.model.load_state_dict(player.model.model.state_dict())
     cfg = RMTrainerConfig(**settings(lr=1e-3, warmup_steps=20))
@@ -151,17 +152,19 @@ def measure(player: Player, scorer: RewardModelScorer, stage: str) -> Measured:
     """The scorer writes its score beside the reward, which stays the task's own."""
     played = player.play(list(TASK.heldout()) * 4, scorer, seed=10**6)
     mean = lambda values: sum(values) / len(played)  # noqa: E731
-    found = Measured(stage, mean(r.meta["rm_score"] for r in played), mean(r.total_reward for r in played))
+    found = Measured(stage, mean(r.meta["rm_score"] for r in played), mean(r.total_reward >= 1 for r in played))
     print(f"{found.stage:<28}score {found.score:7.3f}   right {found.right:.3f}", flush=True)
     return found
 
 
-def reinforce(player: Player, scorer: RewardModelScorer, rng: random.Random, steps: int, parts: int) -> list[Measured]:
+def reinforce(
+    player: Player, scorer: RewardModelScorer, rng: random.Random, steps: int, parts: int, penalty: float
+) -> list[Measured]:
     """Stage 3: 32 problems a step, 8 answers to each, rewarded by the score alone."""
     groups = GRPORequestStrategy(group_size=8)
     algorithm = make_grpo(group_size=8, clip_eps_high=0.28, normalizer="tokens")
     source = RolloutBatchSource(
-        engine=player.engine(RewardModelReward(scorer, "replace")),
+        engine=player.engine(RewardModelReward(scorer, "replace", unfinished_penalty=penalty)),
         requests_fn=lambda: groups.expand([player.ask(TASK.draw(rng), rng.randrange(2**31)) for _ in range(32)]),
         algorithm=algorithm,
         concurrency=256,
@@ -196,7 +199,14 @@ def verdict(measured: list[Measured]) -> str:
 
 
 def main(
-    seed: int = 0, *, sft_steps: int = 300, problems: int = 1500, rm_steps: int = 200, rl_steps: int = 20, parts: int = 4
+    seed: int = 0,
+    *,
+    sft_steps: int = 300,
+    problems: int = 1500,
+    rm_steps: int = 200,
+    rl_steps: int = 20,
+    parts: int = 4,
+    penalty: float = 10.0,
 ) -> tuple[list[Measured], float]:
     """What was measured before reinforcement and after each of its parts, and the reward model's accuracy on held-out pairs."""
     torch.manual_seed(seed)
@@ -210,7 +220,7 @@ def main(
     judge = LocalRewardModel(model, player.tokenizer)
     scorer = RewardModelScorer(judge, policy_tokenizer=player.tokenizer, normalize=False, batch_size=4096)
     measured = [measure(player, scorer, "before reinforcement")]
-    measured += reinforce(player, scorer, rng, rl_steps, parts)
+    measured += reinforce(player, scorer, rng, rl_steps, parts, penalty)
     print(verdict(measured))
     return measured, accuracy
 
@@ -218,5 +228,7 @@ def main(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--penalty", type=float, default=10.0, help="off the score of an answer that does not end; try 0")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)  # more threads than free cores make a small model slower
-    main(parser.parse_args().seed)
+    main(arguments.seed, penalty=arguments.penalty)

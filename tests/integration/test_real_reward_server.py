@@ -4,11 +4,13 @@ import asyncio
 import json
 import os
 import random
+from copy import deepcopy
 
 import pytest
 import torch
 from reward_models import EOS, reward_model, score_alone
 
+from ludic.distributed import create_rm_publisher
 from ludic.errors import ConfigError, DataError, InferenceError
 from ludic.inference import LocalRewardModel, ScoringRequest
 from ludic.inference.vllm_scoring import VLLMScoringClient
@@ -16,6 +18,8 @@ from ludic.recipes.tokenizer import make_byte_tokenizer
 
 pytestmark = pytest.mark.integration
 READY_S = 540.0
+WORKER = "ludic.inference.vllm_worker.WeightWorker"
+WEIGHT_FLAGS = ["--worker-extension-cls", WORKER, "--weight-transfer-config", '{"backend": "gloo"}']
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +38,7 @@ def served(tmp_path_factory):
         "127.0.0.1",
         port,
         served_model_name="rm",
-        extra_args=["--runner", "pooling", "--max-model-len", "128"],
+        extra_args=["--runner", "pooling", "--max-model-len", "128", *WEIGHT_FLAGS],
         env={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
         log_path=log,
     )
@@ -109,3 +113,38 @@ async def test_a_batch_of_many_calls_at_once_is_the_same(served):
         parts = await asyncio.gather(*(using.score_batch([ids], normalize=False) for ids in asked))
     assert [score for [score] in parts] == pytest.approx(together, abs=1e-4)
     assert json.dumps(together)  # plain numbers
+
+
+async def scores_at(served, asked):
+    async with client(served) as using:
+        return await using.score_batch(asked, normalize=False)
+
+
+async def version_at(served):
+    async with client(served) as using:
+        return await using.get_reward_model_version()
+
+
+@pytest.mark.parametrize("mode", ["head_only", "full"])
+def test_trained_weights_are_scored_with_once_they_are_published(served, mode):
+    """Long sequences that begin alike, so that a prefix cache of the old weights would show."""
+    asked = [[*range(3, 100), token] for token in (5, 6, 7)]
+    trained = deepcopy(served[1])
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, weight in trained.named_parameters():
+            if mode == "full" or name.startswith("score."):
+                weight.add_(0.1 * torch.randn_like(weight))
+    before = asyncio.run(scores_at(served, asked))
+    using = client(served)
+    publisher = create_rm_publisher(using, training_mode=mode)
+    try:
+        publisher.publish(dict(trained.named_parameters()), version=5)
+        assert asyncio.run(version_at(served)) == 5
+        after = asyncio.run(scores_at(served, asked))
+        assert after == pytest.approx([score_alone(trained, ids) for ids in asked], abs=1e-4)
+        assert max(abs(new - old) for new, old in zip(after, before, strict=True)) > 0.05
+    finally:
+        publisher.publish(dict(served[1].named_parameters()), version=6)
+        using.close_communicator()
+    assert asyncio.run(scores_at(served, asked)) == pytest.approx(before, abs=1e-4)

@@ -139,6 +139,16 @@ class VLLMScoringClient:
             "version": version.get("version"),
         }
 
+    @property
+    def urls(self) -> list[str]:
+        """Addresses of all servers."""
+        return [server.url for server in self._pool.servers]
+
+    @property
+    def can_push(self) -> bool:
+        """Whether `sync_reward_weights` has something to push with."""
+        return self._sender is not None
+
     def connect_weights(self, sender: WeightSender) -> None:
         """Let `sync_reward_weights` go through `sender`; the one before it is closed."""
         self.close_communicator()
@@ -162,7 +172,8 @@ class VLLMScoringClient:
         chosen = trained_weights(params, training_mode)
         if self._sender is None:
             raise InferenceError(
-                f"the client of {self.url} has nothing to push weights with; give it a sender with connect_weights"
+                f"the client of {self.url} has nothing to push weights with; publish with create_rm_publisher, or give it a sender with "
+                "connect_weights"
             )
         return self._sender.send(chosen, version=version, timeout_s=timeout_s)
 
