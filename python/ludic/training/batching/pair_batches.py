@@ -22,7 +22,8 @@ from ludic.training.types import SAWItem
 logger = logging.getLogger(__name__)
 
 PAIR_KEYS = ("total_pairs", "pairs_incomplete", "pairs_truncated_empty", "pairs_truncated_equal", "pairs_identical")
-"""What a step counts of its pairs: those that were trained, and those that were dropped, by reason."""
+"""What a step counts of its pairs: those that were trained, those that were dropped, by reason, and those of the first that have twice
+the same tokens and so move nothing."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +34,16 @@ class PreferenceMacroBatch(MacroBatch):
     """
 
     num_pairs: int = 0
-    dropped: Mapping[str, int] | None = None
-    """How many pairs were dropped, by reason: the keys of `PAIR_KEYS` after the first."""
+    found: Mapping[str, int] | None = None
+    """The keys of `PAIR_KEYS` after the first."""
 
     @classmethod
     def of_pairs(
         cls, items: Sequence[SAWItem], max_seq_len: int, *, require_complete: bool = True, drop_incomplete: bool = True
     ) -> PreferenceMacroBatch:
-        """Read the items once, pair them (see `group_preference_pairs`), cut them, and drop the pairs that no longer say anything: one of
-        the samples lost its whole answer (without `require_complete` the other stays), or both have the same tokens."""
+        """Read the items once, pair them (see `group_preference_pairs`), cut them, and drop the pairs that the cut made say nothing: one of
+        the samples lost its whole answer (without `require_complete` the other stays), or both now have the same tokens. Pairs that were
+        identical from the start stay, and are counted."""
         validate_preference_batch(items)
         pairs, lone = pairs_of(items, require_complete=require_complete, drop_incomplete=drop_incomplete)
         whole = _core.SampleTable.from_items(items)
@@ -52,21 +54,22 @@ class PreferenceMacroBatch(MacroBatch):
         alone = lone if require_complete else np.concatenate([lone, survivors])
         alone = alone[~lost[alone]]
         equal, cut = _equal_within(items, pairs, table), np.asarray(whole.lengths > table.lengths)
-        told_apart = pairs[~half_lost & ~equal]
+        made_equal = equal & ~half_lost & cut[pairs].any(axis=1)
+        gone = half_lost | made_equal
         counts = {
             "pairs_incomplete": 0 if not require_complete else (len(items) - pairs.size),
             "pairs_truncated_empty": int(half_lost.sum()),
-            "pairs_truncated_equal": int((equal & ~half_lost & cut[pairs].any(axis=1)).sum()),
-            "pairs_identical": int((equal & ~half_lost & ~cut[pairs].any(axis=1)).sum()),
+            "pairs_truncated_equal": int(made_equal.sum()),
+            "pairs_identical": int((equal & ~gone).sum()),
         }
-        _warn(counts, items, pairs[half_lost | equal], max_seq_len)
-        rows = np.concatenate([told_apart.reshape(-1), alone])
+        _warn(counts, items, pairs[gone], max_seq_len)
+        rows = np.concatenate([pairs[~gone].reshape(-1), alone])
         kept = [truncate_item(items[int(row)], max_seq_len) for row in rows]
-        return cls(kept, table.select(rows), 0, 0, num_pairs=len(told_apart), dropped=counts)
+        return cls(kept, table.select(rows), 0, 0, num_pairs=int((~gone).sum()), found=counts)
 
     def counts(self) -> dict[str, float]:
         """`PAIR_KEYS`."""
-        return {"total_pairs": float(self.num_pairs), **{key: float(count) for key, count in (self.dropped or {}).items()}}
+        return {"total_pairs": float(self.num_pairs), **{key: float(count) for key, count in (self.found or {}).items()}}
 
     def groups(self) -> list[list[int]]:
         """Both rows of a pair belong where its chosen sample does."""
@@ -95,13 +98,11 @@ def _warn(counts: Mapping[str, int], items: Sequence[SAWItem], gone: NDArray[np.
     if len(gone):
         names = shortened([items[chosen].meta["pair_id"] for chosen, _ in gone])
         logger.warning(
-            "dropped %d preference pairs: max_seq_len (%d) cut the whole answer of %d and all that tells the samples apart of %d; "
-            "%d were identical from the start: %s",
+            "dropped %d preference pairs: max_seq_len (%d) cut the whole answer of %d and all that tells the samples apart of %d: %s",
             len(gone),
             max_seq_len,
             counts["pairs_truncated_empty"],
             counts["pairs_truncated_equal"],
-            counts["pairs_identical"],
             names,
         )
 

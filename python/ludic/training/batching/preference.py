@@ -71,12 +71,15 @@ def split_preference_pairs_by_token_budget(
     micro-batches of their own. Raises BudgetError where the longest pair alone exceeds the budget.
     """
     check_limits(micro_token_budget, max_seq_len)
-    cut = [[truncate_item(item, max_seq_len) for item in pair if item is not None] for pair in pairs]
+    given = [[item for item in pair if item is not None] for pair in pairs]
+    cut = [[truncate_item(item, max_seq_len) for item in pair] for pair in given]
     whole = [pair for pair in cut if len(pair) == 2]
-    told_apart = [pair for pair in whole if not same_tokens(*pair)]
+    told_apart = [pair for pair, before in zip(cut, given, strict=True) if len(pair) == 2 and not _cut_made_equal(pair, before)]
     if len(told_apart) < len(whole):
         logger.warning(
-            "dropped %d pairs whose samples are equal within max_seq_len (%d)", len(whole) - len(told_apart), max_seq_len
+            "dropped %d preference pairs whose samples are equal within max_seq_len (%d)",
+            len(whole) - len(told_apart),
+            max_seq_len,
         )
     halves = [item for pair in told_apart for item in pair]
     lone = [pair[0] for pair in cut if len(pair) == 1]
@@ -148,6 +151,10 @@ def meta_value(item: SAWItem, row: int, key: str) -> Any:
             "with create_preference_saw_items"
         )
     return item.meta[key]
+
+
+def _cut_made_equal(pair: Sequence[SAWItem], before: Sequence[SAWItem]) -> bool:
+    return same_tokens(*pair) and not same_tokens(*before)
 
 
 def same_tokens(one: SAWItem, other: SAWItem) -> bool:
