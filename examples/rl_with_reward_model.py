@@ -2,21 +2,23 @@
 
     python examples/rl_with_reward_model.py
 
-The task is to sort five digits: `52914>` is answered by `12459`. Nothing in the last two stages asks the task's verifier what to train on:
+The task is to sort five digits: `52914>` is answered by `12459`. The policy is never trained on the task's own reward:
 
 1. a small policy imitates a teacher who is right in one of four demonstrations;
-2. it answers training problems; of two answers to a problem, a right and a wrong one, the right one is preferred. A reward model, begun
-   from the policy's weights, is trained on these pairs, token by token as they were sampled (`RMTrainer`, `make_bradley_terry`);
-3. GRPO trains the policy on the reward model's score (`LocalRewardModel`, `RewardModelScorer`, `RewardModelReward`).
+2. it answers training problems, and of two answers to a problem the one with fewer mistakes is preferred. A reward model, begun from the
+   policy's weights, is trained on these pairs, token by token as they were sampled (`RMTrainer`, `make_bradley_terry`);
+3. GRPO trains the policy on the reward model's score (`LocalRewardModel`, `RewardModelScorer`, `RewardModelReward`);
+4. stages 2 and 3 are repeated with answers of the policy as it is now: it goes where the reward model has seen nothing.
 
-After every part of stage 3 two numbers are measured on held-out problems: the score, which is trained on, and the share of right
-answers, which is wanted. Where the first rises and the second falls, the reward model is over-optimised, and the end says so.
+Before and after each round two numbers are measured on held-out problems: the score, which is trained on, and the share of right answers,
+which is wanted. Where the first rises and the second falls, the reward model is over-optimised, and the end says so. `--rounds 1
+--rl-steps 80` shows how that looks.
 """
 
 import argparse
 import asyncio
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
@@ -43,6 +45,7 @@ from ludic.training import (
     RolloutBatchSource,
     RolloutEngine,
     RolloutRequest,
+    SAWItem,
     Trainer,
     TrainerConfig,
     make_bradley_terry,
@@ -51,7 +54,6 @@ from ludic.training import (
 )
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.pair_batches import preference_batches
-from ludic.training.batching.samples import sample_from_step
 from ludic.training.batching.sft_items import SFTItems
 
 TASK = DigitSort(digits=5, right=0.25, backwards=0.5)
@@ -77,7 +79,6 @@ class Player:
     def __init__(self) -> None:
         self.model, self.tokenizer = make_small_model(NETWORK), make_byte_tokenizer()
         self.client = LocalChatClient(self.model, self.tokenizer, max_batch_size=256)
-        self.asked = 0
 
     def engine(self, scorer=None) -> RolloutEngine:
         return RolloutEngine(env_registry={"sort": TASK.make_env}, protocol_registry={"answer": self.protocol}, scorer=scorer)
@@ -86,13 +87,21 @@ class Player:
         whole = lambda text: ParseResult(action=text, reward=0.0, obs=None)  # noqa: E731  the answer is the whole completion
         return SingleAgentProtocol(Agent(client=self.client, model="small", ctx=FullDialog(), parser=whole))
 
-    def ask(self, problem, seed: int, **meta) -> RolloutRequest:
-        sampling = SamplingParams(temperature=1.0, max_tokens=TASK.max_new_tokens)
+    def ask(self, problem, seed: int, temperature: float = 1.0) -> RolloutRequest:
+        sampling = SamplingParams(temperature=temperature, max_tokens=TASK.max_new_tokens)
         inference = InferenceSpec(sampling=sampling, return_=ReturnSpec.for_rl())
-        return RolloutRequest(EnvSpec("sort", {"problem": problem}), ProtocolSpec("answer"), seed, seed, inference, meta=meta)
+        return RolloutRequest(
+            EnvSpec("sort", {"problem": problem}),
+            ProtocolSpec("answer"),
+            seed,
+            seed,
+            inference,
+            meta={"problem_id": problem["id"]},
+        )
 
-    def play(self, problems, scorer=None, seed: int = 0):
-        requests = [self.ask(problem, seed + number, problem_id=problem["id"]) for number, problem in enumerate(problems)]
+    def play(self, asked, scorer=None, seed: int = 0):
+        """`asked` has problems and temperatures."""
+        requests = [self.ask(problem, seed + number, temperature) for number, (problem, temperature) in enumerate(asked)]
         return asyncio.run(self.engine(scorer).generate_rollouts(requests, max_steps=1, concurrency=256))
 
 
@@ -112,123 +121,120 @@ def imitate(player: Player, rng: random.Random, steps: int) -> None:
     Trainer(model=player.model, algo=make_sft(normalizer="tokens"), batch_source=source, cfg=cfg).train_sync(steps)
 
 
-def preferences(player: Player, rng: random.Random, problems: int, seed: int):
-    """Pairs of answers that the policy gave to one problem, the right one preferred: samples made of the tokens that were sampled."""
-    drawn = [TASK.draw(rng) for _ in range(problems)]
+def mistakes(answer: str, right: str) -> int:
+    """Digits to insert, delete or replace until the answer is right (Levenshtein 1966)."""
+    row = list(range(len(right) + 1))
+    for i, given in enumerate(answer, 1):
+        diagonal, row[0] = row[0], i
+        for j, wanted in enumerate(right, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (given != wanted))
+    return row[-1]
+
+
+def preferences(player: Player, rng: random.Random, problems: int) -> list[SAWItem]:
+    """Pairs of answers to one problem, the one with fewer mistakes preferred: samples made of the tokens that were sampled. Half of the
+    answers are sampled hotter than the policy is, and each problem is also given an answer that was meant for another."""
+    drawn = {problem["id"]: problem for problem in (TASK.draw(rng) for _ in range(problems))}
+    asked = [(problem, temperature) for problem in drawn.values() for temperature in (1.0, 1.0, 1.0, 1.5, 1.5, 1.5)]
     answers: dict[str, list] = {}
-    for rollout in player.play(drawn * 4, seed=seed):
-        answers.setdefault(rollout.meta["problem_id"], []).append(rollout)
-    items = []
-    for problem, given in answers.items():
-        right = [rollout for rollout in given if rollout.total_reward > 0]
-        wrong = [rollout for rollout in given if rollout.total_reward <= 0]
-        for number, pair in enumerate(zip(right, wrong, strict=False)):
-            for role, rollout in zip(("chosen", "rejected"), pair, strict=True):
-                item = sample_from_step(rollout, rollout.steps[0], 1.0)
-                items.append(
-                    replace(
-                        item,
-                        meta={"pair_id": f"{problem}/{number}", "role": role, "label": 1.0},
-                        attachments=type(item.attachments)(),
-                    )
-                )
+    for rollout in player.play(asked, seed=rng.randrange(2**31)):
+        step = rollout.steps[0]
+        answers.setdefault(rollout.meta["problem_id"], []).append((step.action, step.trace))
+    items, strangers = [], [given[0] for given in answers.values()]
+    for name, given in answers.items():
+        prompt = given[0][1].prompt_token_ids
+        ranked = sorted([*given, rng.choice(strangers)], key=lambda answer: mistakes(answer[0], drawn[name]["answer"]))
+        fewest = mistakes(ranked[0][0], drawn[name]["answer"])
+        worse = [answer for answer in ranked if mistakes(answer[0], drawn[name]["answer"]) > fewest]
+        for number, answer in enumerate(worse):
+            for role, (_, trace) in (("chosen", ranked[0]), ("rejected", answer)):
+                meta = {"pair_id": f"{name}/{number}", "role": role, "label": 1.0}
+                items.append(sample(prompt, trace.completion_token_ids, meta))
     return items
 
 
-def learn_preferences(player: Player, train, test, steps: int):
-    """Stage 2: the reward model, and its accuracy on pairs that it has not seen."""
+def sample(prompt: list[int], completion: list[int], meta) -> SAWItem:
+    ids = [*prompt, *completion]
+    return SAWItem(ids, [1] * len(ids), [0] * len(prompt) + [1] * len(completion), 1.0, meta)
+
+
+def make_reward_model(player: Player) -> Qwen2ForSequenceClassification:
+    """With the policy's layers and a head of its own."""
     shape = {name: value for name, value in player.model.config.to_dict().items() if name not in ("id2label", "label2id")}
-    config = Qwen2Config(**shape, num_labels=1)
-    model = Qwen2ForSequenceClassification(config)
+    model = Qwen2ForSequenceClassification(Qwen2Config(**shape, num_labels=1))
     model.model.load_state_dict(player.model.model.state_dict())
-    cfg = RMTrainerConfig(**settings(lr=1e-3, warmup_steps=20))
+    return model
+
+
+def learn_preferences(model, train: list[SAWItem], test: list[SAWItem], steps: int) -> float:
+    """Stage 2: the reward model's accuracy on pairs that it has not seen."""
     source = preference_batches(train, batch_size=32)
+    cfg = RMTrainerConfig(**settings(lr=1e-3, warmup_steps=20))
     trainer = RMTrainer(model=model, algo=make_bradley_terry(), batch_source=source, cfg=cfg, eval_items=test)
     trainer.train_sync(steps)
-    return model, trainer.evaluate()["eval_pairwise_accuracy"]
+    return trainer.evaluate()["eval_pairwise_accuracy"]
 
 
 def measure(player: Player, scorer: RewardModelScorer, stage: str) -> Measured:
     """The scorer writes its score beside the reward, which stays the task's own."""
-    played = player.play(list(TASK.heldout()) * 4, scorer, seed=10**6)
+    played = player.play([(problem, 1.0) for problem in TASK.heldout()] * 4, scorer, seed=10**6)
     mean = lambda values: sum(values) / len(played)  # noqa: E731
     found = Measured(stage, mean(r.meta["rm_score"] for r in played), mean(r.total_reward >= 1 for r in played))
-    print(f"{found.stage:<28}score {found.score:7.3f}   right {found.right:.3f}", flush=True)
+    print(f"{stage:<20} score {found.score:7.3f}   right {found.right:.3f}", flush=True)
     return found
 
 
-def reinforce(
-    player: Player, scorer: RewardModelScorer, rng: random.Random, steps: int, parts: int, penalty: float
-) -> list[Measured]:
+def reinforce(player: Player, scorer: RewardModelScorer, rng: random.Random, steps: int) -> None:
     """Stage 3: 32 problems a step, 8 answers to each, rewarded by the score alone."""
     groups = GRPORequestStrategy(group_size=8)
     algorithm = make_grpo(group_size=8, clip_eps_high=0.28, normalizer="tokens")
     source = RolloutBatchSource(
-        engine=player.engine(RewardModelReward(scorer, "replace", unfinished_penalty=penalty)),
+        engine=player.engine(RewardModelReward(scorer, "replace", unfinished_penalty=10.0)),
         requests_fn=lambda: groups.expand([player.ask(TASK.draw(rng), rng.randrange(2**31)) for _ in range(32)]),
         algorithm=algorithm,
         concurrency=256,
     )
-    cfg = TrainerConfig(**settings(lr=3e-4, minibatches_per_batch=2, weight_decay=0.0))
-    trainer = Trainer(
-        model=player.model,
-        algo=algorithm,
-        batch_source=source,
-        publisher=LocalPublisher(player.client),
-        cfg=cfg,
-        total_training_steps=steps * parts,
-    )
-    measured = []
-    for part in range(1, parts + 1):
-        trainer.train_sync(steps)
-        measured.append(measure(player, scorer, f"after {part * steps} steps of GRPO"))
-    return measured
+    cfg = TrainerConfig(**settings(lr=3e-4, minibatches_per_batch=2, weight_decay=0.0, warmup_steps=2))
+    publisher = LocalPublisher(player.client)
+    Trainer(model=player.model, algo=algorithm, batch_source=source, publisher=publisher, cfg=cfg).train_sync(steps)
 
 
-def verdict(measured: list[Measured]) -> str:
+def verdict(rounds: list[tuple[Measured, Measured]]) -> str:
     """What the two numbers say together."""
-    first, best, last = measured[0], max(measured, key=lambda m: m.right), measured[-1]
-    if last.score <= first.score:
-        return "The score did not rise: the policy did not learn what the reward model wants."
-    if last.right > best.right - FALL:
-        return f"Score and right answers rose together: {first.right:.3f} -> {last.right:.3f} of the answers are right."
-    return (
-        f"OVER-OPTIMISED: the score went on rising while right answers fell from {best.right:.3f} ({best.stage}) to {last.right:.3f}; "
-        "stop there, or train the reward model on answers of that policy."
-    )
+    first, last = rounds[0][0], rounds[-1][1]
+    bad = [after.stage for before, after in rounds if after.score > before.score and after.right < before.right - FALL]
+    said = f"Right answers: {first.right:.3f} before, {last.right:.3f} at the end."
+    return f"{said} OVER-OPTIMISED, the score rising while right answers fell: {', '.join(bad)}." if bad else said
 
 
 def main(
-    seed: int = 0,
-    *,
-    sft_steps: int = 300,
-    problems: int = 1500,
-    rm_steps: int = 200,
-    rl_steps: int = 20,
-    parts: int = 4,
-    penalty: float = 10.0,
-) -> tuple[list[Measured], float]:
-    """What was measured before reinforcement and after each of its parts, and the reward model's accuracy on held-out pairs."""
+    seed: int = 0, *, sft_steps: int = 300, problems: int = 600, rm_steps: int = 250, rl_steps: int = 15, rounds: int = 4
+) -> list[tuple[Measured, Measured]]:
+    """What was measured before and after each round."""
     torch.manual_seed(seed)
     rng, player = random.Random(seed), Player()
     imitate(player, rng, sft_steps)
-    train, test = (preferences(player, rng, count, seed=10**7 + count) for count in (problems, max(100, problems // 5)))
-    model, accuracy = learn_preferences(player, train, test, rm_steps)
-    print(
-        f"reward model: right about {accuracy:.3f} of {len(test) // 2} held-out pairs, trained on {len(train) // 2}", flush=True
-    )
+    model, pairs, measured = make_reward_model(player), list[SAWItem](), []
     judge = LocalRewardModel(model, player.tokenizer)
     scorer = RewardModelScorer(judge, policy_tokenizer=player.tokenizer, normalize=False, batch_size=4096)
-    measured = [measure(player, scorer, "before reinforcement")]
-    measured += reinforce(player, scorer, rng, rl_steps, parts, penalty)
+    for number in range(1, rounds + 1):
+        test = preferences(player, rng, problems // 5)
+        pairs += preferences(player, rng, problems)
+        accuracy = learn_preferences(model, pairs, test, rm_steps)
+        print(
+            f"round {number}: {len(pairs) // 2} pairs; the reward model is right about {accuracy:.3f} of {len(test) // 2} others"
+        )
+        before = measure(player, scorer, f"round {number}, before")
+        reinforce(player, scorer, rng, rl_steps)
+        measured.append((before, measure(player, scorer, f"round {number}, after")))
     print(verdict(measured))
-    return measured, accuracy
+    return measured
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--penalty", type=float, default=10.0, help="off the score of an answer that does not end; try 0")
+    for name, default in (("--seed", 0), ("--rounds", 4), ("--rl-steps", 15)):
+        parser.add_argument(name, type=int, default=default)
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # more threads than free cores make a small model slower
-    main(arguments.seed, penalty=arguments.penalty)
+    main(arguments.seed, rounds=arguments.rounds, rl_steps=arguments.rl_steps)
