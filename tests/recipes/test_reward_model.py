@@ -22,6 +22,8 @@ from ludic.recipes.rollouts import training_requests
 from ludic.recipes.schema import TaskSection
 from ludic.recipes.tokenizer import make_byte_tokenizer
 
+UNPUNISHED = "+reward_model_args.unfinished_penalty=0"
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -52,10 +54,11 @@ def test_training_is_rewarded_by_the_score_and_the_held_out_reward_is_the_tasks_
         [step] = rollout["steps"]
         ids = [*step["trace"]["prompt_token_ids"], *step["trace"]["completion_token_ids"]]
         assert rollout["meta"]["rm_score_from"] == "tokens"
-        assert step["reward"] == pytest.approx(score_alone(reward_model(seed=8), ids), abs=1e-4)
+        penalty = 10.0 if step["trace"]["finish_reason"] == "length" else 0.0
+        assert step["reward"] == pytest.approx(score_alone(reward_model(seed=8), ids) - penalty, abs=1e-4)
         assert step["info"]["rewards/task"] in (0.0, 1.0)
     for line in lines(tmp_path / "run"):
-        assert line["train/rewards/reward_model"] == pytest.approx(line["train/avg_total_reward"], abs=1e-6)
+        assert line["train/avg_total_reward"] <= line["train/rewards/reward_model"] + 1e-6
         assert 0 <= line["train/rewards/task"] <= 1
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert set(summary["after"]) == {"sampled_reward", "greedy_accuracy", "rewards/reward_model"}
@@ -64,9 +67,8 @@ def test_training_is_rewarded_by_the_score_and_the_held_out_reward_is_the_tasks_
 
 
 def test_the_task_may_count_as_well(tiny: list[str], tmp_path: Path, folder: Path) -> None:
-    result = train(
-        "sort", *tiny, f"reward_model={folder}", "steps=1", "+reward_model_args.mode=bonus", "+reward_model_args.rm_coeff=0.5"
-    )
+    half = ["+reward_model_args.mode=bonus", "+reward_model_args.rm_coeff=0.5", UNPUNISHED]
+    result = train("sort", *tiny, f"reward_model={folder}", "steps=1", *half)
     assert result.exit_code == 0, result.output
     [line] = lines(tmp_path / "run")
     expected = line["train/rewards/task"] + 0.5 * line["train/rewards/reward_model"]
@@ -86,7 +88,7 @@ def test_prompts_alone_are_enough_where_a_reward_model_judges(tiny: list[str], t
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "completion": f"{n + 1}"}) + "\n" for n in range(30)))
     short = ["warmup.steps=2", "steps=1", "rollout.max_new_tokens=4"]
-    result = train(*tiny, f"data={data}", f"reward_model={folder}", *short)
+    result = train(*tiny, f"data={data}", f"reward_model={folder}", UNPUNISHED, *short)
     assert result.exit_code == 0, result.output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["after"]["sampled_reward"] == pytest.approx(summary["after"]["rewards/reward_model"], abs=1e-6)

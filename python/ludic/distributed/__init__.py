@@ -3,7 +3,7 @@
 from ludic.distributed.adapters.local import LocalPublisher
 from ludic.distributed.adapters.reward_model import RMPublisherAdapter, create_rm_publisher
 from ludic.distributed.adapters.vllm import VllmControlPlane, VllmTensorCommunicator, create_vllm_publisher
-from ludic.distributed.interfaces import ControlPlane, PolicyPublisher, TensorCommunicator, WeightMetadata
+from ludic.distributed.interfaces import ControlPlane, PolicyPublisher, TensorCommunicator, WeightMetadata, WeightPublisher
 from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPublisher
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "VllmControlPlane",
     "VllmTensorCommunicator",
     "WeightMetadata",
+    "WeightPublisher",
     "create_rm_publisher",
     "create_vllm_publisher",
 ]
