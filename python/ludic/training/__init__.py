@@ -22,6 +22,7 @@ _HOMES = {
         "split_items_by_token_budget",
     ),
     "batching.offline": ("OfflineBatchSource", "make_chat_template_step_to_item"),
+    "batching.overlapped": ("OverlappedSource",),
     "batching.requests_from_dataset": (
         "RequestsExhausted",
         "make_dataset_queue_requests_fn",
@@ -139,6 +140,7 @@ if TYPE_CHECKING:
         OfflineBatchSource as OfflineBatchSource,
         make_chat_template_step_to_item as make_chat_template_step_to_item,
     )
+    from ludic.training.batching.overlapped import OverlappedSource as OverlappedSource
     from ludic.training.batching.requests_from_dataset import (
         RequestsExhausted as RequestsExhausted,
         make_dataset_queue_requests_fn as make_dataset_queue_requests_fn,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,7 +37,7 @@ from ludic.training.schedule import LearningRateSchedule
 from ludic.training.stats import Reducer, default_reducers, distinct_rollouts, group_keys
 from ludic.training.step_record import StepRecord
 from ludic.training.timings import PhaseTimer
-from ludic.training.types import BatchSource, SAWBatch
+from ludic.training.types import BatchSource, SAWBatch, SAWItem
 from ludic.training.weights import ParamFilter
 
 if TYPE_CHECKING:
@@ -114,6 +114,13 @@ class Trainer:
         if self.publisher is None and self.cfg.given("sync_every_steps") and self.cfg.sync_every_steps:
             raise ConfigError(
                 f"sync_every_steps ({self.cfg.sync_every_steps}) needs a PolicyPublisher; pass publisher=, or sync_every_steps=0"
+            )
+        ahead = getattr(self.batch_source, "max_lag", 0)
+        oldest = ahead + max(1, self.cfg.sync_every_steps) - 1
+        if ahead and self.cfg.max_lag is not None and self.cfg.max_lag < oldest:
+            raise ConfigError(
+                f"max_lag ({self.cfg.max_lag}) would drop batches that are begun {ahead} ahead with sync_every_steps "
+                f"({self.cfg.sync_every_steps}) and are up to {oldest} versions old; raise it to {oldest}, or begin fewer ahead"
             )
         if self.evaluator is None and (self.cfg.eval_at_start or self.cfg.eval_every_n_steps):
             raise ConfigError("eval_at_start and eval_every_n_steps need an evaluator; pass evaluator=")
@@ -222,6 +229,7 @@ class Trainer:
             if macro.items:
                 batch.items = macro.items
                 batch.meta["effective_rollouts"] = distinct_rollouts(macro.items)
+                batch.meta.update(self._lag(macro.items))
                 return batch, macro
             logger.warning("a batch of %d samples has none to train on; fetching another", len(given.items))
         raise EmptyBatchError(
@@ -233,6 +241,11 @@ class Trainer:
     def _is_stale(self, meta: Mapping[str, Any]) -> bool:
         version = meta.get("policy_version")
         return self.cfg.max_lag is not None and version is not None and self._step - version > self.cfg.max_lag
+
+    def _lag(self, items: Sequence[SAWItem]) -> dict[str, float]:
+        """How many versions the samples are behind the weights, on average; nothing where versions are not published or not known."""
+        versions = [item.meta["policy_version"] for item in items if item.meta.get("policy_version") is not None]
+        return {"policy_lag": self._step - sum(versions) / len(versions)} if versions and self.sync_every_steps else {}
 
     async def _optimize(self, mini_batch: MiniBatch, record: StepRecord, *, first_epoch: bool) -> None:
         at_start = first_epoch and (record.optimizer_steps == 0 or mini_batch.batch.proximal is not None)
