@@ -6,6 +6,9 @@ Threads that wait spin for a moment, then sleep (see `ludic.cli.main`).
 import os
 
 from hypothesis import settings
+from real_vllm import vllm_server
+
+__all__ = ["vllm_server"]
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch is loaded: spinning threads make busy machines crawl
 

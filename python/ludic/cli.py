@@ -96,7 +96,7 @@ _ROLLOUT_HELP = """Play episodes of a recipe's task with a model and write them 
 
 **Examples**
 
-- `ludic rollout sort model=runs/NAME/model --episodes 2000 --keep "reward>0" --out good.jsonl` samples and keeps the good ones
+- `ludic rollout runs/NAME --episodes 2000 --keep "reward>0" --out good.jsonl` samples from the model of a run and keeps the good ones
 - `ludic rollout addition model=runs/NAME/model --keep "reward>=1 and scratchpad_right==1" --out textbook.jsonl`
 """
 
@@ -107,7 +107,8 @@ def rollout(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RECIPE] model=DIRECTORY [KEY=VALUE]...", help="As for `ludic train`; its rollout section counts."
+            metavar="[RECIPE | RUN] [KEY=VALUE]...",
+            help="A recipe with model=DIRECTORY, or a run's folder; the rollout section counts.",
         ),
     ] = None,
     episodes: Annotated[int, typer.Option(min=1, help="Episodes to play, whole groups of rollout.group_size.")] = 1024,

@@ -27,6 +27,13 @@ class DataTypeError(LudicError, TypeError):
     """A sample whose sequences are of a type that holds no numbers of the right kind."""
 
 
+class DataKeyError(LudicError, KeyError):
+    """A sample whose metadata lacks a key; the message names the sample."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # KeyError would show the message in quotes
+
+
 class MissingExtraError(LudicError, ImportError):
     """An optional dependency that is not installed; the message names the extra that brings it."""
 
@@ -45,6 +52,18 @@ class GradingError(LudicError, RuntimeError):
 
 class InferenceError(LudicError, RuntimeError):
     """The model failed, or the engine that runs it is gone."""
+
+
+class EngineDeadError(InferenceError):
+    """A server whose engine is gone. It may still answer `/health`; it has to be started again before anything else is asked of it."""
+
+
+class ServerUnreachableError(InferenceError, ConnectionError):
+    """Nobody answers at a server's address."""
+
+
+class ClientTagError(InferenceError):
+    """An answer that does not say whose it is, or says that it is another client's. Asking again would not help."""
 
 
 class NonFiniteError(LudicError, RuntimeError):

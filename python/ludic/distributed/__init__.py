@@ -1,6 +1,7 @@
 """How weights travel from the trainer to those who sample."""
 
 from ludic.distributed.adapters.local import LocalPublisher
+from ludic.distributed.adapters.reward_model import RMPublisherAdapter, create_rm_publisher
 from ludic.distributed.interfaces import ControlPlane, PolicyPublisher, TensorCommunicator, WeightMetadata
 from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPublisher
 
@@ -9,7 +10,9 @@ __all__ = [
     "ControlPlane",
     "LocalPublisher",
     "PolicyPublisher",
+    "RMPublisherAdapter",
     "Rank0OnlyPublisher",
     "TensorCommunicator",
     "WeightMetadata",
+    "create_rm_publisher",
 ]

@@ -3,16 +3,21 @@
 Importing it loads no model library.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ludic.inference.client import ChatClient, VersionedClient
 from ludic.inference.extensions import BackendExtensions, VLLMExtensions
 from ludic.inference.request import ChatCompletionRequest, InferenceSpec, ReturnSpec, ToolRequest
+from ludic.inference.reward_types import PoolingType, RewardModelTrainingMode, ScoringRequest, ScoringResponse
 from ludic.inference.sampling import SamplingConfig, SamplingParams
 
 if TYPE_CHECKING:
     from ludic.inference.local import LocalChatClient
+    from ludic.inference.local_reward import LocalRewardModel
     from ludic.inference.openai_client import OpenAIChatClient
+    from ludic.inference.vllm_client import VLLMChatClient
+    from ludic.inference.vllm_utils import start_vllm_server, wait_for_vllm_health
 
 __all__ = [
     "BackendExtensions",
@@ -20,23 +25,34 @@ __all__ = [
     "ChatCompletionRequest",
     "InferenceSpec",
     "LocalChatClient",
+    "LocalRewardModel",
     "OpenAIChatClient",
+    "PoolingType",
     "ReturnSpec",
+    "RewardModelTrainingMode",
     "SamplingConfig",
     "SamplingParams",
+    "ScoringRequest",
+    "ScoringResponse",
     "ToolRequest",
+    "VLLMChatClient",
     "VLLMExtensions",
     "VersionedClient",
+    "start_vllm_server",
+    "wait_for_vllm_health",
 ]
+_LATE = {
+    "LocalChatClient": "local",
+    "LocalRewardModel": "local_reward",
+    "OpenAIChatClient": "openai_client",
+    "VLLMChatClient": "vllm_client",
+    "start_vllm_server": "vllm_utils",
+    "wait_for_vllm_health": "vllm_utils",
+}
+"""Names that load more than the standard library -> their modules."""
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LocalChatClient":
-        from ludic.inference.local import LocalChatClient
-
-        return LocalChatClient
-    if name == "OpenAIChatClient":
-        from ludic.inference.openai_client import OpenAIChatClient
-
-        return OpenAIChatClient
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LATE[name]}"), name)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
+import ipaddress
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
-
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
+from urllib.parse import urlsplit
 
 from ludic.errors import ConfigError, InferenceError
+from ludic.inference.persistence import Persistence, is_transient
 from ludic.inference.request import ChatCompletionRequest
 from ludic.types import ChatResponse
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
-"""Besides 500 and above: the server asks to come again."""
-LONGEST_WAIT_S = 60.0
-"""Between two attempts, whatever the server's Retry-After says."""
+CONNECT_TIMEOUT_S = 10.0
 
 
 class OpenAIChatClient:
@@ -47,12 +44,8 @@ class OpenAIChatClient:
     ) -> None:
         if not base_url.startswith(("http://", "https://")):
             raise ConfigError(f"base_url ({base_url}) must begin with http:// or https://, such as http://127.0.0.1:8000/v1")
-        if timeout_s <= 0 or max_retries < 0 or backoff_s < 0:
-            raise ConfigError(
-                f"timeout_s ({timeout_s}) must be > 0, max_retries ({max_retries}) and backoff_s ({backoff_s}) must be >= 0"
-            )
         self.base_url = base_url.rstrip("/")
-        self.timeout_s, self.max_retries, self.backoff_s = timeout_s, max_retries, backoff_s
+        self._persistence = Persistence(timeout_s, max_retries, backoff_s)
         self.returns_token_ids = returns_token_ids
         self._api_key = api_key
         self._opened: AsyncOpenAI | None = None
@@ -118,55 +111,36 @@ class OpenAIChatClient:
         """The answer to `call(client)`, tried as often as allowed."""
         from openai import OpenAIError
 
-        async def attempt() -> Any:
-            return await call(self._client())
-
-        attempts = AsyncRetrying(
-            stop=stop_after_attempt(1 + self.max_retries),
-            wait=self._wait_s,
-            retry=retry_if_exception(_is_transient),
-            reraise=True,
-        )
         try:
-            async with asyncio.timeout(self.timeout_s):
-                return await attempts(attempt)
-        except TimeoutError as error:
-            raise TimeoutError(f"{self.base_url} gave no answer within {self.timeout_s} s") from error
+            return await self._persistence.carry_out(lambda: call(self._client()), name=self.base_url, again=is_transient)
         except (OpenAIError, ValueError) as error:  # a body that is no JSON is a ValueError
             raise InferenceError(f"{self.base_url} gave no completion: {type(error).__name__}: {error}") from error
 
-    def _wait_s(self, state: RetryCallState) -> float:
-        """Seconds until the next attempt."""
-        backoff = wait_random_exponential(multiplier=self.backoff_s, max=LONGEST_WAIT_S)(state)
-        error = state.outcome.exception() if state.outcome is not None else None
-        return max(backoff, _retry_after_s(error))
-
     def _client(self) -> AsyncOpenAI:
         """Made when first needed: importing openai takes a second."""
-        from openai import AsyncOpenAI
-
         if self._opened is None:
-            client = AsyncOpenAI(base_url=self.base_url, api_key=self._api_key, max_retries=0, timeout=self.timeout_s)
-            client.organization = client.project = None  # the environment's are not for other servers
-            self._opened = client
+            self._opened = open_client(self.base_url, api_key=self._api_key, timeout_s=self._persistence.timeout_s)
         return self._opened
 
 
-def _is_transient(error: BaseException) -> bool:
-    from openai import APIConnectionError, APIStatusError
+def open_client(base_url: str, *, api_key: str, timeout_s: float) -> AsyncOpenAI:
+    """A client that tries nothing again by itself, sends no name of the environment's, and asks no proxy for this machine."""
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
-    if isinstance(error, APIStatusError):
-        return error.status_code in TRANSIENT_STATUS or error.status_code >= 500
-    return isinstance(error, APIConnectionError)
+    timeout = Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
+    direct = DefaultAsyncHttpxClient(timeout=timeout, trust_env=False) if is_loopback(base_url) else None
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=timeout, http_client=direct)
+    client.organization = client.project = None  # the environment's are not for other servers
+    return client
 
 
-def _retry_after_s(error: BaseException | None) -> float:
-    """What the server asked for in seconds, if it did."""
-    response = getattr(error, "response", None)
+def is_loopback(url: str) -> bool:
+    """Whether an address is on this machine."""
+    host = urlsplit(url).hostname or ""
     try:
-        return min(LONGEST_WAIT_S, max(0.0, float(response.headers.get("retry-after", 0.0)))) if response is not None else 0.0
-    except ValueError:  # a date
-        return 0.0
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _as_object(answer: Any, base_url: str) -> dict[str, Any]:

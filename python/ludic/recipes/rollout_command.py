@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ludic.errors import ConfigError
-from ludic.recipes.compose import compose
+from ludic.recipes.compose import compose, from_run
 from ludic.recipes.console import INTERRUPTED, output_to, quiet_libraries
 from ludic.recipes.keep import Keep
 
@@ -49,7 +49,10 @@ class Tally:
 def rollout_command(arguments: Sequence[str], *, episodes: int, keep: str | None, out: Path, json_only: bool) -> int:
     """The exit status: 0, or 130 after Ctrl-C, which keeps the batches that were written."""
     started = time.perf_counter()
-    recipe, condition = compose(arguments), None if keep is None else Keep.parse(keep)
+    recipe, condition = (
+        compose([part for argument in arguments for part in from_run(argument)]),
+        None if keep is None else Keep.parse(keep),
+    )
     _check(recipe, out)
     counts = Tally(str(out), keep)
     code = 0

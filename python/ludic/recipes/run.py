@@ -14,7 +14,7 @@ import torch
 from ludic.distributed.adapters.local import LocalPublisher
 from ludic.envs.tasks import EpisodicTask
 from ludic.inference.local import LocalChatClient
-from ludic.recipes.build import build_algorithm, build_trainer_config, check_numbers, task_of
+from ludic.recipes.build import build_algorithm, build_trainer_config, check_numbers, task_of, with_reward_model
 from ludic.recipes.demonstrations import DemonstrationSource
 from ludic.recipes.evaluate import Evaluation, HeldOut
 from ludic.recipes.measures import logged_names, task_reducers
@@ -62,6 +62,7 @@ class Parts:
         random.seed(recipe.seed)
         torch.manual_seed(recipe.seed)
         model, tokenizer = make_policy(recipe)
+        task = with_reward_model(recipe, task, tokenizer)
         derived = {"pad_token_id": tokenizer.pad_token_id, "seed": recipe.seed}
         return cls(
             task=task,
@@ -136,7 +137,7 @@ class Run:
 
     def _rollout_source(self, requests: TrainingRequests, log: Path | None) -> RolloutBatchSource:
         return RolloutBatchSource(
-            engine=self._engine(log),
+            engine=self._engine(log, trained=True),
             requests_fn=requests,
             credit_assigner=self.parts.algorithm.credit_assigner,
             max_steps=self.parts.task.max_turns,
@@ -195,13 +196,14 @@ class Run:
             self.screen.note(f"  {measured.failed} answers failed or could not be graded, and are in no rate")
         return measured
 
-    def _engine(self, log: Path | None = None) -> RolloutEngine:
+    def _engine(self, log: Path | None = None, *, trained: bool = False) -> RolloutEngine:
         return make_engine(
             self.parts.task,
             self._client,
             model_name=self.recipe.model or "small",
             system_prompt=self.recipe.rollout.system_prompt,
             jsonl_path=log,
+            trained=trained,
         )
 
     def _end_phase(self, following: str) -> None:

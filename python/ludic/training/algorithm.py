@@ -27,15 +27,18 @@ from ludic.types import is_list_of
 
 if TYPE_CHECKING:
     from ludic.training.presets import (
+        make_bradley_terry,
         make_cispo,
         make_dr_grpo,
         make_gmpo,
         make_grpo,
+        make_grpo_with_rm,
         make_gspo,
         make_reinforce,
         make_reinforce_baseline,
         make_sapo,
         make_scalerl,
+        make_scalerl_with_rm,
         make_sft,
     )
 
@@ -47,15 +50,18 @@ __all__ = [
     "compose_preprocess",
     "drop_zero_weight_samples",
     "filter_zero_variance_groups",
+    "make_bradley_terry",
     "make_cispo",
     "make_dr_grpo",
     "make_gmpo",
     "make_grpo",
+    "make_grpo_with_rm",
     "make_gspo",
     "make_reinforce",
     "make_reinforce_baseline",
     "make_sapo",
     "make_scalerl",
+    "make_scalerl_with_rm",
     "make_sft",
     "validate_actor_logps",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,8 +26,11 @@ from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.futures import TrainFuture
 from ludic.training.loss import BatchTotals, SharedContext
+from ludic.training.loss.base import needs_first_pass
 from ludic.training.memory import MemoryProfile
 from ludic.training.nonfinite import nonfinite_report
+from ludic.training.parameter_groups import parameter_groups
+from ludic.training.rng import preserved_rng
 from ludic.training.state_files import read_model, read_optimizer, write_model, write_optimizer
 from ludic.training.weights import ParamFilter, published_weights
 
@@ -76,12 +79,19 @@ class TrainingBackend(Protocol):
         """Read what `save` wrote."""
 
 
-def build_optimizer(model: nn.Module, cfg: TrainerConfig) -> torch.optim.Optimizer:
-    """AdamW over the parameters that are trained."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
-        raise ConfigError("the model has no parameter with requires_grad=True; there is nothing to train")
-    return torch.optim.AdamW(trained, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay)
+def build_optimizer(
+    model: nn.Module, cfg: TrainerConfig, *, backbone_lr_mult: float | None = None, head_only_weight_decay: bool = False
+) -> torch.optim.Optimizer:
+    """AdamW over the parameters that are trained, in groups where rates or decays differ (`parameter_groups`)."""
+    groups = parameter_groups(
+        model,
+        lr=cfg.lr,
+        weight_decay=cfg.weight_decay,
+        backbone_lr_mult=backbone_lr_mult,
+        head_only_weight_decay=head_only_weight_decay,
+        decay_biases_and_norms=cfg.decay_biases_and_norms,
+    )
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay)
 
 
 def enable_checkpointing(model: Any) -> None:
@@ -136,6 +146,7 @@ class TorchBackend:
 
     def _forward_backward(self, batch: MicroBatches, totals: BatchTotals | None) -> BackwardResult:
         self.model.train()
+        totals = self._with_first_pass(batch, totals)
         result = BackwardResult(torch.zeros((), device=self.cfg.model_device))
         for index, micro_batch in enumerate(batch):
             with self._gradient_sync(last=index == len(batch) - 1):
@@ -146,6 +157,22 @@ class TorchBackend:
         self._pending.append((batch, totals))
         self._loss = result.loss if self._loss is None else self._loss + result.loss
         return result
+
+    @torch.no_grad()
+    def _with_first_pass(self, batch: MicroBatches, totals: BatchTotals | None) -> BatchTotals | None:
+        """`totals` with what the loss must measure on every sample before its gradient on any. Dropout draws the same masks as in the
+        pass with gradient."""
+        loss: Any = self.algo.loss
+        if totals is None or not needs_first_pass(loss) or (len(batch) == 1 and not ranks.is_distributed()):
+            return totals
+        sums: dict[str, Tensor] = {}
+        with preserved_rng(), self._autocast():
+            for micro_batch in batch:
+                found = loss.first_pass(forward_logits(self.model, micro_batch.tensors), micro_batch.tensors)
+                sums = {name: sums.get(name, 0.0) + value for name, value in found.items()}
+        everywhere = ranks.sum_over_ranks([float(value) for value in sums.values()], self.cfg.model_device)
+        measured = {name: value.new_tensor(total) for (name, value), total in zip(sums.items(), everywhere, strict=True)}
+        return replace(totals, measured=measured)
 
     def _backward(self, micro_batch: MicroBatch, totals: BatchTotals | None) -> tuple[Tensor, dict[str, Any]]:
         """Add the gradient of one micro-batch; its loss, and its statistics."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from ludic.errors import ConfigError
 from ludic.training.algorithm import (
     PreprocessFn,
     RLAlgorithm,
@@ -20,6 +21,7 @@ from ludic.training.credit_assignment import (
     MonteCarloReturn,
 )
 from ludic.training.loss import (
+    BradleyTerryLoss,
     CISPOLoss,
     ClippedSurrogateLoss,
     CompositeLoss,
@@ -36,18 +38,23 @@ from ludic.training.loss import (
     TokenKLLoss,
     correction_of,
 )
+from ludic.training.loss.preference import RegularizationType, ScoreType
+from ludic.training.reward_credit import CombineMode, RewardModelCreditAssigner
 from ludic.training.types import SAWBatch
 
 __all__ = [
+    "make_bradley_terry",
     "make_cispo",
     "make_dr_grpo",
     "make_gmpo",
     "make_grpo",
+    "make_grpo_with_rm",
     "make_gspo",
     "make_reinforce",
     "make_reinforce_baseline",
     "make_sapo",
     "make_scalerl",
+    "make_scalerl_with_rm",
     "make_sft",
 ]
 
@@ -232,16 +239,12 @@ def make_scalerl(
     loss = CISPOLoss(
         clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
     )
-
-    def filter_groups(batch: SAWBatch) -> SAWBatch:
-        return filter_zero_variance_groups(batch, eps=zvp_filter_eps)
-
-    steps: list[PreprocessFn] = [filter_groups] if filter_zvp else []
+    ratios = _with_ratios(drop_zero_weight, drop_zero_weight_eps)
     return RLAlgorithm(
         name=name,
         credit_assigner=HybridNormalizedReturn(group_size=group_size, positive_only=positive_only),
         loss=_with_kl(loss, kl_coeff, length_normalize),
-        preprocess=compose_preprocess(*steps, _with_ratios(drop_zero_weight, drop_zero_weight_eps)),
+        preprocess=compose_preprocess(_filtering_groups(zvp_filter_eps), ratios) if filter_zvp else ratios,
         correction=correction_of(correction),
     )
 
@@ -303,6 +306,96 @@ def make_gmpo(
     )
 
 
+def make_grpo_with_rm(
+    *,
+    group_size: int,
+    rm_mode: CombineMode = "bonus",
+    rm_coeff: float = 1.0,
+    rm_alpha: float = 0.5,
+    rm_score_key: str = "rm_score",
+    group_normalize_adv: bool = False,
+    positive_only: bool = False,
+    clip_eps_low: float = 0.2,
+    clip_eps_high: float = 0.27,
+    length_normalize: bool = False,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    name: str = "grpo_rm",
+) -> RLAlgorithm:
+    """GRPO whose advantages are combined with the score that a `RewardModelScorer` gave the rollout."""
+    inner = GroupNormalizedReturn(group_size=group_size, normalize_adv=group_normalize_adv, positive_only=positive_only)
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=RewardModelCreditAssigner(rm_mode, rm_coeff, rm_alpha, rm_score_key, inner),
+        loss=TokenClippedSurrogateLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize),
+        preprocess=_with_ratios(drop_zero_weight, drop_zero_weight_eps),
+    )
+
+
+def make_scalerl_with_rm(
+    *,
+    group_size: int,
+    rm_mode: CombineMode = "bonus",
+    rm_coeff: float = 0.1,
+    rm_alpha: float = 0.5,
+    rm_score_key: str = "rm_score",
+    positive_only: bool = False,
+    kl_coeff: float = 0.0,
+    clip_eps_low: float = 0.20,
+    clip_eps_high: float = 0.28,
+    length_normalize: bool = True,
+    filter_zvp: bool = True,
+    zvp_filter_eps: float = 1e-6,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    name: str = "scalerl_rm",
+) -> RLAlgorithm:
+    """ScaleRL whose advantages are combined with the score that a `RewardModelScorer` gave the rollout.
+
+    `filter_zvp` leaves out the groups whose combined weights do not vary: one of equal returns and different scores stays.
+    """
+    inner = HybridNormalizedReturn(group_size=group_size, positive_only=positive_only)
+    loss = CISPOLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize)
+    ratios = _with_ratios(drop_zero_weight, drop_zero_weight_eps)
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=RewardModelCreditAssigner(rm_mode, rm_coeff, rm_alpha, rm_score_key, inner),
+        loss=_with_kl(loss, kl_coeff, length_normalize),
+        preprocess=compose_preprocess(_filtering_groups(zvp_filter_eps), ratios) if filter_zvp else ratios,
+    )
+
+
+def make_bradley_terry(
+    *,
+    beta: float = 1.0,
+    score_type: ScoreType = "reward",
+    name: str = "bradley_terry",
+    lambda_regularization: float = 0.0,
+    regularization_lambda: float | None = None,
+    regularization_type: RegularizationType = "l2",
+    label_smoothing: float = 0.0,
+    score_regularization_lambda: float = 0.0,
+) -> RLAlgorithm:
+    """A reward model from preference pairs, for `RMTrainer`. `regularization_lambda` is another name of `lambda_regularization`."""
+    if regularization_lambda is not None and lambda_regularization not in (0.0, regularization_lambda):
+        raise ConfigError(
+            f"lambda_regularization ({lambda_regularization}) and regularization_lambda ({regularization_lambda}) are two names of one "
+            "setting; give one of them"
+        )
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=ConstantCredit(1.0),
+        loss=BradleyTerryLoss(
+            beta=beta,
+            score_type=score_type,
+            regularization_lambda=lambda_regularization if regularization_lambda is None else regularization_lambda,
+            regularization_type=regularization_type,
+            label_smoothing=label_smoothing,
+            score_regularization_lambda=score_regularization_lambda,
+        ),
+    )
+
+
 def make_sft(*, length_normalize: bool = False, normalizer: Normalizer = "samples", name: str = "sft") -> RLAlgorithm:
     """Supervised fine-tuning: cross entropy on the action tokens, every sample with weight 1."""
     return RLAlgorithm(
@@ -318,6 +411,13 @@ def _with_kl(loss: CISPOLoss, coeff: float, length_normalize: bool) -> Loss:
         return loss
     kl = TokenKLLoss(coeff=coeff, length_normalize=length_normalize)
     return CompositeLoss(terms=[LossTerm("cispo", loss), LossTerm("kl", kl)])
+
+
+def _filtering_groups(eps: float) -> PreprocessFn:
+    def filter_groups(batch: SAWBatch) -> SAWBatch:
+        return filter_zero_variance_groups(batch, eps=eps)
+
+    return filter_groups
 
 
 def _dropping(drop: bool, eps: float) -> PreprocessFn | None:

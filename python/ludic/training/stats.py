@@ -19,7 +19,7 @@ from ludic.errors import ConfigError, DataError
 from ludic.training.loss.mismatch import LARGEST, PREFIX, is_mismatch_sum, mismatch_of
 from ludic.training.types import SAWBatch, SAWItem
 
-COUNT_KEYS = frozenset({"num_samples", "target_rollouts", "effective_rollouts", "total_completion_tokens"})
+COUNT_KEYS = frozenset({"num_samples", "target_rollouts", "effective_rollouts", "total_completion_tokens", "num_pairs"})
 KINDS = ("mean", "sum", "count_true")
 
 ReducerKind = Literal["mean", "sum", "count_true"]

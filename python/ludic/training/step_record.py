@@ -10,6 +10,7 @@ import torch
 from ludic.training import ranks
 from ludic.training.backend import BackwardResult
 from ludic.training.batching.mini_batches import PADDING_KEYS, MacroBatch, MiniBatch
+from ludic.training.batching.pair_batches import PAIR_KEYS
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.mismatch import PREFIX, is_mismatch_sum
 from ludic.training.stats import COUNT_KEYS, SAMPLED_REWARD, Reducer, batch_stats, combine_micro_stats, to_host
@@ -67,8 +68,7 @@ class StepRecord:
     def _counts(self) -> dict[str, float]:
         counts = {
             "optimizer_steps": float(len(self._steps)),
-            "seq_len_truncated_empty": float(self.macro.truncated_empty),
-            "samples_without_actions": float(self.macro.without_actions),
+            **self.macro.counts(),
             "zero_weight_skipped": float(self._skipped),
         }
         for key in ("zvp_filter_frac", *EPISODE_KEYS):
@@ -84,7 +84,14 @@ class StepRecord:
 
 EPISODE_KEYS = ("num_retried_episodes", "num_failed_episodes", "num_cancelled_episodes", "num_dropped_groups")
 """What a rollout engine counts of episodes that went wrong."""
-SUMMED = COUNT_KEYS | {"loss", "seq_len_truncated_empty", "samples_without_actions", "zero_weight_skipped", *EPISODE_KEYS}
+SUMMED = COUNT_KEYS | {
+    "loss",
+    "seq_len_truncated_empty",
+    "samples_without_actions",
+    "zero_weight_skipped",
+    *EPISODE_KEYS,
+    *PAIR_KEYS,
+}
 """Over ranks. A rank's loss is already its share of the mini-batch's."""
 
 

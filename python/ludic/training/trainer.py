@@ -20,7 +20,7 @@ from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend import TorchBackend, TrainingBackend, build_optimizer
 from ludic.training.batching.micro_batching import MicroBatch
-from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, Rows
 from ludic.training.batching.requests_from_dataset import RequestsExhausted
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
@@ -28,6 +28,7 @@ from ludic.training.early_stopping import EarlyStopping
 from ludic.training.event_loop import EventLoop, awaited
 from ludic.training.futures import TrainFuture
 from ludic.training.loggers.base import TrainingLogger
+from ludic.training.lora import LoraSettings, apply_lora
 from ludic.training.loss.base import reads_shared_only, zero_weight_is_zero_gradient
 from ludic.training.preflight import Preflight
 from ludic.training.proximal import with_proximal_logps
@@ -41,6 +42,8 @@ from ludic.training.types import BatchSource, SAWBatch, SAWItem
 from ludic.training.weights import ParamFilter
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
+
     from ludic.distributed.interfaces import PolicyPublisher
 
 logger = logging.getLogger(__name__)
@@ -76,10 +79,12 @@ class Trainer:
         evaluator: Any | None = None,
         total_training_steps: int | None = None,
         backend: TrainingBackend | None = None,
+        lora_config: LoraSettings | LoraConfig | None = None,
         preflight: Preflight | None = None,
     ) -> None:
-        """Without `publisher` nothing is published; asking for `sync_every_steps` as well is an error. `preflight` compares the first
-        samples with their sampler before the first step, and raises where the two disagree.
+        """Without `publisher` nothing is published; asking for `sync_every_steps` as well is an error. With `lora_config`, the model gets
+        adapters (`apply_lora`), and only those and the head of a model that scores are trained. `preflight` compares the first samples
+        with their sampler before the first step, and raises where the two disagree.
 
         `total_training_steps` is where the learning-rate schedule ends; without it, the `num_steps` of the first `train`.
         """
@@ -87,11 +92,12 @@ class Trainer:
         self.algo, self.batch_source, self.publisher = algo, batch_source, publisher
         self.evaluator, self.train_logger, self.param_filter = evaluator, train_logger, param_filter
         self.reducers = default_reducers() if reducers is None else reducers
-        self.model, self.preflight = model, preflight
+        self.preflight = preflight
         self._check(checkpointer or checkpoint_config, resume_from)
+        self.model = model if lora_config is None else apply_lora(model, lora_config)
         self.sync_every_steps = (self.cfg.sync_every_steps or None) if publisher is not None else None
         self.backend: TrainingBackend = backend or TorchBackend(
-            model,
+            self.model,
             self.cfg,
             algo=algo,
             optimizer_factory=self.initialize_optimizer,
@@ -196,7 +202,7 @@ class Trainer:
         for epoch in range(self.cfg.epochs_per_batch):
             for rows in macro.divide(self.cfg.minibatches_per_batch, seed=self.cfg.seed, step=self._step, epoch=epoch):
                 with timer.phase("batching"):
-                    mini_batch = MiniBatch(macro, rows, self.cfg, skip_zero_weight=self._skips_zero_weight)
+                    mini_batch = self._mini_batch(macro, rows)
                 if len(mini_batch):
                     await self._optimize(mini_batch, record, first_epoch=epoch == 0)
                 record.add_padding(mini_batch)
@@ -205,6 +211,14 @@ class Trainer:
             await self.publish(timer)
         self._checkpoint(timer)
         return self._logged(record)
+
+    def _ingest(self, items: Sequence[SAWItem]) -> MacroBatch:
+        """The samples of a batch, cut, without those that have nothing to train; a subclass may keep some together."""
+        return MacroBatch.ingest(items, self.cfg.max_seq_len, merge_turns=self._merges_turns)
+
+    def _mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
+        """The samples at `rows`, split into micro-batches and collated as they are asked for."""
+        return MiniBatch(macro, rows, self.cfg, skip_zero_weight=self._skips_zero_weight)
 
     @property
     def _skips_zero_weight(self) -> bool:
@@ -225,7 +239,7 @@ class Trainer:
                 fetched, stale = fetched + len(given.items), stale + len(given.items) - len(batch.items)
                 if self.algo.preprocess is not None and batch.items:
                     batch = await awaited(self.algo.preprocess(batch))
-                macro = MacroBatch.ingest(batch.items, self.cfg.max_seq_len, merge_turns=self._merges_turns)
+                macro = self._ingest(batch.items)
             if macro.items:
                 batch.items = macro.items
                 batch.meta["effective_rollouts"] = distinct_rollouts(macro.items)
@@ -337,13 +351,14 @@ class Trainer:
         concurrency: int | None = None,
         log_fn: LogFn | None = None,
     ) -> dict[str, Any]:
-        """Evaluate on rank 0: `records` and `metrics`, empty on the others. What is not given here or in the config is the
-        evaluator's to decide. Random generators are left as they were."""
+        """Evaluate on rank 0: `records` and `metrics`, empty on the others; on all ranks with an evaluator that says
+        `on_all_ranks`. What is not given here or in the config is the evaluator's to decide. Random generators are left as they
+        were."""
         if self.evaluator is None:
             raise ConfigError("the trainer has no evaluator; pass evaluator=")
         records: list[Any] = []
         metrics: Stats = {}
-        if ranks.rank() == 0:
+        if ranks.rank() == 0 or getattr(self.evaluator, "on_all_ranks", False):
             with preserved_rng():
                 records, metrics = await self.evaluator.eval(
                     reducers=reducers,
@@ -353,7 +368,7 @@ class Trainer:
                 )
             self.last_eval = {f"eval/{name}": value for name, value in metrics.items()} | {"eval/step": float(self._step)}
             self._log(self.last_eval)
-            if log_fn is not None:
+            if log_fn is not None and ranks.rank() == 0:
                 await awaited(log_fn(self.last_eval))
         ranks.barrier()
         return {"records": records, "metrics": metrics}

@@ -27,6 +27,7 @@ from ludic.training.loss.functional import (
 )
 from ludic.training.loss.gmpo import GMPOLoss
 from ludic.training.loss.kl import EntropyBonus, KLLoss, TokenKLLoss
+from ludic.training.loss.preference import BradleyTerryLoss
 from ludic.training.loss.reinforce import ReinforceBaselineLoss, ReinforceLoss
 from ludic.training.loss.sapo import SAPOLoss
 from ludic.training.loss.supervised import MaskedCausalLMCrossEntropyLoss
@@ -34,6 +35,7 @@ from ludic.training.loss.supervised import MaskedCausalLMCrossEntropyLoss
 __all__ = [
     "Batch",
     "BatchTotals",
+    "BradleyTerryLoss",
     "CISPOLoss",
     "ClippedSurrogateLoss",
     "CompositeLoss",

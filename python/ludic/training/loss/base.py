@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -34,7 +34,7 @@ Batch = Mapping[str, Any]
 """A collated micro-batch. Padded: `input_ids`, `attention_mask`, `action_mask` [B, T], `weight` [B], and with log-probabilities of
 the actor `actor_logps` [B, T], `old_logp_action` [B]. Padding-free: rows stand one behind another in [1, S], `cu_seqlens` [B + 1]
 says where each begins. With `turns` [N, 3] several samples share a row: N samples, of which each has a weight, and its row, begin
-and end are in `turns`."""
+and end are in `turns`. Preference samples have `meta`, lists of B `pair_id`, `role` and `label`."""
 Stats = dict[str, Any]
 """Detached scalars on the device of the logits."""
 Normalizer = Literal["samples", "tokens", "pairs"]
@@ -57,6 +57,10 @@ class Loss(Protocol):
     False): whether the logits are read through `shared` alone, so that their memory can be used again in the backward pass; set it to
     False on an instance to keep the logits. `reads_entropy` (default False): whether `shared.entropy` is read, so that it is computed
     together with the log-probabilities; read without being announced, it costs the memory of two more gradients.
+
+    A loss that must know more of the whole mini-batch than `BatchTotals` counts, a norm of scores for example, has `needs_first_pass`
+    and a method `first_pass(logits, batch) -> dict[str, Tensor]`: sums over the samples of a micro-batch. The model is then run
+    twice, first without gradient, and the sums over all micro-batches and ranks are in `BatchTotals.measured`.
     """
 
     def compute(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Stats]: ...
@@ -73,6 +77,8 @@ class BatchTotals:
     weight_std: float
     """Population standard deviation."""
     num_pairs: float = 0.0
+    measured: Mapping[str, Tensor] = field(default_factory=dict)
+    """What a loss with a first pass measured, by name."""
 
     @classmethod
     def from_columns(cls, weights: NDArray[Any], target_counts: NDArray[Any], *, num_pairs: float = 0.0) -> BatchTotals:
@@ -98,7 +104,7 @@ class BatchTotals:
             num_tokens=float(num_targets(batch)),
             weight_mean=0.0 if wide is None else float(wide.mean()),
             weight_std=0.0 if wide is None else float(wide.std(unbiased=False)),
-            num_pairs=rows / 2,
+            num_pairs=num_pairs(batch),
         )
 
     def of(self, normalizer: Normalizer) -> float:
@@ -113,6 +119,15 @@ def num_rows(batch: Batch) -> int:
     if "cu_seqlens" in batch:
         return int(batch["cu_seqlens"].shape[0]) - 1
     return int(batch["input_ids"].shape[0])
+
+
+def num_pairs(batch: Batch) -> float:
+    """Pairs in a collated batch: ids in its `meta` that have both roles; without one, two samples are a pair."""
+    meta = batch.get("meta", {})
+    if "pair_id" not in meta or "role" not in meta:
+        return num_rows(batch) / 2
+    halves = {*zip(meta["pair_id"], meta["role"], strict=True)}
+    return float(sum((pair, "rejected") in halves for pair, role in halves if role == "chosen"))
 
 
 def num_targets(batch: Batch) -> Tensor:
@@ -165,8 +180,7 @@ class SharedContext:
             return 0.0
         if normalizer == "tokens":
             return (num_targets(self.batch) / total).float()
-        rows = num_rows(self.batch)
-        return (rows if normalizer == "samples" else rows / 2) / total
+        return (num_rows(self.batch) if normalizer == "samples" else num_pairs(self.batch)) / total
 
     @property
     def input_ids(self) -> Tensor:
@@ -389,6 +403,11 @@ def zero_weight_is_zero_gradient(loss: object) -> bool:
 def reads_shared_only(loss: object) -> bool:
     """Whether the loss reads the logits through its shared context alone."""
     return bool(getattr(loss, "reads_shared_only", False))
+
+
+def needs_first_pass(loss: object) -> bool:
+    """Whether the loss must see every sample before it can be computed on any."""
+    return bool(getattr(loss, "needs_first_pass", False))
 
 
 def reads_entropy(loss: object) -> bool:

@@ -1,0 +1,67 @@
+"""Publishes a reward model's weights to those who score with it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ludic.distributed.interfaces import PolicyPublisher
+from ludic.distributed.publisher import Rank0OnlyPublisher
+from ludic.inference.reward_types import RewardModelTrainingMode
+from ludic.inference.reward_weights import trained_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+class RewardWeightsClient(Protocol):
+    """A reward model that takes new weights: `LocalRewardModel`, `VLLMScoringClient`, `VLLMClient`."""
+
+    def sync_reward_weights(
+        self,
+        params: Mapping[str, Tensor],
+        *,
+        training_mode: RewardModelTrainingMode = RewardModelTrainingMode.FULL,
+        version: str | int | None = None,
+    ) -> Any: ...
+
+
+class RMPublisherAdapter:
+    """Sends the weights that `training_mode` changes, and nothing else: what is left out is left out here, before anything is announced,
+    so that the receiver never waits for a tensor that does not come. `debug` logs the names."""
+
+    def __init__(
+        self,
+        client: RewardWeightsClient,
+        *,
+        training_mode: RewardModelTrainingMode | str = RewardModelTrainingMode.FULL,
+        debug: bool = False,
+    ) -> None:
+        self.client = client
+        self.training_mode = RewardModelTrainingMode(training_mode)
+        self.debug = debug
+
+    def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
+        """Raises ConfigError where `training_mode` changes none of the weights."""
+        chosen = trained_weights(state_dict, self.training_mode)
+        if self.debug:
+            left_out = len(state_dict) - len(chosen)
+            logger.info("publishing %d weights, leaving out %d: %s", len(chosen), left_out, ", ".join(sorted(chosen)))
+        self.client.sync_reward_weights(chosen, training_mode=self.training_mode, version=version)
+
+
+def create_rm_publisher(
+    client: RewardWeightsClient,
+    *,
+    training_mode: RewardModelTrainingMode | str = RewardModelTrainingMode.FULL,
+    debug: bool = False,
+    rank0_only: bool = False,
+) -> PolicyPublisher:
+    """A publisher for `RMTrainer`. With `rank0_only` the client is first touched when rank 0 publishes, and by no other rank."""
+    mode = RewardModelTrainingMode(training_mode)
+    if rank0_only:
+        return Rank0OnlyPublisher(lambda: RMPublisherAdapter(client, training_mode=mode, debug=debug))
+    return RMPublisherAdapter(client, training_mode=mode, debug=debug)

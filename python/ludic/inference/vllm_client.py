@@ -1,0 +1,482 @@
+"""Models behind vLLM servers: chat completions, and token ids in, token ids out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+import requests
+from requests.adapters import HTTPAdapter
+
+from ludic.errors import ConfigError, InferenceError, ServerUnreachableError
+from ludic.inference.chat_template import offered_tools
+from ludic.inference.client_tags import ClientTag, TagPolicy
+from ludic.inference.openai_client import is_loopback, open_client
+from ludic.inference.persistence import Persistence
+from ludic.inference.prompt_clipping import PromptClipper
+from ludic.inference.prompt_tokens import PromptTokens
+from ludic.inference.request import ChatCompletionRequest
+from ludic.inference.sampling import SamplingParams
+from ludic.inference.server_errors import has_no_path, may_pass, meant
+from ludic.inference.server_pool import Server, ServerPool
+from ludic.inference.tool_calls import assistant_message, calls_made
+from ludic.inference.vllm_requests import (
+    SAMPLING_FIELDS,
+    chat_arguments,
+    check_fields,
+    check_sampling_params,
+    completions_body,
+    extension_fields,
+    generate_body,
+)
+from ludic.inference.vllm_responses import (
+    AbortedError,
+    SampledTokens,
+    chat_response,
+    check_trace,
+    sampled_tokens,
+    version_number,
+)
+from ludic.types import ChatResponse, TokenTrace
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+PROBE_TIMEOUT_S = 30.0
+VERSION_TIMEOUT_S = 2.0
+TOKEN_FIELDS = SAMPLING_FIELDS | {"vllm_xargs"}
+
+
+class WeightSender(Protocol):
+    """Moves weights to the servers of a client. `ludic.distributed.create_vllm_publisher` connects one."""
+
+    def send(self, params: Mapping[str, Tensor], *, version: str | int | None, timeout_s: float) -> str:
+        """Replace the weights everywhere; the version now served."""
+        ...
+
+    def close(self) -> None:
+        """Give up what it holds."""
+        ...
+
+
+class HealthTimeoutError(ServerUnreachableError, requests.ConnectionError):
+    """A server that did not become healthy in time."""
+
+
+class VLLMChatClient:
+    """Chat completions and token continuations from one or more vLLM servers that serve the same model.
+
+    With `tokenizer`, the policy's own, prompts are rendered and encoded here and sent as token ids, to `/inference/v1/generate` where the
+    server has it (`--enable-scale-out`), else to `/v1/completions`; text is made of the ids that come back and is never tokenised again.
+    Without, messages go to `/v1/chat/completions` and the server renders them. What training needs comes back exactly: the ids read, the
+    ids sampled, one log-probability for each, and where the server says so the version of the weights that sampled them. An answer that
+    lacks any of it, or that is for another prompt, is an InferenceError.
+
+    A call takes at most `timeout_s`, all attempts included. Failed connections, 408, 409, 425, 429, 5xx and aborted requests are tried
+    again up to `max_retries` times: sampling changes nothing on the server. An engine that is gone is an EngineDeadError at once. Of
+    several servers (`urls`) each request goes to the one with the least to do; a dead one is drained and its requests move.
+
+    Settings without meaning are a ConfigError before anything is sent, as is a prompt and `max_tokens` that do not fit into the server's
+    context, which the server would clip silently; with `on_overflow="clip"` it is clipped here and counted. Fields of
+    `extra_body_overrides` that vLLM 0.32 does not know are refused unless `allow_unknown_fields`.
+
+    The client waits for `/health` of every server, at most `connection_timeout_s`, and reads which models they serve. `host` 0.0.0.0
+    means this machine.
+    """
+
+    # what an instance has that was made without the constructor
+    _async_client: Any = None
+    _session: Any = None
+    _pool: ServerPool | None = None
+    _tokens: PromptTokens | None = None
+    _tag: ClientTag | None = None
+    _clipper: PromptClipper | None = None
+    _sender: WeightSender | None = None
+    _version = 0
+    _pynccl_comm: Any = None
+    _rank: int | None = None
+
+    def __init__(
+        self,
+        *,
+        host: str = "0.0.0.0",
+        port: int = 8000,
+        group_port: int = 51216,
+        connection_timeout_s: float = 60,
+        enable_weight_updates: bool = False,
+        device: Any = 0,
+        urls: Sequence[str] | None = None,
+        tokenizer: Any = None,
+        timeout_s: float = 600.0,
+        max_retries: int = 3,
+        backoff_s: float = 0.5,
+        api_key: str = "local",
+        client_tag: str | None = None,
+        client_tag_policy: TagPolicy = "lenient",
+        max_prompt_chars: int | None = None,
+        on_overflow: Literal["error", "clip"] = "error",
+        allow_unknown_fields: bool = False,
+    ) -> None:
+        if on_overflow not in ("error", "clip"):
+            raise ConfigError(f"on_overflow ({on_overflow!r}) must be 'error' or 'clip'")
+        addresses = [_address(url) for url in urls] if urls is not None else [f"http://{_reachable(host)}:{port}"]
+        self._persistence = Persistence(timeout_s, max_retries, backoff_s)
+        self._pool = ServerPool([Server(url, api_key, timeout_s) for url in addresses], probe=self._probe)
+        self.server_url = addresses[0]
+        self.host, self.port, self.group_port, self.device = host, port, group_port, device
+        self.enable_weight_updates = enable_weight_updates
+        self.served_names: dict[str, str] = {}
+        """Model asked for -> name under which its present weights are served, such as that of the newest adapter."""
+        self.counts: dict[str, int] = {"aborted": 0, "clipped_max_tokens": 0}
+        self._tokens = None if tokenizer is None else PromptTokens(tokenizer)
+        self._tag = None if client_tag is None else ClientTag(client_tag, client_tag_policy)
+        self._clipper = None if max_prompt_chars is None else PromptClipper(max_prompt_chars if max_prompt_chars > 0 else None)
+        self._on_overflow, self._allow_unknown_fields = on_overflow, allow_unknown_fields
+        self._without_generate: set[str] = set()
+        """Servers that take token ids on `/v1/completions` alone."""
+        self._limits: dict[str, int] = {}
+        """Model -> tokens of prompt and answer together."""
+        self._session = _open_session(addresses, api_key)
+        self._async_client = open_client(f"{self.server_url}/v1", api_key=api_key, timeout_s=timeout_s)
+        deadline = time.monotonic() + connection_timeout_s
+        for url in addresses:
+            self._await_health(url, deadline, connection_timeout_s)
+        self._read_models()
+        self._version = self._read_version() or 0
+
+    # -- completions
+
+    async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
+        """One completion. The info has `raw_response`, `used_args` and `policy_version`.
+
+        Raises ConfigError and ConfigTypeError for settings that make no sense, before anything is sent; TimeoutError after `timeout_s`;
+        InferenceError for an answer that is none, and its kinds EngineDeadError, ServerUnreachableError and ClientTagError.
+        """
+        arguments = chat_arguments(request)
+        if self._pool is None:
+            answer = await self._async_client.chat.completions.create(**arguments)
+            return chat_response(answer), {"raw_response": answer.model_dump(exclude_none=True), "used_args": arguments}
+        check_sampling_params(request.sampling)
+        if self._tokens is not None:
+            return await self._complete_rendered(request, self._tokens)
+        if not self._allow_unknown_fields:
+            check_fields(extension_fields(request.extensions))
+        return await self._complete_chat(request, arguments)
+
+    async def complete_tokens(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        seed: int | None = None,
+        model: str | None = None,
+    ) -> TokenTrace:
+        """Continue token ids as they are. `model` is the first that the server offers unless it is named."""
+        sampled, _ = await self._sample(
+            model or next(iter(self._limits), ""), prompt_token_ids, sampling or SamplingParams(), seed
+        )
+        return TokenTrace(list(prompt_token_ids), sampled.token_ids, sampled.logprobs, sampled.finish_reason)
+
+    async def probe(self) -> dict[str, bool]:
+        """Ask every server for one token. Address -> whether it lives; the dead are drained, those that live again taken back."""
+        pool = self._servers()
+        return {server.url: await pool.probe(server) for server in pool.servers}
+
+    def metrics(self) -> dict[str, int]:
+        """Counts so far: of each server, requests moved, aborted and clipped, and what the tags filtered."""
+        found = {**self._servers().counts(), **self.counts}
+        if self._clipper is not None:
+            found["clipped_prompts"] = self._clipper.clipped
+        if self._tag is not None:
+            found.update({f"client_tag_{name}": count for name, count in vars(self._tag.counts).items()})
+        return found
+
+    async def aclose(self) -> None:
+        """Close the connections of the event loop that runs."""
+        await self._servers().aclose()
+
+    async def __aenter__(self) -> VLLMChatClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    # -- weights
+
+    async def get_policy_version(self) -> int:
+        """The version that the server says it serves. What this client last committed where it does not say, 0 if that is nothing."""
+        found = await asyncio.to_thread(self._read_version)
+        if found is not None:
+            self._version = found
+        return self._version
+
+    def connect_weights(self, sender: WeightSender) -> None:
+        """Let `sync_weights` go through `sender`; the one before it is closed."""
+        self.close_communicator()
+        self._sender = sender
+
+    def sync_weights(self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
+        """Replace the servers' weights by name; the version now served. InferenceError for a client that was not made to."""
+        if self._sender is None:
+            raise InferenceError(
+                "this client cannot push weights: it is for inference only. Make it with enable_weight_updates=True and hand it to "
+                "ludic.distributed.create_vllm_publisher"
+            )
+        committed = self._sender.send(params, version=version, timeout_s=timeout_s)
+        self._version = version_number(committed) or self._version
+        return committed
+
+    def close_communicator(self) -> None:
+        """Give up what pushes weights, if anything does."""
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
+
+    def reset_prefix_cache(self) -> None:
+        """Make every server forget what it computed of earlier prompts. Raises InferenceError where that fails."""
+        for server in self._servers().servers:
+            try:
+                answer = self._session.post(f"{server.url}/reset_prefix_cache", timeout=60.0)
+            except requests.RequestException as error:
+                raise ServerUnreachableError(f"{server.url} could not reset its prefix cache: {error}") from error
+            if answer.status_code != 200:
+                raise InferenceError(
+                    f"{server.url} answered {answer.status_code} to /reset_prefix_cache; it must run with VLLM_SERVER_DEV_MODE=1"
+                )
+
+    def get_num_background_tasks(self) -> int:
+        """0: a push is over when it returns."""
+        return 0
+
+    # -- the rest is how
+
+    async def _complete_chat(
+        self, request: ChatCompletionRequest, arguments: dict[str, Any]
+    ) -> tuple[ChatResponse, dict[str, Any]]:
+        sent = {**arguments, "model": self.served_names.get(request.model, request.model)}
+        if self._clipper is not None:
+            sent["messages"] = self._clipper(request.messages)
+        if self._tag is not None:
+            sent["extra_body"] = {**sent.get("extra_body", {}), "client_tag": self._tag.tag}
+            sent["extra_headers"] = self._tag.headers()
+        version = self._version
+
+        async def at(server: Server) -> Any:
+            return await server.client().chat.completions.create(**sent)
+
+        def read(answer: Any) -> tuple[ChatResponse, dict[str, Any]]:
+            payload = _payload(answer, self.server_url)
+            if self._tag is not None:
+                payload = self._tag.mine(payload)
+            response = chat_response(payload)
+            asked = request.return_
+            check_trace(response, ids=asked.return_token_ids, logprobs=asked.return_chosen_logprobs)
+            self._check_clipped(request, response)
+            return response, payload
+
+        response, payload = await self._ask(at, read)
+        return response, {"raw_response": payload, "used_args": sent, "policy_version": version}
+
+    def _check_clipped(self, request: ChatCompletionRequest, response: ChatResponse) -> None:
+        """The server renders the prompt, so only its answer tells that there was less room than `max_tokens`."""
+        prompt, answer = response.prompt_token_ids, response.completion_token_ids
+        if prompt is None or answer is None or response.finish_reason != "length" or len(answer) >= request.sampling.max_tokens:
+            return
+        self._overflow(request.model, len(prompt), request.sampling.max_tokens)
+
+    async def _complete_rendered(
+        self, request: ChatCompletionRequest, tokens: PromptTokens
+    ) -> tuple[ChatResponse, dict[str, Any]]:
+        tools = offered_tools(request.tools)
+        messages = request.messages if self._clipper is None else self._clipper(request.messages)
+        prompt_ids = tokens.encode(messages, tools)
+        fields = extension_fields(request.extensions)
+        if not self._allow_unknown_fields:
+            check_fields(fields, TOKEN_FIELDS)
+        asked = request.return_
+        sampled, info = await self._sample(
+            request.model, prompt_ids, request.sampling, request.seed, top_k=asked.top_logprobs_k, fields=fields
+        )
+        ids = sampled.token_ids[:-1] if sampled.ended_by_token else sampled.token_ids
+        text = tokens.text(ids)
+        if isinstance(sampled.stop_reason, str):
+            text = text.split(sampled.stop_reason, 1)[0]
+        message = assistant_message(text, first_id=calls_made(messages)) if tools else {"role": "assistant", "content": text}
+        tokens.answered(messages, tools, message, prompt_ids, sampled.token_ids)
+        called = "tool_calls" in message and sampled.finish_reason == "stop"
+        response = ChatResponse(
+            text=text,
+            completion_token_ids=sampled.token_ids if asked.return_token_ids else None,
+            completion_logprobs=sampled.logprobs if asked.return_chosen_logprobs else None,
+            finish_reason="tool_calls" if called else sampled.finish_reason,
+            prompt_token_ids=prompt_ids if asked.return_token_ids else None,
+        )
+        choice = {"index": 0, "message": message, "finish_reason": response.finish_reason}
+        return response, {"raw_response": {"choices": [choice]}, **info}
+
+    async def _sample(
+        self,
+        model: str,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        seed: int | None,
+        *,
+        top_k: int = 1,
+        fields: Mapping[str, Any] | None = None,
+    ) -> tuple[SampledTokens, dict[str, Any]]:
+        """One continuation, and `policy_version`, `weight_versions` and `used_args` without the prompt."""
+        check_sampling_params(sampling)
+        sampling = self._fitting(model, prompt_ids, sampling)
+        common = {"model": self.served_names.get(model, model), **({} if self._tag is None else {"client_tag": self._tag.tag})}
+        version, used = self._version, fields or {}
+        arguments = {**common, **generate_body(prompt_ids, sampling, seed, top_k, used)}
+        other = {**common, **completions_body(prompt_ids, sampling, seed, top_k, used)}
+
+        async def at(server: Server) -> Any:
+            headers = None if self._tag is None else self._tag.headers()
+            if server.url not in self._without_generate:
+                try:
+                    return await server.post("/inference/v1/generate", arguments, headers=headers)
+                except Exception as error:
+                    if not has_no_path(error):
+                        raise
+                    self._without_generate.add(server.url)
+            return await server.post("/v1/completions", other, headers=headers)
+
+        def read(answer: Any) -> SampledTokens:
+            payload = _payload(answer, self.server_url)
+            return sampled_tokens(self._tag.mine(payload) if self._tag else payload, prompt_ids, name=self.server_url)
+
+        sampled = await self._ask(at, read)
+        numbers = [version_number(span.get("version")) for span in sampled.weight_versions]
+        known = [number for number in numbers if number is not None]
+        info: dict[str, Any] = {"policy_version": min(known) if known else version}
+        if known:
+            info["weight_versions"] = sampled.weight_versions
+        info["used_args"] = {key: value for key, value in arguments.items() if key != "token_ids"}
+        return sampled, info
+
+    async def _ask(self, at: Callable[[Server], Awaitable[Any]], read: Callable[[Any], T]) -> T:
+        """What `read` makes of what `at` gets from a live server, within the deadline."""
+        pool = self._servers()
+
+        async def once(server: Server) -> T:
+            answer = await meant(at(server), server.url, self._persistence.timeout_s)
+            try:
+                return read(answer)
+            except AbortedError:
+                self.counts["aborted"] += 1
+                raise
+
+        name = self.server_url if len(pool.servers) == 1 else f"none of {len(pool.servers)} servers"
+        return await self._persistence.carry_out(lambda: pool.send(once), name=name, again=may_pass)
+
+    def _fitting(self, model: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> SamplingParams:
+        """Sampling whose `max_tokens` fits behind the prompt."""
+        limit = self._limit(model)
+        if not prompt_ids:
+            raise InferenceError("the prompt has no tokens; a model continues one token at least")
+        if limit is None or len(prompt_ids) + sampling.max_tokens <= limit:
+            return sampling
+        if len(prompt_ids) >= limit:
+            raise InferenceError(
+                f"the prompt has {len(prompt_ids)} tokens and the server's context {limit}, which leaves no room for an answer; "
+                "shorten the prompt or start the server with a larger --max-model-len"
+            )
+        self._overflow(model, len(prompt_ids), sampling.max_tokens)
+        return replace(sampling, max_tokens=limit - len(prompt_ids))
+
+    def _overflow(self, model: str, prompt: int, max_tokens: int) -> None:
+        if self._on_overflow == "error":
+            raise ConfigError(
+                f"the prompt ({prompt} tokens) and max_tokens ({max_tokens}) must fit into the server's context ({self._limit(model)}), "
+                "which would clip the answer without a word; lower max_tokens, start the server with a larger --max-model-len, or set "
+                "on_overflow='clip'"
+            )
+        self.counts["clipped_max_tokens"] += 1
+
+    def _limit(self, model: str) -> int | None:
+        return self._limits.get(model, min(self._limits.values(), default=None))
+
+    def _servers(self) -> ServerPool:
+        if self._pool is None:
+            raise InferenceError("this client was made without its constructor and knows no server")
+        return self._pool
+
+    async def _probe(self, server: Server) -> None:
+        """One token, or the error that says why there is none. A server that came back with other weights is not taken."""
+        body = {"model": next(iter(self._limits), ""), "prompt": [[0]], "max_tokens": 1}
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            await meant(server.post("/v1/completions", body), server.url, PROBE_TIMEOUT_S)
+        if self._version:
+            found = await asyncio.to_thread(self._read_version, server.url)
+            if found != self._version:
+                raise InferenceError(f"it serves version {found} of the weights, not {self._version}; push to it first")
+
+    def _await_health(self, url: str, deadline: float, timeout_s: float) -> None:
+        while True:
+            with contextlib.suppress(requests.RequestException):
+                if self._session.get(f"{url}/health", timeout=5.0).status_code == 200:
+                    return
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise HealthTimeoutError(
+                    f"{url}/health did not answer within {timeout_s} s; start a server there (`ludic serve`), or give its host and port"
+                )
+            time.sleep(min(2.0, left))
+
+    def _read_models(self) -> None:
+        """Which models the servers offer, and how long their contexts are; a server of another kind says nothing."""
+        with contextlib.suppress(requests.RequestException, ValueError):
+            listed = self._session.get(f"{self.server_url}/v1/models", timeout=30.0).json()
+            for model in listed.get("data") or []:
+                if isinstance(model.get("max_model_len"), int):
+                    self._limits[str(model["id"])] = model["max_model_len"]
+
+    def _read_version(self, url: str | None = None) -> int | None:
+        """The number of the weights, from vLLM's own endpoint or from that of older servers; None where neither says one."""
+        for path, key in (("/weight_info", "weight_version"), ("/runtime_version", "version")):
+            try:
+                answer = self._session.get(f"{url or self.server_url}{path}", timeout=VERSION_TIMEOUT_S)
+                if answer.status_code == 200:
+                    return version_number(answer.json().get(key))
+            except Exception:  # whatever it is, the version is not known
+                return None
+        return None
+
+
+def _payload(answer: Any, url: str) -> dict[str, Any]:
+    """An answer as a JSON object."""
+    dump = getattr(answer, "model_dump", None)
+    payload = dump(exclude_none=True, warnings=False) if dump is not None else answer
+    if not isinstance(payload, dict):
+        raise InferenceError(f"{url} answered {str(answer)[:200]!r}, which is no JSON object; is this the right address?")
+    return payload
+
+
+def _open_session(urls: Sequence[str], api_key: str) -> requests.Session:
+    """For what is asked outside an event loop. Only connections are tried again, never what was sent."""
+    session = requests.Session()
+    adapter = HTTPAdapter(pool_connections=10, pool_maxsize=10, max_retries=3)
+    session.mount("http://", adapter)
+    session.mount("https://", adapter)
+    session.trust_env = not all(map(is_loopback, urls))
+    session.headers["Authorization"] = f"Bearer {api_key}"
+    return session
+
+
+def _reachable(host: str) -> str:
+    """All addresses of a machine are one to listen on and none to call."""
+    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+
+
+def _address(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"urls has {url!r}, which must begin with http:// or https://, such as http://127.0.0.1:8000")
+    return url.rstrip("/").removesuffix("/v1")

@@ -1,0 +1,169 @@
+"""The client against a real vLLM server: ids and log-probabilities are the model's own, and faults are what they are said to be."""
+
+import asyncio
+
+import pytest
+import requests
+import torch
+
+from ludic.errors import ConfigError, InferenceError
+from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMChatClient, VLLMExtensions
+
+pytestmark = pytest.mark.integration
+MESSAGES = [{"role": "user", "content": "count to ten"}]
+
+
+def client_of(server, **settings):
+    return VLLMChatClient(host=server.host, port=server.port, **{"tokenizer": server.tokenizer, **settings})
+
+
+def run(server, scenario, **settings):
+    async def whole():
+        async with client_of(server, **settings) as client:
+            return await scenario(client)
+
+    return asyncio.run(whole())
+
+
+def ask(temperature=1.0, max_tokens=48, seed=0, messages=MESSAGES, **more):
+    sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, **more)
+    return ChatCompletionRequest("tiny", messages, sampling, ReturnSpec.for_rl(), seed=seed)
+
+
+def scores(server, trace, temperature):
+    """[C] log-probability of each sampled token under the model here."""
+    ids = torch.tensor([trace.prompt_token_ids + trace.completion_token_ids])
+    with torch.no_grad():
+        logps = torch.log_softmax(server.model(input_ids=ids).logits[0, :-1].float() / temperature, dim=-1)
+    return logps.gather(1, ids[0, 1:, None]).squeeze(1)[len(trace.prompt_token_ids) - 1 :]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("rendered_here", [True, False])
+def test_log_probabilities_are_those_of_the_distribution_drawn_from(vllm_server, temperature, rendered_here):
+    async def scenario(client):
+        return await asyncio.gather(*(client.complete(ask(temperature, seed=seed)) for seed in range(8)))
+
+    answers = run(vllm_server, scenario, **({} if rendered_here else {"tokenizer": None}))
+    worst, beyond = 0.0, 0
+    for response, _ in answers:
+        trace = response.to_trace()
+        worst = max(worst, (scores(vllm_server, trace, temperature) - torch.tensor(trace.completion_logprobs)).abs().max().item())
+        beyond += sum(token >= len(vllm_server.tokenizer) for token in trace.completion_token_ids)
+    assert worst < 1e-4
+    assert beyond > 0  # ids that decode to nothing: text made of these answers could not be made into these ids again
+
+
+def test_both_endpoints_and_both_ways_of_rendering_give_the_same_tokens(vllm_server):
+    async def scenario(client):
+        rendered, _ = await client.complete(ask(seed=5))
+        client._without_generate.add(vllm_server.url)
+        completions, _ = await client.complete(ask(seed=5))
+        return rendered, completions
+
+    async def chat(client):
+        return await client.complete(ask(seed=5))
+
+    rendered, completions = run(vllm_server, scenario)
+    served, info = run(vllm_server, chat, tokenizer=None)
+    assert rendered.to_trace() == completions.to_trace() == served.to_trace()
+    assert info["policy_version"] == 0
+
+
+def test_a_second_turn_begins_with_the_tokens_of_the_first(vllm_server):
+    async def scenario(client):
+        first, _ = await client.complete(ask(seed=1, max_tokens=200))
+        more = [*MESSAGES, {"role": "assistant", "content": first.text}, {"role": "user", "content": "go on"}]
+        second, _ = await client.complete(ask(seed=2, messages=more, max_tokens=16))
+        return first, second
+
+    first, second = run(vllm_server, scenario)
+    whole = first.prompt_token_ids + first.completion_token_ids
+    assert second.prompt_token_ids[: len(whole)] == whole
+
+
+def test_a_stop_string_ends_the_text_and_its_tokens_stay(vllm_server):
+    free, _ = run(vllm_server, lambda client: client.complete(ask(temperature=0.0, max_tokens=64)))
+    stop = next(char for char in free.text if char.isprintable() and char != "�")
+    cut, _ = run(vllm_server, lambda client: client.complete(ask(temperature=0.0, max_tokens=64, stop=[stop])))
+    assert cut.text == free.text.split(stop, 1)[0]
+    assert cut.completion_token_ids == free.completion_token_ids[: len(cut.completion_token_ids)]
+    assert stop in vllm_server.tokenizer.decode(cut.completion_token_ids)
+    assert cut.finish_reason == "stop"
+
+
+def test_what_the_server_would_clip_is_refused_here(vllm_server):
+    with pytest.raises(ConfigError, match=r"must fit into the server's context \(512\)"):
+        run(vllm_server, lambda client: client.complete(ask(max_tokens=600)))
+    with pytest.raises(InferenceError, match="404"):
+        run(vllm_server, lambda client: client.complete_tokens([5], model="other"))
+    with pytest.raises(InferenceError, match="400"):
+        run(vllm_server, lambda client: client.complete_tokens([9999], sampling=SamplingParams(max_tokens=2)))
+
+
+def test_fields_that_the_server_ignores_are_refused_and_those_it_knows_are_heeded(vllm_server):
+    def with_field(**fields):
+        return ChatCompletionRequest(
+            "tiny", MESSAGES, SamplingParams(temperature=1.0, max_tokens=8), ReturnSpec.for_rl(), 3,
+            extensions=VLLMExtensions(extra_body_overrides=fields),
+        )  # fmt: skip
+
+    with pytest.raises(ConfigError, match="did you mean top_k"):
+        run(vllm_server, lambda client: client.complete(with_field(top_kk=1)))
+    for tokenizer in (vllm_server.tokenizer, None):
+        one, _ = run(vllm_server, lambda client: client.complete(with_field(top_k=1)), tokenizer=tokenizer)
+        assert one.completion_logprobs == pytest.approx([0.0] * len(one.completion_logprobs))  # one token is left to draw
+
+
+def test_a_request_stopped_on_order_is_made_again(vllm_server):
+    """`/pause?mode=abort` ends what is running with a 200 and some of its tokens."""
+
+    async def scenario(client):
+        asked = asyncio.create_task(client.complete(ask(max_tokens=400, seed=3)))
+        while not asked.done() and client._pool.servers[0].in_flight == 0:
+            await asyncio.sleep(0)
+        await asyncio.to_thread(requests.post, f"{vllm_server.url}/pause?mode=abort", timeout=60)
+        await asyncio.to_thread(requests.post, f"{vllm_server.url}/resume", timeout=60)
+        return await asked
+
+    response, _ = run(vllm_server, scenario)
+    undisturbed, _ = run(vllm_server, lambda client: client.complete(ask(max_tokens=400, seed=3)))
+    assert response.completion_token_ids == undisturbed.completion_token_ids
+
+
+def test_tags_are_echoed_by_the_middleware_on_every_endpoint(vllm_server):
+    async def scenario(client):
+        await client.complete(ask(max_tokens=4))
+        client._without_generate.add(vllm_server.url)
+        await client.complete(ask(max_tokens=4))
+        return client.metrics()
+
+    settings = {"client_tag": "rank-1-of-2", "client_tag_policy": "require_echo"}
+    for tokenizer in (vllm_server.tokenizer, None):
+        metrics = run(vllm_server, scenario, tokenizer=tokenizer, **settings)
+        assert (metrics["client_tag_errors"], metrics["client_tag_untagged"], metrics["client_tag_filtered"]) == (0, 0, 0)
+    body = {"model": "tiny", "prompt": [[5]], "max_tokens": 2, "client_tag": "a"}
+    answer = requests.post(f"{vllm_server.url}/v1/completions", json=body, timeout=60)
+    assert answer.headers["x-vllm-client-tag"] == answer.json()["choices"][0]["metadata"]["client_tag"] == "a"
+    refused = requests.post(f"{vllm_server.url}/v1/completions", json={**body, "model": "other"}, timeout=60)
+    assert (refused.status_code, refused.json()["metadata"]["client_tag"]) == (404, "a")
+    stream = requests.post(f"{vllm_server.url}/v1/completions", json={**body, "stream": True}, timeout=60)
+    assert stream.headers["x-vllm-client-tag"] == "a"
+    assert stream.text.rstrip().endswith("data: [DONE]")
+
+
+def test_the_version_of_the_weights_is_read_and_comes_with_every_sample(vllm_server):
+    def set_version(version):
+        requests.post(f"{vllm_server.url}/update_weight_version", json={"new_version": version}, timeout=60).raise_for_status()
+
+    try:
+        set_version("7")
+
+        async def scenario(client):
+            return await client.get_policy_version(), (await client.complete(ask(max_tokens=4)))[1]
+
+        version, info = run(vllm_server, scenario)
+        assert (version, info["policy_version"]) == (7, 7)
+        assert info["weight_versions"][0]["version"] == "7"
+    finally:
+        set_version("default")
