@@ -85,3 +85,19 @@ class EmptyBatchError(LudicError, RuntimeError):
 
 class CheckpointError(LudicError, RuntimeError):
     """A checkpoint that is incomplete or does not fit the model."""
+
+
+class ServerError(InferenceError):
+    """A server refused a call, or could not be reached; `status` is that of HTTP, None where there was no answer."""
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ServerTimeoutError(ServerError, TimeoutError):
+    """A server did not answer within its deadline."""
+
+
+class PublishError(LudicError, RuntimeError):
+    """New weights did not reach the servers; the message names those that failed and says what the others serve."""

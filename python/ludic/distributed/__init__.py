@@ -2,6 +2,7 @@
 
 from ludic.distributed.adapters.local import LocalPublisher
 from ludic.distributed.adapters.reward_model import RMPublisherAdapter, create_rm_publisher
+from ludic.distributed.adapters.vllm import VllmControlPlane, VllmTensorCommunicator, create_vllm_publisher
 from ludic.distributed.interfaces import ControlPlane, PolicyPublisher, TensorCommunicator, WeightMetadata
 from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPublisher
 
@@ -13,6 +14,9 @@ __all__ = [
     "RMPublisherAdapter",
     "Rank0OnlyPublisher",
     "TensorCommunicator",
+    "VllmControlPlane",
+    "VllmTensorCommunicator",
     "WeightMetadata",
     "create_rm_publisher",
+    "create_vllm_publisher",
 ]

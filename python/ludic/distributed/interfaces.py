@@ -39,6 +39,13 @@ class ControlPlane(Protocol):
 
 
 @runtime_checkable
+class AbandoningControlPlane(ControlPlane, Protocol):
+    """Can take back an announcement, so that receivers go on with what they have."""
+
+    def abandon_update(self) -> None: ...
+
+
+@runtime_checkable
 class PolicyPublisher(Protocol):
     """Makes new weights those that are sampled from."""
 

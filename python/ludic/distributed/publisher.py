@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from ludic.distributed.interfaces import ControlPlane, PolicyPublisher, TensorCommunicator, WeightMetadata
+from ludic.distributed.interfaces import AbandoningControlPlane, ControlPlane, PolicyPublisher, TensorCommunicator, WeightMetadata
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class BroadcastPolicyPublisher:
-    """Announces the tensors, broadcasts them in the order of their names, and waits until all have them."""
+    """Announces the tensors, broadcasts them in the order of their names, and waits until all have them.
+
+    Where that fails, a control plane that can abandon an update is told to.
+    """
 
     def __init__(self, control: ControlPlane, comm: TensorCommunicator, src_rank: int) -> None:
         self.control = control
@@ -24,11 +27,16 @@ class BroadcastPolicyPublisher:
         metadata: list[WeightMetadata] = [
             {"name": name, "dtype": str(state_dict[name].dtype), "shape": list(state_dict[name].shape)} for name in names
         ]
-        self.control.announce_update_batch(metadata, version=version)
-        for name in names:
-            self.comm.broadcast(state_dict[name].contiguous(), src=self.src_rank)
-        self.comm.barrier()
-        self.control.finalize_update(version=version)
+        try:
+            self.control.announce_update_batch(metadata, version=version)
+            for name in names:
+                self.comm.broadcast(state_dict[name].contiguous(), src=self.src_rank)
+            self.comm.barrier()
+            self.control.finalize_update(version=version)
+        except BaseException:
+            if isinstance(self.control, AbandoningControlPlane):
+                self.control.abandon_update()
+            raise
 
 
 class Rank0OnlyPublisher:

@@ -1,0 +1,354 @@
+"""Publishes to vLLM servers while they serve, through their own endpoints for reinforcement learning.
+
+A push to one server or to several: the weights are checked against each server's model, taken aside by all (which go on with the old
+ones), and only then, with generation paused, loaded by all; prefix caches are forgotten, and what each server then holds is compared
+with what the trainer sent. Until all have everything, any failure leaves the old version everywhere. A server that fails later is
+taken out of service and named; it never serves a mix.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ludic.distributed.checkpoint_folder import CheckpointFolder
+from ludic.distributed.interfaces import PolicyPublisher, WeightMetadata
+from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPublisher
+from ludic.distributed.server_link import BROADCASTING, ServerLink, failed_servers, on_each, urls
+from ludic.distributed.server_weights import ServerManifest, check_fit, checkpoint_names, fitted
+from ludic.errors import ConfigError, PublishError
+from ludic.inference.vllm_endpoints import VllmEndpoints
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+Version = str | int | None
+
+
+def server_urls(client: Any) -> list[str]:
+    """Where a client's servers are: its `server_urls`, or its one `server_url`; a URL, or several, stand for themselves."""
+    if isinstance(client, str):
+        return [client]
+    if isinstance(client, Sequence):
+        return [url for one in client for url in server_urls(one)]
+    several = getattr(client, "server_urls", None)
+    return [str(url) for url in several] if several else [str(client.server_url)]
+
+
+class VllmControlPlane:
+    """Tells the servers what comes, and makes it what they serve.
+
+    >>> control = VllmControlPlane(client)
+    >>> control.prepare()
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        *,
+        master_address: str = "127.0.0.1",
+        timeout_s: float = 60.0,
+        tolerate_lost_servers: bool = False,
+        partial: bool = False,
+    ) -> None:
+        """`master_address` is where the servers reach the trainer; `timeout_s` limits each transfer.
+
+        tolerate_lost_servers: go on with the others where a server fails; it is taken out of service. By default that is an error.
+        partial: weights may be missing in a push: frozen ones, whose values the server has.
+        """
+        session = getattr(client, "_session", None)
+        self.links = [
+            ServerLink(VllmEndpoints(url, session=session), master_address=master_address, timeout_s=timeout_s)
+            for url in server_urls(client)
+        ]
+        if not self.links:
+            raise ConfigError("there is no server to publish to; give a client with server_url, or URLs")
+        self.tolerate_lost_servers = tolerate_lost_servers
+        self.partial = partial
+        self.timings: dict[str, float] = {}
+        """Seconds of the last push: `transfer_s`, during which generation waits, and `paused_s`, from pause to resume."""
+        self._live: list[ServerLink] = []
+        self._open = False
+        self._began_at = 0.0
+        self._expected: dict[str, str] = {}
+        if not isinstance(client, str | Sequence):
+            client._weight_control = self  # where VllmTensorCommunicator(client) finds the connections
+
+    @property
+    def live(self) -> list[ServerLink]:
+        """The servers of the push that is going on."""
+        return self._live
+
+    @property
+    def drained(self) -> list[str]:
+        """Servers that were taken out of service."""
+        return [link.url for link in self.links if link.drained]
+
+    def prepare(self) -> ServerManifest:
+        """Connect to every server where that is needed; what their model looks like."""
+        self._live = list(self.links)
+        self._each(ServerLink.prepare, "no push was begun")
+        manifest, *others = [link.manifest for link in self._live]
+        assert manifest is not None
+        if any(other != manifest for other in others):
+            raise PublishError(
+                f"the servers {urls(self._live)} serve models of different shapes or dtypes; serve the same on all"
+            )
+        return manifest
+
+    @property
+    def backend(self) -> str:
+        """How the servers take weights. Raises where they differ."""
+        backends = {link.backend for link in self._live or self.links}
+        if len(backends) != 1:
+            raise PublishError(
+                f"the servers {urls(self.links)} have weight transfer backends {sorted(backends)}; start all with one"
+            )
+        return backends.pop()
+
+    def expect(self, marks: Mapping[str, str]) -> None:
+        """What each server must hold once the next push is loaded: a fingerprint of it."""
+        self._expected = dict(marks)
+
+    def announce_update_batch(self, metadata: list[WeightMetadata], version: Version = None) -> None:
+        """Begin a push of these tensors, which follow in this order."""
+        for link in self._live:
+            assert link.manifest is not None
+            check_fit(metadata, link.manifest, partial=self.partial)
+        update_info = {
+            "names": [entry["name"] for entry in metadata],
+            "dtype_names": [str(entry["dtype"]).removeprefix("torch.") for entry in metadata],
+            "shapes": [list(entry["shape"]) for entry in metadata],
+        }
+        self._begin(update_info, version)
+
+    def announce_folder(self, folder: Path, version: Version = None) -> None:
+        """Begin a push of the safetensors in a folder that the servers see under the same path."""
+        self._begin({"path": str(folder)}, version)
+
+    def _begin(self, update_info: Mapping[str, Any], version: Version) -> None:
+        self._open, self._began_at = True, time.perf_counter()
+        self._each(lambda link: link.begin(update_info), _not_published(version))
+
+    def send(self, tensor: Tensor) -> None:
+        """Broadcast a tensor to every server of the push."""
+        self._each(lambda link: link.send(tensor), "the push was abandoned, and every server serves what it served before")
+
+    def wait_staged(self) -> None:
+        """Until every server has all of the push."""
+        self._each(ServerLink.wait_staged, "the push was abandoned, and every server serves what it served before")
+
+    def finalize_update(self, version: Version = None) -> None:
+        """Load what came on every server, under this version."""
+        self.wait_staged()
+        name = f"vllm-{time.time_ns()}" if version is None else str(version)
+        self.timings = {"transfer_s": time.perf_counter() - self._began_at}
+        paused_at = time.perf_counter()
+        failures: dict[ServerLink, Exception] = {}
+        try:
+            self._each(lambda link: link.endpoints.pause("keep"), _not_published(version))
+            self._open = False
+            failures = on_each(self._live, lambda link: link.commit(name, self._expected))
+            on_each(list(failures), ServerLink.drain)
+        finally:
+            healthy = [link for link in self._live if link not in failures]
+            failures |= on_each(healthy, lambda link: link.endpoints.resume())
+        self.timings["paused_s"] = time.perf_counter() - paused_at
+        self._live = [link for link in self._live if link not in failures]
+        if failures:
+            self._report_lost(name, failures)
+
+    def _report_lost(self, version: str, failures: Mapping[ServerLink, Exception]) -> None:
+        message = (
+            f"version {version} is served by {urls(self._live)}; taken out of service: {failed_servers(failures)}. Restart those: they "
+            "answer nothing until then"
+        )
+        if not (self.tolerate_lost_servers and self._live):
+            raise PublishError(message) from next(iter(failures.values()))
+        logger.error("%s", message)
+
+    def abandon_update(self) -> None:
+        """Take back a push that is not loaded anywhere."""
+        if self._open:
+            self._open = False
+            failures = on_each(self._live, ServerLink.abandon)
+            if failures:
+                logger.warning("the push was not taken back everywhere: %s", failed_servers(failures))
+
+    def close(self) -> None:
+        """Leave all groups; the servers keep their weights."""
+        for link in self.links:
+            link.close()
+
+    def _each(self, step: Callable[[ServerLink], Any], otherwise: str) -> None:
+        """Take a step on all servers of the push. Where one fails, it is lost or the push is, as was asked for."""
+        failures = on_each(self._live, step)
+        if not failures:
+            return
+        remaining = [link for link in self._live if link not in failures]
+        if not (self.tolerate_lost_servers and remaining):
+            raise PublishError(f"{otherwise}: {failed_servers(failures)}") from next(iter(failures.values()))
+        logger.error("going on without %s", failed_servers(failures))
+        on_each(list(failures), ServerLink.drain)
+        self._live = remaining
+
+
+def _not_published(version: Version) -> str:
+    return f"version {version} was not published, and every server serves what it served before"
+
+
+class VllmTensorCommunicator:
+    """Broadcasts to the workers of a client's servers (or of a control plane's). The trainer is rank 0."""
+
+    def __init__(self, client: Any) -> None:
+        """Raises PublishError where the client has no live connection: `VllmControlPlane(client).prepare()` makes one."""
+        control = client if isinstance(client, VllmControlPlane) else getattr(client, "_weight_control", None)
+        if control is None or not any(link.connected for link in control.links):
+            raise PublishError("the client has no connection for weights; VllmControlPlane(client).prepare() opens it")
+        self._control: VllmControlPlane = control
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        if src != self.rank:
+            raise PublishError(f"src ({src}) must be 0, the trainer: servers send no weights")
+        self._control.send(tensor)
+
+    def barrier(self) -> None:
+        """Until every server has all that was announced."""
+        self._control.wait_staged()
+
+
+class FolderPublisher:
+    """Writes each version into a folder, and tells the servers to read it."""
+
+    def __init__(self, control: VllmControlPlane, folders: CheckpointFolder) -> None:
+        self.control = control
+        self.folders = folders
+
+    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
+        written = self.folders.write(state_dict, version)
+        try:
+            self.control.announce_folder(written, version)
+            self.control.finalize_update(version)
+        except BaseException:
+            self.control.abandon_update()
+            raise
+        self.folders.prune(written)
+
+
+class CheckedPublisher:
+    """Publishes what fits the servers, and what is new."""
+
+    def __init__(self, control: VllmControlPlane, inner: PolicyPublisher, *, allow_unchanged: bool = False) -> None:
+        self.control = control
+        self.inner = inner
+        self.allow_unchanged = allow_unchanged
+        self._published: tuple[str, dict[str, str]] | None = None
+
+    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
+        from ludic.inference.weight_fingerprint import fingerprint
+
+        manifest = self.control.prepare()
+        weights = fitted(state_dict, manifest, partial=self.control.partial)
+        marks = fingerprint(weights)
+        self._refuse_unchanged(marks, version)
+        self.control.expect(marks)
+        self.inner.publish(weights, version=version)
+        self._published = (str(version), marks)
+
+    def _refuse_unchanged(self, marks: Mapping[str, str], version: Version) -> None:
+        if self.allow_unchanged or self._published is None:
+            return
+        earlier, same = self._published
+        if str(version) != earlier and marks == same:
+            raise PublishError(
+                f"the weights of version {version} are those of version {earlier}, in the server's {self._dtype} too: is the published "
+                "model the one that is trained, is the learning rate so small that the dtype loses its steps, did the gradient vanish? "
+                "allow_unchanged=True publishes them all the same"
+            )
+
+    @property
+    def _dtype(self) -> str:
+        manifest = self.control.links[0].manifest
+        return "dtype" if manifest is None else manifest.dtype
+
+
+class VllmPublisherAdapter:
+    """Gives weights the names of the checkpoint that the server loaded, then publishes them."""
+
+    def __init__(self, inner: PolicyPublisher, *, debug: bool = False) -> None:
+        """`debug` logs names and seconds of each push."""
+        self.inner = inner
+        self.debug = debug
+
+    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
+        began = time.perf_counter()
+        self.inner.publish(_transform_hf_to_vllm(state_dict, debug=self.debug), version=version)
+        if self.debug:
+            logger.info("version %s was published in %.3f s", version, time.perf_counter() - began)
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds of the last push, by phase."""
+        control = getattr(self.inner, "control", None)
+        return dict(control.timings) if control is not None else {}
+
+
+def _transform_hf_to_vllm(state_dict: Mapping[str, Tensor], *, debug: bool = False) -> dict[str, Tensor]:
+    """Names as in the checkpoint. Nothing is fused: the server does that when it loads."""
+    renamed = checkpoint_names(state_dict)
+    if debug:
+        logger.info("publishing %d tensors of %d: %s", len(renamed), len(state_dict), sorted(renamed))
+    return renamed
+
+
+def create_vllm_publisher(
+    client: Any,
+    *,
+    debug: bool = False,
+    rank0_only: bool = False,
+    directory: str | Path | None = None,
+    partial: bool = False,
+    allow_unchanged: bool = False,
+    tolerate_lost_servers: bool = False,
+    master_address: str = "127.0.0.1",
+    timeout_s: float = 60.0,
+) -> PolicyPublisher:
+    """A publisher for the servers of a client, over the weight transfer backend that they were started with: gloo, ludic_nccl or disk.
+
+    client: one with `server_url`, or with `server_urls`; or URLs.
+    rank0_only: for calls from every rank; other ranks than 0 do nothing, and nothing is opened before the first push.
+    directory: where the disk backend's folders go; the servers must see it under the same path.
+    partial: some weights are frozen and not published. By default every weight of the server's model must be there.
+    allow_unchanged: publish weights that equal those published before. By default that is an error.
+    tolerate_lost_servers: of several, go on with those that are left. By default a lost one is an error.
+    master_address: where the servers reach this process.
+    """
+
+    def make() -> PolicyPublisher:
+        control = VllmControlPlane(
+            client,
+            master_address=master_address,
+            timeout_s=timeout_s,
+            tolerate_lost_servers=tolerate_lost_servers,
+            partial=partial,
+        )
+        control.prepare()
+        inner: PolicyPublisher
+        if control.backend in BROADCASTING:
+            inner = BroadcastPolicyPublisher(control, VllmTensorCommunicator(control), src_rank=0)
+        else:
+            if directory is None:
+                raise ConfigError(f"the servers' backend is {control.backend}; pass directory=, a folder that they see too")
+            inner = FolderPublisher(control, CheckpointFolder(directory))
+        return VllmPublisherAdapter(CheckedPublisher(control, inner, allow_unchanged=allow_unchanged), debug=debug)
+
+    return Rank0OnlyPublisher(make) if rank0_only else make()

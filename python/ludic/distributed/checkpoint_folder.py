@@ -1,0 +1,88 @@
+"""Weights as a folder of safetensors for servers to read: it appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ludic.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WEIGHTS = "model.safetensors"
+UNFINISHED = ".unfinished_"
+COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
+"""What a server needs of a model beside its weights: config and tokenizer."""
+
+
+class CheckpointFolder:
+    """One folder for each version, of which the newest stay.
+
+    >>> CheckpointFolder("/shared/policy").write(weights, version=17)
+    PosixPath('/shared/policy/version_17')
+    """
+
+    def __init__(self, root: str | Path, *, keep: int = 2, model: str | Path | None = None) -> None:
+        """`keep` versions stay. `model` is a folder whose config and tokenizer are put beside the weights."""
+        if keep < 1:
+            raise ConfigError(f"keep ({keep}) must be >= 1; the version that is served stays")
+        self.root = Path(root).resolve()
+        self.keep = keep
+        self.model = None if model is None else Path(model)
+        if self.model is not None and not (self.model / "config.json").exists():
+            raise ConfigError(f"{self.model} has no config.json; give the folder of the model that is served")
+        self._written: list[Path] = []
+
+    def write(self, weights: Mapping[str, Tensor], version: str | int | None, *, name: str = WEIGHTS) -> Path:
+        """The folder of this version. One of the same version is replaced."""
+        from safetensors.torch import save_file
+
+        target = self.root / f"version_{version}"
+        if target.parent != self.root:
+            raise ConfigError(f"version ({version}) must be a name for a folder, without slashes")
+        aside = self.root / f"{UNFINISHED}{target.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        if self.model is not None:
+            for path in (
+                path for pattern in COPIED for path in self.model.glob(pattern) if not path.name.endswith(".index.json")
+            ):
+                shutil.copyfile(path, aside / path.name)
+        save_file(
+            {key: tensor.detach().cpu().contiguous() for key, tensor in weights.items()}, aside / name, metadata={"format": "pt"}
+        )
+        _flush(aside / name)
+        self._replace(target, aside)
+        return target
+
+    def _replace(self, target: Path, aside: Path) -> None:
+        if target.exists():
+            replaced = self.root / f"{UNFINISHED}replaced_{target.name}"
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.replace(target, replaced)
+            os.replace(aside, target)
+            shutil.rmtree(replaced)
+        else:
+            os.replace(aside, target)
+        _flush(self.root)
+        self._written = [*(path for path in self._written if path != target), target]
+
+    def prune(self, served: Path) -> None:
+        """Delete versions that this process wrote, but for the newest; the one that is served stays."""
+        while len(self._written) > self.keep:
+            oldest = self._written.pop(0)
+            if oldest != served:
+                shutil.rmtree(oldest, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """Have the disk hold it before it is given its name."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

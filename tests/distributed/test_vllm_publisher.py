@@ -1,0 +1,402 @@
+"""A push to vLLM servers: what is served before, during and after it, when it succeeds and when anything in it fails."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import requests
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+from stub_weight_server import Refused, StubWeightServer, refuse, same, weights
+
+from ludic.distributed import (
+    BroadcastPolicyPublisher,
+    VllmControlPlane,
+    VllmTensorCommunicator,
+    create_vllm_publisher,
+    server_link,
+)
+from ludic.distributed.adapters.vllm import VllmPublisherAdapter, server_urls
+from ludic.errors import LudicError, PublishError
+
+PUSH = [
+    "/start_weight_update",
+    "/update_weights",
+    "/pause",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+    "/collective_rpc:ludic_fingerprint",
+    "/resume",
+]
+
+
+def publisher(*servers, **options):
+    return create_vllm_publisher([server.url for server in servers], **{"timeout_s": 5.0, **options})
+
+
+def serves(server, version, seed):
+    """Wholly these weights, under this version, with nothing cached of others, and requests run."""
+    assert same(server.served, weights(seed))
+    assert (server.version, server.paused, server.cache_is_stale, server.active) == (version, None, False, False)
+
+
+def out_of_service(server):
+    """Nothing is answered: what it holds is not known to be right."""
+    assert server.paused == "abort"
+
+
+def test_a_push_is_taken_aside_then_loaded_while_paused_then_checked(start):
+    server = start()
+    push = publisher(server)
+    push.publish(weights(1), version=1)
+    serves(server, "1", 1)
+    assert server.paths()[-len(PUSH) :] == PUSH
+    push.publish(weights(2), version=2)
+    serves(server, "2", 2)
+    assert server.paths().count("/init_weight_transfer_engine") == 1
+    assert set(push.timings) == {"transfer_s", "paused_s"}
+
+
+def test_a_push_to_several_servers_reaches_each(start):
+    servers = [start(), start()]
+    publisher(*servers).publish(weights(1), version=7)
+    for server in servers:
+        serves(server, "7", 1)
+
+
+def test_the_disk_backend_reads_a_folder_that_stays_for_the_served_version(start, tmp_path):
+    server = start(backend="disk")
+    push = publisher(server, directory=tmp_path / "shared")
+    for version in (1, 2, 3):
+        push.publish(weights(version), version=version)
+        serves(server, str(version), version)
+    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["version_2", "version_3"]
+    assert "/init_weight_transfer_engine" not in server.paths()
+
+
+def test_the_disk_backend_needs_a_directory(start):
+    with pytest.raises(ValueError, match="pass directory="):
+        publisher(start(backend="disk"))
+
+
+def test_the_parts_of_the_specification_work_together(start):
+    server = start()
+    client = SimpleNamespace(server_url=server.url, _session=requests.Session())
+    with pytest.raises(RuntimeError, match="no connection for weights"):
+        VllmTensorCommunicator(client)
+    control = VllmControlPlane(client)
+    with pytest.raises(RuntimeError, match="no connection for weights"):
+        VllmTensorCommunicator(client)
+    control.prepare()
+    communicator = VllmTensorCommunicator(client)
+    assert communicator.rank == 0
+    inner = BroadcastPolicyPublisher(control, communicator, src_rank=0)
+    prefixed = {f"base_model.model.{name}": tensor for name, tensor in weights(1).items()}
+    VllmPublisherAdapter(inner).publish(prefixed, version=3)
+    serves(server, "3", 1)
+    with pytest.raises(RuntimeError, match="src \\(1\\) must be 0"):
+        communicator.broadcast(torch.zeros(1), src=1)
+    client._session.close()
+
+
+def test_weights_are_sent_in_the_dtype_that_the_server_computes_in(start):
+    server = start(dtype="bfloat16", first=weights(0, torch.bfloat16))
+    publisher(server).publish(weights(1), version=1)
+    assert same(server.served, weights(1, torch.bfloat16))
+
+
+def test_a_tied_head_is_not_sent_and_one_that_differs_is_refused(start):
+    server = start(tied=True)
+    tied = {**weights(1), "lm_head.weight": weights(1)["model.embed_tokens.weight"]}
+    push = publisher(server)
+    push.publish(tied, version=1)
+    serves(server, "1", 1)
+    with pytest.raises(PublishError, match="tie_word_embeddings"):
+        push.publish({**weights(2), "lm_head.weight": torch.ones(12, 4)}, version=2)
+    serves(server, "1", 1)
+
+
+NORM, QUERY, KEY = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
+UNFIT = {
+    "wrong shape": ({NORM: torch.ones(5)}, "has shape \\(5,\\), the server's has \\(4,\\)"),
+    "missing": ({NORM: None}, "model.norm.weight.* missing in the push"),
+    "unknown": (
+        {"model.layers.2.mlp.up_proj.weight": torch.ones(1)},
+        "has no weights .*layers.2.*serve the model that is trained",
+    ),
+    "quantised": ({NORM: torch.ones(4, dtype=torch.int8)}, "is torch.int8, the server holds float32"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_what_does_not_fit_is_refused_before_the_server_is_told(start, case):
+    changed, message = UNFIT[case]
+    server = start()
+    push = publisher(server)
+    unfit = {name: tensor for name, tensor in {**weights(1), **changed}.items() if tensor is not None}
+    with pytest.raises(PublishError, match=message):
+        push.publish(unfit, version=1)
+    assert "/start_weight_update" not in server.paths()
+    serves(server, "default", 0)
+
+
+def test_nothing_to_publish_is_an_error(start):
+    with pytest.raises(PublishError, match="no weight to publish"):
+        publisher(start()).publish({}, version=1)
+
+
+def test_frozen_weights_keep_the_servers_values(start):
+    """A fused layer is loaded whole: of the layer of a weight that came, the server adds what it has."""
+    server = start()
+    push = publisher(server, partial=True)
+    for version in (1, 2):
+        push.publish({QUERY: weights(version)[QUERY]}, version=version)
+        assert same(server.served, {**weights(0), QUERY: weights(version)[QUERY]})
+    push.publish({QUERY: weights(3)[QUERY], KEY: weights(3)[KEY]}, version=3)
+    with pytest.raises(PublishError, match=r"k_proj.weight' was part of earlier pushes and is missing in this one"):
+        push.publish({QUERY: weights(4)[QUERY]}, version=4)
+    assert same(server.served, {**weights(0), QUERY: weights(3)[QUERY], KEY: weights(3)[KEY]})
+
+
+def test_weights_that_did_not_change_are_an_error(start):
+    server = start()
+    push = publisher(server)
+    push.publish(weights(1), version=1)
+    push.publish(weights(1), version=1)  # again after a resume
+    with pytest.raises(PublishError, match=r"version 2 are those of version 1.*learning rate"):
+        push.publish(weights(1), version=2)
+    serves(server, "1", 1)
+    push.publish(weights(2), version=2)
+    again = publisher(server, allow_unchanged=True)
+    again.publish(weights(2), version=3)
+    again.publish(weights(2), version=4)
+    serves(server, "4", 2)
+
+
+def test_steps_that_the_servers_dtype_loses_are_an_error(start):
+    push = publisher(start(dtype="bfloat16", first=weights(0, torch.bfloat16)))
+    push.publish(weights(1), version=1)
+    with pytest.raises(PublishError, match="in the server's bfloat16 too"):
+        push.publish({name: tensor * (1 + 1e-6) for name, tensor in weights(1).items()}, version=2)
+
+
+def test_a_server_that_holds_other_values_than_were_sent_is_taken_out_of_service(start):
+    server = start()
+    push = publisher(server)
+    server.loads_nothing = True
+    with pytest.raises(PublishError, match=r"5 are not what is served.*Restart"):
+        push.publish(weights(1), version=1)
+    out_of_service(server)
+
+
+def test_a_trainer_that_dies_mid_push_leaves_the_old_weights_served(start):
+    server = start()
+    dying = VllmControlPlane(server.url, timeout_s=5.0)
+    dying.prepare()
+    link = dying.links[0]
+    entries = [(name, tensor) for name, tensor in sorted(weights(1).items())]
+    link.begin({"names": [n for n, _ in entries], "dtype_names": ["float32"] * 5, "shapes": [list(t.shape) for _, t in entries]})
+    link.send(entries[0][1])
+    update = link._update
+    link.close()  # as the end of its process does
+    with pytest.raises(LudicError, match="500"):
+        update.result(30)
+    serves(server, "default", 0)
+    publisher(server).publish(weights(2), version=2)
+    serves(server, "2", 2)
+
+
+def test_what_a_dead_trainer_left_staged_is_dropped_by_the_next(start):
+    server = start(backend="disk")
+    dying = VllmControlPlane(server.url)
+    dying.prepare()
+    dying.announce_folder(server.folder)
+    dying.wait_staged()
+    assert server.receiver.open
+    push = publisher(server, directory=server.folder.parent / "shared")
+    assert not server.receiver.open
+    push.publish(weights(1), version=1)
+    serves(server, "1", 1)
+
+
+def test_a_server_that_is_too_slow_is_named_and_the_old_version_stays(start, monkeypatch):
+    monkeypatch.setattr(server_link, "ANSWER_MARGIN_S", 0.2)
+    servers = [start(), start()]
+    push = publisher(*servers, timeout_s=1.0)
+    servers[1].faults["/update_weights"] = lambda _: servers[1].closing.wait()
+    with pytest.raises(PublishError, match=f"(?s)every server serves what it served before.*{servers[1].url}"):
+        push.publish(weights(1), version=1)
+    for server in servers:
+        assert same(server.served, weights(0))
+        assert (server.version, server.paused) == ("default", None)
+
+
+def test_a_restarted_server_is_connected_again_and_gets_the_next_version(start, caplog):
+    server = start()
+    push = publisher(server)
+    push.publish(weights(1), version=1)
+    server.restart()
+    serves(server, "default", 0)
+    push.publish(weights(2), version=2)
+    serves(server, "2", 2)
+    assert "was restarted" in caplog.text
+
+
+def test_a_server_that_is_gone_is_named_and_the_others_keep_the_old_version(start, tmp_path):
+    server = start()
+    with StubWeightServer(tmp_path / "gone") as gone:
+        push = publisher(server, gone)
+    with pytest.raises(PublishError, match=f"{gone.url}.*cannot be reached.*is the server running"):
+        push.publish(weights(1), version=1)
+    serves(server, "default", 0)
+
+
+def test_if_one_server_cannot_take_the_push_none_loads_it(start):
+    servers = [start(), start()]
+    push = publisher(*servers)
+    servers[1].faults["/update_weights"] = refuse("CUDA out of memory")
+    with pytest.raises(PublishError, match="CUDA out of memory"):
+        push.publish(weights(1), version=1)
+    for server in servers:
+        serves(server, "default", 0)
+    servers[1].faults.clear()
+    push.publish(weights(1), version=1)
+    for server in servers:
+        serves(server, "1", 1)
+
+
+def test_a_server_that_fails_while_loading_is_taken_out_of_service_until_it_is_restarted(start):
+    servers = [start(), start()]
+    push = publisher(*servers)
+    servers[1].faults["/finish_weight_update"] = refuse("")
+    with pytest.raises(PublishError, match=f"version 1 is served by {servers[0].url}; taken out of service: {servers[1].url}"):
+        push.publish(weights(1), version=1)
+    serves(servers[0], "1", 1)
+    out_of_service(servers[1])
+    with pytest.raises(PublishError, match=f"{servers[1].url} was taken out of service.*restart it"):
+        push.publish(weights(2), version=2)
+    serves(servers[0], "1", 1)
+    servers[1].faults.clear()
+    servers[1].restart()
+    push.publish(weights(2), version=2)
+    for server in servers:
+        serves(server, "2", 2)
+
+
+def test_going_on_without_a_lost_server_is_a_choice(start, caplog):
+    servers = [start(), start()]
+    push = publisher(*servers, tolerate_lost_servers=True)
+    servers[1].faults["/finish_weight_update"] = refuse("")
+    push.publish(weights(1), version=1)
+    push.publish(weights(2), version=2)
+    serves(servers[0], "2", 2)
+    out_of_service(servers[1])
+    assert servers[1].url in caplog.text
+    servers[0].faults["/update_weights"] = refuse("")
+    with pytest.raises(PublishError, match=r"not published|abandoned"):
+        push.publish(weights(3), version=3)
+
+
+def test_a_cache_that_cannot_be_reset_takes_the_server_out_of_service(start):
+    server = start()
+    push = publisher(server)
+    server.on_reset_prefix_cache = lambda *_: {"success": False}
+    with pytest.raises(PublishError, match="could not reset its prefix cache"):
+        push.publish(weights(1), version=1)
+    out_of_service(server)
+
+
+@pytest.fixture(scope="module")
+def two_servers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("servers")
+    with StubWeightServer(folder / "a") as one, StubWeightServer(folder / "b") as two:
+        yield one, two
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(failing=st.sampled_from(PUSH), after=st.booleans(), who=st.integers(0, 1))
+def test_whatever_fails_a_server_serves_the_old_version_or_the_new_or_nothing(two_servers, failing, after, who):
+    """`after`: the server does as it is told, and its answer is lost."""
+    for server in two_servers:
+        server.faults.clear()
+        server.restart()
+    push = publisher(*two_servers)
+    push.publish(weights(1), version=1)
+    unlucky = two_servers[who]
+
+    def fault(body):
+        unlucky.faults.clear()
+        if after:
+            path = failing.partition(":")[0]
+            getattr(unlucky, "on_" + path.strip("/"))({"mode": ["keep"], "reset_running_requests": ["true"]}, body)
+        raise Refused(500, "a fault")
+
+    unlucky.faults[failing] = fault
+    with pytest.raises(PublishError, match="a fault") as raised:
+        push.publish(weights(2), version=2)
+    assert unlucky.url in str(raised.value)
+    for server in two_servers:
+        if server.paused is None:
+            serves(server, server.version, int(server.version))
+        else:
+            assert server is unlucky
+            assert "taken out of service" in str(raised.value) or server.paused == "keep"
+    if out := [server for server in two_servers if server.paused is not None]:
+        assert out == [unlucky]
+        unlucky.restart()
+    push.publish(weights(3), version=3)
+    for server in two_servers:
+        serves(server, "3", 3)
+
+
+def test_a_server_without_the_worker_extension_is_told_how_to_start(start):
+    server = start()
+    server.without_extension = True
+    with pytest.raises(PublishError, match=r"no attribute 'ludic_state'.*worker-extension-cls"):
+        publisher(server)
+
+
+def test_a_server_without_its_endpoints_is_told_how_to_start(start):
+    server = start()
+    server.faults["/collective_rpc:ludic_state"] = refuse("Not Found", status=404)
+    with pytest.raises(PublishError, match="VLLM_SERVER_DEV_MODE=1"):
+        publisher(server)
+
+
+def test_servers_of_different_models_are_refused(start):
+    servers = [start(), start(first={**weights(0), NORM: torch.ones(6)})]
+    with pytest.raises(PublishError, match="models of different shapes"):
+        publisher(*servers)
+
+
+def test_with_rank0_only_nothing_is_touched_before_the_first_push(start, monkeypatch):
+    push = create_vllm_publisher(object(), rank0_only=True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    push.publish(weights(1), version=1)
+    server = start()
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    create_vllm_publisher(server.url, rank0_only=True).publish(weights(1), version=1)
+    serves(server, "1", 1)
+
+
+def test_a_clients_servers():
+    assert server_urls("http://a") == ["http://a"]
+    assert server_urls(SimpleNamespace(server_url="http://a")) == ["http://a"]
+    assert server_urls(SimpleNamespace(server_url="http://a", server_urls=["http://a", "http://b"])) == ["http://a", "http://b"]
+    assert server_urls([SimpleNamespace(server_url="http://a"), "http://b"]) == ["http://a", "http://b"]
+
+
+def test_a_push_without_a_version_gets_one(start):
+    server = start()
+    publisher(server).publish(weights(1))
+    assert server.version.startswith("vllm-")
+
+
+def test_pushes_from_a_thread_beside_the_event_loop_are_whole(start):
+    server = start()
+    push = publisher(server)
+    thread = threading.Thread(target=push.publish, args=(weights(1), 1))
+    thread.start()
+    thread.join(30)
+    serves(server, "1", 1)

@@ -1,0 +1,243 @@
+"""A server's side of publishing, on loopback: the endpoints of vLLM 0.32 for weights, over the very receiver that its workers run.
+
+What it keeps of the real one: an update that fails closes its session; a finish that fails does not; starting twice is refused; one
+call to the workers at a time; while paused, nothing is answered; after a restart the first weights are served under `default`.
+"""
+
+import json
+import threading
+import uuid
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+from safetensors.torch import save_file
+
+from ludic.inference.weight_fingerprint import fingerprint
+from ludic.inference.weight_receiver import Checkpoint, WeightReceiver
+
+SHAPES = {
+    "model.embed_tokens.weight": (12, 4),
+    "model.layers.0.self_attn.q_proj.weight": (4, 4),
+    "model.layers.0.self_attn.k_proj.weight": (4, 4),
+    "model.layers.1.mlp.up_proj.weight": (8, 4),
+    "model.norm.weight": (4,),
+}
+
+
+def weights(seed, dtype=torch.float32):
+    """Weights of a model so small that a push takes milliseconds."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+class StubWeightServer:
+    """`faults[path]` is called before the call of that path is answered, with its body; it may raise, wait, or change the server."""
+
+    def __init__(self, folder, *, backend="gloo", tied=False, dtype="float32", first=None):
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(first or weights(0), folder / "model.safetensors")
+        self.folder, self.backend, self.tied, self.dtype = folder, backend, tied, dtype
+        self.faults, self.calls, self.adapters = {}, [], {}
+        self.without_extension = self.loads_nothing = False
+        self.closing = threading.Event()
+        self._boot()
+        self._http = _Server(("127.0.0.1", 0), _handler(self))
+        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
+
+    def _boot(self):
+        checkpoint = Checkpoint(self.folder)
+        self.boot = uuid.uuid4().hex
+        self.receiver = WeightReceiver(checkpoint)
+        self.served = dict(checkpoint.read(list(checkpoint.weights)))
+        self.version, self.paused, self.active, self.cache_is_stale = "default", None, False, False
+        self.versions_served = [self.version]
+        self._worker = threading.Lock()
+
+    def restart(self):
+        """As after a crash: all that was pushed is gone."""
+        self.receiver.close()
+        self._boot()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self._http.server_address[1]}"
+
+    def paths(self):
+        return [path for path, _ in self.calls]
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.closing.set()
+        self.receiver.close()
+        self._http.shutdown()
+        self._thread.join()
+        self._http.server_close()
+
+    def answer(self, path, query, body):
+        name = f"{path}:{body['method']}" if path == "/collective_rpc" else path
+        self.calls.append((name, body))
+        if name in self.faults:
+            self.faults[name](body)
+        return getattr(self, "on_" + path.strip("/").replace("/", "_"))(query, body)
+
+    def on_pause(self, query, _):
+        self.paused = query["mode"][0]
+
+    def on_resume(self, *_):
+        self.paused = None
+
+    def on_is_paused(self, *_):
+        return {"is_paused": self.paused is not None}
+
+    def on_get_world_size(self, *_):
+        return {"world_size": 1}
+
+    def on_weight_info(self, *_):
+        return {"weight_version": self.version}
+
+    def on_init_weight_transfer_engine(self, _, body):
+        info = dict(body["init_info"])
+        with self._worker:
+            self.receiver.connect(rank=info.pop("rank_offset"), **info)
+
+    def on_start_weight_update(self, *_):
+        with self._worker:
+            if self.active:
+                raise Refused(500, "start_weight_update called while a weight update is already active.")
+            self.receiver.start()
+            self.active = True
+
+    def on_update_weights(self, _, body):
+        with self._worker:
+            if not self.active:
+                raise Refused(500, "start_weight_update must be called before update_weights.")
+            try:
+                info = body["update_info"]
+                if "path" in info:
+                    self.receiver.read(info["path"])
+                else:
+                    self.receiver.receive(info["names"], info["dtype_names"], info["shapes"])
+            except BaseException:
+                self.active = False
+                raise
+
+    def on_finish_weight_update(self, _, body):
+        with self._worker:
+            if not self.active:
+                raise Refused(500, "finish_weight_update called without a matching start_weight_update.")
+            taken = dict(self.receiver.take())
+            assert self.paused == "keep" or not taken, "weights were loaded while requests ran"
+            if taken and not self.loads_nothing:
+                self.served.update(taken)
+                self.cache_is_stale = True
+            self.active = False
+            if "weight_version" in body:
+                self.version = body["weight_version"]
+                self.versions_served.append(self.version)
+
+    def on_reset_prefix_cache(self, query, _):
+        assert query["reset_running_requests"] == ["true"], "frozen requests would keep keys and values of the old weights"
+        self.cache_is_stale = False
+        return {"success": True}
+
+    def on_collective_rpc(self, _, body):
+        if self.without_extension:
+            raise Refused(500, f"'Worker' object has no attribute '{body['method']}'")
+        with self._worker:
+            return {"results": [getattr(self, body["method"])(**body["kwargs"])]}
+
+    def ludic_state(self):
+        receiver = self.receiver
+        state = {"boot": self.boot, "backend": self.backend, "broken": None}
+        return {**state, "connected": receiver.connected, "open": receiver.open}
+
+    def ludic_manifest(self):
+        known = self.receiver.checkpoint.weights
+        return {"dtype": self.dtype, "tied": self.tied, "weights": {n: {**w, "dtype": self.dtype} for n, w in known.items()}}
+
+    def ludic_discard(self):
+        self.receiver.discard()
+
+    def ludic_fingerprint(self):
+        marks = self.receiver.marks
+        seen = {name: self.served[name] for name in marks}
+        return {"loaded": marks, "served": fingerprint(seen), "broken": None}
+
+    def on_v1_models(self, *_):
+        return {"data": [{"id": name} for name in ["tiny", *self.adapters]]}
+
+    def on_v1_load_lora_adapter(self, _, body):
+        if body["lora_name"] in self.adapters:
+            raise Refused(400, f"The lora adapter '{body['lora_name']}' has already been loaded.")
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        return f"Success: LoRA adapter '{body['lora_name']}' added successfully."
+
+    def on_v1_unload_lora_adapter(self, _, body):
+        if self.adapters.pop(body["lora_name"], None) is None:
+            raise Refused(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
+        return f"Success: LoRA adapter '{body['lora_name']}' removed successfully."
+
+
+class Refused(Exception):
+    """Answered with this status."""
+
+    def __init__(self, status, message):
+        super().__init__(message)
+        self.status = status
+
+
+def refuse(message="Internal Server Error", status=500):
+    """A fault: the call is refused."""
+
+    def fault(_):
+        raise Refused(status, message)
+
+    return fault
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+def _handler(server):
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        timeout = 5
+        disable_nagle_algorithm = True  # or every answer waits 40 ms for the client to confirm its head
+
+        def do_GET(self):
+            self._respond({})
+
+        def do_POST(self):
+            self._respond(json.loads(self.rfile.read(int(self.headers["content-length"])) or b"{}"))
+
+        def _respond(self, body):
+            if server.closing.is_set():  # a connection that was kept open
+                self.close_connection = True
+                return
+            split = urlsplit(self.path)
+            try:
+                status, content = 200, server.answer(split.path, parse_qs(split.query), body)
+            except Refused as error:
+                status, content = error.status, {"error": {"message": str(error)}}
+            except Exception as error:
+                status, content = 500, {"error": {"message": f"{type(error).__name__}: {error}"}}
+            data = (content if isinstance(content, str) else json.dumps(content or {})).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    return Handler
