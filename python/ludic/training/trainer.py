@@ -7,6 +7,7 @@ weights, keep a checkpoint, log. What a step measures is in `step_record`, what 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -269,10 +270,13 @@ class Trainer:
             step = await self._compute(lambda: self.backend.optim_step(lr_factor=self.schedule.factor(self._step)))
         record.add(result, step, at_step_start=at_start)
 
+    @property
+    def _overlaps(self) -> bool:
+        return bool(getattr(self.batch_source, "overlaps", False))
+
     async def _compute(self, operation: Callable[[], TrainFuture[T]]) -> T:
         """What the backend gives. Where batches are generated meanwhile, it computes in a thread, and the event loop is theirs."""
-        overlaps = getattr(self.batch_source, "overlaps", False)
-        future = await asyncio.to_thread(operation) if overlaps else operation()
+        future = await asyncio.to_thread(operation) if self._overlaps else operation()
         return await future.result()
 
     async def _with_proximal(self, macro: MacroBatch, timer: PhaseTimer) -> MacroBatch:
@@ -300,9 +304,14 @@ class Trainer:
         with (timer or PhaseTimer()).phase("publish"):
             weights = await self.backend.export_weights(param_filter=self.param_filter).result()
             if ranks.rank() == 0:
-                await awaited(publisher.publish(weights, version=self._step))
+                await self._push(publisher, weights)
             ranks.barrier()
         self._publish_first = False
+
+    async def _push(self, publisher: Any, weights: Mapping[str, torch.Tensor]) -> None:
+        """To the publisher; in a thread while batches are generated, which go on meanwhile."""
+        push = functools.partial(publisher.publish, weights, version=self._step)
+        await awaited(await asyncio.to_thread(push) if self._overlaps else push())
 
     def _checkpoint(self, timer: PhaseTimer) -> None:
         if self.checkpointer is not None and self.checkpointer.should_save(self._step):

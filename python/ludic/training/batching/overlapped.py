@@ -96,6 +96,10 @@ class OverlappedSource:
         if hasattr(self._inner, "load_state_dict"):
             self._inner.load_state_dict(state)
 
+    def limit(self, num_batches: int) -> None:
+        """The run still needs so many batches."""
+        self._left = num_batches
+
     async def aclose(self) -> None:
         """Stop what is on its way; the source goes back to before the oldest of them, if it can."""
         before = self._ahead[0].before if self._ahead else None
