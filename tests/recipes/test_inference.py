@@ -82,6 +82,13 @@ def test_a_model_that_a_server_on_a_cpu_cannot_run_is_refused_with_what_to_set(m
     check_inference(fitting, make_small_model(fitting.network))  # 128 over 4 heads: the built-in recipes as they are
 
 
+def test_an_evaluation_says_how_it_asks_a_server():
+    from ludic.recipes.eval_settings import resolve
+
+    with pytest.raises(ConfigError, match="base_url=URL"):
+        resolve(["sort", "inference=vllm"])
+
+
 @pytest.mark.parametrize(
     ("temperature", "top_p", "expected"),
     [

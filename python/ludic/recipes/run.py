@@ -201,7 +201,7 @@ class Run:
             model=self.parts.model,
             algo=algorithm,
             batch_source=StoppableSource(source, self.stop),
-            publisher=sampler.publisher if sampler is not None and (cfg.sync_every_steps or sampler.remote) else None,
+            publisher=None if sampler is None or not (cfg.sync_every_steps or sampler.remote) else sampler.publisher,
             cfg=cfg,
             checkpoint_config=CheckpointConfig(
                 checkpoints,

@@ -32,28 +32,36 @@ class Sampler:
     """Where answers come from, and how weights get there."""
 
     client: ChatClient
-    publisher: PolicyPublisher
+    publisher: PolicyPublisher | None
     model_name: str
     remote: bool
     """It holds weights of its own from elsewhere, which must be replaced before the first answer."""
     backend: str
-    """How weights travel: local, gloo, ludic_nccl or disk."""
+    """How weights travel: local, gloo, ludic_nccl or disk; none."""
 
 
 @asynccontextmanager
 async def open_sampler(
-    recipe: Recipe, model: Any, tokenizer: Any, folder: Path, *, log: Path, note: Callable[[str], None]
+    recipe: Recipe,
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    log: Path,
+    note: Callable[[str], None],
+    pushes: bool = True,
 ) -> AsyncIterator[Sampler]:
-    """`folder` has the policy in Hugging Face layout, for a server to start from. A server that is started is stopped here."""
+    """`folder` has the policy in Hugging Face layout, for a server to start from. A server that is started is stopped here. Without
+    `pushes`, one that runs already samples from the weights that it has."""
     if kind_of(recipe.inference) == "local":
         yield _local(recipe, model, tokenizer)
         return
     if recipe.inference.url is not None:
-        async with _connected(recipe, tokenizer, _urls(recipe.inference), folder) as sampler:
+        async with _connected(recipe, tokenizer, _urls(recipe.inference), folder, pushes) as sampler:
             note(f"Sampling from {', '.join(_urls(recipe.inference))}")
             yield sampler
         return
-    async with _started(recipe, model, folder, log, note) as url, _connected(recipe, tokenizer, [url], folder) as sampler:
+    async with _started(recipe, model, folder, log, note) as url, _connected(recipe, tokenizer, [url], folder, pushes) as sampler:
         yield sampler
 
 
@@ -151,7 +159,7 @@ async def _started(recipe: Recipe, model: Any, folder: Path, log: Path, note: Ca
 
 
 @asynccontextmanager
-async def _connected(recipe: Recipe, tokenizer: Any, urls: list[str], folder: Path) -> AsyncIterator[Sampler]:
+async def _connected(recipe: Recipe, tokenizer: Any, urls: list[str], folder: Path, pushes: bool) -> AsyncIterator[Sampler]:
     """A client of the servers at `urls`, and what pushes weights to them."""
     from ludic.distributed.adapters.vllm import create_vllm_publisher
     from ludic.inference.vllm_client import VLLMChatClient
@@ -161,6 +169,9 @@ async def _connected(recipe: Recipe, tokenizer: Any, urls: list[str], folder: Pa
         served = client.models()
         if not served:
             raise ConfigError(f"{urls[0]} names no model that it serves; is it a vLLM server?")
+        if not pushes:
+            yield Sampler(client, None, served[0], remote=True, backend="none")
+            return
         publisher: Any = await asyncio.to_thread(lambda: create_vllm_publisher(urls, directory=folder.parent / "pushed"))
         control = publisher.inner.control
         try:
