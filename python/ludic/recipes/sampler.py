@@ -107,16 +107,18 @@ def _has_vllm(python: str) -> bool:
 
 
 def _local(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
-    """The trainer's own model; with batches on their way, weights of its own that change when they are published."""
+    """The trainer's own model; with batches on their way, and with adapters, which it merges, weights of its own that change when they
+    are published."""
     from ludic.distributed.adapters.local import LocalPublisher
     from ludic.inference.local import LocalChatClient
+    from ludic.training.adapters import has_adapters
 
     spoken = convention(recipe.rollout.temperature, recipe.rollout.top_p)
     client = LocalChatClient(
         model,
         tokenizer,
         max_batch_size=recipe.rollout.concurrency,
-        copy_model=recipe.inference.max_lag > 0,
+        copy_model=recipe.inference.max_lag > 0 or (has_adapters(model) and recipe.trainer.sync_every_steps > 0),
         logprobs_mode="processed" if spoken.processed else "raw",
     )
     return Sampler(client, LocalPublisher(client), recipe.model or "small", remote=False, backend="local")

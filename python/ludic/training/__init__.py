@@ -76,6 +76,7 @@ _HOMES = {
         "TruncatedImportanceSampling",
         "selective_log_softmax",
     ),
+    "lora": ("LoraSettings", "apply_lora", "find_target_modules"),
     "preference_evaluator": ("PreferenceEvaluator",),
     "preference_utils": (
         "create_preference_saw_items",
@@ -83,7 +84,6 @@ _HOMES = {
         "preference_dataset_to_saw_items",
         "shuffle_preference_pairs",
     ),
-    "lora": ("LoraSettings", "apply_lora", "find_target_modules"),
     "preflight": ("Preflight", "PreflightReport"),
     "presets": (
         "make_bradley_terry",

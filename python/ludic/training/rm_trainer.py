@@ -6,23 +6,36 @@ Overridden are ingestion, splitting and collation (`batching.pair_batches`) and 
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ludic.errors import BudgetError, ConfigError, ConfigTypeError
+from ludic.training.adapters import has_adapters
 from ludic.training.algorithm import RLAlgorithm
+from ludic.training.backend import build_optimizer
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, Rows
 from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch, SampleMiniBatch
-from ludic.training.batching.preference import PREFERENCE_KEYS
+from ludic.training.batching.preference import (
+    PREFERENCE_KEYS,
+    PreferencePair,
+    group_preference_pairs,
+    split_preference_pairs_by_token_budget,
+)
 from ludic.training.classification_metrics import PreferenceMetrics
 from ludic.training.config import TrainerConfig, config_dataclass
+from ludic.training.lora import apply_lora
 from ludic.training.loss.base import Loss, normalizer_of
 from ludic.training.loss.preference import ScoreType
 from ludic.training.preference_evaluator import PreferenceEvaluator
 from ludic.training.trainer import Trainer
 from ludic.training.types import BatchSource, SAWItem
+
+logger = logging.getLogger(__name__)
 
 
 @config_dataclass
@@ -69,8 +82,8 @@ class RMTrainerConfig(TrainerConfig):
             raise ConfigError(f"rm_meta_keys {tuple(self.rm_meta_keys)} must have {', '.join(missing)}; pairs are found by them")
         if self.rm_calibration_bins < 1:
             raise ConfigError(f"rm_calibration_bins ({self.rm_calibration_bins}) must be >= 1")
-        if self.backbone_lr_mult < 0:
-            raise ConfigError(f"backbone_lr_mult ({self.backbone_lr_mult}) must be >= 0; 0 freezes everything but the head")
+        if not (math.isfinite(self.backbone_lr_mult) and self.backbone_lr_mult >= 0):
+            raise ConfigError(f"backbone_lr_mult ({self.backbone_lr_mult}) must be a finite number >= 0; 1.0 is the head's rate")
 
 
 class RMTrainer(Trainer):
@@ -101,8 +114,8 @@ class RMTrainer(Trainer):
         lora_config: Any | None = None,
         **options: Any,
     ) -> None:
-        """`eval_items` are the pairs that `evaluate` and `eval_every_n_steps` measure. `lora_config`, peft's, wraps the model; the reward
-        head stays trained. `options` are those of `Trainer`."""
+        """`eval_items` are the pairs that `evaluate` and `eval_every_n_steps` measure. `lora_config`, `LoraSettings` or peft's, puts
+        adapters into the model (`apply_lora`); the reward head stays trained. `options` are those of `Trainer`."""
         cfg = RMTrainerConfig() if cfg is None else cfg
         if not isinstance(cfg, RMTrainerConfig):
             raise ConfigTypeError(
@@ -113,22 +126,58 @@ class RMTrainer(Trainer):
         _check_loss(algo.loss, cfg)
         _check_model(model, algo.loss, cfg)
         if lora_config is not None:
-            model = with_lora(model, lora_config)
+            model = apply_lora(model, lora_config)
+        self._padding_was_seen = False
         self.eval_metrics = _metrics(algo.loss, cfg)
         """What `update_eval_metrics` collects."""
         if eval_items is not None:
             evaluator = self._evaluator_of(model, algo.loss, cfg, eval_items)
         super().__init__(model=model, algo=algo, batch_source=batch_source, cfg=cfg, evaluator=evaluator, **options)
 
+    def initialize_optimizer(self) -> torch.optim.Optimizer:
+        """With `use_differential_lr` and `head_only_weight_decay` the head is in a group of its own."""
+        return build_optimizer(
+            self.model,
+            self.cfg,
+            backbone_lr_mult=self.cfg.backbone_lr_mult if self.cfg.use_differential_lr else None,
+            head_only_weight_decay=self.cfg.head_only_weight_decay,
+        )
+
     def _ingest(self, items: Sequence[SAWItem]) -> MacroBatch:
         if not self.cfg.rm_pair_aware:
             return MacroBatch.ingest(items, self.cfg.max_seq_len)
-        return PreferenceMacroBatch.of_pairs(
+        macro = PreferenceMacroBatch.of_pairs(
             items,
             self.cfg.max_seq_len,
             require_complete=self.cfg.rm_require_complete_pairs,
             drop_incomplete=self.cfg.rm_drop_incomplete_pairs,
         )
+        self._warn_of_padding(macro)
+        return macro
+
+    def _warn_of_padding(self, macro: MacroBatch) -> None:
+        """Once, where a classifier will take the end of a sample for padding."""
+        ends_as_padding = any(item.input_ids[-1] == self.cfg.pad_token_id for item in macro.items)
+        if ends_as_padding and not self._padding_was_seen and is_classifier(self.model):
+            self._padding_was_seen = True
+            logger.warning(
+                "samples end with the padding token (%d), so the model reads their score one token earlier, and a server that reads the "
+                "last token will find another one; pad with a token that no sample ends with, or end samples otherwise",
+                self.cfg.pad_token_id,
+            )
+
+    def _group_pairs(self, items: Sequence[SAWItem]) -> list[PreferencePair]:
+        """`group_preference_pairs` as the config says."""
+        return group_preference_pairs(
+            items,
+            require_complete=self.cfg.rm_require_complete_pairs,
+            drop_incomplete=self.cfg.rm_drop_incomplete_pairs,
+        )
+
+    def _split_pairs_by_token_budget(self, pairs: Sequence[PreferencePair]) -> list[list[SAWItem]]:
+        """`split_preference_pairs_by_token_budget` as the config says."""
+        budget, longest = self.cfg.micro_token_budget, self.cfg.max_seq_len
+        return split_preference_pairs_by_token_budget(pairs, micro_token_budget=budget, max_seq_len=longest)
 
     def _mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
         if isinstance(macro, PreferenceMacroBatch):
@@ -178,21 +227,6 @@ def _metrics(loss: Loss, cfg: RMTrainerConfig) -> PreferenceMetrics:
     )
 
 
-def with_lora(model: nn.Module, lora_config: Any) -> nn.Module:
-    """The model with adapters, and its reward head trained whole where the configuration does not say what is."""
-    from peft import get_peft_model
-
-    if not lora_config.modules_to_save:
-        heads = [name for name in HEADS if hasattr(model, name)]
-        lora_config.modules_to_save = heads[:1] or None
-    wrapped: nn.Module = get_peft_model(model, lora_config)
-    return wrapped
-
-
-HEADS = ("score", "classifier", "lm_head", "reward_head", "v_head")
-"""Names of reward heads; the first that a model has is its."""
-
-
 def _check_loss(loss: Loss, cfg: RMTrainerConfig) -> None:
     if not cfg.rm_pair_aware and normalizer_of(loss) == "pairs":
         raise ConfigError(
@@ -204,7 +238,7 @@ def _check_loss(loss: Loss, cfg: RMTrainerConfig) -> None:
 def _check_model(model: Any, loss: Loss, cfg: RMTrainerConfig) -> None:
     """A classifier of transformers reads its score at the last token that is not its padding."""
     model = getattr(model, "module", model)
-    if _score_type(loss) != "reward" or not _is_classifier(model):
+    if _score_type(loss) != "reward" or not is_classifier(model):
         return
     config: Any = model.config
     if config.num_labels != 1:
@@ -217,5 +251,7 @@ def _check_model(model: Any, loss: Loss, cfg: RMTrainerConfig) -> None:
         )
 
 
-def _is_classifier(model: Any) -> bool:
+def is_classifier(model: Any) -> bool:
+    """Whether transformers made it for sequence classification, adapters or not."""
+    model = model.get_base_model() if has_adapters(model) else model
     return any(kind.__name__.endswith("ForSequenceClassification") for kind in type(model).__mro__)

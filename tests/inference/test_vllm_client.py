@@ -1,0 +1,553 @@
+"""The client of vLLM servers against a stub that answers as the real one was seen to: what is sent, what is read, what is refused."""
+
+import asyncio
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import requests
+from stub_vllm import CHAT, COMPLETIONS, CUT, DEAD, GENERATE, HANG, StubVLLM
+from tiny_policy import tiny_tokenizer
+
+from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerUnreachableError
+from ludic.inference import (
+    ChatCompletionRequest,
+    ReturnSpec,
+    SamplingParams,
+    ToolRequest,
+    VLLMChatClient,
+    VLLMExtensions,
+)
+from ludic.inference.extensions import BackendExtensions
+
+MESSAGES = [{"role": "user", "content": "2+2="}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture
+def server():
+    with StubVLLM() as stub:
+        yield stub
+
+
+def rl(max_tokens=8, seed=1, messages=MESSAGES, extensions=None, **sampling):
+    params = SamplingParams(**{"temperature": 1.0, "max_tokens": max_tokens, **sampling})
+    return ChatCompletionRequest("tiny", messages, params, ReturnSpec.for_rl(), seed=seed, extensions=extensions)
+
+
+def run(server, scenario, **settings):
+    async def whole():
+        client = VLLMChatClient(port=server.port, **{"backoff_s": 0.0, "tokenizer": tiny_tokenizer(), **settings})
+        async with client:
+            return await scenario(client)
+
+    return asyncio.run(whole())
+
+
+def answer(server, request=None, **settings):
+    return run(server, lambda client: client.complete(request or rl()), **settings)
+
+
+# -- what the specification says of `complete`, on an instance without a server
+
+
+class Recorder:
+    """Stands for openai's client: `.chat.completions.create(**kwargs)`."""
+
+    def __init__(self, choice, **top):
+        self.kwargs = None
+        self.given = SimpleNamespace(choices=[choice], model_dump=lambda exclude_none: {"dumped": exclude_none}, **top)
+        self.chat = self.completions = self
+
+    async def create(self, **kwargs):
+        self.kwargs = kwargs
+        return self.given
+
+
+def choice(content="4", **parts):
+    return SimpleNamespace(message=SimpleNamespace(content=content), finish_reason="stop", **parts)
+
+
+def bare(recorder=None):
+    client = object.__new__(VLLMChatClient)
+    if recorder is not None:
+        client._async_client = recorder
+    return client
+
+
+def complete_bare(request, picked=None, **top):
+    recorder = Recorder(picked or choice(), **top)
+    response, info = asyncio.run(bare(recorder).complete(request))
+    return response, info, recorder.kwargs
+
+
+def test_a_request_is_sent_as_specified():
+    request = ChatCompletionRequest("m", MESSAGES, SamplingParams(0.5, 9, stop=["\n"]), seed=7, tools=ToolRequest([TOOL]))
+    response, info, sent = complete_bare(request)
+    assert sent == {
+        "model": "m",
+        "messages": MESSAGES,
+        "temperature": 0.5,
+        "max_tokens": 9,
+        "top_p": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "stop": ["\n"],
+        "seed": 7,
+        "tools": [TOOL],
+        "tool_choice": "auto",
+    }
+    assert info == {"raw_response": {"dumped": True}, "used_args": sent}
+    assert (response.text, response.finish_reason, response.to_trace()) == ("4", "stop", None)
+
+
+def test_what_is_not_given_is_not_sent():
+    _, _, sent = complete_bare(ChatCompletionRequest("m", MESSAGES, tools=ToolRequest([TOOL], tool_choice=None)))
+    assert not {"seed", "tool_choice", "extra_body", "logprobs", "stop"} & set(sent)
+
+
+def test_ids_and_log_probabilities_are_asked_for():
+    request = ChatCompletionRequest("m", MESSAGES, return_=ReturnSpec.for_rl())
+    _, _, sent = complete_bare(request)
+    assert (sent["logprobs"], sent["extra_body"]) == (1, {"return_token_ids": True})
+    _, _, sent = complete_bare(ChatCompletionRequest("m", MESSAGES, return_=ReturnSpec.for_rl(top_logprobs_k=5)))
+    assert sent["logprobs"] == 5
+    assert sent["extra_body"] == {"return_token_ids": True, "logprobs": True, "top_logprobs": 5}  # a server takes no number there
+
+
+def test_extensions_go_into_the_body_the_callers_own_last():
+    _, _, sent = complete_bare(ChatCompletionRequest("m", MESSAGES, extensions=VLLMExtensions()))
+    assert sent["extra_body"] == {"repetition_penalty": 1.0}
+    extensions = VLLMExtensions(
+        max_think=64, repetition_penalty=1.5, extra_body_overrides={"repetition_penalty": 2.0, "top_k": 3}
+    )
+    _, _, sent = complete_bare(ChatCompletionRequest("m", MESSAGES, extensions=extensions))
+    assert sent["extra_body"] == {"repetition_penalty": 2.0, "vllm_xargs": {"max_think": 64}, "top_k": 3}
+
+
+@pytest.mark.parametrize(
+    ("extensions", "error", "said"),
+    [
+        (BackendExtensions("other"), TypeError, "unsupported request.extensions: BackendExtensions"),
+        (VLLMExtensions(max_think=0), ValueError, "max_think must be a positive integer"),
+        (VLLMExtensions(max_think=True), ValueError, "max_think must be a positive integer"),
+        (VLLMExtensions(max_think=1.5), ValueError, "max_think must be a positive integer"),
+        (VLLMExtensions(repetition_penalty=0.0), ValueError, "repetition_penalty must be > 0"),
+        (VLLMExtensions(repetition_penalty=float("nan")), ValueError, "repetition_penalty must be > 0"),
+    ],
+)
+def test_settings_are_checked_before_the_client_is_touched(extensions, error, said):
+    with pytest.raises(error, match=said):
+        asyncio.run(bare().complete(ChatCompletionRequest("m", MESSAGES, extensions=extensions)))
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        SimpleNamespace(token_logprobs=[-0.5, -1.0]),
+        {"token_logprobs": [-0.5, -1.0]},
+        {"logprobs": [-0.5, -1.0]},
+        SimpleNamespace(content=[SimpleNamespace(logprob=-0.5), SimpleNamespace(logprob=-1.0)]),
+        {"content": [{"logprob": -0.5}, {"logprob": -1.0}]},
+    ],
+)
+def test_log_probabilities_are_read_in_each_of_their_forms(logprobs):
+    response, _, _ = complete_bare(rl(), choice(token_ids=[7, 8], logprobs=logprobs), prompt_token_ids=[1, 2])
+    trace = response.to_trace()
+    assert (trace.prompt_token_ids, trace.completion_token_ids, trace.completion_logprobs) == ([1, 2], [7, 8], [-0.5, -1.0])
+
+
+def test_no_content_is_no_text():
+    response, _, _ = complete_bare(rl(), choice(None))
+    assert response.text == ""
+
+
+# -- token ids in, token ids out
+
+
+def test_messages_are_rendered_here_and_ids_come_back_as_they_were_sampled(server):
+    response, info = answer(server)
+    body = server.asked(GENERATE)[0]
+    prompt = tiny_tokenizer().apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
+    assert body["token_ids"] == response.prompt_token_ids == tiny_tokenizer()(prompt)["input_ids"]
+    ids, logps, finish, _ = server.sample(body["token_ids"], max_tokens=8, seed=1)
+    assert (response.completion_token_ids, response.completion_logprobs, response.finish_reason) == (ids, logps, finish)
+    assert (body["sampling_params"]["logprobs"], body["sampling_params"]["seed"], body["return_token_ids"]) == (0, 1, True)
+    assert "token_ids" not in info["used_args"]
+    assert info["policy_version"] == 0
+
+
+def test_text_is_made_of_the_ids_without_the_end_token(server):
+    tokenizer = tiny_tokenizer()
+    server.eos_id = tokenizer.eos_token_id
+    for seed in range(200):
+        response, _ = answer(server, rl(seed=seed, max_tokens=60))
+        if response.finish_reason == "stop":
+            break
+    assert response.completion_token_ids[-1] == tokenizer.eos_token_id
+    assert response.text == tokenizer.decode(response.completion_token_ids[:-1], skip_special_tokens=True)
+
+
+def test_a_server_without_the_token_endpoint_is_asked_for_completions():
+    with StubVLLM(scale_out=False) as server:
+
+        async def scenario(client):
+            return [await client.complete(rl(seed=seed)) for seed in (1, 2)]
+
+        answers = run(server, scenario)
+        ids = [
+            server.sample(response.prompt_token_ids, max_tokens=8, seed=seed)[0] for seed, (response, _) in enumerate(answers, 1)
+        ]
+        assert [response.completion_token_ids for response, _ in answers] == ids
+        assert len(server.asked(GENERATE)) == 1  # found out once
+        body = server.asked(COMPLETIONS)[0]
+        assert (body["prompt"], body["logprobs"], body["return_token_ids"]) == ([answers[0][0].prompt_token_ids], 0, True)
+
+
+def test_a_model_that_is_not_there_is_not_taken_for_a_missing_endpoint(server):
+    with pytest.raises(InferenceError, match=r"404.*does not exist"):
+        run(server, lambda client: client.complete_tokens([5], model="other"))
+    assert server.asked(COMPLETIONS) == []
+
+
+def test_ids_are_continued_as_they_are(server):
+    trace = run(server, lambda client: client.complete_tokens([300, 5, 383], sampling=SamplingParams(max_tokens=4), seed=9))
+    assert trace.prompt_token_ids == [300, 5, 383]
+    assert trace.completion_token_ids == server.sample([300, 5, 383], max_tokens=4, seed=9)[0]
+
+
+def test_a_turn_begins_with_the_very_tokens_of_the_turns_before_it(server):
+    """Ids that the tokenizer does not know, and bytes that are no text, would not come back from the text."""
+    server.eos_id = tiny_tokenizer().eos_token_id
+
+    async def scenario(client):
+        messages, prompts, seed = list(MESSAGES), [], 0
+        while len(prompts) < 3:
+            response, _ = await client.complete(rl(seed=seed, messages=messages, max_tokens=60))
+            seed += 1
+            if response.finish_reason == "stop":
+                prompts.append((response.prompt_token_ids, response.completion_token_ids))
+                messages += [{"role": "assistant", "content": response.text}, {"role": "user", "content": "and then?"}]
+        return prompts
+
+    turns = run(server, scenario)
+    for (prompt, completion), (following, _) in pairwise(turns):
+        whole = prompt + completion
+        assert following[: len(whole)] == whole
+    assert any(token >= len(tiny_tokenizer()) for _, completion in turns for token in completion)
+
+
+def swapped(**parts):
+    """The usual answer with parts of its choice, or of its top, replaced."""
+
+    def change(given):
+        for name, value in parts.items():
+            (given if name == "prompt_token_ids" else given["choices"][0])[name] = value
+        return given
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (swapped(prompt_token_ids=[1, 2]), "not the one of"),
+        (swapped(prompt_token_ids=None), "did not say which prompt"),
+        (swapped(token_ids=None), "no token ids"),
+        (swapped(logprobs=None), "0 log-probabilities for"),
+        (swapped(token_ids=[1], logprobs={"content": [{"token_id": 2, "logprob": -1.0}]}), "other tokens"),
+        (swapped(token_ids=[1], logprobs={"content": [{"token_id": 1, "logprob": float("nan")}]}), "not finite"),
+        ((200, {"choices": []}), "without a choice"),
+        ((200, [1]), "no JSON object"),
+        ((200, "<html>It works!</html>"), "no JSON object|gave no completion"),
+    ],
+)
+def test_an_answer_that_is_not_exact_is_an_error(server, fault, said):
+    server.fail(GENERATE, fault)
+    with pytest.raises(InferenceError, match=said):
+        answer(server)
+    assert len(server.asked(GENERATE)) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (swapped(prompt_token_ids=None), "no token ids"),
+        (swapped(token_ids=None), "no token ids"),
+        (swapped(logprobs=None), "no log-probabilities"),
+        (swapped(token_ids=[1] * 9), "log-probabilities for 9 tokens"),
+    ],
+)
+def test_neither_is_a_chat_completion(server, fault, said):
+    server.fail(CHAT, fault)
+    with pytest.raises(InferenceError, match=said):
+        answer(server, tokenizer=None)
+
+
+def test_the_weights_that_sampled_are_named(server):
+    spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 5}]
+    server.fail(GENERATE, swapped(weight_versions=spans))
+    _, info = answer(server)
+    assert (info["policy_version"], info["weight_versions"]) == (3, spans)  # as old as its oldest token
+
+
+def test_tools_that_the_model_would_not_see_are_refused(server):
+    request = ChatCompletionRequest("tiny", MESSAGES, SamplingParams(max_tokens=4), tools=ToolRequest([TOOL]))
+    with pytest.raises(ConfigError, match="leaves tools out"):
+        answer(server, request)
+    assert server.asked(GENERATE) == []
+
+
+# -- what is refused before it is sent
+
+
+@pytest.mark.parametrize(
+    ("sampling", "said"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"presence_penalty": 3.0}, "presence_penalty"),
+        ({"max_tokens": 600}, r"must fit into the server's context \(512\)"),
+    ],
+)
+def test_sampling_without_meaning_is_refused(server, sampling, said):
+    with pytest.raises(ConfigError, match=said):
+        answer(server, rl(**sampling))
+    assert server.asked(GENERATE) == []
+
+
+def test_clipping_can_be_chosen_and_is_counted(server):
+    async def scenario(client):
+        trace = await client.complete_tokens([5] * 500, sampling=SamplingParams(max_tokens=100), seed=1)
+        return trace, client.metrics()["clipped_max_tokens"]
+
+    trace, counted = run(server, scenario, on_overflow="clip")
+    assert server.asked(GENERATE)[0]["sampling_params"]["max_tokens"] == 12
+    assert len(trace.completion_token_ids) <= 12
+    assert counted == 1
+    with pytest.raises(InferenceError, match="leaves no room"):
+        run(server, lambda client: client.complete_tokens([5] * 512), on_overflow="clip")
+
+
+def test_a_chat_that_the_server_clipped_is_found_out():
+    with StubVLLM(max_model_len=40) as server:
+        server.eos_id = None  # the stub never ends by itself
+        server.fail(CHAT, lambda given: given)
+        request = rl(max_tokens=39, messages=[{"role": "user", "content": "x"}])
+        with pytest.raises(ConfigError, match="must fit"):
+            run(server, lambda client: client.complete(request), tokenizer=None)
+
+
+def test_a_field_that_the_server_would_ignore_is_refused(server):
+    request = rl(extensions=VLLMExtensions(extra_body_overrides={"top_kk": 3}))
+    for tokenizer in (tiny_tokenizer(), None):
+        with pytest.raises(ConfigError, match=r"'top_kk'.*did you mean top_k"):
+            answer(server, request, tokenizer=tokenizer)
+    answer(server, request, allow_unknown_fields=True)
+    assert server.asked(GENERATE)[0]["sampling_params"]["top_kk"] == 3
+
+
+# -- what is tried again
+
+
+def in_use(server, path):
+    return {"tokenizer": None} if path == CHAT else {}
+
+
+@pytest.mark.parametrize("path", [GENERATE, CHAT])
+@pytest.mark.parametrize("trouble", [(503, {}), (429, {}), (500, {"error": {"message": "RuntimeError"}}), CUT])
+def test_what_may_pass_is_tried_again(server, path, trouble):
+    server.fail(path, trouble, trouble)
+    response, _ = answer(server, **in_use(server, path))
+    assert response.completion_token_ids
+    assert len(server.asked(path)) == 3
+
+
+@pytest.mark.parametrize("path", [GENERATE, CHAT])
+def test_no_more_often_than_allowed(server, path):
+    server.fail(path, *[(503, {"error": {"message": "overloaded"}})] * 3)
+    with pytest.raises(InferenceError, match="overloaded"):
+        answer(server, max_retries=2, **in_use(server, path))
+    assert len(server.asked(path)) == 3
+
+
+@pytest.mark.parametrize("path", [GENERATE, CHAT])
+def test_what_will_not_pass_is_an_error_at_once(server, path):
+    server.fail(path, (400, {"error": {"message": "bad"}}))
+    with pytest.raises(InferenceError, match=r"400.*bad"):
+        answer(server, **in_use(server, path))
+    assert len(server.asked(path)) == 1
+
+
+@pytest.mark.parametrize("path", [GENERATE, CHAT])
+def test_an_engine_that_is_dead_is_said_to_be_and_not_asked_again(server, path):
+    server.dead = True
+    with pytest.raises(EngineDeadError, match="start the server again") as dead:
+        answer(server, **in_use(server, path))
+    assert len(server.asked(path)) == 1
+    assert DEAD in str(dead.value)
+
+
+@pytest.mark.parametrize("path", [GENERATE, CHAT])
+def test_an_aborted_request_is_made_again_and_never_taken_for_an_answer(server, path):
+    def aborted(given):
+        return swapped(finish_reason="abort")(given)
+
+    async def scenario(client):
+        response, _ = await client.complete(rl())
+        return response, client.metrics()["aborted"]
+
+    server.fail(path, aborted)
+    response, counted = run(server, scenario, **in_use(server, path))
+    assert response.finish_reason in ("stop", "length")
+    assert (counted, len(server.asked(path))) == (1, 2)
+    server.fail(path, *[aborted] * 2)
+    with pytest.raises(InferenceError, match="aborted"):
+        answer(server, max_retries=1, **in_use(server, path))
+
+
+def test_a_pause_holds_requests_and_a_resume_lets_them_go_on(server):
+    async def scenario(client):
+        requests.post(f"{server.url}/pause?mode=keep", timeout=5)
+        asked = asyncio.create_task(client.complete(rl()))
+        while not server.asked(GENERATE):
+            await asyncio.sleep(0.001)
+        assert not asked.done()
+        requests.post(f"{server.url}/resume", timeout=5)
+        return await asked
+
+    response, _ = run(server, scenario)
+    assert response.completion_token_ids == server.sample(response.prompt_token_ids, max_tokens=8, seed=1)[0]
+
+
+@pytest.mark.parametrize("path", [GENERATE, CHAT])
+def test_a_server_that_hangs_is_left_at_the_deadline(server, path):
+    server.fail(path, HANG, HANG)
+    with pytest.raises(TimeoutError, match=r"no answer within 0.5 s"):
+        answer(server, timeout_s=0.5, **in_use(server, path))
+
+
+def test_a_server_that_is_gone_is_said_to_be_out_of_reach(server):
+    async def scenario(client):
+        server.close()
+        return await client.complete(rl())
+
+    with pytest.raises(ServerUnreachableError, match="cannot be reached"):
+        run(server, scenario, max_retries=1)
+
+
+def test_a_client_outlives_the_event_loop_that_first_used_it(server):
+    client = VLLMChatClient(port=server.port, tokenizer=tiny_tokenizer())
+
+    async def once():
+        async with client:
+            return (await client.complete(rl()))[0].completion_token_ids
+
+    assert asyncio.run(once()) == asyncio.run(once())
+
+
+# -- the server as a whole
+
+
+def test_nobody_listening_is_an_error_of_both_kinds():
+    with pytest.raises(requests.ConnectionError, match="did not answer within 0 s"):
+        VLLMChatClient(port=9, connection_timeout_s=0)
+    with pytest.raises(InferenceError):
+        VLLMChatClient(port=9, connection_timeout_s=0)
+
+
+def test_all_addresses_of_a_machine_are_called_by_its_own():
+    with StubVLLM() as server:
+        client = VLLMChatClient(host="0.0.0.0", port=server.port)
+        assert client.server_url == f"http://127.0.0.1:{server.port}"
+        assert isinstance(client._session, requests.Session)
+
+
+def test_the_version_is_what_the_server_says(server):
+    async def scenario(client):
+        first = await client.get_policy_version()
+        server.weight_version = "12"
+        return first, await client.get_policy_version()
+
+    assert run(server, scenario) == (0, 12)
+
+
+def test_a_version_that_cannot_be_read_is_the_last_one_known():
+    async def scenario(client):
+        server.close()
+        return await client.get_policy_version()
+
+    with StubVLLM(dev_mode=False) as server:
+        assert run(server, scenario) == 0
+    with StubVLLM() as server:
+        server.weight_version = "5"
+        assert run(server, scenario) == 5  # a failure to read it does not make the samples old
+    assert asyncio.run(bare().get_policy_version()) == 0
+
+
+def test_weights_go_through_what_was_connected(server):
+    class Sender:
+        closed = False
+
+        def send(self, params, *, version, timeout_s):
+            self.sent = (dict(params), version, timeout_s)
+            return str(version)
+
+        def close(self):
+            self.closed = True
+
+    async def scenario(client):
+        with pytest.raises(RuntimeError, match="inference only"):
+            client.sync_weights({})
+        sender = Sender()
+        client.connect_weights(sender)
+        assert client.sync_weights({"w": 1}, version=4, timeout_s=9.0) == "4"
+        assert sender.sent == ({"w": 1}, 4, 9.0)
+        _, info = await client.complete(rl())
+        client.close_communicator()
+        assert sender.closed
+        return info
+
+    assert run(server, scenario, tokenizer=None)["policy_version"] == 4
+
+
+def test_the_prefix_cache_is_reset_or_it_is_an_error(server):
+    async def scenario(client):
+        client.reset_prefix_cache()
+        assert server.cache_resets == 1
+        server.dev_mode = False
+        with pytest.raises(InferenceError, match="VLLM_SERVER_DEV_MODE=1"):
+            client.reset_prefix_cache()
+        return client.get_num_background_tasks()
+
+    assert run(server, scenario) == 0
+
+
+def test_a_name_may_stand_for_the_adapter_that_is_served_now(server):
+    server.adapters["tiny@3"] = "/adapters/3"
+
+    async def scenario(client):
+        client.served_names["tiny"] = "tiny@3"
+        await client.complete(rl())
+
+    run(server, scenario)
+    run(server, scenario, tokenizer=None)
+    assert [server.asked(path)[0]["model"] for path in (GENERATE, CHAT)] == ["tiny@3", "tiny@3"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"on_overflow": "drop"}, "on_overflow"),
+        ({"urls": []}, "one at least"),
+        ({"urls": ["127.0.0.1:8000"]}, "must begin with http"),
+        ({"urls": ["http://a", "http://a/v1"]}, "named twice"),
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"client_tag": "a\nb"}, "printable"),
+        ({"client_tag": "a", "client_tag_policy": "strict"}, "client_tag_policy"),
+    ],
+)
+def test_settings_without_meaning_are_refused(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        VLLMChatClient(connection_timeout_s=0, **settings)
