@@ -158,5 +158,5 @@ def test_the_hash_sees_everything_but_where_the_run_is_written() -> None:
 
 
 def test_the_sections_of_the_trainer_hold_every_field_of_its_configuration() -> None:
-    derived = {"learning_rate", "pad_token_id", "seed"}  # an alias; what the tokenizer and the recipe's seed say
+    derived = {"learning_rate", "pad_token_id", "seed", "temperature"}  # an alias; what tokenizer, seed and sampling say
     assert set(asdict(compose().trainer)) == set(TrainerConfig.__dataclass_fields__) - derived

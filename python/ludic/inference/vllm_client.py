@@ -187,6 +187,10 @@ class VLLMChatClient:
         )
         return TokenTrace(list(prompt_token_ids), sampled.token_ids, sampled.logprobs, sampled.finish_reason)
 
+    def models(self) -> list[str]:
+        """Names of the models that the first server offers."""
+        return list(self._limits)
+
     async def probe(self) -> dict[str, bool]:
         """Ask every server for one token. Address -> whether it lives; the dead are drained, those that live again taken back."""
         pool = self._servers()

@@ -109,15 +109,16 @@ def build_algorithm(recipe: Recipe) -> RLAlgorithm:
     return _call(make, given, "algorithm_args")
 
 
-def build_trainer_config(section: Any, *, pad_token_id: int, seed: int) -> TrainerConfig:
-    return build_config(TrainerConfig, section, pad_token_id=pad_token_id, seed=seed)
+def build_trainer_config(section: Any, **derived: Any) -> TrainerConfig:
+    """`derived`: what follows from the recipe (`schema.DERIVED`)."""
+    return build_config(TrainerConfig, section, **derived)
 
 
-def build_config(config: type[C], section: Any, *, pad_token_id: int, seed: int) -> C:
+def build_config(config: type[C], section: Any, **derived: Any) -> C:
     """Fields left at their default are not passed, so that the trainer can tell what was asked for."""
     defaults = config()
     asked = {name: value for name, value in asdict(section).items() if value != getattr(defaults, name)}
-    return config(**asked, pad_token_id=pad_token_id, seed=seed)
+    return config(**asked, **derived)
 
 
 def _look_up(registry: dict[str, Callable[..., Any]], name: str, setting: str) -> Callable[..., Any]:

@@ -26,6 +26,9 @@ from ludic.recipes.schema import Recipe, trainer_section
 _OPEN_SECTIONS = ("task.args", "algorithm_args", "reward", "reward_model_args")  # their keys are checked by what they are for
 _PER_ALGORITHM, LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys
 
+_SECTIONS_BY_NAME = {"inference": "kind"}
+"""Sections that may be given as one word, which is this field of theirs."""
+
 _EXPLAINED = {
     **dict.fromkeys(
         ("grad_accum_steps", "gradient_accumulation_steps", "micro_batch_size"),
@@ -84,7 +87,10 @@ def parse_override(text: str) -> Override:
         raise ConfigError(f"override {text!r} is not key=value as Hydra writes it: {error}; quote special characters") from error
     if parsed.is_sweep_override() or parsed.is_delete() or parsed.package is not None:
         raise ConfigError(f"override {text!r} is a sweep or a deletion; give one value, a list as [1,2], nothing as null")
-    return Override(key=parsed.key_or_group, value=parsed.value(), text=text)
+    key, value = parsed.key_or_group, parsed.value()
+    if key in _SECTIONS_BY_NAME and not isinstance(value, Mapping):
+        key = f"{key}.{_SECTIONS_BY_NAME[key]}"
+    return Override(key=key, value=value, text=text)
 
 
 def from_run(argument: str) -> list[str]:
@@ -176,6 +182,9 @@ def read_yaml(path: Path) -> DictConfig:
 
 
 def _merge(tree: DictConfig, layer: DictConfig, where: str) -> None:
+    for name, chosen in _SECTIONS_BY_NAME.items():
+        if isinstance(layer.get(name), str):
+            layer[name] = {chosen: layer[name]}
     known = _paths(tree)
     for key in _paths(layer):
         if key not in known and not key.startswith(tuple(f"{section}." for section in _OPEN_SECTIONS)):

@@ -62,6 +62,8 @@ def resolve(arguments: Sequence[str]) -> tuple[Recipe, EvalSettings]:
             for_recipe[:0] = from_run(argument)
             continue
         override = parse_override(argument)
+        if override.key.startswith("inference."):
+            raise ConfigError(f"{override.text}: an evaluation asks a server with base_url=URL; `ludic serve` starts one")
         if override.key in own:
             overrides.append(override)
         else:

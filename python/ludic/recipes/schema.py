@@ -13,6 +13,7 @@ from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type
 
 from omegaconf import MISSING
 
+from ludic.recipes.inference_section import InferenceSection
 from ludic.training.config import TrainerConfig
 
 
@@ -154,12 +155,13 @@ class Recipe:
     rollout: RolloutSection = field(default_factory=RolloutSection)
     trainer: Any = MISSING
     """Fields of `TrainerConfig`, for reinforcement."""
+    inference: InferenceSection = field(default_factory=InferenceSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
 
 
-DERIVED = ("pad_token_id", "seed")
-"""Fields of `TrainerConfig` that follow from the recipe: from its tokenizer and its seed."""
+DERIVED = ("pad_token_id", "seed", "temperature")
+"""Fields of `TrainerConfig` that follow from the recipe: from its tokenizer, its seed and its sampling."""
 
 
 @cache

@@ -22,6 +22,7 @@ _HOMES = {
         "split_items_by_token_budget",
     ),
     "batching.offline": ("OfflineBatchSource", "make_chat_template_step_to_item"),
+    "batching.overlapped": ("OverlappedSource",),
     "batching.pair_batches": ("preference_batches",),
     "batching.requests_from_dataset": (
         "RequestsExhausted",
@@ -157,6 +158,7 @@ if TYPE_CHECKING:
         OfflineBatchSource as OfflineBatchSource,
         make_chat_template_step_to_item as make_chat_template_step_to_item,
     )
+    from ludic.training.batching.overlapped import OverlappedSource as OverlappedSource
     from ludic.training.batching.pair_batches import preference_batches as preference_batches
     from ludic.training.batching.requests_from_dataset import (
         RequestsExhausted as RequestsExhausted,

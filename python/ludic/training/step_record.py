@@ -74,6 +74,9 @@ class StepRecord:
         for key in ("zvp_filter_frac", *EPISODE_KEYS):
             if key in self.batch.meta:
                 counts[key] = float(self.batch.meta[key])
+        for key, name in (("generation_s", "perf/generation_s"), ("policy_lag", "policy_lag")):
+            if key in self.batch.meta:
+                counts[name] = float(self.batch.meta[key])
         if "avg_total_reward" in self.batch.meta:
             counts[SAMPLED_REWARD] = float(self.batch.meta["avg_total_reward"])
         return counts

@@ -7,6 +7,7 @@ weights, keep a checkpoint, log. What a step measures is in `step_record`, what 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -120,6 +121,13 @@ class Trainer:
         if self.publisher is None and self.cfg.given("sync_every_steps") and self.cfg.sync_every_steps:
             raise ConfigError(
                 f"sync_every_steps ({self.cfg.sync_every_steps}) needs a PolicyPublisher; pass publisher=, or sync_every_steps=0"
+            )
+        ahead = getattr(self.batch_source, "max_lag", 0)
+        oldest = ahead + max(1, self.cfg.sync_every_steps) - 1
+        if ahead and self.cfg.max_lag is not None and self.cfg.max_lag < oldest:
+            raise ConfigError(
+                f"max_lag ({self.cfg.max_lag}) would drop batches that are begun {ahead} ahead with sync_every_steps "
+                f"({self.cfg.sync_every_steps}) and are up to {oldest} versions old; raise it to {oldest}, or begin fewer ahead"
             )
         if self.evaluator is None and (self.cfg.eval_at_start or self.cfg.eval_every_n_steps):
             raise ConfigError("eval_at_start and eval_every_n_steps need an evaluator; pass evaluator=")
@@ -236,6 +244,7 @@ class Trainer:
             if macro.items:
                 batch.items = macro.items
                 batch.meta["effective_rollouts"] = distinct_rollouts(macro.items)
+                batch.meta.update(self._lag(macro.items))
                 return batch, macro
             logger.warning("a batch of %d samples has none to train on; fetching another", len(given.items))
         raise EmptyBatchError(
@@ -248,6 +257,11 @@ class Trainer:
         version = meta.get("policy_version")
         return self.cfg.max_lag is not None and version is not None and self._step - version > self.cfg.max_lag
 
+    def _lag(self, items: Sequence[SAWItem]) -> dict[str, float]:
+        """How many versions the samples are behind the weights, on average; nothing where versions are not published or not known."""
+        versions = [item.meta["policy_version"] for item in items if item.meta.get("policy_version") is not None]
+        return {"policy_lag": self._step - sum(versions) / len(versions)} if versions and self.sync_every_steps else {}
+
     async def _optimize(self, mini_batch: MiniBatch, record: StepRecord, *, first_epoch: bool) -> None:
         at_start = first_epoch and (record.optimizer_steps == 0 or mini_batch.batch.proximal is not None)
         with record.timer.phase("forward_backward"):
@@ -256,10 +270,13 @@ class Trainer:
             step = await self._compute(lambda: self.backend.optim_step(lr_factor=self.schedule.factor(self._step)))
         record.add(result, step, at_step_start=at_start)
 
+    @property
+    def _overlaps(self) -> bool:
+        return bool(getattr(self.batch_source, "overlaps", False))
+
     async def _compute(self, operation: Callable[[], TrainFuture[T]]) -> T:
         """What the backend gives. Where batches are generated meanwhile, it computes in a thread, and the event loop is theirs."""
-        overlaps = getattr(self.batch_source, "overlaps", False)
-        future = await asyncio.to_thread(operation) if overlaps else operation()
+        future = await asyncio.to_thread(operation) if self._overlaps else operation()
         return await future.result()
 
     async def _with_proximal(self, macro: MacroBatch, timer: PhaseTimer) -> MacroBatch:
@@ -287,9 +304,14 @@ class Trainer:
         with (timer or PhaseTimer()).phase("publish"):
             weights = await self.backend.export_weights(param_filter=self.param_filter).result()
             if ranks.rank() == 0:
-                await awaited(publisher.publish(weights, version=self._step))
+                await self._push(publisher, weights)
             ranks.barrier()
         self._publish_first = False
+
+    async def _push(self, publisher: Any, weights: Mapping[str, torch.Tensor]) -> None:
+        """To the publisher; in a thread while batches are generated, which go on meanwhile."""
+        push = functools.partial(publisher.publish, weights, version=self._step)
+        await awaited(await asyncio.to_thread(push) if self._overlaps else push())
 
     def _checkpoint(self, timer: PhaseTimer) -> None:
         if self.checkpointer is not None and self.checkpointer.should_save(self._step):

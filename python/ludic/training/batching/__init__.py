@@ -18,6 +18,7 @@ _HOMES = {
         "split_items_by_token_budget",
     ),
     "offline": ("OfflineBatchSource", "make_chat_template_step_to_item"),
+    "overlapped": ("OverlappedSource",),
     "pair_batches": ("preference_batches",),
     "preference": (
         "collate_preference_items",
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
         OfflineBatchSource as OfflineBatchSource,
         make_chat_template_step_to_item as make_chat_template_step_to_item,
     )
+    from ludic.training.batching.overlapped import OverlappedSource as OverlappedSource
     from ludic.training.batching.pair_batches import preference_batches as preference_batches
     from ludic.training.batching.preference import (
         collate_preference_items as collate_preference_items,
