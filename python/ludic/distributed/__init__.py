@@ -1,8 +1,9 @@
 """How weights travel from the trainer to those who sample."""
 
 from ludic.distributed.adapters.local import LocalPublisher
+from ludic.distributed.adapters.reward_model import RMPublisherAdapter, create_rm_publisher
 from ludic.distributed.adapters.vllm import VllmControlPlane, VllmTensorCommunicator, create_vllm_publisher
-from ludic.distributed.interfaces import ControlPlane, PolicyPublisher, TensorCommunicator, WeightMetadata
+from ludic.distributed.interfaces import ControlPlane, PolicyPublisher, TensorCommunicator, WeightMetadata, WeightPublisher
 from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPublisher
 
 __all__ = [
@@ -10,10 +11,13 @@ __all__ = [
     "ControlPlane",
     "LocalPublisher",
     "PolicyPublisher",
+    "RMPublisherAdapter",
     "Rank0OnlyPublisher",
     "TensorCommunicator",
     "VllmControlPlane",
     "VllmTensorCommunicator",
     "WeightMetadata",
+    "WeightPublisher",
+    "create_rm_publisher",
     "create_vllm_publisher",
 ]

@@ -186,6 +186,10 @@ class VLLMChatClient:
         )
         return TokenTrace(list(prompt_token_ids), sampled.token_ids, sampled.logprobs, sampled.finish_reason)
 
+    def models(self) -> list[str]:
+        """Names of the models that the first server offers."""
+        return list(self._limits)
+
     async def probe(self) -> dict[str, bool]:
         """Ask every server for one token. Address -> whether it lives; the dead are drained, those that live again taken back."""
         pool = self._servers()
@@ -465,3 +469,12 @@ def _payload(answer: Any, url: str) -> dict[str, Any]:
     if not isinstance(payload, dict):
         raise InferenceError(f"{url} answered {str(answer)[:200]!r}, which is no JSON object; is this the right address?")
     return payload
+
+
+def __getattr__(name: str) -> Any:
+    """`VLLMClient`, which builds on this module, is reachable from it too."""
+    if name == "VLLMClient":
+        from ludic.inference.vllm_reward_client import VLLMClient
+
+        return VLLMClient
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

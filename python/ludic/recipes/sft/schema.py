@@ -12,7 +12,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ludic.errors import ConfigError
 from ludic.recipes.compose import LOADED_MODEL, Override, fill, read_yaml, split_arguments
-from ludic.recipes.schema import CheckpointSection, NetworkSection, TaskSection, trainer_section
+from ludic.recipes.schema import CheckpointSection, LoraSection, NetworkSection, TaskSection, trainer_section
 from ludic.training.batching.chat_template import ASSISTANT_TURNS
 
 
@@ -57,6 +57,7 @@ class SFTRecipe:
     task: TaskSection = field(default_factory=TaskSection)
     """Whose demonstrations."""
     network: NetworkSection = field(default_factory=NetworkSection)
+    lora: LoraSection = field(default_factory=LoraSection)
     trainer: Any = MISSING
     """Fields of `TrainerConfig`."""
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
@@ -106,5 +107,5 @@ def paths_of(setting: Any, name: str) -> list[Path]:
     """The files of `data` or `heldout_data`."""
     given = [setting] if isinstance(setting, str) else setting
     if not isinstance(given, list) or not given or not all(isinstance(path, str) for path in given):
-        raise ConfigError(f"{name} ({setting}) must be the path of a JSONL file, or a list of paths: {name}=[a.jsonl,b.jsonl]")
+        raise ConfigError(f"{name} ({setting}) must be the path of a file, or a list of paths: {name}=[a.jsonl,b.parquet]")
     return [Path(path).expanduser() for path in given]
