@@ -75,7 +75,7 @@ def test_the_disk_backend_reads_a_folder_that_stays_for_the_served_version(start
 
 
 def test_the_disk_backend_needs_a_directory(start):
-    with pytest.raises(ValueError, match="pass directory="):
+    with pytest.raises(PublishError, match=r"backend of .* is disk; pass directory="):
         publisher(start(backend="disk"))
 
 
@@ -208,7 +208,7 @@ def test_a_trainer_that_dies_mid_push_leaves_the_old_weights_served(start):
 
 def test_what_a_dead_trainer_left_staged_is_dropped_by_the_next(start):
     server = start(backend="disk")
-    dying = VllmControlPlane(server.url)
+    dying = VllmControlPlane(server.url, by_folder=True)
     dying.prepare()
     dying.announce_folder(server.folder)
     dying.wait_staged()
@@ -224,7 +224,7 @@ def test_a_server_that_is_too_slow_is_named_and_the_old_version_stays(start, mon
     servers = [start(), start()]
     push = publisher(*servers, timeout_s=1.0)
     servers[1].faults["/update_weights"] = lambda _: servers[1].closing.wait()
-    with pytest.raises(PublishError, match=f"(?s)every server serves what it served before.*{servers[1].url}"):
+    with pytest.raises(TimeoutError, match=f"(?s)every server serves what it served before.*{servers[1].url}"):
         push.publish(weights(1), version=1)
     for server in servers:
         assert same(server.served, weights(0))

@@ -4,6 +4,7 @@ What it keeps of the real one: an update that fails closes its session; a finish
 call to the workers at a time; while paused, nothing is answered; after a restart the first weights are served under `default`.
 """
 
+import contextlib
 import json
 import threading
 import uuid
@@ -234,8 +235,11 @@ def _handler(server):
             data = (content if isinstance(content, str) else json.dumps(content or {})).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            if self.close_connection:
+                self.send_header("connection", "close")
+            with contextlib.suppress(OSError):  # the client did not wait
+                self.end_headers()
+                self.wfile.write(data)
 
         def log_message(self, *_):
             pass

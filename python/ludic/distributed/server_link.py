@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ludic.distributed.server_weights import ServerManifest
-from ludic.errors import PublishError, ServerError
+from ludic.errors import InferenceError, PublishError, PublishTimeoutError, ServerError
 from ludic.inference.vllm_endpoints import VllmEndpoints
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BROADCASTING = ("gloo", "ludic_nccl")
-"""Backends over which tensors are broadcast; the others are told where they lie."""
+"""Backends over which tensors are broadcast. All can read a folder."""
 ANSWER_MARGIN_S = 15.0
 """What a call may take beyond the transfer that it waits for: a server gives up on a transfer before we give up on the server."""
 POLL_S = 0.0005
@@ -27,11 +27,15 @@ NEEDS_EXTENSION = "start it as `ludic serve` does, with --worker-extension-cls l
 
 
 class ServerLink:
-    """The steps of a push to one server. Each waits at most `timeout_s`; each raises ServerError or PublishError."""
+    """The steps of a push to one server. Each waits at most `timeout_s`; each raises InferenceError or PublishError."""
 
-    def __init__(self, endpoints: VllmEndpoints, *, master_address: str = "127.0.0.1", timeout_s: float = 60.0) -> None:
-        """`master_address` is where the server's workers reach the trainer."""
+    def __init__(
+        self, endpoints: VllmEndpoints, *, master_address: str = "127.0.0.1", timeout_s: float = 60.0, by_folder: bool = False
+    ) -> None:
+        """`master_address` is where the server's workers reach the trainer. `by_folder`: weights are read from a folder, whatever else
+        the server's backend can do."""
         self.endpoints = endpoints
+        self.by_folder = by_folder
         self.master_address = master_address
         self.timeout_s = timeout_s
         self.backend = ""
@@ -48,7 +52,7 @@ class ServerLink:
 
     @property
     def connected(self) -> bool:
-        return self._group is not None or bool(self.backend and self.backend not in BROADCASTING)
+        return self._group is not None
 
     @property
     def _deadline_s(self) -> float:
@@ -62,6 +66,10 @@ class ServerLink:
                 logger.warning("%s was restarted; connecting again", self.url)
             self._drop_group()
             self.backend, self.drained = str(states[0]["backend"]), False
+            if not self.by_folder and self.backend not in BROADCASTING:
+                raise PublishError(
+                    f"the backend of {self.url} is {self.backend}; pass directory=, a folder that the server sees too"
+                )
             self.manifest = ServerManifest.from_answer(self._ask("ludic_manifest")[0], self.url)
             self._boot = states[0]["boot"]
         broken = next((state["broken"] for state in states if state["broken"]), None)
@@ -72,7 +80,7 @@ class ServerLink:
         if any(state["open"] for state in states):
             logger.warning("%s holds an unfinished push of a trainer that is gone; dropping it", self.url)
             self.discard()
-        if self.backend in BROADCASTING and (self._group is None or not all(state["connected"] for state in states)):
+        if not self.by_folder and (self._group is None or not all(state["connected"] for state in states)):
             self._connect()
         assert self.manifest is not None
         return self.manifest
@@ -132,7 +140,9 @@ class ServerLink:
             broadcast(self._group, tensor.cuda() if self.backend == "ludic_nccl" else tensor.cpu(), refused=self._is_refused)
         except RuntimeError as error:
             self._drop_group()
-            raise PublishError(f"{self.url} broke off the transfer: {self._refusal() or error}") from error
+            cause = self._refusal() or error
+            kind = PublishTimeoutError if isinstance(cause, TimeoutError) or "timed out" in str(cause).lower() else PublishError
+            raise kind(f"{self.url} broke off the transfer: {cause}") from cause
 
     def _is_refused(self) -> bool:
         """Whether the server has given up on the push. Waits a moment for it to."""
@@ -186,7 +196,7 @@ class ServerLink:
         self._drop_group()
         try:
             self.endpoints.pause("abort")
-        except ServerError as error:
+        except InferenceError as error:
             logger.warning("%s could not be paused: %s", self.url, error)
 
     def close(self) -> None:

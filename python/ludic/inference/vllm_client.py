@@ -232,6 +232,18 @@ class VLLMChatClient:
         self._version = version_number(committed) or self._version
         return committed
 
+    @property
+    def server_urls(self) -> list[str]:
+        """Where the servers are."""
+        return [server.url for server in self._servers().servers]
+
+    def weights_changed(self, version: str | int | None, *, lost: Sequence[str] = ()) -> None:
+        """A push was made beside `sync_weights`: the version that is served now, and servers that must not be asked any more."""
+        self._version = version_number(version) or self._version
+        for server in self._servers().servers:
+            if server.url in lost:
+                self._servers().drain(server, "a push of weights to it could not be completed")
+
     def close_communicator(self) -> None:
         """Give up what pushes weights, if anything does."""
         sender, self._sender = self._sender, None

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ludic.errors import ServerError, ServerTimeoutError
+from ludic.errors import InferenceError, ServerError, ServerTimeoutError, ServerUnreachableError
 
 QUICK_TIMEOUT_S = 30.0
 """For calls that do not move weights."""
+ONE_CALL = {"Connection": "close"}
+"""A connection for each call: a server closes those it keeps when a call fails, and when nothing comes for some seconds, and the next
+call on them would fail for no reason of its own."""
 
 
 class VllmEndpoints:
@@ -37,7 +40,7 @@ class VllmEndpoints:
         params: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """The JSON that the server answers, text where it is none. Raises ServerError, ServerTimeoutError."""
+        """The JSON that the server answers, text where it is none. Raises ServerError, ServerTimeoutError, ServerUnreachableError."""
         import requests
 
         if self._session is None:
@@ -46,11 +49,13 @@ class VllmEndpoints:
         deadline = self.timeout_s if timeout_s is None else timeout_s
         body: dict[str, Any] = {} if method == "get" else {"json": json or {}}
         try:
-            answer = send(f"{self.url}{path}", params=params, timeout=deadline, **body)
+            answer = send(f"{self.url}{path}", params=params, timeout=deadline, headers=ONE_CALL, **body)
         except requests.Timeout as error:
             raise ServerTimeoutError(f"{self.url}{path} gave no answer within {deadline:g} s") from error
         except requests.RequestException as error:
-            raise ServerError(f"{self.url}{path} cannot be reached ({type(error).__name__}); is the server running?") from error
+            raise ServerUnreachableError(
+                f"{self.url}{path} cannot be reached ({type(error).__name__}); is the server running?"
+            ) from error
         if answer.status_code != 200:
             raise ServerError(_refusal(f"{self.url}{path}", answer.status_code, answer.text), status=answer.status_code)
         try:
@@ -94,7 +99,7 @@ class VllmEndpoints:
         """Forget keys and values of the old weights, those of frozen requests too, which are computed again."""
         answer = self.call("post", "/reset_prefix_cache", params={"reset_running_requests": "true"})
         if isinstance(answer, Mapping) and answer.get("success") is False:
-            raise ServerError(
+            raise InferenceError(
                 f"{self.url} could not reset its prefix cache; it would answer with keys and values of the old weights"
             )
 
