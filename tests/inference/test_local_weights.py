@@ -129,9 +129,25 @@ def test_a_copy_with_adapters_and_one_without_take_what_a_model_with_adapters_pu
 
 
 def test_adapters_alone_are_no_weights_of_a_model_without():
-    weights = {name: p for name, p in published_weights(adapted_model()).items() if "lora_" in name}
-    with pytest.raises(ConfigError, match="publish the merged weights too"):
+    weights = {name: p for name, p in adapted_model().named_parameters() if "lora_" in name}
+    with pytest.raises(ConfigError, match="no weight"):
         LocalChatClient(tiny_model(), tokenizer()).sync_weights(weights)
+
+
+def test_a_model_with_adapters_that_is_not_the_trainers_cannot_take_merged_weights():
+    client = LocalChatClient(adapted_model(), tokenizer())
+    with pytest.raises(ConfigError, match="copy_model=True"):
+        client.sync_weights(published_weights(trained(adapted_model())))
+    assert play(client.get_policy_version()) == 0
+
+
+def test_a_copy_of_a_model_with_adapters_is_a_plain_model_and_the_original_keeps_its_own():
+    model = trained(adapted_model())
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    client = LocalChatClient(model, tokenizer(), copy_model=True)
+    assert {name for name, _ in client.model.named_parameters()} == {name for name, _ in tiny_model().named_parameters()}
+    torch.testing.assert_close(logits(client.model), logits(model), atol=1e-4, rtol=1e-4)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def test_the_log_probabilities_of_a_model_with_adapters_are_the_trainers():

@@ -8,26 +8,49 @@ import torch
 import torch.distributed as dist
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 
-from ludic.training import CheckpointConfig, ReinforceBaselineLoss, RLAlgorithm, Trainer, collate_saw_items
+from ludic.training import (
+    CheckpointConfig,
+    LoraSettings,
+    ReinforceBaselineLoss,
+    RLAlgorithm,
+    Trainer,
+    apply_lora,
+    collate_saw_items,
+)
 from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.weights import published_weights
 
 ALGO = RLAlgorithm("baseline", ConstantCredit(1.0), ReinforceBaselineLoss(normalize=True, length_normalize=True))
 
 
 class DescentTrainer(Trainer):
     def initialize_optimizer(self):
-        return torch.optim.SGD(self.model.parameters(), lr=1.0)
+        return torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=1.0)
+
+
+def made(wrapping, seed=0):
+    """The model, with adapters that are not zero for `lora` and all that ends in it."""
+    model = tiny_model(seed)
+    if wrapping.endswith("lora"):
+        model = apply_lora(tiny_model(), LoraSettings(rank=2))
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+    return wrapped(model, wrapping)
 
 
 def wrapped(model, wrapping):
-    if wrapping == "ddp":
+    if wrapping.startswith("ddp"):
         return torch.nn.parallel.DistributedDataParallel(model)
-    if wrapping == "fsdp":
+    if wrapping.startswith("fsdp"):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh("cpu", (2,))
-        for layer in model.model.layers:
+        base = model.get_base_model() if wrapping.endswith("lora") else model
+        for layer in base.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     return model
@@ -45,7 +68,7 @@ def main(rank, store, out, wrapping):
     own = items[:3] if rank == 0 else items[3:]  # 3 and 9: another number of micro-batches each
     publisher = Publisher()
     trainer = DescentTrainer(
-        model=wrapped(tiny_model(), wrapping),
+        model=made(wrapping),
         algo=ALGO,
         batch_source=ListSource(own),
         publisher=publisher,
@@ -55,7 +78,7 @@ def main(rank, store, out, wrapping):
     stats = trainer.train_step_sync()
     resumed = resumes_exactly(own, wrapping, Path(out).parent / "adam")
     if rank == 0:
-        Path(out).write_text(json.dumps({**compared(items, publisher.weights), "stats": stats, "resumed": resumed}))
+        Path(out).write_text(json.dumps({**compared(items, publisher.weights, wrapping), "stats": stats, "resumed": resumed}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -66,7 +89,7 @@ def resumes_exactly(items, wrapping, folder):
     def trainer_of(**options):
         publisher = Publisher()
         return publisher, Trainer(
-            model=wrapped(tiny_model(options.pop("seed", 0)), wrapping),
+            model=made(wrapping, options.pop("seed", 0)),
             algo=ALGO,
             batch_source=ListSource(items),
             publisher=publisher,
@@ -84,15 +107,18 @@ def resumes_exactly(items, wrapping, folder):
     return all(torch.equal(weight, again.weights[name]) for name, weight in publisher.weights.items())
 
 
-def compared(items, weights):
-    """How far the step is from the gradient of all samples at once, and the loss of these."""
-    model = tiny_model()
+def compared(items, weights, wrapping):
+    """How far what was published is from one step on all samples at once, and the loss of these."""
+    model = made("lora" if wrapping.endswith("lora") else "none")
     loss, _ = ALGO.compute_loss(model, collate_saw_items(items, pad_token_id=0, device="cpu"))
     loss.backward()
-    worst = max(
-        ((parameter.detach() - weights[name]) - parameter.grad).abs().max().item() for name, parameter in model.named_parameters()
-    )
-    return {"difference": worst, "loss": loss.item()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.sub_(parameter.grad)
+    expected = published_weights(model)
+    assert expected.keys() == weights.keys()
+    return {"difference": max((expected[name] - weights[name]).abs().max().item() for name in expected), "loss": loss.item()}
 
 
 if __name__ == "__main__":

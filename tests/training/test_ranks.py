@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from training_samples import sorting_items, tiny_model, weights_of
 
 from ludic.training import CheckpointConfig, CheckpointManager, ranks
@@ -15,10 +16,11 @@ SCRIPT = Path(__file__).parents[1] / "support" / "two_ranks.py"
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("wrapping", ["none", "ddp", "fsdp"])
+@pytest.mark.parametrize("wrapping", ["none", "ddp", "fsdp", "lora", "ddp_lora", "fsdp_lora"])
 def test_two_ranks_take_the_step_of_one(tmp_path, wrapping):
     out = tmp_path / "result.json"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent)}
+    paths = [str(SCRIPT.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     processes = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), str(rank), str(tmp_path / "store"), str(out), wrapping],
@@ -38,6 +40,10 @@ def test_two_ranks_take_the_step_of_one(tmp_path, wrapping):
     assert result["resumed"]
     rewards = [item.meta["total_reward"] for item in sorting_items(12, seed=3)]
     assert result["stats"]["train/avg_total_reward"] == pytest.approx(sum(rewards) / 12)
+    if wrapping.endswith("lora"):
+        stored = load_file(tmp_path / "checkpoints" / "step_000001" / "adapter_model.safetensors")
+        assert {tensor.shape[0] for name, tensor in stored.items() if "lora_A" in name} == {2}  # whole, whatever the sharding
+        return
     restored = tiny_model(seed=1)
     CheckpointManager(CheckpointConfig(tmp_path / "checkpoints")).load(restored)  # whole weights, whatever the sharding
     before = weights_of(tiny_model())

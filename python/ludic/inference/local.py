@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import math
 import threading
@@ -20,7 +19,7 @@ from ludic.errors import ConfigError, InferenceError
 from ludic.inference.chat_template import ChatTemplate, offered_tools
 from ludic.inference.local_decode import Completion, DecodeRequest, check_prompt, decode
 from ludic.inference.local_sampler import check_sampling
-from ludic.inference.local_weights import copy_weights
+from ludic.inference.local_weights import copy_weights, own_copy
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
 from ludic.inference.tool_calls import assistant_message, calls_made
@@ -118,7 +117,7 @@ class LocalChatClient:
             raise ConfigError(
                 "device and dtype are those of the client's own copy of the model; set copy_model=True, or leave them out"
             )
-        self.model = _own_copy(model, device, dtype) if copy_model else model
+        self.model = own_copy(model, device, dtype) if copy_model else model
         self.tokenizer = tokenizer
         self.logprobs_mode = logprobs_mode
         self._template = ChatTemplate(tokenizer)
@@ -176,7 +175,8 @@ class LocalChatClient:
     def sync_weights(self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
         """Copy weights by name, between two batches and never within one; returns the version now sampled from.
 
-        A model with adapters takes the adapters and leaves what they are merged into as it is; one without takes merged weights.
+        The names are those of the model without adapters. The trainer's own model, adapters or none, is up to date as it is; a copy of
+        one with adapters has them merged.
         Everything is checked before the first weight is copied. Raises ConfigError for a name that the model does not have, a shape
         that differs or a version that is no number, TimeoutError if a batch takes longer than `timeout_s`.
         """
@@ -319,12 +319,6 @@ def _checked(answer: _Answer) -> _Answer | Exception:
     if all(map(math.isfinite, answer.completion.logprobs)):
         return answer
     return InferenceError("the model's log-probabilities are not finite; check its weights and its number format")
-
-
-def _own_copy(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
-    own = copy.deepcopy(model).requires_grad_(False).to(device=device, dtype=dtype)
-    own.zero_grad(set_to_none=True)
-    return own
 
 
 def _stop_test(tokenizer: Any, stops: Sequence[str]) -> Callable[[list[int]], bool]:

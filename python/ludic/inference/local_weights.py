@@ -1,8 +1,10 @@
-"""Copies published weights into a model, by name. A model with adapters and one without understand each other's names."""
+"""Copies published weights into a model, by name. What is published has the names of the model without adapters."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,54 +15,51 @@ from ludic.errors import ConfigError
 def copy_weights(model: nn.Module, params: Mapping[str, Tensor]) -> None:
     """Copy each tensor into the weight of its name; one that shares its memory already is left alone.
 
-    A model with adapters takes the adapters and leaves what they are merged into as it is; one without takes merged weights. Names
-    and shapes are checked before the first is copied. Raises ConfigError for a name that the model does not have or a shape that
-    differs.
+    Names and shapes are checked before the first is copied. Raises ConfigError for a name that the model does not have or a shape that
+    differs, and for a model with adapters that is not the trainer's own: merged weights have no place there.
     """
-    pairs = _matched(model, params)
+    own = _weights_by_name(model)
+    for name, new in params.items():
+        if name not in own:
+            raise ConfigError(f"the model has no weight {name!r}; publish names as model.named_parameters() gives them")
+        if own[name].shape != new.shape:
+            raise ConfigError(f"weight {name!r} has shape {tuple(new.shape)}, the model's is {tuple(own[name].shape)}")
+    if hasattr(model, "peft_config"):
+        _check_is_trainers(own, params)
+        return
     with torch.no_grad():
-        for own, new in pairs:
-            if own.data_ptr() != new.data_ptr():
-                own.copy_(new)
+        for name, new in params.items():
+            if own[name].data_ptr() != new.data_ptr():
+                own[name].copy_(new)
 
 
-def _matched(model: nn.Module, params: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+def own_copy(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
+    """A copy without gradients, on that device and of that type where given. Adapters are merged into it."""
+    copied: Any = copy.deepcopy(model)
+    if hasattr(copied, "merge_and_unload"):
+        copied = copied.merge_and_unload()
+    own: nn.Module = copied.requires_grad_(False).to(device=device, dtype=dtype)
+    own.zero_grad(set_to_none=True)
+    return own
+
+
+def _weights_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by the names of the model without adapters; a tied weight goes by either of its names."""
     own: dict[str, Tensor] = {
-        **dict(model.named_parameters(remove_duplicate=False)),  # a tied weight goes by either of its names
+        **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
-    adapted = hasattr(model, "merge_adapter")
-    pairs = []
-    for name, new in params.items():
-        target = own.get(name)
-        if adapted and ".base_layer." in name:
-            continue  # never trained; merged in what was published
-        if target is None and not adapted:
-            if _is_adapter(name):
-                _check_merged(name, params)
-                continue
-            target = own.get(_without_adapters(name))
-        if target is None:
-            raise ConfigError(f"the model has no weight {name!r}; publish names as model.named_parameters() gives them")
-        if target.shape != new.shape:
-            raise ConfigError(f"weight {name!r} has shape {tuple(new.shape)}, the model's is {tuple(target.shape)}")
-        pairs.append((target, new))
-    return pairs
+    if not hasattr(model, "peft_config"):
+        return own
+    from ludic.training.adapters import base_names
+
+    return {plain: own[name] for plain, name in base_names(model, own).items()}
 
 
-def _is_adapter(name: str) -> bool:
-    return "lora_" in name or ".original_module." in name
-
-
-def _without_adapters(name: str) -> str:
-    """The name that this weight has in the model without adapters."""
-    name = name.removeprefix("base_model.model.")
-    return name.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".")
-
-
-def _check_merged(name: str, params: Mapping[str, Tensor]) -> None:
-    if "lora_" in name and not any(".base_layer." in other for other in params):
+def _check_is_trainers(own: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
+    """What the trainer's own model publishes shares its memory, but for the merged copies: it is up to date as it is."""
+    if params and all(own[name].data_ptr() != new.data_ptr() for name, new in params.items()):
         raise ConfigError(
-            f"adapter weight {name!r} was published to a model without adapters, and what it is merged into was not; "
-            "publish the merged weights too, or give the client a model with adapters"
+            "merged weights were published to a model with adapters of its own; give the client a model without adapters, or "
+            "copy_model=True, which merges them"
         )

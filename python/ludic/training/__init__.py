@@ -68,6 +68,7 @@ _HOMES = {
         "TokenKLLoss",
         "selective_log_softmax",
     ),
+    "lora": ("LoraSettings", "apply_lora", "find_target_modules"),
     "presets": (
         "make_cispo",
         "make_grpo",
@@ -170,6 +171,11 @@ if TYPE_CHECKING:
         TeeLogger as TeeLogger,
         TrainingLogger as TrainingLogger,
         WandbLogger as WandbLogger,
+    )
+    from ludic.training.lora import (
+        LoraSettings as LoraSettings,
+        apply_lora as apply_lora,
+        find_target_modules as find_target_modules,
     )
     from ludic.training.loss import (
         BatchTotals as BatchTotals,

@@ -27,6 +27,7 @@ from ludic.training.futures import TrainFuture
 from ludic.training.loss import BatchTotals, SharedContext
 from ludic.training.memory import MemoryProfile
 from ludic.training.nonfinite import nonfinite_report
+from ludic.training.parameter_groups import parameter_groups
 from ludic.training.state_files import read_model, read_optimizer, write_model, write_optimizer
 from ludic.training.weights import ParamFilter, published_weights
 
@@ -74,12 +75,19 @@ class TrainingBackend(Protocol):
         """Read what `save` wrote."""
 
 
-def build_optimizer(model: nn.Module, cfg: TrainerConfig) -> torch.optim.Optimizer:
-    """AdamW over the parameters that are trained."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
-        raise ConfigError("the model has no parameter with requires_grad=True; there is nothing to train")
-    return torch.optim.AdamW(trained, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay)
+def build_optimizer(
+    model: nn.Module, cfg: TrainerConfig, *, backbone_lr_mult: float | None = None, head_only_weight_decay: bool = False
+) -> torch.optim.Optimizer:
+    """AdamW over the parameters that are trained, in groups where rates or decays differ (`parameter_groups`)."""
+    groups = parameter_groups(
+        model,
+        lr=cfg.lr,
+        weight_decay=cfg.weight_decay,
+        backbone_lr_mult=backbone_lr_mult,
+        head_only_weight_decay=head_only_weight_decay,
+        decay_biases_and_norms=cfg.decay_biases_and_norms,
+    )
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay)
 
 
 def enable_checkpointing(model: Any) -> None:

@@ -100,6 +100,8 @@ class TrainerConfig:
     lr: float = 1e-5
     """AdamW's learning rate, before the schedule."""
     weight_decay: float = 0.01
+    decay_biases_and_norms: bool = True
+    """Off: weight decay leaves parameters of fewer than two dimensions alone."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     """AdamW's."""

@@ -17,6 +17,9 @@ from ludic.errors import CheckpointError, DataError
 from ludic.training.weights import unwrapped
 
 INDEX, MODEL, ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+EMBEDDINGS = ("embed_tokens", "lm_head")
+"""Layers that share a vocabulary, by PEFT's names."""
 PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model.pt")
 
 
@@ -45,14 +48,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_model(model: nn.Module, folder: Path | None) -> None:
-    """As `save_pretrained` does; a module without it as model.safetensors with a config.json that names its class. Without a folder
-    only the collectives of a sharded model are taken."""
+    """As `save_pretrained` does, which for a model with adapters writes them alone; a module without it as model.safetensors with a
+    config.json that names its class. Without a folder only the collectives of a sharded model are taken."""
     inner: Any = unwrapped(model)
     state = model_state(inner)
     if folder is None:
         return
     if hasattr(inner, "save_pretrained"):
-        inner.save_pretrained(folder, state_dict=state)
+        inner.save_pretrained(folder, state_dict=state, **_adapter_options(inner))
         return
     save_file(_without_aliases(state), folder / MODEL, metadata={"format": "pt"})
     write_json(folder / "config.json", {"model_class": type(inner).__name__})
@@ -144,9 +147,49 @@ def _read_adapter(model: nn.Module, folder: Path) -> None:
         raise CheckpointError(
             f"{folder} holds an adapter, but {type(model).__name__} has none; wrap it with the same LoRA config"
         )
-    from peft import set_peft_model_state_dict
+    places = _adapter_places(model)
+    stored = load_file(folder / ADAPTER)
+    _check_adapter(model, stored, places, folder)
+    state = {places[name]: tensor for name, tensor in stored.items()}
+    if hasattr(model, "set_requires_gradient_sync"):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    set_peft_model_state_dict(model, load_file(folder / ADAPTER))
+        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
+        return
+    model.load_state_dict(state, strict=False)
+
+
+def _adapter_places(model: nn.Module) -> dict[str, str]:
+    """Name in adapter_model.safetensors to name in the model."""
+    from peft import get_peft_model_state_dict
+
+    names: Any = {name: name for name in model.state_dict()}
+    return dict(get_peft_model_state_dict(model, state_dict=names, **_adapter_options(model)))
+
+
+def _adapter_options(model: Any) -> dict[str, bool]:
+    """Whether embeddings are stored with the adapters: where they have some. PEFT would ask the hub."""
+    if not hasattr(model, "get_base_model"):
+        return {}
+    targets = model.peft_config["default"].target_modules if "default" in model.peft_config else None
+    adapted = not isinstance(targets, str) and any(name in (targets or ()) for name in EMBEDDINGS)
+    return {"save_embedding_layers": adapted}
+
+
+def _check_adapter(model: nn.Module, stored: Mapping[str, Tensor], places: Mapping[str, str], folder: Path) -> None:
+    missing, unknown = sorted(set(places) - set(stored)), sorted(set(stored) - set(places))
+    if missing or unknown:
+        raise CheckpointError(
+            f"the adapters in {folder} are not the model's: missing {missing[:4]} ({len(missing)} in all), unknown {unknown[:4]} "
+            f"({len(unknown)} in all); wrap the model with the same LoRA config"
+        )
+    own = model.state_dict()
+    for name, tensor in stored.items():
+        if own[places[name]].shape != tensor.shape:
+            raise CheckpointError(
+                f"{name} in {folder} has shape {tuple(tensor.shape)}, the model's is {tuple(own[places[name]].shape)}; wrap the model "
+                "with the same LoRA config: the ranks differ"
+            )
 
 
 def write_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path | None) -> None:

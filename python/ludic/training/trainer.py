@@ -25,6 +25,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.early_stopping import EarlyStopping
 from ludic.training.event_loop import EventLoop, awaited
 from ludic.training.loggers.base import TrainingLogger
+from ludic.training.lora import LoraSettings, apply_lora
 from ludic.training.loss.base import reads_shared_only, zero_weight_is_zero_gradient
 from ludic.training.rng import preserved_rng
 from ludic.training.run_state import restore_run, run_state
@@ -36,6 +37,8 @@ from ludic.training.types import BatchSource, SAWBatch
 from ludic.training.weights import ParamFilter
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
+
     from ludic.distributed.interfaces import PolicyPublisher
 
 logger = logging.getLogger(__name__)
@@ -70,8 +73,10 @@ class Trainer:
         evaluator: Any | None = None,
         total_training_steps: int | None = None,
         backend: TrainingBackend | None = None,
+        lora_config: LoraSettings | LoraConfig | None = None,
     ) -> None:
-        """Without `publisher` nothing is published; asking for `sync_every_steps` as well is an error.
+        """Without `publisher` nothing is published; asking for `sync_every_steps` as well is an error. With `lora_config`, the model gets
+        adapters (`apply_lora`), and only those and the head of a model that scores are trained.
 
         `total_training_steps` is where the learning-rate schedule ends; without it, the `num_steps` of the first `train`.
         """
@@ -79,11 +84,11 @@ class Trainer:
         self.algo, self.batch_source, self.publisher = algo, batch_source, publisher
         self.evaluator, self.train_logger, self.param_filter = evaluator, train_logger, param_filter
         self.reducers = default_reducers() if reducers is None else reducers
-        self.model = model
         self._check(checkpointer or checkpoint_config, resume_from)
+        self.model = model if lora_config is None else apply_lora(model, lora_config)
         self.sync_every_steps = (self.cfg.sync_every_steps or None) if publisher is not None else None
         self.backend: TrainingBackend = backend or TorchBackend(
-            model,
+            self.model,
             self.cfg,
             algo=algo,
             optimizer_factory=self.initialize_optimizer,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+
+from ludic.training.adapters import has_adapters, without_adapters
 
 ParamFilter = Callable[[str, Tensor], bool]
 """Whether a parameter of this name is published."""
@@ -22,41 +22,25 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def published_weights(
     model: nn.Module, *, param_filter: ParamFilter | None = None, device: torch.device | str | None = None
 ) -> dict[str, Tensor]:
-    """Parameters by name, detached: the trainable ones, or all of them for a model with adapters.
+    """Parameters by name, detached: the trainable ones, or for a model with adapters all that the model without has, under its names.
 
-    They share the model's memory where they can. Merged weights are copies, since the adapters are taken out again.
+    They share the model's memory where they can; merged weights are copies. The model is left as it is.
     """
     model = unwrapped(model)
-    adapted = hasattr(model, "merge_adapter")
-    with _merged_adapters(model):
-        return {
-            name: _exported(parameter, device, copy=adapted)
-            for name, parameter in model.named_parameters()
-            if (adapted or parameter.requires_grad) and (param_filter is None or param_filter(name, parameter))
-        }
+    named: dict[str, Tensor] = dict(model.named_parameters())
+    if has_adapters(model):
+        chosen = without_adapters(model, named)
+    else:
+        chosen = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    return {
+        name: _exported(parameter, device)
+        for name, parameter in chosen.items()
+        if param_filter is None or param_filter(name, parameter)
+    }
 
 
-def _exported(parameter: Tensor, device: torch.device | str | None, *, copy: bool) -> Tensor:
+def _exported(parameter: Tensor, device: torch.device | str | None) -> Tensor:
     whole = parameter.detach()
     if hasattr(whole, "full_tensor"):  # sharded: a collective, taken by every rank
         whole = whole.full_tensor()
-    moved = whole if device is None else whole.to(device)
-    return moved.clone() if copy and moved is whole else moved
-
-
-@contextmanager
-def _merged_adapters(model: Any) -> Iterator[None]:
-    """Adapters merged inside, and every weight bit for bit what it was after: subtracting what was added is not exact."""
-    if not hasattr(model, "merge_adapter"):
-        yield
-        return
-    bases = {name: p.detach().clone() for name, p in model.named_parameters() if "base_layer" in name}
-    model.merge_adapter()
-    try:
-        yield
-    finally:
-        model.unmerge_adapter()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name in bases:
-                    parameter.copy_(bases[name])
+    return whole if device is None else whole.to(device)

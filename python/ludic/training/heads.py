@@ -1,0 +1,45 @@
+"""The head of a model that scores: the layer that makes rewards or classes of hidden states, by the names that models give it."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+HEAD_NAMES = ("score", "classifier", "lm_head", "reward_head", "v_head")
+"""Of the modules, in the order in which they are looked for."""
+
+
+@runtime_checkable
+class _HasEmbeddings(Protocol):
+    def get_input_embeddings(self) -> nn.Embedding: ...
+
+
+def find_head(model: nn.Module) -> str | None:
+    """Full name of the first of `HEAD_NAMES` that the model has, the outermost where there are several; None for a model without.
+
+    An `lm_head` that gives the logits of the vocabulary is none: it counts where it has fewer rows than the embedding of the tokens.
+    """
+    named = dict(model.named_modules())
+    for head in HEAD_NAMES:
+        found = sorted((name for name in named if name.rpartition(".")[2] == head), key=lambda name: name.count("."))
+        if found and not (head == "lm_head" and _gives_vocabulary(named[found[0]], model)):
+            return found[0]
+    return None
+
+
+def _gives_vocabulary(head: nn.Module, model: nn.Module) -> bool:
+    rows = max((parameter.shape[0] for parameter in head.parameters() if parameter.ndim == 2), default=0)
+    return 0 < _vocabulary(model) <= rows
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """Rows of the embedding of the tokens; where the model does not say which that is, of the largest."""
+    if isinstance(model, _HasEmbeddings):
+        return int(model.get_input_embeddings().weight.shape[0])
+    return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
+
+
+def in_module(name: str, module: str) -> bool:
+    """Whether the parameter `name` lies in the module of that full name."""
+    return name.startswith(f"{module}.")

@@ -1,0 +1,39 @@
+"""Models of several architectures, of a few thousand parameters each, with random weights."""
+
+import torch
+
+SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0}
+LLAMA = {**SIZES, "num_key_value_heads": 1, "intermediate_size": 32, "max_position_embeddings": 64, "initializer_range": 0.2}
+GPT2 = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.2, "pad_token_id": 0}
+BERT = {**SIZES, "intermediate_size": 32, "max_position_embeddings": 64, "initializer_range": 0.2}
+
+CAUSAL = {
+    "Qwen2": LLAMA,
+    "Llama": LLAMA,
+    "Gemma": {**LLAMA, "head_dim": 8},
+    "Phi3": LLAMA,
+    "Phi": {**BERT, "bos_token_id": 1, "eos_token_id": 2},
+    "GPT2": GPT2,
+    "GPTNeoX": BERT,
+    "OPT": {**SIZES, "ffn_dim": 32, "max_position_embeddings": 64, "word_embed_proj_dim": 16, "init_std": 0.2},
+    "Falcon": {**SIZES, "initializer_range": 0.2},
+    "Bloom": {"vocab_size": 64, "hidden_size": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.2, "pad_token_id": 0},
+}
+
+
+def causal_model(architecture, *, seed=0, **changes):
+    return _make(architecture, "ForCausalLM", {**CAUSAL[architecture], **changes}, seed)
+
+
+def scoring_model(architecture, *, seed=0, num_labels=1):
+    """A model with a head for sequences: a reward model where there is one label."""
+    settings = {**CAUSAL, "Bert": BERT, "Roberta": BERT}[architecture]
+    return _make(architecture, "ForSequenceClassification", {**settings, "num_labels": num_labels}, seed)
+
+
+def _make(architecture, form, settings, seed):
+    import transformers
+
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{architecture}Config")(**settings)
+    return getattr(transformers, f"AutoModel{form}").from_config(config).eval()
