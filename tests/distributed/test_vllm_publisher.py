@@ -387,6 +387,31 @@ def test_a_clients_servers():
     assert server_urls([SimpleNamespace(server_url="http://a"), "http://b"]) == ["http://a", "http://b"]
 
 
+def test_two_trainers_may_take_turns(start):
+    """A server knows one connection: who comes back finds that it is another's, and opens its own again."""
+    server = start()
+    one, two = publisher(server), publisher(server)
+    for version, push in enumerate((one, two, one, two), start=1):
+        push.publish(weights(version), version=version)
+        serves(server, str(version), version)
+
+
+def test_a_client_is_told_what_is_served_and_whom_not_to_ask(start):
+    told = []
+    servers = [start(), start()]
+    client = SimpleNamespace(
+        server_urls=[server.url for server in servers],
+        weights_changed=lambda version, lost: told.append((version, lost)),
+        connect_weights=lambda sender: setattr(client, "sender", sender),
+    )
+    create_vllm_publisher(client, tolerate_lost_servers=True, timeout_s=5.0).publish(weights(1), version=1)
+    assert client.sender.send(weights(2), version=2, timeout_s=5.0) == "2"
+    servers[1].faults["/finish_weight_update"] = refuse("")
+    client.sender.send(weights(3), version=3, timeout_s=5.0)
+    assert told == [("1", []), ("2", []), ("3", [servers[1].url])]
+    client.sender.close()
+
+
 def test_a_push_without_a_version_gets_one(start):
     server = start()
     publisher(server).publish(weights(1))

@@ -1,6 +1,8 @@
 """Weights pushed to a real vLLM server while it serves: what it then samples is what the model here says, to 1e-4."""
 
+import asyncio
 import copy
+import os
 import statistics
 import threading
 import time
@@ -10,9 +12,10 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM
 
-from ludic.distributed import VllmControlPlane, create_vllm_publisher
+from ludic.distributed import VllmControlPlane, create_lora_publisher, create_vllm_publisher
 from ludic.distributed.server_weights import fitted
 from ludic.errors import InferenceError, PublishError
+from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMChatClient
 from ludic.inference.vllm_endpoints import VllmEndpoints
 
 pytestmark = pytest.mark.integration
@@ -167,22 +170,42 @@ def test_what_does_not_fit_is_refused_before_the_server_is_told(server):
     assert worst(server.model, server) < CLOSE
 
 
-def test_frozen_weights_of_a_fused_layer_keep_their_values(server):
-    model = copy.deepcopy(server.model)
-    name = "model.layers.0.self_attn.q_proj.weight"
-    with torch.no_grad():
-        model.get_parameter(name).add_(0.3)
-    publisher = create_vllm_publisher(server.url, partial=True)
-    full = create_vllm_publisher(server.url)
-    full.publish(weights(model), version=8)
-    expected = generate(server)
-    full.publish(weights(server.model), version=9)
-    with pytest.raises(
-        PublishError, match="part of earlier pushes"
-    ):  # the server cannot know what is frozen: all of it was pushed
-        publisher.publish({name: model.get_parameter(name)}, version=10)
-    assert worst(server.model, server) < CLOSE
-    assert expected[0] != generate(server)[0]
+def test_adapters_are_served_under_the_name_of_their_version(server, tmp_path):
+    from ludic.training.lora import LoraSettings, apply_lora
+
+    model = apply_lora(copy.deepcopy(server.model), LoraSettings(rank=4))
+    client = VLLMChatClient(host=server.host, port=server.port)
+    publisher = create_lora_publisher(client, model, directory=tmp_path, name="policy")
+    for step in (1, 2, 3):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)) * 0.2)
+        publisher.publish({}, version=step)
+        assert client.served_names["policy"] == f"policy@{step}"
+        assert worst(model.eval(), server, model=f"policy@{step}") < 1e-3
+        assert worst(server.model, server) < CLOSE  # the base is as it was
+        assert asyncio.run(client.get_policy_version()) == step
+    assert [name for name in VllmEndpoints(server.url).models() if "@" in name] == ["policy@2", "policy@3"]
+    with pytest.raises(PublishError, match="adapters of version 4 are those of version 3"):
+        publisher.publish({}, version=4)
+    for name in ("policy@2", "policy@3"):
+        VllmEndpoints(server.url).unload_adapter(name)
+
+
+def test_the_client_pushes_and_every_sample_says_of_which_weights_it_is(server):
+    client = VLLMChatClient(host=server.host, port=server.port, tokenizer=server.tokenizer, enable_weight_updates=True)
+    create_vllm_publisher(client)
+    model = changed(server.model, seed=7)
+    assert client.sync_weights(weights(model), version=12) == "12"
+    request = ChatCompletionRequest(
+        "tiny", [{"role": "user", "content": "go"}], SamplingParams(1.0, 16), ReturnSpec.for_rl(), seed=3
+    )
+    response, info = asyncio.run(client.complete(request))
+    assert info["policy_version"] == 12
+    far = differences(model, response.completion_token_ids, response.completion_logprobs, response.prompt_token_ids)
+    assert far.max().item() < CLOSE
+    client.close_communicator()
 
 
 def test_the_time_of_a_push(server, record_property):
@@ -200,11 +223,9 @@ def test_the_time_of_a_push(server, record_property):
     assert worst(models[1], server) < CLOSE
 
 
-def test_a_tied_head_follows_its_embedding(tmp_path):
-    """On a CPU vLLM multiplies with a packed copy of a tied head, which reloading leaves as it was: it needs a server of its own."""
-    pytest.importorskip("os")
-    import os
-
+def test_frozen_weights_keep_their_values_and_a_tied_head_follows_its_embedding(tmp_path):
+    """On a CPU vLLM multiplies with a packed copy of a tied head, which reloading leaves as it was. It needs a server of its own, as do
+    frozen weights: they are those of which none was ever pushed."""
     if not os.environ.get("LUDIC_VLLM_PYTHON"):
         pytest.skip("LUDIC_VLLM_PYTHON names no interpreter with vLLM; `make vllm` builds one")
     from types import SimpleNamespace
@@ -229,8 +250,18 @@ def test_a_tied_head_follows_its_embedding(tmp_path):
     try:
         wait_for_vllm_health("127.0.0.1", port, proc, timeout_s=READY_S)
         server = SimpleNamespace(url=f"http://127.0.0.1:{port}")
+        trained = "model.layers.0.self_attn.q_proj.weight"  # which the server keeps in one tensor with those of keys and values
+        new = copy.deepcopy(model)
+        with torch.no_grad():
+            new.get_parameter(trained).add_(1.0)
+        partial = create_vllm_publisher(server.url, partial=True)
+        partial.publish({trained: new.get_parameter(trained)}, version=1)
+        assert worst(new, server) < CLOSE
+        assert worst(model, server) > CHANGED
         new = changed(model, seed=1)
-        create_vllm_publisher(server.url).publish(weights(new), version=1)
+        create_vllm_publisher(server.url).publish(weights(new), version=2)
+        with pytest.raises(PublishError, match="restart the server"):
+            partial.publish({trained: model.get_parameter(trained)}, version=3)
         assert worst(new, server) < CLOSE
         assert worst(model, server) > CHANGED
     finally:

@@ -158,7 +158,7 @@ class StubWeightServer:
     def ludic_state(self):
         receiver = self.receiver
         state = {"boot": self.boot, "backend": self.backend, "broken": None}
-        return {**state, "connected": receiver.connected, "open": receiver.open}
+        return {**state, "group_id": receiver.group_id, "open": receiver.open}
 
     def ludic_manifest(self):
         known = self.receiver.checkpoint.weights

@@ -1,6 +1,8 @@
 """How weights travel from the trainer to those who sample."""
 
+from ludic.distributed.adapters.checkpoint import create_checkpoint_publisher
 from ludic.distributed.adapters.local import LocalPublisher
+from ludic.distributed.adapters.lora import create_lora_publisher
 from ludic.distributed.adapters.vllm import VllmControlPlane, VllmTensorCommunicator, create_vllm_publisher
 from ludic.distributed.interfaces import ControlPlane, PolicyPublisher, TensorCommunicator, WeightMetadata
 from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPublisher
@@ -15,5 +17,7 @@ __all__ = [
     "VllmControlPlane",
     "VllmTensorCommunicator",
     "WeightMetadata",
+    "create_checkpoint_publisher",
+    "create_lora_publisher",
     "create_vllm_publisher",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ class ServerLink:
         """Taken out of service after a push that could not be completed."""
         self._boot: str | None = None
         self._group: Any = None
+        self._group_id: str | None = None
         self._update: Future[None] | None = None
 
     @property
@@ -80,7 +82,7 @@ class ServerLink:
         if any(state["open"] for state in states):
             logger.warning("%s holds an unfinished push of a trainer that is gone; dropping it", self.url)
             self.discard()
-        if not self.by_folder and (self._group is None or not all(state["connected"] for state in states)):
+        if not self.by_folder and (self._group is None or any(state["group_id"] != self._group_id for state in states)):
             self._connect()
         assert self.manifest is not None
         return self.manifest
@@ -111,6 +113,7 @@ class ServerLink:
             "rank_offset": 1,
             "world_size": size,
             "timeout_s": self.timeout_s,
+            "group_id": uuid.uuid4().hex,
         }
         joining = _in_thread(lambda: self.endpoints.init_transfer(info, timeout_s=self._deadline_s))
         kind = "nccl" if self.backend == "ludic_nccl" else "gloo"
@@ -123,7 +126,7 @@ class ServerLink:
                 f"{self.url} did not connect to {self.master_address}:{port} within {self.timeout_s:g} s ({refused or error}); its "
                 "workers must reach that address: pass master_address="
             ) from (refused or error)
-        self._group = group
+        self._group, self._group_id = group, str(info["group_id"])
 
     def begin(self, update_info: Mapping[str, Any]) -> None:
         """Ask the server to take a push aside; returns at once."""
@@ -217,42 +220,3 @@ def _in_thread(call: Callable[[], None]) -> Future[None]:
     future = pool.submit(call)
     pool.shutdown(wait=False)
     return future
-
-
-def on_each(links: Sequence[ServerLink], step: Callable[[ServerLink], Any]) -> dict[ServerLink, Exception]:
-    """Take a step on all servers at once; the errors of those where it failed."""
-    if len(links) == 1:
-        return _failures({links[0]: _done(lambda: step(links[0]))})
-    with ThreadPoolExecutor(max_workers=max(1, len(links)), thread_name_prefix="ludic-servers") as pool:
-        futures = {link: pool.submit(step, link) for link in links}
-    return _failures(futures)
-
-
-def _done(call: Callable[[], Any]) -> Future[Any]:
-    """The outcome of a call that is made here and now."""
-    future: Future[Any] = Future()
-    try:
-        future.set_result(call())
-    except Exception as error:
-        future.set_exception(error)
-    return future
-
-
-def _failures(futures: Mapping[ServerLink, Future[Any]]) -> dict[ServerLink, Exception]:
-    failures = {}
-    for link, future in futures.items():
-        error = future.exception()
-        if isinstance(error, Exception):
-            failures[link] = error
-        elif error is not None:
-            raise error
-    return failures
-
-
-def failed_servers(failures: Mapping[ServerLink, BaseException]) -> str:
-    """Each failed server with its reason, for a message."""
-    return "; ".join(f"{link.url}: {error}" for link, error in failures.items())
-
-
-def urls(links: Iterable[ServerLink]) -> str:
-    return ", ".join(link.url for link in links) or "none"

@@ -37,6 +37,7 @@ class InitInfo(WeightTransferInitInfo):
     rank_offset: int = 1
     world_size: int = 2
     timeout_s: float = 60.0
+    group_id: str = ""
 
 
 @dataclass
@@ -71,6 +72,7 @@ class StagedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             rank=init_info.rank_offset + rank,
             world_size=init_info.world_size,
             timeout_s=init_info.timeout_s,
+            group_id=init_info.group_id,
             kind=self.kind,
         )
 
@@ -174,7 +176,7 @@ class WeightWorker:
         return {
             "boot": BOOT,
             "backend": self.vllm_config.weight_transfer_config.backend,
-            "connected": receiver.connected,
+            "group_id": receiver.group_id,
             "open": receiver.open,
             "broken": engine.broken,
         }

@@ -1,6 +1,15 @@
 """Publishers for the inference engines that we know."""
 
+from ludic.distributed.adapters.checkpoint import create_checkpoint_publisher
 from ludic.distributed.adapters.local import LocalPublisher
+from ludic.distributed.adapters.lora import create_lora_publisher
 from ludic.distributed.adapters.vllm import VllmControlPlane, VllmTensorCommunicator, create_vllm_publisher
 
-__all__ = ["LocalPublisher", "VllmControlPlane", "VllmTensorCommunicator", "create_vllm_publisher"]
+__all__ = [
+    "LocalPublisher",
+    "VllmControlPlane",
+    "VllmTensorCommunicator",
+    "create_checkpoint_publisher",
+    "create_lora_publisher",
+    "create_vllm_publisher",
+]

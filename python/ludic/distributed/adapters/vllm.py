@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.distributed.checkpoint_folder import CheckpointFolder
+from ludic.distributed.fan_out import failed_servers, on_each, urls
 from ludic.distributed.interfaces import PolicyPublisher, WeightMetadata
 from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPublisher
-from ludic.distributed.server_link import ServerLink, failed_servers, on_each, urls
+from ludic.distributed.server_link import ServerLink
 from ludic.distributed.server_weights import ServerManifest, check_fit, checkpoint_names, fitted
 from ludic.errors import ConfigError, PublishError, PublishTimeoutError
 from ludic.inference.vllm_endpoints import VllmEndpoints
