@@ -172,6 +172,9 @@ class StubWeightServer:
         seen = {name: self.served[name] for name in marks}
         return {"loaded": marks, "served": fingerprint(seen), "broken": None}
 
+    def on_update_weight_version(self, _, body):
+        self.version = body["new_version"]
+
     def on_v1_models(self, *_):
         return {"data": [{"id": name} for name in ["tiny", *self.adapters]]}
 

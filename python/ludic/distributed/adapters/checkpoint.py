@@ -146,7 +146,8 @@ class SGLangEngine:
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
         server = SGLangEndpoints(self.base_url)
-        return await asyncio.to_thread(server.update_weights_from_disk, checkpoint_path, timeout_s=self.timeout)
+        version = Path(checkpoint_path).name
+        return await asyncio.to_thread(server.update_weights_from_disk, checkpoint_path, version, timeout_s=self.timeout)
 
 
 class VLLMEngine:
