@@ -62,7 +62,7 @@ def differences(model, ids, logprobs, prompt=PROMPT):
     return (logps.gather(-1, torch.tensor(ids)[:, None])[:, 0] - torch.tensor(logprobs)).abs()
 
 
-def worst(model, server, **options):
+def worst(model, server, /, **options):
     ids, logprobs, _ = generate(server, **options)
     return differences(model, ids, logprobs, options.get("prompt", PROMPT)).max().item()
 
@@ -201,7 +201,12 @@ def test_the_client_pushes_and_every_sample_says_of_which_weights_it_is(server):
     request = ChatCompletionRequest(
         "tiny", [{"role": "user", "content": "go"}], SamplingParams(1.0, 16), ReturnSpec.for_rl(), seed=3
     )
-    response, info = asyncio.run(client.complete(request))
+
+    async def ask():
+        async with client:
+            return await client.complete(request)
+
+    response, info = asyncio.run(ask())
     assert info["policy_version"] == 12
     far = differences(model, response.completion_token_ids, response.completion_logprobs, response.prompt_token_ids)
     assert far.max().item() < CLOSE
