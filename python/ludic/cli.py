@@ -1,4 +1,7 @@
-"""The command `ludic`: train, eval, sft, rollout, doctor, version. Each imports what it needs when it runs, so that `--help` is quick."""
+"""The command `ludic`: train, eval, sft, rollout, serve, doctor, version.
+
+Each imports what it needs when it runs, so that `--help` is quick.
+"""
 
 from __future__ import annotations
 
@@ -166,6 +169,63 @@ def evaluate(
 
     with _user_errors():
         code = eval_command(arguments or (), json_only=json_only, print_config=print_config)
+    raise typer.Exit(code)
+
+
+_SERVE_HELP = """Start a vLLM server that training can use, and stop it with all its processes on Ctrl-C.
+
+Its log-probabilities are those of the distribution drawn from, token ids go in and out, and new weights come while it serves. It runs in
+`--python`, else in what `LUDIC_VLLM_PYTHON` names, else in `./.venv-vllm` (`make vllm` builds it), else in ludic's own environment.
+
+**Examples**
+
+- `ludic serve runs/NAME/model` serves on this machine's CPU or GPU, at http://127.0.0.1:8000
+- `ludic serve Qwen/Qwen3-8B --weights ludic_nccl -- --tensor-parallel-size 2` passes what follows `--` on to vLLM
+- `ludic serve path/to/model --lora-rank 16 --client-tags` takes adapters, and says the tags of several clients again
+"""
+
+
+@app.command(help=_SERVE_HELP)
+def serve(
+    model: Annotated[str, typer.Argument(help="A folder, or a hub id.")],
+    flags: Annotated[list[str] | None, typer.Argument(metavar="[-- FLAGS...]", help="Flags of vLLM's own.")] = None,
+    host: Annotated[str, typer.Option(help="Whoever reaches this address can replace the weights.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    name: Annotated[str | None, typer.Option(help="Name of the model in requests; without it, MODEL.")] = None,
+    python: Annotated[str | None, typer.Option(metavar="PATH", help="The interpreter that has vLLM.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="Without it, float32 on a CPU and the model's own on a GPU.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer together.")] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of a GPU's memory.")] = 0.7,
+    logprobs_mode: Annotated[str, typer.Option(help="Of what the log-probabilities are.")] = "processed_logprobs",
+    weights: Annotated[str, typer.Option(help="How new weights come: gloo, ludic_nccl, disk or none.")] = "gloo",
+    lora_rank: Annotated[int, typer.Option(min=0, help="Largest rank of adapters; 0 serves none.")] = 0,
+    client_tags: Annotated[bool, typer.Option(help="Say the tags of clients again, for a server that several share.")] = False,
+    compiled: Annotated[bool, typer.Option(help="Compile the model and record graphs: slow to start, fast to sample.")] = False,
+    ready_timeout_s: Annotated[float, typer.Option(min=1.0, help="Seconds until it must have sampled a token.")] = 600.0,
+) -> None:
+    from ludic.recipes.serve_command import ServeSettings, serve_command
+
+    with _user_errors():
+        settings = ServeSettings(
+            model=model,
+            host=host,
+            port=port,
+            name=name,
+            python=python,
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            gpu_memory_utilization=gpu_memory_utilization,
+            logprobs_mode=logprobs_mode,
+            weights=weights,
+            client_tags=client_tags,
+            lora_rank=lora_rank,
+            compiled=compiled,
+            ready_timeout_s=ready_timeout_s,
+            flags=flags or (),
+        )
+        code = serve_command(settings)
     raise typer.Exit(code)
 
 

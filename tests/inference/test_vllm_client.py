@@ -486,30 +486,61 @@ def test_a_version_that_cannot_be_read_is_the_last_one_known():
     assert asyncio.run(bare().get_policy_version()) == 0
 
 
-def test_weights_go_through_what_was_connected(server):
-    class Sender:
-        closed = False
+def test_a_client_for_inference_only_takes_no_weights(server):
+    with pytest.raises(RuntimeError, match="inference only"):
+        bare().sync_weights({})
 
-        def send(self, params, *, version, timeout_s):
-            self.sent = (dict(params), version, timeout_s)
-            return str(version)
+    async def scenario(client):
+        with pytest.raises(RuntimeError, match="enable_weight_updates=True"):
+            client.sync_weights({})
+
+    run(server, scenario)
+
+
+def test_weights_are_pushed_by_a_publisher_and_the_version_is_known_at_once(server, monkeypatch):
+    from ludic.distributed.adapters import vllm as adapter
+
+    class Control:
+        drained: tuple[str, ...] = ()
+        closed = False
 
         def close(self):
             self.closed = True
 
+    control, made, pushed = Control(), [], []
+
+    def create(client, **settings):
+        made.append(settings)
+        client._weight_control = control
+        return SimpleNamespace(publish=lambda params, version: pushed.append((params, version)))
+
+    monkeypatch.setattr(adapter, "create_vllm_publisher", create)
+
     async def scenario(client):
-        with pytest.raises(RuntimeError, match="inference only"):
-            client.sync_weights({})
-        sender = Sender()
-        client.connect_weights(sender)
-        assert client.sync_weights({"w": 1}, version=4, timeout_s=9.0) == "4"
-        assert sender.sent == ({"w": 1}, 4, 9.0)
+        versions = [client.sync_weights({"w": 1}, version=4, timeout_s=9.0), client.sync_weights({"w": 2})]
         _, info = await client.complete(rl())
         client.close_communicator()
-        assert sender.closed
-        return info
+        return versions, info["policy_version"]
 
-    assert run(server, scenario, tokenizer=None)["policy_version"] == 4
+    settings = {"enable_weight_updates": True, "publisher_settings": {"master_address": "10.0.0.1"}, "tokenizer": None}
+    assert run(server, scenario, **settings) == (["4", "5"], 5)
+    assert made == [{"timeout_s": 9.0, "allow_unchanged": True, "master_address": "10.0.0.1"}]
+    assert pushed == [({"w": 1}, "4"), ({"w": 2}, "5")]
+    assert control.closed
+
+
+def test_a_server_that_a_push_lost_gets_no_more_requests():
+    with StubVLLM() as first, StubVLLM() as second:
+
+        async def whole():
+            async with VLLMChatClient(urls=[first.url, second.url], tokenizer=tiny_tokenizer()) as client:
+                client._weight_control = SimpleNamespace(drained=[second.url])
+                client.weights_changed(3)
+                await asyncio.gather(*(client.complete(rl(seed=seed)) for seed in range(4)))
+                return client.metrics()["live"]
+
+        assert asyncio.run(whole()) == 1
+        assert (len(first.asked(GENERATE)), len(second.asked(GENERATE))) == (4, 0)
 
 
 def test_the_prefix_cache_is_reset_or_it_is_an_error(server):

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import requests
 import torch
+from tiny_policy import make_tiny_policy
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMChatClient, VLLMExtensions
@@ -30,11 +31,11 @@ def ask(temperature=1.0, max_tokens=48, seed=0, messages=MESSAGES, **more):
     return ChatCompletionRequest("tiny", messages, sampling, ReturnSpec.for_rl(), seed=seed)
 
 
-def scores(server, trace, temperature):
+def scores(model, trace, temperature):
     """[C] log-probability of each sampled token under the model here."""
     ids = torch.tensor([trace.prompt_token_ids + trace.completion_token_ids])
     with torch.no_grad():
-        logps = torch.log_softmax(server.model(input_ids=ids).logits[0, :-1].float() / temperature, dim=-1)
+        logps = torch.log_softmax(model(input_ids=ids).logits[0, :-1].float() / temperature, dim=-1)
     return logps.gather(1, ids[0, 1:, None]).squeeze(1)[len(trace.prompt_token_ids) - 1 :]
 
 
@@ -48,7 +49,9 @@ def test_log_probabilities_are_those_of_the_distribution_drawn_from(vllm_server,
     worst, beyond = 0.0, 0
     for response, _ in answers:
         trace = response.to_trace()
-        worst = max(worst, (scores(vllm_server, trace, temperature) - torch.tensor(trace.completion_logprobs)).abs().max().item())
+        worst = max(
+            worst, (scores(vllm_server.model, trace, temperature) - torch.tensor(trace.completion_logprobs)).abs().max().item()
+        )
         beyond += sum(token >= len(vllm_server.tokenizer) for token in trace.completion_token_ids)
     assert worst < 1e-4
     assert beyond > 0  # ids that decode to nothing: text made of these answers could not be made into these ids again
@@ -167,3 +170,27 @@ def test_the_version_of_the_weights_is_read_and_comes_with_every_sample(vllm_ser
         assert info["weight_versions"][0]["version"] == "7"
     finally:
         set_version("default")
+
+
+def test_weights_pushed_by_the_client_are_those_that_are_sampled_from(vllm_server):
+    """The whole way: this client's own `sync_weights` over gloo, and back again."""
+    other = make_tiny_policy(seed=1)
+
+    async def scenario(client):
+        def push(model, version):
+            return client.sync_weights(model.state_dict(), version=version, timeout_s=60)
+
+        try:
+            committed = await asyncio.to_thread(push, other, 11)
+            response, info = await client.complete(ask(seed=4))
+        finally:
+            await asyncio.to_thread(push, vllm_server.model, 12)
+            client.close_communicator()
+            requests.post(f"{vllm_server.url}/update_weight_version", json={"new_version": "default"}, timeout=60)
+        return committed, response.to_trace(), info["policy_version"]
+
+    committed, trace, version = run(vllm_server, scenario, enable_weight_updates=True)
+    assert (committed, version) == ("11", 11)
+    sampled = torch.tensor(trace.completion_logprobs)
+    assert (scores(other, trace, 1.0) - sampled).abs().max() < 1e-4
+    assert (scores(vllm_server.model, trace, 1.0) - sampled).abs().max() > 0.1

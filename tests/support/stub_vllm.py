@@ -50,6 +50,7 @@ class StubVLLM:
         dev_mode=True,
         manifest=None,
         echo_tags=False,
+        port=0,
     ):
         self.model, self.max_model_len, self.vocabulary, self.eos_id = model, max_model_len, vocabulary, eos_id
         self.scale_out, self.dev_mode, self.echo_tags = scale_out, dev_mode, echo_tags
@@ -71,7 +72,7 @@ class StubVLLM:
         self._aborting = threading.Event()
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        self._http = _Http(("127.0.0.1", 0), self._handler())
+        self._http = _Http(("127.0.0.1", port), self._handler())
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
         self._served = False
 

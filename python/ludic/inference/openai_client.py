@@ -15,7 +15,10 @@ from ludic.types import ChatResponse
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-CONNECT_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 30.0
+CONNECTIONS = 1000
+KEEPALIVE_S = 2.0
+"""How long an idle connection is used again. Servers close theirs after 5 s, some of them just as the next request is on its way."""
 
 
 class OpenAIChatClient:
@@ -125,11 +128,14 @@ class OpenAIChatClient:
 
 def open_client(base_url: str, *, api_key: str, timeout_s: float) -> AsyncOpenAI:
     """A client that tries nothing again by itself, sends no name of the environment's, and asks no proxy for this machine."""
-    from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
+    from openai import DEFAULT_CONNECTION_LIMITS, AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
     timeout = Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
-    direct = DefaultAsyncHttpxClient(timeout=timeout, trust_env=False) if is_loopback(base_url) else None
-    client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=timeout, http_client=direct)
+    limits = type(DEFAULT_CONNECTION_LIMITS)(
+        max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS, keepalive_expiry=KEEPALIVE_S
+    )
+    http = DefaultAsyncHttpxClient(timeout=timeout, limits=limits, trust_env=not is_loopback(base_url))
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=timeout, http_client=http)
     client.organization = client.project = None  # the environment's are not for other servers
     return client
 

@@ -68,6 +68,7 @@ def server_variables(python: str, *, cpu: bool, given: Mapping[str, str] | None 
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",  # longer than any client's, so that no request meets a connection that is being closed
         **({"TORCHDYNAMO_DISABLE": "1"} if cpu else {}),
     }
     for name, value in defaults.items():

