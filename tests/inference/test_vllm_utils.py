@@ -220,7 +220,8 @@ def test_a_server_finds_this_package_and_nothing_that_lies_beside_it(monkeypatch
 def test_what_the_server_loads_needs_the_standard_library_alone():
     """Its environment has none of this package's dependencies but those that vLLM brings."""
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); before = set(sys.modules); import ludic.inference.client_tag_middleware; "
+        "import sys; sys.path.insert(0, sys.argv[1]); before = set(sys.modules)\n"
+        "import ludic.inference.client_tag_middleware, ludic.inference.think_limits, ludic.inference.vllm_server\n"
         "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
     )
     found = subprocess.run(

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from ludic.inference.vllm_utils import DEFAULT_FLAGS, THINK_PROCESSOR, missing_flags, weight_flags
+from ludic.inference.server_flags import DEFAULT_FLAGS, THINK_PROCESSOR, missing_flags, weight_flags
 
 DEFAULTS = [("--host", "127.0.0.1"), *DEFAULT_FLAGS, ("--logits-processors", THINK_PROCESSOR), *weight_flags("gloo")]
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -22,26 +21,24 @@ import requests
 
 from ludic.errors import ConfigError, EngineDeadError, InferenceError
 from ludic.inference.server_environment import is_cpu_build, server_python, server_variables
+from ludic.inference.server_flags import (
+    DEFAULT_FLAGS,
+    TAG_MIDDLEWARE,
+    THINK_PROCESSOR,
+    WeightBackend,
+    missing_flags,
+    weight_flags,
+)
 from ludic.inference.vllm_session import server_url
 
 logger = logging.getLogger(__name__)
 
-WeightBackend = Literal["gloo", "ludic_nccl", "disk"]
-THINK_PROCESSOR = "ludic.inference.vllm_think:GlobalThinkProcessor"
-DEFAULT_FLAGS: list[tuple[str, str | None]] = [
-    ("--generation-config", "vllm"),
-    ("--logprobs-mode", "processed_logprobs"),
-    ("--enable-scale-out", None),
-]
-"""Flag and value; a flag without a value stands alone."""
-WORKER_EXTENSION = "ludic.inference.vllm_worker.WeightWorker"
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 CPU_CACHE_BYTES = 64 * 2**20
 TAIL_LINES = 60
 KEPT_LINES = 10_000
 GRACE_S = 15.0
 """Between asking a server to end and ending it."""
-TAG_MIDDLEWARE = "ludic.inference.client_tag_middleware.ClientTagMiddleware"
 
 
 def start_vllm_server(
@@ -276,24 +273,6 @@ def _check_port(host: str, port: int) -> None:
             trial.bind((host, port))
         except OSError as error:
             raise ConfigError(f"port {port} of {host} cannot be listened on ({error.strerror}); choose another port") from error
-
-
-def weight_flags(backend: WeightBackend | None) -> list[tuple[str, str | None]]:
-    """What makes a server take weights while it serves."""
-    if backend is None:
-        return []
-    return [("--worker-extension-cls", WORKER_EXTENSION), ("--weight-transfer-config", json.dumps({"backend": backend}))]
-
-
-def missing_flags(defaults: Sequence[tuple[str, str | None]], given: Sequence[str]) -> list[str]:
-    """The defaults that are not given, as arguments; of a flag that is among them twice, the first."""
-    arguments: list[str] = []
-    taken = {argument.split("=")[0] for argument in given}
-    for flag, value in defaults:
-        if flag not in taken:
-            taken.add(flag)
-            arguments += [flag] if value is None else [flag, value]
-    return arguments
 
 
 def _as_text(output: str | bytes | None) -> str:
