@@ -232,3 +232,12 @@ def test_a_server_that_came_back_with_old_weights_gets_nothing():
     old, new, urls = run(2, scenario)
     assert old == {urls[0]: True, urls[1]: False}
     assert new == {urls[0]: True, urls[1]: True}
+
+
+def test_the_version_is_read_from_a_server_that_lives():
+    async def scenario(client, servers):
+        servers[1].weight_version = "3"
+        client._pool.drain(client._pool.servers[0], "gone")
+        return await client.get_policy_version()
+
+    assert run(2, scenario) == 3

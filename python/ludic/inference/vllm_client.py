@@ -81,6 +81,9 @@ class VLLMChatClient:
     `publisher_settings` are keywords of `ludic.distributed.create_vllm_publisher`. `group_port` and `device` are taken and not needed:
     the port is one that is free, and the device that of the weights.
 
+    `max_prompt_chars` cuts what the user says of longer prompts, which is counted; None and 0 leave prompts alone. `client_tag` says whose
+    requests these are. `shared_server_settings` reads both from the variables of a launcher.
+
     The client waits for `/health` of every server, at most `connection_timeout_s`, and reads which models they serve. `host` 0.0.0.0
     means this machine.
     """
@@ -218,7 +221,8 @@ class VLLMChatClient:
 
     async def get_policy_version(self) -> int:
         """The version that the server says it serves. What this client last committed where it does not say, 0 if that is nothing."""
-        found = await asyncio.to_thread(read_version, self._session, self.server_url)
+        live = self._pool.live if self._pool is not None else []
+        found = await asyncio.to_thread(read_version, self._session, live[0].url if live else self.server_url)
         self._version_read_at = time.monotonic()
         if found is not None:
             self._version = found
