@@ -14,6 +14,13 @@ import pytest
 READY_S = 540.0
 """25 s on a quiet machine; minutes on a busy one."""
 FLAGS = ["--max-model-len", "512", "--enable-lora", "--max-lora-rank", "16", "--max-loras", "2"]
+WEIGHT_FLAGS = [
+    "--worker-extension-cls",
+    "ludic.inference.vllm_worker.WeightWorker",
+    "--weight-transfer-config",
+    '{"backend": "gloo"}',
+]
+"""For pushing weights: what the worker loads and how weights come."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """How weights travel from the trainer to those who sample."""
 
+from ludic.distributed.adapters.checkpoint import create_checkpoint_publisher
 from ludic.distributed.adapters.local import LocalPublisher
+from ludic.distributed.adapters.lora import create_lora_publisher
 from ludic.distributed.adapters.reward_model import RMPublisherAdapter, create_rm_publisher
 from ludic.distributed.adapters.vllm import VllmControlPlane, VllmTensorCommunicator, create_vllm_publisher
 from ludic.distributed.interfaces import ControlPlane, PolicyPublisher, TensorCommunicator, WeightMetadata, WeightPublisher
@@ -18,6 +20,8 @@ __all__ = [
     "VllmTensorCommunicator",
     "WeightMetadata",
     "WeightPublisher",
+    "create_checkpoint_publisher",
+    "create_lora_publisher",
     "create_rm_publisher",
     "create_vllm_publisher",
 ]

@@ -99,10 +99,8 @@ class WeightReceiver:
         self._sent: set[str] = set()
         self._ever_loaded: set[str] = set()
         self._group: Any = None
-
-    @property
-    def connected(self) -> bool:
-        return self._group is not None
+        self.group_id: str | None = None
+        """What the trainer calls the group that it connected last; None where there is none."""
 
     @property
     def staged(self) -> int:
@@ -110,13 +108,23 @@ class WeightReceiver:
         return len(self._staged or ())
 
     def connect(
-        self, *, master_address: str, master_port: int, rank: int, world_size: int, timeout_s: float, kind: str = "gloo"
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        group_id: str,
+        kind: str = "gloo",
     ) -> None:
-        """Join the trainer's group. `kind` is gloo or nccl. Waits at most `timeout_s` here and in every later transfer."""
+        """Join the trainer's group, and leave that of another. `kind` is gloo or nccl. Waits at most `timeout_s`, here and in every
+        later transfer."""
         self.close()
         timeout = timedelta(seconds=timeout_s)
         store = c10d.TCPStore(master_address, master_port, world_size, is_master=False, timeout=timeout)
         self._group = process_group(store, rank, world_size, timeout=timeout, kind=kind, loopback=master_address in LOOPBACK)
+        self.group_id = group_id
 
     def start(self) -> None:
         """Begin a push; what an earlier one left is dropped."""
@@ -188,6 +196,7 @@ class WeightReceiver:
 
     def close(self) -> None:
         """Leave the trainer's group."""
+        self.group_id = None
         if self._group is not None:
             left, self._group = [self._group], None
             leave(left)
