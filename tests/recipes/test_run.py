@@ -1,7 +1,6 @@
 """Whole runs, tiny ones: what they write, that they repeat, resume and stop, and that any model on disk can be trained."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from stopping import train_until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -249,7 +249,7 @@ def test_runs_without_a_name_get_folders_of_their_own_even_within_a_second(tmp_p
 )
 def test_a_run_stopped_anywhere_and_resumed_is_the_run(tiny: list[str], tmp_path: Path, phase: str, step: int) -> None:
     train(*tiny, "name=whole")
-    code = _train_until(tmp_path, phase, step, [*tiny, "name=parts"])
+    code = train_until(phase, step, [*tiny, "name=parts"])
     assert code == 130
     interrupted = json.loads((tmp_path / "parts" / "summary.json").read_text())
     assert interrupted["after"] is None
@@ -264,21 +264,6 @@ def test_a_run_stopped_anywhere_and_resumed_is_the_run(tiny: list[str], tmp_path
     assert parts["config_hash"] == whole["config_hash"]
     once = [(line["phase"], line["step"]) for line in metrics(tmp_path / "whole")]
     assert [(line["phase"], line["step"]) for line in metrics(tmp_path / "parts")] == once
-
-
-def _train_until(tmp_path: Path, phase: str, step: int, arguments: list[str]) -> int:
-    """Interrupt this process, as Ctrl-C would, when the metrics of that step are written; the exit status."""
-    from ludic.training.loggers import JSONLLogger
-
-    class Interrupting(JSONLLogger):
-        def log(self, number: int, stats: Any) -> None:
-            super().log(number, stats)
-            if (stats["phase"], number) == (phase, step):
-                os.kill(os.getpid(), signal.SIGINT)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ludic.recipes.run.JSONLLogger", Interrupting)
-        return CliRunner().invoke(app, ["train", *arguments]).exit_code
 
 
 def test_a_finished_run_resumed_only_reports(tiny: list[str], tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def _make_folder(recipe: Recipe, model_name: str) -> Path:
     """`output/name`; without a name one is made of the recipe, the model and the seed, and of the time if that exists."""
     from ludic.recipes.run_directory import new_folder, write_text
 
-    label = Path(model_name).parent.name if Path(model_name).name == "model" else Path(model_name).name
+    label = Path(model_name).parent.name if Path(model_name).name in ("model", "adapter") else Path(model_name).name
     path = new_folder(recipe.output, recipe.name, f"eval-{recipe.recipe}-{label}-seed{recipe.seed}", resumes=False)
     write_text(path / "config.yaml", to_yaml(recipe))
     return path

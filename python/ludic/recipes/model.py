@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ludic.errors import ConfigError
+from ludic.recipes.lora import adapter_beside, base_beside, save_adapted
 from ludic.recipes.tokenizer import BOS_ID, PAD_ID, VOCAB_SIZE, make_byte_tokenizer, make_line_tokenizer
+from ludic.training.adapters import has_adapters
+from ludic.training.lora import load_adapter, save_merged
+from ludic.training.state_files import ADAPTER_CONFIG, read_json
 
 if TYPE_CHECKING:
     from ludic.recipes.rm.schema import RMRecipe
@@ -40,10 +44,15 @@ def tokenizer_of(recipe: Recipe | SFTRecipe | RMRecipe) -> Any:
     return _small_tokenizer(recipe.network) if source is None else load_tokenizer(source)
 
 
-def save_policy(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Both in Hugging Face layout."""
-    model.save_pretrained(folder)
+def save_policy(model: Any, tokenizer: Any, folder: Path, *, base: str | None = None) -> None:
+    """Both in Hugging Face layout. Adapters are merged in `folder`, and lie in `adapter` beside it; they name `base`, or without it the
+    folder `base` beside it, as what they adapt."""
     tokenizer.save_pretrained(folder)
+    if not has_adapters(model):
+        model.save_pretrained(folder)
+        return
+    save_adapted(model, folder, base or base_beside(folder).resolve())
+    tokenizer.save_pretrained(adapter_beside(folder))
 
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
@@ -90,11 +99,47 @@ def _small_tokenizer(network: NetworkSection) -> Any:
 
 
 def load_model(source: str, dtype: str) -> Any:
-    """`source` is a folder in Hugging Face layout or a hub id. Weights are read from safetensors only, never from pickle."""
-    from transformers import AutoModelForCausalLM
-
+    """`source` is a folder in Hugging Face layout, one of PEFT's adapters, which are merged, or a hub id. Weights are read from
+    safetensors only, never from pickle."""
     check_dtype(dtype)
     place = place_of(source)
+    if not _holds_adapters(place):
+        return _load_plain(source, place, dtype)
+    return load_adapter(load_model(_base_of(Path(place)), dtype), place).merge_and_unload()
+
+
+def plain_place(source: str | None) -> str | None:
+    """Where `source` lies if that is a model without adapters: what adapters can name as their base."""
+    place = None if source is None else place_of(source)
+    if place is None or _holds_adapters(place):
+        return None
+    return str(Path(place).resolve()) if Path(place).is_dir() else place
+
+
+def keep_base(model: Any, source: str | None, folder: Path) -> None:
+    """Write what the model's adapters adapt into `folder`, if it lies nowhere else. Before the first step they change nothing."""
+    if has_adapters(model) and plain_place(source) is None and not folder.exists():
+        save_merged(model, folder)
+
+
+def _holds_adapters(place: str) -> bool:
+    return (Path(place) / ADAPTER_CONFIG).is_file() and not (Path(place) / "config.json").is_file()
+
+
+def _base_of(adapter: Path) -> str:
+    """What the adapters were trained on; of a run that was moved, the `base` that moved with them."""
+    named = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+    beside = base_beside(adapter)
+    if not named or (Path(named).is_absolute() and not Path(named).is_dir()):
+        if not beside.is_dir():
+            raise ConfigError(f"the adapters in {adapter} name {named} as their base, which does not exist, nor does {beside}")
+        return str(beside)
+    return str(named)
+
+
+def _load_plain(source: str, place: str, dtype: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
     try:
         return AutoModelForCausalLM.from_pretrained(place, dtype=dtype, use_safetensors=True)
     except (OSError, ValueError) as error:
@@ -106,6 +151,8 @@ def load_tokenizer(source: str) -> Any:
     from transformers import AutoTokenizer
 
     place = place_of(source)
+    if _holds_adapters(place) and not (Path(place) / "tokenizer_config.json").is_file():
+        return load_tokenizer(_base_of(Path(place)))
     try:
         tokenizer = AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError) as error:
@@ -124,10 +171,10 @@ def check_dtype(dtype: str) -> None:
 
 
 def place_of(source: str) -> str:
-    """A folder in Hugging Face layout, for a run's folder the `model` in it, or a hub id as it is."""
+    """A folder in Hugging Face or PEFT layout, for a run's folder the `model` in it, or a hub id as it is."""
     folder = Path(source).expanduser()
     for place in (folder, folder / "model"):
-        if (place / "config.json").is_file():
+        if any((place / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
             return str(place)
     if folder.is_dir() or source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise ConfigError(

@@ -223,6 +223,8 @@ def _files_of(directory: RunDirectory) -> dict[Path, str]:
         directory.metrics: "every step",
         directory.rollouts: "sampled episodes",
         directory.model: "model and tokenizer in Hugging Face layout",
+        directory.adapter: "the adapters alone, in PEFT's layout; they are merged in model",
+        directory.base: "what the adapters adapt",
     }
 
 

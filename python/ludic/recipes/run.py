@@ -17,13 +17,15 @@ from ludic.inference.local import LocalChatClient
 from ludic.recipes.build import build_algorithm, build_trainer_config, check_numbers, task_of
 from ludic.recipes.demonstrations import DemonstrationSource
 from ludic.recipes.evaluate import Evaluation, HeldOut
+from ludic.recipes.lora import lora_settings, trained_share, with_adapters
 from ludic.recipes.measures import logged_names, task_reducers
-from ludic.recipes.model import load_model, make_policy, save_policy
+from ludic.recipes.model import keep_base, load_model, make_policy, plain_place, save_policy
 from ludic.recipes.rollouts import OccasionallyLogged, TrainingRequests, check_rollouts, make_engine, training_requests
 from ludic.recipes.run_directory import RunDirectory
 from ludic.recipes.schema import Recipe
 from ludic.recipes.screen import Screen
 from ludic.recipes.watch import Interrupted, PhaseLogger, StoppableSource, StopRequest, Stopwatch
+from ludic.training.adapters import has_adapters
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.requests_from_dataset import RequestsExhausted
 from ludic.training.batching.rollout_engine import RolloutEngine
@@ -32,6 +34,7 @@ from ludic.training.checkpoint import CheckpointConfig
 from ludic.training.config import TrainerConfig
 from ludic.training.loggers import JSONLLogger, TeeLogger, TrainingLogger
 from ludic.training.presets import make_sft
+from ludic.training.state_files import read_model
 from ludic.training.stats import SAMPLED_REWARD, default_reducers
 from ludic.training.trainer import Trainer
 
@@ -61,7 +64,10 @@ class Parts:
             torch.set_num_threads(recipe.threads)
         random.seed(recipe.seed)
         torch.manual_seed(recipe.seed)
+        lora_settings(recipe.lora)  # a wrong one costs nothing
         model, tokenizer = make_policy(recipe)
+        if recipe.model is not None:
+            model = with_adapters(model, recipe.lora, seed=recipe.seed)
         derived = {"pad_token_id": tokenizer.pad_token_id, "seed": recipe.seed}
         return cls(
             task=task,
@@ -81,16 +87,26 @@ class Run:
         self.progress = directory.read_progress()
         self.watch = Stopwatch(self.progress.seconds)
         if self.progress.phase == REINFORCE:
-            parts.model = load_model(str(directory.model), recipe.dtype)
+            parts.model = self._warmed_up()
         parts.model.to(parts.trainer_cfg.model_device)
-        self._client = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
+        keep_base(parts.model, recipe.model, directory.base)
+        self._client = self._sampler = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
         self._held_out = HeldOut(self._engine(), parts.task, recipe.evaluation, recipe.rollout)
+
+    def _warmed_up(self) -> Any:
+        """The policy that the warm-up left. Adapters which it trained are read; those that come after it are not yet there."""
+        model, directory = self.parts.model, self.directory
+        if has_adapters(model):
+            read_model(model, directory.adapter)
+            return model
+        return load_model(str(directory.base if self.recipe.lora.rank else directory.model), self.recipe.dtype)
 
     async def play(self) -> None:
         """The phases that are left. Raises `Interrupted` after a stop."""
         if self.progress.phase == WARM_UP:
             await self._warm_up()
         if self.progress.phase == REINFORCE:
+            self._adapt()
             if self.recipe.steps:
                 await self._reinforce()
             self.progress.after = (await self._evaluate()).to_dict()
@@ -111,7 +127,22 @@ class Run:
                 trainer = self._trainer(WARM_UP, make_sft(normalizer="tokens"), source, parts.warmup_cfg, logger)
                 await self._train(trainer, recipe.warmup.steps, WARM_UP)
         self.progress.before = (await self._evaluate()).to_dict()
+        if recipe.lora.rank and not has_adapters(parts.model):
+            save_policy(parts.model, parts.tokenizer, self.directory.base)
         self._end_phase(REINFORCE)
+
+    def _adapt(self) -> None:
+        """Adapters for the reinforcement. Held-out problems are answered by the model that is trained, rollouts by a merged copy."""
+        recipe, parts = self.recipe, self.parts
+        if not recipe.lora.rank:
+            return
+        if not has_adapters(parts.model):
+            parts.model = with_adapters(parts.model, recipe.lora, seed=recipe.seed)
+        self.screen.note(trained_share(parts.model))
+        if parts.trainer_cfg.sync_every_steps:
+            self._sampler = LocalChatClient(
+                parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency, copy_model=True
+            )
 
     async def _reinforce(self) -> None:
         recipe, parts = self.recipe, self.parts
@@ -136,7 +167,7 @@ class Run:
 
     def _rollout_source(self, requests: TrainingRequests, log: Path | None) -> RolloutBatchSource:
         return RolloutBatchSource(
-            engine=self._engine(log),
+            engine=self._engine(log, self._sampler),
             requests_fn=requests,
             credit_assigner=self.parts.algorithm.credit_assigner,
             max_steps=self.parts.task.max_turns,
@@ -160,7 +191,7 @@ class Run:
             model=self.parts.model,
             algo=algorithm,
             batch_source=StoppableSource(source, self.stop),
-            publisher=LocalPublisher(self._client) if phase == REINFORCE and cfg.sync_every_steps else None,
+            publisher=LocalPublisher(self._sampler) if phase == REINFORCE and cfg.sync_every_steps else None,
             cfg=cfg,
             checkpoint_config=CheckpointConfig(
                 checkpoints,
@@ -195,10 +226,10 @@ class Run:
             self.screen.note(f"  {measured.failed} answers failed or could not be graded, and are in no rate")
         return measured
 
-    def _engine(self, log: Path | None = None) -> RolloutEngine:
+    def _engine(self, log: Path | None = None, client: LocalChatClient | None = None) -> RolloutEngine:
         return make_engine(
             self.parts.task,
-            self._client,
+            client or self._client,
             model_name=self.recipe.model or "small",
             system_prompt=self.recipe.rollout.system_prompt,
             jsonl_path=log,
@@ -219,7 +250,7 @@ class Run:
 
     def save_model(self) -> None:
         """Model and tokenizer, in Hugging Face layout."""
-        save_policy(self.parts.model, self.parts.tokenizer, self.directory.model)
+        save_policy(self.parts.model, self.parts.tokenizer, self.directory.model, base=plain_place(self.recipe.model))
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:

@@ -42,6 +42,7 @@ class RunDirectory:
         self.summary = path / "summary.json"
         self.picture = path / "reward.png"
         self.model = path / "model"
+        self.base, self.adapter = path / "base", path / "adapter"  # of a run with LoRA
         self.checkpoints = path / "checkpoints"
         self._progress = path / "progress.json"
 

@@ -43,6 +43,20 @@ class NetworkSection:
 
 
 @dataclass
+class LoraSection:
+    """Low-rank adapters instead of training every weight. A small model that is made is warmed up whole, and gets them afterwards."""
+
+    rank: int = 0
+    """0: every weight is trained."""
+    alpha: Optional[float] = None  # noqa: UP045
+    """The adapters' part is scaled by `alpha / rank`; null: twice the rank."""
+    dropout: float = 0.0
+    """Of the adapters' input."""
+    target_modules: Any = None
+    """List of the last parts of layer names; null: attention and feed-forward layers, by architecture."""
+
+
+@dataclass
 class WarmupSection:
     """Supervised fine-tuning on the teacher's demonstrations."""
 
@@ -129,6 +143,7 @@ class Recipe:
     """Without a terminal, a line is printed every so many steps. metrics.jsonl has every step."""
     task: TaskSection = field(default_factory=TaskSection)
     network: NetworkSection = field(default_factory=NetworkSection)
+    lora: LoraSection = field(default_factory=LoraSection)
     warmup: WarmupSection = field(default_factory=WarmupSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     trainer: Any = MISSING

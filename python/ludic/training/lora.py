@@ -197,5 +197,4 @@ def load_adapter(base: nn.Module, folder: str | Path, *, trainable: bool = False
 
 def save_merged(model: Any, folder: str | Path) -> None:
     """The model with its adapters merged, in Hugging Face layout; the model is left as it is."""
-    base = model.get_base_model()
-    base.save_pretrained(folder, state_dict=without_adapters(model, model.state_dict()))
+    model.get_base_model().save_pretrained(folder, state_dict=without_adapters(model, model.state_dict()))

@@ -93,5 +93,7 @@ def _show(run: SFTRun, console: Console, summary: dict[str, Any], losses: Sequen
         run.directory.metrics: "every step",
         run.directory.demonstrations: "the rows that were trained on",
         run.directory.model: "model and tokenizer in Hugging Face layout",
+        run.directory.adapter: "the adapters alone, in PEFT's layout; they are merged in model",
+        run.directory.base: "what the adapters adapt",
     }
     show_files(console, run.directory, files)

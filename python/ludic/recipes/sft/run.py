@@ -12,7 +12,8 @@ import torch
 from ludic.errors import CheckpointError, ConfigError
 from ludic.recipes.build import build_trainer_config
 from ludic.recipes.compose import to_yaml
-from ludic.recipes.model import model_of, save_policy, tokenizer_of
+from ludic.recipes.lora import trained_share, with_adapters
+from ludic.recipes.model import keep_base, model_of, plain_place, save_policy, tokenizer_of
 from ludic.recipes.run import latest_checkpoint
 from ludic.recipes.run_directory import Progress, RunDirectory, new_folder, write_text
 from ludic.recipes.screen import Screen
@@ -82,7 +83,7 @@ class SFTParts:
         tokenizer = _tokenizer(recipe)
         data = SFTData.read(recipe, tokenizer)
         cfg = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
-        model = model_of(recipe).to(cfg.model_device)
+        model = with_adapters(model_of(recipe).to(cfg.model_device), recipe.lora, seed=recipe.seed)
         steps = recipe.epochs * _source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
         heldout = HeldOutLoss(model, data.heldout, cfg) if data.heldout else None
         if heldout is None and (cfg.eval_every_n_steps or cfg.eval_at_start):
@@ -97,6 +98,7 @@ class SFTRun:
         self.recipe, self.parts, self.directory, self.screen, self.stop = recipe, parts, directory, screen, stop
         self.progress = directory.read_progress()
         self.watch = Stopwatch(self.progress.seconds)
+        keep_base(parts.model, recipe.model, directory.base)
 
     async def play(self) -> None:
         """What is left to do. Raises `Interrupted` after a stop."""
@@ -118,6 +120,8 @@ class SFTRun:
         if self.parts.heldout is None:
             self.screen.note("No rows are held out; nothing is measured")
         self.screen.note(f"Training on {len(self.parts.data.train):,} samples: {steps} steps of {recipe.batch_size}")
+        if recipe.lora.rank:
+            self.screen.note(trained_share(self.parts.model))
         with (
             JSONLLogger(self.directory.metrics) as written,
             self.screen.logger(PHASE, keys=KEYS, spark_key="loss", last_step=steps) as shown,
@@ -159,7 +163,7 @@ class SFTRun:
 
     def _save_model(self) -> None:
         """Model and tokenizer, in Hugging Face layout."""
-        save_policy(self.parts.model, self.parts.tokenizer, self.directory.model)
+        save_policy(self.parts.model, self.parts.tokenizer, self.directory.model, base=plain_place(self.recipe.model))
 
 
 def _source(data: SFTData, recipe: SFTRecipe) -> ItemBatchSource:

@@ -12,7 +12,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ludic.errors import ConfigError
 from ludic.recipes.compose import LOADED_MODEL, Override, fill, read_yaml, split_arguments
-from ludic.recipes.schema import CheckpointSection, NetworkSection, TaskSection, trainer_section
+from ludic.recipes.schema import CheckpointSection, LoraSection, NetworkSection, TaskSection, trainer_section
 from ludic.training.batching.chat_template import ASSISTANT_TURNS
 
 
@@ -57,6 +57,7 @@ class SFTRecipe:
     task: TaskSection = field(default_factory=TaskSection)
     """Whose demonstrations."""
     network: NetworkSection = field(default_factory=NetworkSection)
+    lora: LoraSection = field(default_factory=LoraSection)
     trainer: Any = MISSING
     """Fields of `TrainerConfig`."""
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)

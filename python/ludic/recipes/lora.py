@@ -1,0 +1,54 @@
+"""LoRA in a recipe: the `lora` section turned into adapters, and where they and what they adapt lie on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ludic.errors import ConfigError
+from ludic.recipes.schema import LoraSection
+from ludic.training.lora import LoraSettings, apply_lora, save_adapter, save_merged
+from ludic.training.rng import preserved_rng
+
+
+def lora_settings(section: LoraSection) -> LoraSettings | None:
+    """None where every weight is trained."""
+    if section.rank:
+        return LoraSettings(section.rank, section.alpha, section.dropout, section.target_modules)
+    if section != LoraSection():
+        raise ConfigError("lora.alpha, lora.dropout and lora.target_modules need lora.rank, which is 0: no adapters")
+    return None
+
+
+def with_adapters(model: Any, section: LoraSection, *, seed: int) -> Any:
+    """The model with adapters whose first weights follow from the seed alone, or as it is where the section asks for none."""
+    settings = lora_settings(section)
+    if settings is None:
+        return model
+    with preserved_rng():
+        torch.manual_seed(seed)
+        return apply_lora(model, settings)
+
+
+def save_adapted(model: Any, folder: Path, base: Path | str) -> None:
+    """The merged model into `folder`, the adapters beside it into `adapter`; they name `base` as what they adapt."""
+    save_merged(model, folder)
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    save_adapter(model, adapter_beside(folder))
+
+
+def adapter_beside(model_folder: Path) -> Path:
+    return model_folder.with_name("adapter")
+
+
+def base_beside(model_folder: Path) -> Path:
+    """Where a run keeps what its adapters adapt, if that lies nowhere else."""
+    return model_folder.with_name("base")
+
+
+def trained_share(model: Any) -> str:
+    """How much of the model is trained, in words."""
+    sizes = {flag: sum(p.numel() for p in model.parameters() if p.requires_grad is flag) for flag in (True, False)}
+    return f"LoRA: {sizes[True]:,} weights are trained, {sizes[False]:,} stay as they are"
