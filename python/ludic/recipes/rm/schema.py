@@ -13,7 +13,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from ludic.errors import ConfigError
 from ludic.recipes.compose import LOADED_MODEL, Override, fill, parse_override, read_yaml
 from ludic.recipes.rm.flags import overrides_of_flags
-from ludic.recipes.schema import CheckpointSection, NetworkSection, TaskSection, trainer_section
+from ludic.recipes.schema import CheckpointSection, LoraSection, NetworkSection, TaskSection, trainer_section
 from ludic.training.rm_trainer import RMTrainerConfig
 
 
@@ -31,19 +31,6 @@ class LossSection:
     """l2 or l1."""
     score_regularization_lambda: float = MISSING
     """Weight of the mean square of the scores."""
-
-
-@dataclass
-class LoraSection:
-    """Adapters beside the weights, which are trained in their place; the reward head is always trained."""
-
-    rank: int = MISSING
-    """0: all weights are trained."""
-    alpha: Optional[float] = MISSING  # noqa: UP045
-    """The adapters' part is scaled by alpha / rank; null: twice the rank."""
-    dropout: float = MISSING
-    target_modules: Any = MISSING
-    """Last parts of the names of the adapted layers, as a list; null: those of attention and feed-forward layers."""
 
 
 @dataclass
