@@ -239,6 +239,7 @@ def serve(
     weights: Annotated[str, typer.Option(help="How new weights come: gloo, ludic_nccl, disk or none.")] = "gloo",
     lora_rank: Annotated[int, typer.Option(min=0, help="Largest rank of adapters; 0 serves none.")] = 0,
     client_tags: Annotated[bool, typer.Option(help="Say the tags of clients again, for a server that several share.")] = False,
+    think_limits: Annotated[bool, typer.Option(help="Heed `max_think`: thoughts are closed after so many tokens.")] = False,
     compiled: Annotated[bool, typer.Option(help="Compile the model and record graphs: slow to start, fast to sample.")] = False,
     ready_timeout_s: Annotated[float, typer.Option(min=1.0, help="Seconds until it must have sampled a token.")] = 600.0,
 ) -> None:
@@ -258,6 +259,7 @@ def serve(
             logprobs_mode=logprobs_mode,
             weights=weights,
             client_tags=client_tags,
+            think_limits=think_limits,
             lora_rank=lora_rank,
             compiled=compiled,
             ready_timeout_s=ready_timeout_s,

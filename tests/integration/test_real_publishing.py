@@ -195,7 +195,6 @@ def test_adapters_are_served_under_the_name_of_their_version(server, tmp_path):
 
 def test_the_client_pushes_and_every_sample_says_of_which_weights_it_is(server):
     client = VLLMChatClient(host=server.host, port=server.port, tokenizer=server.tokenizer, enable_weight_updates=True)
-    create_vllm_publisher(client)
     model = changed(server.model, seed=7)
     assert client.sync_weights(weights(model), version=12) == "12"
     request = ChatCompletionRequest(
@@ -235,7 +234,7 @@ def test_frozen_weights_keep_their_values_and_a_tied_head_follows_its_embedding(
         pytest.skip("LUDIC_VLLM_PYTHON names no interpreter with vLLM; `make vllm` builds one")
     from types import SimpleNamespace
 
-    from real_vllm import READY_S, WEIGHT_FLAGS
+    from real_vllm import READY_S
     from tiny_policy import make_tiny_policy, tiny_tokenizer
 
     from ludic.inference.vllm_utils import free_port, start_vllm_server, stop_vllm_server, wait_for_vllm_health
@@ -249,7 +248,7 @@ def test_frozen_weights_keep_their_values_and_a_tied_head_follows_its_embedding(
     port = free_port()
     env = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     proc = start_vllm_server(
-        str(tmp_path), "127.0.0.1", port, served_model_name="tiny", max_model_len=512, extra_args=WEIGHT_FLAGS, env=env,
+        str(tmp_path), "127.0.0.1", port, served_model_name="tiny", max_model_len=512, weights="gloo", env=env,
         log_path=tmp_path / "log",
     )  # fmt: skip
     try:

@@ -14,13 +14,6 @@ import pytest
 READY_S = 540.0
 """25 s on a quiet machine; minutes on a busy one."""
 FLAGS = ["--max-model-len", "512", "--enable-lora", "--max-lora-rank", "16", "--max-loras", "2"]
-WEIGHT_FLAGS = [
-    "--worker-extension-cls",
-    "ludic.inference.vllm_worker.WeightWorker",
-    "--weight-transfer-config",
-    '{"backend": "gloo"}',
-]
-"""For pushing weights: what the worker loads and how weights come."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +55,7 @@ def vllm_server(tmp_path_factory):
         served_model_name="tiny",
         client_tags=True,
         weights="gloo",
+        think_limits=True,
         extra_args=FLAGS,
         env=env,
         log_path=log,

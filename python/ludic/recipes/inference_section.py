@@ -46,6 +46,10 @@ def kind_of(section: InferenceSection) -> Literal["local", "vllm"]:
         raise ConfigError("inference=local samples in this process; leave inference.python and inference.url out, or use vllm")
     if section.python is not None and section.url is not None:
         raise ConfigError("inference.python starts a server and inference.url names one that runs; give one of them")
+    if section.weights not in (None, "gloo", "ludic_nccl", "disk"):
+        raise ConfigError(f"inference.weights ({section.weights}) must be gloo, ludic_nccl or disk")
+    if section.device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"inference.device ({section.device}) must be auto, cpu or cuda")
     if section.max_lag < 0:
         raise ConfigError(f"inference.max_lag ({section.max_lag}) must be >= 0; 0 generates and trains in turn")
     if section.timeout_s <= 0:

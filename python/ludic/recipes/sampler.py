@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -24,7 +23,6 @@ logger = logging.getLogger(__name__)
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM 0.32 computes attention with on a CPU. A server with another is healthy until its first request."""
 SERVED_NAME = "policy"
-WORKER = "ludic.inference.vllm_worker.WeightWorker"
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ async def _started(recipe: Recipe, model: Any, folder: Path, log: Path, note: Ca
     section = recipe.inference
     python, port = server_python(section.python), free_port()
     cpu = section.device == "cpu" or (section.device == "auto" and is_cpu_build(python))
-    weights = section.weights or ("gloo" if cpu else "ludic_nccl")
+    weights: Any = section.weights or ("gloo" if cpu else "ludic_nccl")
     spoken = convention(recipe.rollout.temperature, recipe.rollout.top_p)
     note(f"Starting a vLLM server from {python}; its output is in {log}")
     proc = start_vllm_server(
@@ -145,11 +143,8 @@ async def _started(recipe: Recipe, model: Any, folder: Path, log: Path, note: Ca
         dtype=None if cpu else str(model.dtype).removeprefix("torch."),
         served_model_name=SERVED_NAME,
         logprobs_mode="processed_logprobs" if spoken.processed else "raw_logprobs",
-        extra_args=[
-            *("--worker-extension-cls", WORKER),
-            *("--weight-transfer-config", json.dumps({"backend": weights})),
-            *section.server_args,
-        ],
+        weights=weights,
+        extra_args=section.server_args,
         env={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},  # everything is in the folder
         log_path=log,
     )
@@ -174,7 +169,7 @@ async def _connected(recipe: Recipe, tokenizer: Any, urls: list[str], folder: Pa
         if not pushes:
             yield Sampler(client, None, served[0], remote=True, backend="none")
             return
-        publisher: Any = await asyncio.to_thread(lambda: create_vllm_publisher(urls, directory=folder.parent / "pushed"))
+        publisher: Any = await asyncio.to_thread(lambda: create_vllm_publisher(client, directory=folder.parent / "pushed"))
         control = publisher.inner.control
         try:
             yield Sampler(client, publisher, served[0], remote=True, backend=control.backend)

@@ -156,22 +156,22 @@ class VllmControlPlane:
             self._each(lambda link: link.endpoints.pause("keep"), _not_published(version))
             self._open = False
             failures = on_each(self._live, lambda link: link.commit(name, self._expected))
-            on_each(list(failures), ServerLink.drain)
         finally:
             healthy = [link for link in self._live if link not in failures]
             failures |= on_each(healthy, lambda link: link.endpoints.resume())
+            if not self._open:
+                on_each(list(failures), ServerLink.drain)
         self.timings["paused_s"] = time.perf_counter() - paused_at
         self._live = [link for link in self._live if link not in failures]
         self.version = name if self._live else self.version
-        self._tell_client(failures)
+        self._tell_client()
         if failures:
             self._report_lost(name, failures)
 
-    def _tell_client(self, failures: Mapping[ServerLink, Exception]) -> None:
-        """Which version it samples from now, and where not to."""
-        if hasattr(self._client, "weights_changed"):
-            lost = [link.url for link in self.links if link.drained or link in failures]
-            self._client.weights_changed(self.version, lost=lost)
+    def _tell_client(self) -> None:
+        """Which version it samples from now. It finds in `drained` whom not to ask."""
+        if self.version is not None and hasattr(self._client, "weights_changed"):
+            self._client.weights_changed(self.version)
 
     def _report_lost(self, version: str, failures: Mapping[ServerLink, Exception]) -> None:
         message = (
@@ -299,30 +299,6 @@ class CheckedPublisher:
         return "dtype" if manifest is None else manifest.dtype
 
 
-class WeightSender:
-    """What a client's `sync_weights` goes through."""
-
-    def __init__(self, publisher: PolicyPublisher, control: VllmControlPlane) -> None:
-        self.publisher = publisher
-        self.control = control
-
-    def send(self, params: Mapping[str, Tensor], *, version: Version, timeout_s: float) -> str:
-        """Publish; the version that is now served. `timeout_s` limits each step, where the steps' own limits are longer."""
-        limits = {link: link.timeout_s for link in self.control.links}
-        try:
-            for link, limit in limits.items():
-                link.timeout_s = min(limit, timeout_s)
-            self.publisher.publish(params, version=version)
-        finally:
-            for link, limit in limits.items():
-                link.timeout_s = limit
-        assert self.control.version is not None
-        return self.control.version
-
-    def close(self) -> None:
-        self.control.close()
-
-
 class VllmPublisherAdapter:
     """Gives weights the names of the checkpoint that the server loaded, then publishes them."""
 
@@ -390,9 +366,6 @@ def create_vllm_publisher(
             inner = FolderPublisher(control, CheckpointFolder(directory))
         else:
             inner = BroadcastPolicyPublisher(control, VllmTensorCommunicator(control), src_rank=0)
-        publisher = VllmPublisherAdapter(CheckedPublisher(control, inner, allow_unchanged=allow_unchanged), debug=debug)
-        if hasattr(client, "connect_weights"):
-            client.connect_weights(WeightSender(publisher, control))
-        return publisher
+        return VllmPublisherAdapter(CheckedPublisher(control, inner, allow_unchanged=allow_unchanged), debug=debug)
 
     return Rank0OnlyPublisher(make) if rank0_only else make()
