@@ -12,6 +12,7 @@ STANDARD = {
     "BudgetError": ValueError,
     "DataError": ValueError,
     "DataTypeError": TypeError,
+    "DataKeyError": KeyError,
     "MissingExtraError": ImportError,
     "RolloutError": RuntimeError,
     "InferenceError": RuntimeError,

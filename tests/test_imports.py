@@ -20,6 +20,7 @@ LAYERS = [
         "ludic.training.config",
         "ludic.training.ranks",
         "ludic.training.credit_assignment",
+        "ludic.training.reward_credit",
         "ludic.training.filters",
         "ludic.training.loss",
     ],

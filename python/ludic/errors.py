@@ -27,6 +27,13 @@ class DataTypeError(LudicError, TypeError):
     """A sample whose sequences are of a type that holds no numbers of the right kind."""
 
 
+class DataKeyError(LudicError, KeyError):
+    """A sample whose metadata lacks a key; the message names the sample."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # KeyError would show the message in quotes
+
+
 class MissingExtraError(LudicError, ImportError):
     """An optional dependency that is not installed; the message names the extra that brings it."""
 
@@ -61,6 +68,15 @@ class ClientTagError(InferenceError):
 
 class NonFiniteError(LudicError, RuntimeError):
     """A loss or a gradient that is not finite. The weights are as they were before the step."""
+
+
+class MismatchError(LudicError, RuntimeError):
+    """The trainer and the sampler give the same tokens different probabilities. The message has the likely cause and a table."""
+
+    def __init__(self, message: str, *, report: object | None = None) -> None:
+        super().__init__(message)
+        self.report = report
+        """The `PreflightReport`, if there is one."""
 
 
 class EmptyBatchError(LudicError, RuntimeError):

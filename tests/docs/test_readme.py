@@ -31,3 +31,11 @@ def test_the_readme_shows_how_to_write_each_part_in_under_30_lines():
         matching = [source for source in sources if part in source]
         assert matching, f"the README has no example with `{part}`"
         assert all(len(source.strip().splitlines()) < 30 for source in matching)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_nothing_is_left_to_fill_in_and_every_link_leads_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    assert not re.findall(r"@[A-Z_]+@|\bTODO\b|\bTBD\b", text)
+    targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if not target.startswith("http")]
+    assert [target for target in targets if target and not (page.parent / target).exists()] == []

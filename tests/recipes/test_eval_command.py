@@ -226,3 +226,24 @@ def test_several_measurements_in_one_picture(tmp_path):
     path = tmp_path / "both.png"
     draw_measurements(path, {"before": found([0.0, 1.0, 0.0, 0.0]), "after": found([1.0] * 8)}, title="two")
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_of_games_is_measured_in_its_own_words_and_each_game_counts_by_itself(tmp_path):
+    """Games begin alike and differ by their seed; as one problem for each side they gave an interval of two numbers."""
+    given = [
+        *TINY,
+        "network.hidden_size=16",
+        "network.num_heads=2",
+        "threads=1",
+        "warmup.steps=0",
+        "steps=0",
+        "evaluation.prompts=2",
+    ]
+    trained = CliRunner().invoke(app, ["train", "tictactoe", *given, f"output={tmp_path}", "name=games"])
+    assert trained.exit_code == 0, trained.output
+    summary = json.loads(evaluate(tmp_path / "games", "problems=6", "k=2", "suite=perfect", "--json").stdout)
+    assert (summary["num_problems"], summary["num_failed_episodes"], summary["solved_at"]) == (6, 0, 0.5)
+    (rollouts,) = tmp_path.glob("eval-*/rollouts.jsonl")
+    opened = {line["steps"][0]["prev_obs"].splitlines()[0] for line in lines(rollouts)}
+    assert opened == {"You are X.", "You are O."}
+    assert "must be one of random, perfect" in evaluate(tmp_path / "games", "suite=mixed", code=2).output

@@ -19,7 +19,10 @@ from ludic.cli import app
 from ludic.recipes.demonstrations import prompt_text
 from ludic.recipes.run_directory import new_folder
 
-SUMMARY_KEYS = ["before", "after", "wall_s", "phases_s", "padding", "steps", "clip_fraction", "seed", "config_hash"]
+SUMMARY_KEYS = [
+    *("before", "after", "wall_s", "phases_s", "padding", "steps", "clip_fraction", "mismatch", "weight_sync", "overlap", "seed"),
+    "config_hash",
+]
 
 
 def train(*arguments: str) -> str:

@@ -85,6 +85,14 @@ def chat_model(tmp_path: Path) -> Path:
     return path
 
 
+def test_rows_of_a_table_are_read_too(tiny: list[str], tmp_path: Path) -> None:
+    """A data set that `ludic train` reads is one that `ludic sft` reads."""
+    (tmp_path / "rows.csv").write_text("prompt,completion\n" + "".join(f"{n}{n}>,{n}\n" for n in range(12)))
+    (tmp_path / "rows.json").write_text(json.dumps([{"prompt": "a>", "completion": "b"}] * 2))
+    sft(*tiny, f"data=[{tmp_path / 'rows.csv'},{tmp_path / 'rows.json'}]", "heldout=0")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["data"]["samples"] == 14
+
+
 def test_a_run_leaves_everything_it_promises(tiny: list[str], tmp_path: Path) -> None:
     shown = sft(*tiny)
     run = tmp_path / "run"
@@ -233,7 +241,7 @@ def test_rows_with_one_prompt_are_held_out_together() -> None:
         (["dat=x.jsonl"], "did you mean data"),
         (["rows.jsonl"], "write data=rows.jsonl for a data file"),
         (["data=/nowhere.jsonl"], "does not exist"),
-        (["data=3"], "must be the path of a JSONL file"),
+        (["data=3"], "must be the path of a file"),
         (["heldout=1.0"], "share of the rows"),
         (["batch_size=0"], "batch_size (0) must be at least 1"),
         (["assistant_turns=some"], "all, last, each"),
@@ -253,7 +261,7 @@ def test_a_wrong_setting_is_one_line_and_leaves_no_folder(
 
 def test_a_wrong_row_is_named_before_anything_is_written(tiny: list[str], tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data.jsonl", *pairs(2), {"text": "free"})
-    assert "data.jsonl:3 has the keys text" in refused(*tiny, f"data={data}")
+    assert "data.jsonl, line 3 has the keys text" in refused(*tiny, f"data={data}")
     assert not (tmp_path / "run").exists()
 
 

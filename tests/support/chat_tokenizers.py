@@ -49,6 +49,23 @@ def merging_tokenizer():
     )
 
 
+@cache
+def pairs_tokenizer():
+    """Digits, and some pairs of them that are one token: most sampled texts have another, shorter tokenisation."""
+    from tokenizers import Tokenizer, decoders, models, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.decoder = decoders.Fuse()
+    trainer = trainers.BpeTrainer(
+        vocab_size=24, special_tokens=["<eos>"], initial_alphabet=list("0123456789>"), show_progress=False
+    )
+    core.train_from_iterator([f"{a}{(a * 3 + 1) % 10}" for a in range(10)] * 20, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<eos>", pad_token="<eos>", clean_up_tokenization_spaces=False
+    )
+
+
 def trained_text(tokenizer, tokens):
     """What the mask covers, a `|` between the pieces."""
     pieces, piece = [], []

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
+from preference_samples import reward_model, rm_config, sorted_pairs
 from training_samples import (
     ListSource,
     assert_same_tensors,
@@ -21,8 +22,11 @@ from training_samples import (
 from ludic.training import RLAlgorithm, Trainer, collate_saw_items, make_grpo
 from ludic.training.backend import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch
+from ludic.training.batching.preference import collate_preference_items
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.loss import (
+    BradleyTerryLoss,
     CISPOLoss,
     ClippedSurrogateLoss,
     CompositeLoss,
@@ -246,3 +250,90 @@ def test_an_entropy_term_keeps_samples_of_weight_zero_in_the_forward_pass():
     stats = trainer.train_step_sync()
     assert stats["train/zero_weight_skipped"] == 0
     assert stats["perf/real_tokens"] == sum(len(item.input_ids) for item in items)
+
+
+PREFERENCE_LOSSES = {
+    "bradley_terry": BradleyTerryLoss(beta=2.0, label_smoothing=0.1),
+    "l1": BradleyTerryLoss(regularization_lambda=0.1, regularization_type="l1"),
+    "l2": BradleyTerryLoss(regularization_lambda=0.1, score_regularization_lambda=0.01),
+}
+PAIRS = 7
+
+
+@cache
+def scoring_model():
+    return reward_model()
+
+
+@cache
+def pairs():
+    return tuple(sorted_pairs(PAIRS, seed=3))
+
+
+def preference_algorithm(name):
+    return RLAlgorithm(name, ConstantCredit(1.0), PREFERENCE_LOSSES[name])
+
+
+@cache
+def unsplit_preference_gradient(name):
+    batch = collate_preference_items(pairs(), pad_token_id=0, device="cpu")
+    scoring_model().zero_grad(set_to_none=True)
+    loss, _ = preference_algorithm(name).compute_loss(scoring_model(), batch)
+    loss.backward()
+    return gradients_of(scoring_model()), loss.item()
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    order=st.permutations(range(2 * PAIRS)),
+    budget=st.integers(46, 300),
+    packing=st.sampled_from(["greedy", "optimal"]),
+    overhead_tokens=st.sampled_from([0, 64, 256]),
+)
+def test_the_gradient_of_pairs_is_that_of_the_unsplit_batch(name, order, budget, packing, overhead_tokens):
+    """The samples come in any order: halves of pairs far from each other."""
+    expected, expected_loss = unsplit_preference_gradient(name)
+    cfg = rm_config(max_seq_len=23, micro_token_budget=budget, packing=packing, overhead_tokens=overhead_tokens)
+    macro = PreferenceMacroBatch.of_pairs([pairs()[index] for index in order], cfg.max_seq_len)
+    mini_batch = PreferenceMiniBatch(macro, np.arange(2 * PAIRS), cfg)
+    for micro_batch in mini_batch:
+        meta = micro_batch.tensors["meta"]
+        assert micro_batch.tensors["input_ids"].numel() <= budget
+        assert meta["pair_id"][::2] == meta["pair_id"][1::2]
+        assert meta["role"] == ["chosen", "rejected"] * (micro_batch.num_items // 2)
+    backend = TorchBackend(scoring_model(), cfg, algo=preference_algorithm(name))
+    scoring_model().zero_grad(set_to_none=True)
+    result = asyncio.run(backend.forward_backward(mini_batch, totals=mini_batch.totals).result())
+    assert_same_tensors(gradients_of(scoring_model()), expected, atol=1e-6 * max(1.0, largest(expected)))
+    assert result.loss.item() == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
+
+
+def test_the_first_pass_leaves_the_generators_and_drops_what_the_second_will():
+    """With dropout the norm is of the scores that the gradient is taken of: both passes draw the same masks."""
+
+    class Recording(BradleyTerryLoss):
+        squares = 0.0
+
+        def compute(self, logits, batch, *, shared=None):
+            Recording.squares += (logits[::2] - logits[1::2]).square().sum().item()
+            return super().compute(logits, batch, shared=shared)
+
+    model = reward_model(attention_dropout=0.5)
+    cfg = rm_config(max_seq_len=23, micro_token_budget=46)
+    macro = PreferenceMacroBatch.of_pairs(pairs(), cfg.max_seq_len)
+    mini_batch = PreferenceMiniBatch(macro, np.arange(2 * PAIRS), cfg)
+    assert len(mini_batch) > 3
+
+    def losses(regularization_lambda):
+        loss = Recording(regularization_lambda=regularization_lambda)
+        Recording.squares = 0.0
+        backend = TorchBackend(model, cfg, algo=RLAlgorithm("test", ConstantCredit(), loss))
+        torch.manual_seed(1)
+        result = asyncio.run(backend.forward_backward(mini_batch, totals=mini_batch.totals).result())
+        return result.loss.item(), Recording.squares, torch.rand(1).item()
+
+    plain, squares, drawn = losses(0.0)
+    with_norm, squares_again, drawn_again = losses(1.0)
+    assert (squares_again, drawn_again) == (squares, drawn)
+    assert with_norm - plain == pytest.approx(squares**0.5, rel=1e-5)

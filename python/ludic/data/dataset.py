@@ -19,6 +19,7 @@ from ludic.data.formats import (
     kind_of,
     without_empty_keys,
 )
+from ludic.data.scored_responses import has_scored_responses, preferences_of_scores
 from ludic.data.sources import Table, read_table
 from ludic.errors import ConfigError, DataError
 
@@ -66,7 +67,8 @@ def load_data(
     """A JSONL, JSON, CSV or parquet file, a folder, or an id for the `datasets` library, in one of TRL's formats.
 
     `kind` asks for one kind where the columns would fit several. `columns` says which column of the source has the content of one that
-    the kind needs: `{"prompt": "question"}`; of several the first that is there. `config` and `split` are for ids and folders.
+    the kind needs: `{"prompt": "question"}`; of several the first that is there. `config` and `split` are for ids and folders. Rows of two
+    responses with scores, as SHP has them, become preferences (see `scored_responses`).
 
     Raises DataError that names file and row for what is not of the format; ConfigError for a kind or column that is not there.
     """
@@ -76,6 +78,9 @@ def load_data(
     if not table.rows:
         raise DataError(f"{source} has no rows")
     rows = _copied(_filled(table.rows), columns or {}, source)
+    if kind in (None, "preference") and has_scored_responses(rows[0]):
+        table = preferences_of_scores(Table(table.name, table.unit, rows, table.numbers))
+        rows = table.rows
     found = kind or _kind(rows, source)
     if not set(REQUIRED[found]).issubset(rows[0]):
         raise DataError(

@@ -35,7 +35,13 @@ def kind_of(columns: Iterable[str]) -> Kind | None:
 def dialogue_columns(kind: Kind, row: Mapping[str, Any]) -> list[str]:
     """The columns that hold text or messages: those the kind needs, and the prompt that a preference may have."""
     columns = [name for name in REQUIRED[kind] if name != "label"]
-    return ["prompt", *columns] if kind == "preference" and row.get("prompt") is not None else columns
+    return ["prompt", *columns] if kind == "preference" and _has_prompt_of_its_form(row) else columns
+
+
+def _has_prompt_of_its_form(row: Mapping[str, Any]) -> bool:
+    """Whether a preference has its prompt apart. Text beside conversations repeats what they begin with."""
+    prompt = row.get("prompt")
+    return prompt is not None and not (isinstance(prompt, str) and isinstance(row.get("chosen"), list))
 
 
 def is_conversational(kind: Kind, row: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.chat_template import ChatTemplate, offered_tools
-from ludic.inference.local_decode import Completion, DecodeRequest, check_prompt, decode
+from ludic.inference.local_decode import Bounds, Completion, DecodeRequest, decode
 from ludic.inference.local_sampler import check_sampling
 from ludic.inference.local_weights import copy_weights, own_copy
 from ludic.inference.request import ChatCompletionRequest
@@ -229,14 +229,14 @@ class LocalChatClient:
             return [_as_inference_error(error) for _ in batch]
 
     def _answers(self, batch: Sequence[_Job]) -> list[_Answer | Exception]:
-        version = self._version
+        version, bounds = self._version, Bounds.of(self.model)
         requests: dict[int, DecodeRequest] = {}
         answers: dict[int, _Answer | Exception] = {}
         for i, prompt in enumerate(self._prompt_ids(batch)):
             try:
                 if isinstance(prompt, Exception):
                     raise prompt
-                requests[i] = self._request(batch[i], prompt)
+                requests[i] = self._request(batch[i], prompt, bounds)
             except Exception as error:
                 answers[i] = _as_inference_error(error)
         if requests:
@@ -247,8 +247,8 @@ class LocalChatClient:
                 answers[i] = _checked(_Answer(requests[i].prompt_ids, completion, text, version))
         return [answers[i] for i in range(len(batch))]
 
-    def _request(self, job: _Job, prompt_ids: list[int]) -> DecodeRequest:
-        room = check_prompt(self.model, prompt_ids)
+    def _request(self, job: _Job, prompt_ids: list[int], bounds: Bounds) -> DecodeRequest:
+        room = bounds.room(prompt_ids)
         limit = job.sampling.max_tokens if room is None else min(room, job.sampling.max_tokens)
         return DecodeRequest(
             prompt_ids=prompt_ids,

@@ -47,23 +47,37 @@ class Completion:
     finish_reason: str = "length"
 
 
-def check_prompt(model: nn.Module, prompt_ids: Sequence[int]) -> int | None:
-    """Tokens that the model's context leaves after this prompt; None: no bound. Raises InferenceError for a prompt without room."""
-    if not prompt_ids:
-        raise InferenceError("the prompt has no token; a model needs at least one to continue")
-    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
-    vocabulary = getattr(embeddings, "num_embeddings", None)
-    if vocabulary is not None and not 0 <= min(prompt_ids) <= max(prompt_ids) < vocabulary:
-        wrong = next(token for token in prompt_ids if not 0 <= token < vocabulary)
-        raise InferenceError(
-            f"token id {wrong} of the prompt is outside the model's vocabulary of {vocabulary}; check the tokenizer"
-        )
-    room = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if room is None:
-        return None
-    if len(prompt_ids) >= room:
-        raise InferenceError(f"the prompt has {len(prompt_ids)} tokens, the model's context is {room}; shorten the prompt")
-    return int(room) - len(prompt_ids)
+@dataclass(frozen=True)
+class Bounds:
+    """What a model can read."""
+
+    vocabulary: int | None
+    """Ids are below it; None: no bound is known."""
+    context: int | None
+    """Tokens of a prompt and its continuation."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Bounds:
+        embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+        context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        return cls(getattr(embeddings, "num_embeddings", None), None if context is None else int(context))
+
+    def room(self, prompt_ids: Sequence[int]) -> int | None:
+        """Tokens that the context leaves after this prompt; None: no bound. Raises InferenceError for a prompt that cannot be read."""
+        if not prompt_ids:
+            raise InferenceError("the prompt has no token; a model needs at least one to continue")
+        if self.vocabulary is not None and not 0 <= min(prompt_ids) <= max(prompt_ids) < self.vocabulary:
+            wrong = next(token for token in prompt_ids if not 0 <= token < self.vocabulary)
+            raise InferenceError(
+                f"token id {wrong} of the prompt is outside the model's vocabulary of {self.vocabulary}; check the tokenizer"
+            )
+        if self.context is None:
+            return None
+        if len(prompt_ids) >= self.context:
+            raise InferenceError(
+                f"the prompt has {len(prompt_ids)} tokens, the model's context is {self.context}; shorten the prompt"
+            )
+        return self.context - len(prompt_ids)
 
 
 def decode(model: nn.Module, requests: Sequence[DecodeRequest], *, eos_ids: frozenset[int], pad_id: int) -> list[Completion]:
@@ -71,12 +85,13 @@ def decode(model: nn.Module, requests: Sequence[DecodeRequest], *, eos_ids: froz
 
     The model runs in evaluation mode and without gradients; both are as they were afterwards, module by module.
     """
-    with _evaluating(model), torch.no_grad():  # what inference mode made could not be part of a later backward pass
+    with evaluating(model), torch.no_grad():  # what inference mode made could not be part of a later backward pass
         return _Decoding(model, requests, eos_ids, pad_id).run()
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; every module as it was after."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False

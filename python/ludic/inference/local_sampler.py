@@ -107,7 +107,7 @@ class Sampler:
         greedy = temperature == 0
         logp = torch.log_softmax(logits / torch.where(greedy, 1.0, temperature), dim=-1)
         if self._cut:
-            logp = _nucleus(logp, self.top_p[part, None])
+            logp = nucleus(logp, self.top_p[part, None])
         point = torch.full_like(logp, -torch.inf).scatter_(1, logits.argmax(dim=-1, keepdim=True), 0.0)
         return torch.where(greedy, point, logp)
 
@@ -127,7 +127,7 @@ def _invert(logp_NV: Tensor, uniform_N: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logp_NV.shape[1] - 1)  # NaN finds no place
 
 
-def _nucleus(logp: Tensor, top_p: Tensor) -> Tensor:
+def nucleus(logp: Tensor, top_p: Tensor) -> Tensor:
     """Keep the smallest set of most likely tokens whose probability reaches top_p, and renormalise (Holtzman et al. 2020)."""
     ordered, order = logp.sort(dim=-1, descending=True, stable=True)
     before = ordered.exp().cumsum(dim=-1) - ordered.exp()

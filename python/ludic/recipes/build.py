@@ -7,16 +7,19 @@ from collections.abc import Callable
 from dataclasses import asdict
 from difflib import get_close_matches
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 from ludic.envs.tasks import Addition, DigitSort, EpisodicTask, Task, TicTacToe, Tools, as_episodic
 from ludic.errors import ConfigError
 from ludic.recipes.data_task import DataTask
 from ludic.recipes.importing import import_named
+from ludic.recipes.reward_model import judged_by
 from ludic.recipes.schema import Recipe, TaskSection
 from ludic.training import presets
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.config import TrainerConfig
+
+C = TypeVar("C", bound=TrainerConfig)
 
 TASKS: dict[str, Callable[..., Task | EpisodicTask]] = {
     "sort": DigitSort,
@@ -51,22 +54,50 @@ def check_numbers(recipe: Recipe) -> None:
 
 
 def build_task(
-    section: TaskSection, *, data: str | None = None, reward: Any = None, reward_weights: Any = None
+    section: TaskSection,
+    *,
+    data: str | None = None,
+    reward: Any = None,
+    reward_weights: Any = None,
+    judged: bool = False,
 ) -> Task | EpisodicTask:
-    """A built-in task by its name, a class of the user's own as `package.module:Class`, or a data set with its rewards."""
+    """A built-in task by its name, a class of the user's own as `package.module:Class`, or a data set with its rewards, or
+    `judged` by a reward model alone."""
     if section.kind == "data":
-        given = {"data": data, "reward": reward, "reward_weights": reward_weights}
+        given = {"data": data, "reward": reward, "reward_weights": reward_weights, "judged": judged}
         return _call(DataTask, {**section.args, **given}, "task.args")
     if data is not None or reward is not None:
         raise ConfigError(f"data and reward make a task of their own (task.kind=data); task.kind is {section.kind}")
-    if ":" in section.kind:
-        return _call(import_named(section.kind, "task.kind"), section.args, "task.args")
-    return _call(_look_up(TASKS, section.kind, "task.kind"), section.args, "task.args")
+    return build_named(TASKS, section)
+
+
+def build_named(registry: dict[str, Callable[..., Any]], section: TaskSection) -> Any:
+    """What the registry has by that name, or a class of the user's own as `package.module:Class`, with its arguments."""
+    own = ":" in section.kind
+    make = import_named(section.kind, "task.kind") if own else _look_up(registry, section.kind, "task.kind")
+    return _call(make, section.args, "task.args")
 
 
 def task_of(recipe: Recipe) -> EpisodicTask:
     """The task of a recipe, whatever it is, as one of episodes."""
-    return as_episodic(build_task(recipe.task, data=recipe.data, reward=recipe.reward, reward_weights=recipe.reward_weights))
+    given = {"data": recipe.data, "reward": recipe.reward, "reward_weights": recipe.reward_weights}
+    return as_episodic(build_task(recipe.task, **given, judged=recipe.reward_model is not None))
+
+
+def with_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> EpisodicTask:
+    """The task, whose training the recipe's reward model rewards if there is one. `tokenizer` is the policy's."""
+    if recipe.reward_model is None:
+        if recipe.reward_model_args:
+            raise ConfigError("reward_model_args are those of a reward model; set reward_model=DIRECTORY")
+        return task
+    given = {
+        "task": task,
+        "tokenizer": tokenizer,
+        "source": recipe.reward_model,
+        "device": recipe.trainer.model_device,
+    }
+    judged_task: EpisodicTask = _call(judged_by, {**recipe.reward_model_args, **given}, "reward_model_args")
+    return judged_task
 
 
 def build_algorithm(recipe: Recipe) -> RLAlgorithm:
@@ -78,11 +109,16 @@ def build_algorithm(recipe: Recipe) -> RLAlgorithm:
     return _call(make, given, "algorithm_args")
 
 
-def build_trainer_config(section: Any, *, pad_token_id: int, seed: int) -> TrainerConfig:
+def build_trainer_config(section: Any, **derived: Any) -> TrainerConfig:
+    """`derived`: what follows from the recipe (`schema.DERIVED`)."""
+    return build_config(TrainerConfig, section, **derived)
+
+
+def build_config(config: type[C], section: Any, **derived: Any) -> C:
     """Fields left at their default are not passed, so that the trainer can tell what was asked for."""
-    defaults = TrainerConfig()
+    defaults = config()
     asked = {name: value for name, value in asdict(section).items() if value != getattr(defaults, name)}
-    return TrainerConfig(**asked, pad_token_id=pad_token_id, seed=seed)
+    return config(**asked, **derived)
 
 
 def _look_up(registry: dict[str, Callable[..., Any]], name: str, setting: str) -> Callable[..., Any]:

@@ -23,8 +23,11 @@ from omegaconf.errors import OmegaConfBaseException
 from ludic.errors import ConfigError
 from ludic.recipes.schema import Recipe, trainer_section
 
-_OPEN_SECTIONS = ("task.args", "algorithm_args", "reward")  # their keys are checked by what they are for
+_OPEN_SECTIONS = ("task.args", "algorithm_args", "reward", "reward_model_args")  # their keys are checked by what they are for
 _PER_ALGORITHM, LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys
+
+_SECTIONS_BY_NAME = {"inference": "kind"}
+"""Sections that may be given as one word, which is this field of theirs."""
 
 _EXPLAINED = {
     **dict.fromkeys(
@@ -84,12 +87,24 @@ def parse_override(text: str) -> Override:
         raise ConfigError(f"override {text!r} is not key=value as Hydra writes it: {error}; quote special characters") from error
     if parsed.is_sweep_override() or parsed.is_delete() or parsed.package is not None:
         raise ConfigError(f"override {text!r} is a sweep or a deletion; give one value, a list as [1,2], nothing as null")
-    return Override(key=parsed.key_or_group, value=parsed.value(), text=text)
+    key, value = parsed.key_or_group, parsed.value()
+    if key in _SECTIONS_BY_NAME and not isinstance(value, Mapping):
+        key = f"{key}.{_SECTIONS_BY_NAME[key]}"
+    return Override(key=key, value=value, text=text)
+
+
+def from_run(argument: str) -> list[str]:
+    """The arguments that a run's folder stands for, its recipe and the model that came out of it; any other stands for itself."""
+    folder = Path(argument)
+    if (folder / "config.yaml").is_file() and (folder / "model").is_dir():
+        return [str(folder / "config.yaml"), f"model='{folder / 'model'}'", "tokenizer=null", "name=null"]
+    return [argument]
 
 
 def to_yaml(recipe: Any) -> str:
-    """The resolved recipe, as a file that `ludic train` reads."""
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(recipe)))
+    """The resolved recipe, as a file that `ludic train` reads. It holds for any model: nothing is replaced where `model` is given."""
+    whole = {LOADED_MODEL: None} if isinstance(recipe, Recipe) else {}
+    return OmegaConf.to_yaml(OmegaConf.create({**asdict(recipe), **whole}))
 
 
 def config_hash(recipe: Any) -> str:
@@ -121,7 +136,8 @@ def _schema() -> DictConfig:
 
 
 def _layers(source: str | None, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:
-    """Lowest first: the built-in recipe with its settings for the algorithm and for a loaded model, the user's file with its own."""
+    """Lowest first: the built-in recipe with its settings for the algorithm and for a loaded model, the user's file with its own.
+    A file that says `loaded_model: null` is meant for whatever model is given."""
     chosen = {override.key: override.value for override in overrides}
     is_file = source is not None and source.endswith((".yaml", ".yml"))
     user = read_yaml(Path(cast(str, source)).expanduser()) if is_file else OmegaConf.create({})
@@ -130,11 +146,12 @@ def _layers(source: str | None, overrides: Sequence[Override]) -> Iterator[tuple
     base = _read_builtin(str(base_name))
     algorithm = chosen.get("algorithm", user.get("algorithm", base.algorithm))
     model = chosen.get("model", user.get("model", base.model))
+    replaces = model is not None and user.get(LOADED_MODEL, {}) is not None
     for where, layer in ((f"recipe {base_name}", base), (str(source), user)):
         by_algorithm, loaded = layer.pop(_PER_ALGORITHM, {}), layer.pop(LOADED_MODEL, OmegaConf.create({}))
         yield where, layer
         yield f"{where}, {_PER_ALGORITHM}.{algorithm}", by_algorithm.get(algorithm, OmegaConf.create({}))
-        if model is not None:
+        if replaces:
             yield f"{where}, {LOADED_MODEL}", loaded
 
 
@@ -165,6 +182,9 @@ def read_yaml(path: Path) -> DictConfig:
 
 
 def _merge(tree: DictConfig, layer: DictConfig, where: str) -> None:
+    for name, chosen in _SECTIONS_BY_NAME.items():
+        if isinstance(layer.get(name), str):
+            layer[name] = {chosen: layer[name]}
     known = _paths(tree)
     for key in _paths(layer):
         if key not in known and not key.startswith(tuple(f"{section}." for section in _OPEN_SECTIONS)):

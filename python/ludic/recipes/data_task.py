@@ -12,7 +12,7 @@ from ludic.data import DataSet, Row, load_data
 from ludic.envs.prompt_env import PromptEnv, prompt_shown
 from ludic.envs.tasks import Problem
 from ludic.errors import ConfigError, DataError
-from ludic.recipes.rewards import build_rewards
+from ludic.recipes.rewards import NoRewards, build_rewards
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction")
 """Where the prompt is looked for, in this order, if `prompt_column` does not say."""
@@ -47,11 +47,13 @@ class DataTask:
         heldout_split: str = "test",
         max_new_tokens: int = 256,
         reward_timeout_s: float = 600.0,
+        judged: bool = False,
     ) -> None:
-        """`num_heldout` None: a tenth of the prompts, at most 200. `config` and `split` are for ids of the `datasets` library."""
-        if data is None or reward is None:
-            raise ConfigError("a problem of your own needs data=FILE and reward=MODULE:FUNCTION")
-        self.scorer = build_rewards(reward, reward_weights, timeout_s=reward_timeout_s)
+        """`num_heldout` None: a tenth of the prompts, at most 200. `config` and `split` are for ids of the `datasets` library. `judged`: a
+        reward model will say how good an answer is, so that there need be no `reward`."""
+        if data is None or (reward is None and not judged):
+            raise ConfigError("a problem of your own needs data=FILE and reward=MODULE:FUNCTION, or reward_model=DIRECTORY")
+        self.scorer = NoRewards() if reward is None else build_rewards(reward, reward_weights, timeout_s=reward_timeout_s)
         self.max_new_tokens = max_new_tokens
         loaded = _load(data, prompt_column, config, split)
         problems = self._problems(loaded, "")

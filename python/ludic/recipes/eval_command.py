@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
@@ -55,14 +56,15 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
     started = time.perf_counter()
     check_numbers(recipe)
     task = task_of(recipe)
-    requests = _requests(recipe, task)
+    requests = _requests(recipe, settings, task)
+    solved_at = task.success_reward if settings.solved_at is None else settings.solved_at
     async with _client(recipe, settings) as (client, model_name):
         folder = _make_folder(recipe, model_name)
         episodes = len(requests) * recipe.evaluation.samples_per_prompt
         console.print(f"{model_name}: {episodes} episodes, writing to {folder}/", highlight=False, markup=False)
         with _progress(console, episodes) as on_episode:
             engine = _engine(recipe, settings, task, client, model_name, folder, on_episode)
-            measurement = await _evaluator(recipe, settings, task, engine, requests).measure()
+            measurement = await _evaluator(recipe, settings, task, engine, requests, solved_at).measure()
     facts = {
         "recipe": recipe.recipe,
         "task": recipe.task.kind,
@@ -72,7 +74,8 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
         "top_p": recipe.rollout.top_p,
         "max_tokens": recipe.rollout.max_new_tokens or task.max_new_tokens,
         "seed": recipe.seed,
-        "solved_at": settings.solved_at,
+        "suite": settings.suite,
+        "solved_at": solved_at,
         "config_hash": config_hash(recipe),
         "wall_s": round(time.perf_counter() - started, 2),
     }
@@ -116,7 +119,12 @@ def _engine(
 
 
 def _evaluator(
-    recipe: Recipe, settings: EvalSettings, task: EpisodicTask, engine: RolloutEngine, requests: Sequence[RolloutRequest]
+    recipe: Recipe,
+    settings: EvalSettings,
+    task: EpisodicTask,
+    engine: RolloutEngine,
+    requests: Sequence[RolloutRequest],
+    solved_at: float,
 ) -> ProblemEvaluator:
     from ludic.eval import ProblemEvaluator
 
@@ -128,21 +136,30 @@ def _evaluator(
         timeout_s=settings.timeout_s if settings.base_url is None else None,  # the client of a server has the deadline itself
         concurrency=recipe.rollout.concurrency,
         seed=recipe.seed,
-        solved_at=settings.solved_at,
+        solved_at=solved_at,
         confidence=settings.confidence,
         also={**{name: _fact(name) for name in task.facts}, "cut_off": _cut_off, "answer_tokens": _answer_tokens},
     )
 
 
-def _requests(recipe: Recipe, task: EpisodicTask) -> list[RolloutRequest]:
-    """One for each held-out problem; its seed follows from the recipe's and its place."""
+def _requests(recipe: Recipe, settings: EvalSettings, task: EpisodicTask) -> list[RolloutRequest]:
+    """One for each held-out problem; its seed follows from the recipe's and its place. Episodes that begin alike and differ by their
+    seed, such as games, are problems of their own."""
     from ludic.interaction.base import derived_seed
     from ludic.recipes.rollouts import evaluation_inference, request_for
 
     inference = evaluation_inference(recipe.rollout, task, greedy=False)
-    problems = next(iter(task.suites().values()))[: recipe.evaluation.prompts]
+    suites = task.suites()
+    if settings.suite not in (None, *suites):
+        raise ConfigError(f"suite ({settings.suite}) must be one of {', '.join(suites)}")
+    problems = suites[settings.suite or next(iter(suites))][: recipe.evaluation.prompts]
+    repeated = Counter(problem["id"] for problem in problems)
     return [
-        request_for(problem, inference=inference, seed=derived_seed(recipe.seed, 1 + i) or 0)
+        request_for(
+            {**problem, "id": f"{problem['id']}, {i}"} if repeated[problem["id"]] > 1 else problem,
+            inference=inference,
+            seed=derived_seed(recipe.seed, 1 + i) or 0,
+        )
         for i, problem in enumerate(problems)
     ]
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ludic.errors import ConfigError
-from ludic.recipes.compose import Override, compose, parse_override
+from ludic.recipes.compose import Override, compose, from_run, parse_override
 from ludic.recipes.schema import Recipe
 
 SHORT_NAMES = {
@@ -44,8 +44,10 @@ class EvalSettings:
     """Of a whole episode; null: none."""
     episode_retries: int = 1
     """How often a failed episode is played again."""
-    solved_at: float = 1.0
-    """An answer is right from this total reward on."""
+    solved_at: Optional[float] = None  # noqa: UP045
+    """An answer is right from this total reward on; null: from what the task calls a success."""
+    suite: Optional[str] = None  # noqa: UP045
+    """Which held-out problems, where the task has several sets, such as `perfect` of tictactoe; null: the first."""
     confidence: float = 0.95
     """Of all intervals."""
 
@@ -57,9 +59,11 @@ def resolve(arguments: Sequence[str]) -> tuple[Recipe, EvalSettings]:
     overrides: list[Override] = []
     for argument in arguments:
         if "=" not in argument or Path(argument).exists():
-            for_recipe[:0] = _source(argument)
+            for_recipe[:0] = from_run(argument)
             continue
         override = parse_override(argument)
+        if override.key.startswith("inference."):
+            raise ConfigError(f"{override.text}: an evaluation asks a server with base_url=URL; `ludic serve` starts one")
         if override.key in own:
             overrides.append(override)
         else:
@@ -68,14 +72,6 @@ def resolve(arguments: Sequence[str]) -> tuple[Recipe, EvalSettings]:
     if recipe.rollout.temperature == 0 and recipe.evaluation.samples_per_prompt > 1:
         _one_answer_is_enough(recipe, for_recipe)
     return recipe, _settings(overrides)
-
-
-def _source(argument: str) -> list[str]:
-    """A run's folder stands for its recipe and its model."""
-    folder = Path(argument)
-    if (folder / "config.yaml").is_file() and (folder / "model").is_dir():
-        return [str(folder / "config.yaml"), f"model='{folder / 'model'}'", "tokenizer=null", "name=null"]
-    return [argument]
 
 
 def _spelled_out(override: Override) -> str:

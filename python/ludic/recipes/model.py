@@ -15,6 +15,7 @@ from ludic.training.lora import load_adapter, save_merged
 from ludic.training.state_files import ADAPTER_CONFIG, read_json
 
 if TYPE_CHECKING:
+    from ludic.recipes.rm.schema import RMRecipe
     from ludic.recipes.schema import NetworkSection, Recipe
     from ludic.recipes.sft.schema import SFTRecipe
 
@@ -37,7 +38,7 @@ def model_of(recipe: Recipe | SFTRecipe) -> Any:
     return make_small_model(recipe.network).to(torch.float32 if recipe.dtype == "auto" else getattr(torch, recipe.dtype))
 
 
-def tokenizer_of(recipe: Recipe | SFTRecipe) -> Any:
+def tokenizer_of(recipe: Recipe | SFTRecipe | RMRecipe) -> Any:
     """The tokenizer that the recipe names, else that of its model, else that of the small one."""
     source = recipe.tokenizer or recipe.model
     return _small_tokenizer(recipe.network) if source is None else load_tokenizer(source)
@@ -59,29 +60,34 @@ DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 def make_small_model(network: NetworkSection) -> Any:
     """A Qwen2 over bytes; 427,520 parameters as the built-in recipes set it."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(small_config(network))
+
+
+def small_config(network: NetworkSection) -> Any:
+    """The configuration of the small model, whatever its head."""
+    from transformers import Qwen2Config
 
     if network.hidden_size % network.num_heads or network.num_heads % network.num_kv_heads:
         raise ConfigError(
             f"network.hidden_size ({network.hidden_size}) must be a multiple of num_heads ({network.num_heads}), "
             f"and that of num_kv_heads ({network.num_kv_heads})"
         )
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=network.hidden_size,
-            num_hidden_layers=network.num_layers,
-            num_attention_heads=network.num_heads,
-            num_key_value_heads=network.num_kv_heads,
-            intermediate_size=network.intermediate_size,
-            max_position_embeddings=network.max_positions,
-            tie_word_embeddings=True,
-            pad_token_id=PAD_ID,
-            bos_token_id=BOS_ID,
-            eos_token_id=_small_tokenizer(network).eos_token_id,
-            initializer_range=network.initializer_range,
-            attn_implementation="sdpa",
-        )
+    return Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=network.hidden_size,
+        num_hidden_layers=network.num_layers,
+        num_attention_heads=network.num_heads,
+        num_key_value_heads=network.num_kv_heads,
+        intermediate_size=network.intermediate_size,
+        max_position_embeddings=network.max_positions,
+        tie_word_embeddings=True,
+        pad_token_id=PAD_ID,
+        bos_token_id=BOS_ID,
+        eos_token_id=_small_tokenizer(network).eos_token_id,
+        initializer_range=network.initializer_range,
+        attn_implementation="sdpa",
     )
 
 
@@ -96,7 +102,7 @@ def load_model(source: str, dtype: str) -> Any:
     """`source` is a folder in Hugging Face layout, one of PEFT's adapters, which are merged, or a hub id. Weights are read from
     safetensors only, never from pickle."""
     check_dtype(dtype)
-    place = _place(source)
+    place = place_of(source)
     if not _holds_adapters(place):
         return _load_plain(source, place, dtype)
     return load_adapter(load_model(_base_of(Path(place)), dtype), place).merge_and_unload()
@@ -104,7 +110,7 @@ def load_model(source: str, dtype: str) -> Any:
 
 def plain_place(source: str | None) -> str | None:
     """Where `source` lies if that is a model without adapters: what adapters can name as their base."""
-    place = None if source is None else _place(source)
+    place = None if source is None else place_of(source)
     if place is None or _holds_adapters(place):
         return None
     return str(Path(place).resolve()) if Path(place).is_dir() else place
@@ -144,7 +150,7 @@ def load_tokenizer(source: str) -> Any:
     """The tokenizer of `source`; one without a padding token pads with its end token."""
     from transformers import AutoTokenizer
 
-    place = _place(source)
+    place = place_of(source, "tokenizer_config.json", "config.json", ADAPTER_CONFIG)
     if _holds_adapters(place) and not (Path(place) / "tokenizer_config.json").is_file():
         return load_tokenizer(_base_of(Path(place)))
     try:
@@ -164,14 +170,16 @@ def check_dtype(dtype: str) -> None:
         raise ConfigError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")
 
 
-def _place(source: str) -> str:
-    """A folder in Hugging Face or PEFT layout, for a run's folder the `model` in it, or a hub id as it is."""
+def place_of(source: str, *files: str) -> str:
+    """A folder that has one of `files`, which is a model's in Hugging Face or PEFT layout; for a run's folder the `model` in it; or a hub
+    id as it is."""
+    files = files or ("config.json", ADAPTER_CONFIG)
     folder = Path(source).expanduser()
     for place in (folder, folder / "model"):
-        if any((place / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+        if any((place / file).is_file() for file in files):
             return str(place)
     if folder.is_dir() or source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise ConfigError(
-            f"{source} has no config.json; give a folder in Hugging Face layout or a hub id such as Qwen/Qwen2.5-0.5B"
+            f"{source} has no {' and no '.join(files)}; give a folder in Hugging Face layout or a hub id such as Qwen/Qwen2.5-0.5B"
         )
     return source

@@ -12,6 +12,7 @@ from ludic.recipes.curve import text_curve, write_picture
 from ludic.recipes.evaluate import Answer, Evaluation
 from ludic.recipes.measures import logged_names
 from ludic.recipes.run_directory import Progress, RunDirectory, write_text
+from ludic.recipes.sampling_report import mismatch_of, overlap_of, weight_sync_of
 from ludic.training.stats import SAMPLED_REWARD
 
 if TYPE_CHECKING:
@@ -42,6 +43,13 @@ class Summary:
     """Batches of reinforcement done."""
     clip_fraction: float | None
     """Mean over the steps; null for an algorithm without a clip."""
+    mismatch: dict[str, Any] | None
+    """How far trainer and sampler were apart: `preflight` before the first step, `mean` and `kl` over all steps, the largest `max`, the
+    smallest `ess`, the mean `lag` in versions; null where nothing was measured."""
+    weight_sync: dict[str, float] | None
+    """Pushes of weights: `pushes`, `mean_s` and `max_s` of one; null without any."""
+    overlap: dict[str, float] | None
+    """Seconds of generation, those of them that the trainer waited, and the `hidden` share; null without reinforcement."""
     seed: int
     config_hash: str
 
@@ -81,6 +89,9 @@ def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, 
         padding=padding_of([*warm_up, *reinforce]),
         steps=progress.steps,
         clip_fraction=sum(clipped) / len(clipped) if clipped else None,
+        mismatch=mismatch_of(reinforce, progress.preflight),
+        weight_sync=weight_sync_of(reinforce),
+        overlap=overlap_of(reinforce),
         seed=seed,
         config_hash=config_hash,
     )

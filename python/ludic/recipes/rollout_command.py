@@ -7,11 +7,12 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ludic.errors import ConfigError
-from ludic.recipes.compose import compose
+from ludic.recipes.compose import compose, from_run
 from ludic.recipes.console import INTERRUPTED, output_to, quiet_libraries
 from ludic.recipes.keep import Keep
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ludic.recipes.run import Parts
+    from ludic.recipes.sampler import Sampler
     from ludic.recipes.schema import Recipe
-    from ludic.training.batching.rollout_engine import RolloutEngine
     from ludic.types import Rollout
 
 
@@ -49,7 +50,10 @@ class Tally:
 def rollout_command(arguments: Sequence[str], *, episodes: int, keep: str | None, out: Path, json_only: bool) -> int:
     """The exit status: 0, or 130 after Ctrl-C, which keeps the batches that were written."""
     started = time.perf_counter()
-    recipe, condition = compose(arguments), None if keep is None else Keep.parse(keep)
+    recipe, condition = (
+        compose([part for argument in arguments for part in from_run(argument)]),
+        None if keep is None else Keep.parse(keep),
+    )
     _check(recipe, out)
     counts = Tally(str(out), keep)
     code = 0
@@ -85,10 +89,31 @@ def _play(recipe: Recipe, keep: Keep | None, episodes: int, out: Path, counts: T
 async def _play_batches(
     recipe: Recipe, parts: Parts, keep: Keep | None, episodes: int, out: Path, counts: Tally, console: Console
 ) -> None:
-    from ludic.recipes.rollouts import training_requests
+    from ludic.recipes.model import place_of
+    from ludic.recipes.sampler import open_sampler
+
+    parts.model.to(parts.trainer_cfg.model_device)
+    log = out.with_name(f"{out.name}.server.log")
+    note = partial(console.print, highlight=False, markup=False)
+    folder = Path(place_of(str(recipe.model)))
+    async with open_sampler(recipe, parts.model, parts.tokenizer, folder, log=log, note=note, pushes=False) as sampler:
+        await _play_with(sampler, recipe, parts, keep, episodes, out, counts, console)
+
+
+async def _play_with(
+    sampler: Sampler,
+    recipe: Recipe,
+    parts: Parts,
+    keep: Keep | None,
+    episodes: int,
+    out: Path,
+    counts: Tally,
+    console: Console,
+) -> None:
+    from ludic.recipes.rollouts import make_engine, training_requests
     from ludic.training.batching.rollout_log import append_rollouts
 
-    engine = _engine(recipe, parts)
+    engine = make_engine(parts.task, sampler.client, model_name=sampler.model_name, system_prompt=recipe.rollout.system_prompt)
     requests = training_requests(parts.task, recipe.rollout, seed=recipe.seed)
     while (left := episodes - counts.episodes - counts.failed) > 0:
         wanted = requests()[: _whole_groups(left, recipe.rollout.group_size)]
@@ -99,15 +124,6 @@ async def _play_batches(
         console.print(
             f"{counts.episodes} of {episodes} episodes, {counts.kept} kept, mean reward {counts.reward:.3f}", highlight=False
         )
-
-
-def _engine(recipe: Recipe, parts: Parts) -> RolloutEngine:
-    from ludic.inference.local import LocalChatClient
-    from ludic.recipes.rollouts import make_engine
-
-    parts.model.to(parts.trainer_cfg.model_device)
-    client = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
-    return make_engine(parts.task, client, model_name=str(recipe.model), system_prompt=recipe.rollout.system_prompt)
 
 
 def _whole_groups(episodes: int, group_size: int) -> int:

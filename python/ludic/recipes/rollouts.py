@@ -16,6 +16,7 @@ from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParam
 from ludic.inference.local_sampler import check_sampling
 from ludic.interaction import SingleAgentProtocol
 from ludic.recipes.data_task import DataTask
+from ludic.recipes.reward_model import JudgedTask
 from ludic.recipes.schema import Recipe, RolloutSection
 from ludic.training.batching.intra_batch_control import GRPORequestStrategy
 from ludic.training.batching.rollout_engine import RolloutEngine
@@ -32,13 +33,16 @@ def make_engine(
     model_name: str,
     system_prompt: str | None,
     jsonl_path: Path | None = None,
+    trained: bool = False,
     **settings: Any,
 ) -> RolloutEngine:
     """An action cut off at the token limit never reaches the environment and earns what the task says, as does one that the task's
-    parser refuses; either ends an episode of several turns. Reward functions, where the task has them, see every answer. Without a
-    `system_prompt` the task's own is used. `settings` are more of the engine's own, such as `max_retries`."""
+    parser refuses; either ends an episode of several turns. Reward functions, where the task has them, see every answer. `trained`: what
+    is played is trained on, and rewarded by the task's reward model if it has one. Without a `system_prompt` the task's own is used.
+    `settings` are more of the engine's own, such as `max_retries`."""
     played = as_episodic(task)
-    scorer: RolloutScorer | None = getattr(played, "scorer", None)
+    own: RolloutScorer | None = getattr(played, "scorer", None)
+    scorer = getattr(played, "training_scorer", own) if trained else own
 
     def make_protocol() -> SingleAgentProtocol:
         agent = Agent(
@@ -46,7 +50,7 @@ def make_engine(
             model=model_name,
             ctx=GivenDialog(system_prompt=system_prompt or played.system_prompt),
             parser=played.parser,
-            reject_incomplete_completions=scorer is None,
+            reject_incomplete_completions=not getattr(played, "sees_cut_off_answers", scorer is not None),
             incomplete_completion_penalty=played.cut_off_reward,
         )
         return SingleAgentProtocol(agent=agent, stop_on_parse_error=played.max_turns > 1)
@@ -185,7 +189,8 @@ class PassRequests(TrainingRequests):
 
 def training_requests(task: Task | EpisodicTask, section: RolloutSection, *, seed: int) -> TrainingRequests:
     """Draws for a task that makes its problems, passes for one that has a list of them."""
-    inner = task.task if isinstance(task, OneTurn) else task
+    inner = task.task if isinstance(task, JudgedTask) else task
+    inner = inner.task if isinstance(inner, OneTurn) else inner
     if isinstance(inner, DataTask):
         return PassRequests(inner, section, seed=seed)
     return TrainingRequests(as_episodic(task), section, seed=seed)

@@ -11,28 +11,38 @@ from typing import Any
 
 import torch
 
-from ludic.distributed.adapters.local import LocalPublisher
 from ludic.envs.tasks import EpisodicTask
 from ludic.inference.local import LocalChatClient
-from ludic.recipes.build import build_algorithm, build_trainer_config, check_numbers, task_of
+from ludic.recipes.build import build_algorithm, build_trainer_config, check_numbers, task_of, with_reward_model
 from ludic.recipes.demonstrations import DemonstrationSource
 from ludic.recipes.evaluate import Evaluation, HeldOut
+from ludic.recipes.inference_section import convention
 from ludic.recipes.lora import lora_settings, trained_share, with_adapters
 from ludic.recipes.measures import logged_names, task_reducers
 from ludic.recipes.model import keep_base, load_model, make_policy, plain_place, save_policy
-from ludic.recipes.rollouts import OccasionallyLogged, TrainingRequests, check_rollouts, make_engine, training_requests
+from ludic.recipes.rollouts import (
+    OccasionallyLogged,
+    TrainingRequests,
+    check_rollouts,
+    make_engine,
+    training_inference,
+    training_requests,
+)
 from ludic.recipes.run_directory import RunDirectory
+from ludic.recipes.sampler import Sampler, check_inference, open_sampler
 from ludic.recipes.schema import Recipe
 from ludic.recipes.screen import Screen
 from ludic.recipes.watch import Interrupted, PhaseLogger, StoppableSource, StopRequest, Stopwatch
 from ludic.training.adapters import has_adapters
 from ludic.training.algorithm import RLAlgorithm
+from ludic.training.batching.overlapped import OverlappedSource
 from ludic.training.batching.requests_from_dataset import RequestsExhausted
 from ludic.training.batching.rollout_engine import RolloutEngine
 from ludic.training.batching.synced_batching import RolloutBatchSource
 from ludic.training.checkpoint import CheckpointConfig
 from ludic.training.config import TrainerConfig
 from ludic.training.loggers import JSONLLogger, TeeLogger, TrainingLogger
+from ludic.training.preflight import Preflight
 from ludic.training.presets import make_sft
 from ludic.training.state_files import read_model
 from ludic.training.stats import SAMPLED_REWARD, default_reducers
@@ -66,14 +76,17 @@ class Parts:
         torch.manual_seed(recipe.seed)
         lora_settings(recipe.lora)  # a wrong one costs nothing
         model, tokenizer = make_policy(recipe)
+        task = with_reward_model(recipe, task, tokenizer)
         if recipe.model is not None:
             model = with_adapters(model, recipe.lora, seed=recipe.seed)
+        check_inference(recipe, model)
+        spoken = convention(recipe.rollout.temperature, recipe.rollout.top_p)
         derived = {"pad_token_id": tokenizer.pad_token_id, "seed": recipe.seed}
         return cls(
             task=task,
             algorithm=algorithm,
             warmup_cfg=build_trainer_config(recipe.warmup.trainer, **derived),
-            trainer_cfg=build_trainer_config(recipe.trainer, **derived),
+            trainer_cfg=build_trainer_config(recipe.trainer, **derived, temperature=spoken.temperature),
             model=model,
             tokenizer=tokenizer,
         )
@@ -90,7 +103,8 @@ class Run:
             parts.model = self._warmed_up()
         parts.model.to(parts.trainer_cfg.model_device)
         keep_base(parts.model, recipe.model, directory.base)
-        self._client = self._sampler = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
+        self._preflight: Preflight | None = None
+        self._client = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
         self._held_out = HeldOut(self._engine(), parts.task, recipe.evaluation, recipe.rollout)
 
     def _warmed_up(self) -> Any:
@@ -139,20 +153,33 @@ class Run:
         if not has_adapters(parts.model):
             parts.model = with_adapters(parts.model, recipe.lora, seed=recipe.seed)
         self.screen.note(trained_share(parts.model))
-        if parts.trainer_cfg.sync_every_steps:
-            self._sampler = LocalChatClient(
-                parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency, copy_model=True
-            )
 
     async def _reinforce(self) -> None:
         recipe, parts = self.recipe, self.parts
         each = f"{recipe.rollout.prompts} problems x {recipe.rollout.group_size} answers"
         self.screen.note(f"Reinforcement with {recipe.algorithm}: {recipe.steps} steps of {each}")
         keys = [*REINFORCE_KEYS, *(f"train/{name}" for name in logged_names(parts.task))]
-        with self._logger(REINFORCE, keys=keys, spark_key=SAMPLED_REWARD, steps=recipe.steps) as logger:
-            trainer = self._trainer(REINFORCE, parts.algorithm, self._rollouts(), parts.trainer_cfg, logger)
-            self._show_start(trainer)
-            await self._train(trainer, recipe.steps, REINFORCE)
+        async with open_sampler(
+            recipe, parts.model, parts.tokenizer, self.directory.model, log=self.directory.server_log, note=self.screen.note
+        ) as sampler:
+            with self._logger(REINFORCE, keys=keys, spark_key=SAMPLED_REWARD, steps=recipe.steps) as logger:
+                source = self._rollouts(sampler)
+                trainer = self._trainer(REINFORCE, parts.algorithm, source, parts.trainer_cfg, logger, sampler)
+                source.limit(recipe.steps - trainer.current_step)
+                self._show_start(trainer)
+                try:
+                    if sampler.remote:
+                        await trainer.publish()
+                    await self._train(trainer, recipe.steps, REINFORCE)
+                finally:
+                    await source.aclose()
+                    self._note_preflight(trainer)
+
+    def _note_preflight(self, trainer: Trainer) -> None:
+        """Of the run's beginning: one that is resumed keeps what was found then."""
+        report = None if self._preflight is None else self._preflight.report
+        if report is not None and self.progress.preflight is None:
+            self.progress.preflight = report.to_dict()
 
     def _show_start(self, trainer: Trainer) -> None:
         """Held-out rates stand beside the training from its first step."""
@@ -160,14 +187,15 @@ class Run:
             rates = Evaluation.from_dict(self.progress.before).rates()
             trainer.last_eval = {"eval/step": 0.0, **{f"eval/{name}": rate for name, rate in rates.items()}}
 
-    def _rollouts(self) -> OccasionallyLogged:
+    def _rollouts(self, sampler: Sampler) -> OverlappedSource:
         requests = training_requests(self.parts.task, self.recipe.rollout, seed=self.recipe.seed)
-        plain, logged = (self._rollout_source(requests, log) for log in (None, self.directory.rollouts))
-        return OccasionallyLogged(plain, logged, requests, every=self.recipe.rollout.log_every)
+        plain, logged = (self._rollout_source(requests, log, sampler) for log in (None, self.directory.rollouts))
+        source = OccasionallyLogged(plain, logged, requests, every=self.recipe.rollout.log_every)
+        return OverlappedSource(source, max_lag=self.recipe.inference.max_lag)
 
-    def _rollout_source(self, requests: TrainingRequests, log: Path | None) -> RolloutBatchSource:
+    def _rollout_source(self, requests: TrainingRequests, log: Path | None, sampler: Sampler) -> RolloutBatchSource:
         return RolloutBatchSource(
-            engine=self._engine(log, self._sampler),
+            engine=self._engine(log, trained=True, sampler=sampler),
             requests_fn=requests,
             credit_assigner=self.parts.algorithm.credit_assigner,
             max_steps=self.parts.task.max_turns,
@@ -183,15 +211,24 @@ class Run:
         ):
             yield TeeLogger(PhaseLogger(written, phase), shown)
 
-    def _trainer(self, phase: str, algorithm: RLAlgorithm, source: Any, cfg: TrainerConfig, logger: TrainingLogger) -> Trainer:
+    def _trainer(
+        self,
+        phase: str,
+        algorithm: RLAlgorithm,
+        source: Any,
+        cfg: TrainerConfig,
+        logger: TrainingLogger,
+        sampler: Sampler | None = None,
+    ) -> Trainer:
         """The public trainer; it goes on from the last checkpoint of its phase, if there is one."""
+        self._preflight = None if sampler is None else self._check_of(sampler)
         checkpoints = self.directory.checkpoints / phase
         facts = task_reducers(self.parts.task)
         return Trainer(
             model=self.parts.model,
             algo=algorithm,
             batch_source=StoppableSource(source, self.stop),
-            publisher=LocalPublisher(self._sampler) if phase == REINFORCE and cfg.sync_every_steps else None,
+            publisher=None if sampler is None or not (cfg.sync_every_steps or sampler.remote) else sampler.publisher,
             cfg=cfg,
             checkpoint_config=CheckpointConfig(
                 checkpoints,
@@ -203,6 +240,19 @@ class Run:
             evaluator=self._held_out,
             reducers={**default_reducers(), **(facts if phase == REINFORCE else {})},
             total_training_steps=self.recipe.warmup.steps if phase == WARM_UP else self.recipe.steps,
+            preflight=self._preflight,
+        )
+
+    def _check_of(self, sampler: Sampler) -> Preflight | None:
+        """Before the first step. The trainer's own model samples as it trains, but may be read in another way."""
+        section = self.recipe.inference
+        if not section.preflight:
+            return None
+        return Preflight(
+            sampling=training_inference(self.recipe.rollout, self.parts.task).sampling,
+            tokenizer=self.parts.tokenizer,
+            client=sampler.client,
+            threshold=section.preflight_threshold,
         )
 
     async def _train(self, trainer: Trainer, steps: int, phase: str) -> None:
@@ -226,13 +276,14 @@ class Run:
             self.screen.note(f"  {measured.failed} answers failed or could not be graded, and are in no rate")
         return measured
 
-    def _engine(self, log: Path | None = None, client: LocalChatClient | None = None) -> RolloutEngine:
+    def _engine(self, log: Path | None = None, *, trained: bool = False, sampler: Sampler | None = None) -> RolloutEngine:
         return make_engine(
             self.parts.task,
-            client or self._client,
-            model_name=self.recipe.model or "small",
+            self._client if sampler is None else sampler.client,
+            model_name=self.recipe.model or "small" if sampler is None else sampler.model_name,
             system_prompt=self.recipe.rollout.system_prompt,
             jsonl_path=log,
+            trained=trained,
         )
 
     def _end_phase(self, following: str) -> None:

@@ -27,6 +27,8 @@ class Progress:
     """The same after it."""
     steps: int = 0
     """Batches of reinforcement that are done."""
+    preflight: dict[str, Any] | None = None
+    """How far trainer and sampler were apart before the first step; null where they were not compared."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of set-up, warm-up, reinforcement and evaluation so far, and of the whole (`wall`)."""
 
@@ -44,6 +46,7 @@ class RunDirectory:
         self.model = path / "model"
         self.base, self.adapter = path / "base", path / "adapter"  # of a run with LoRA
         self.checkpoints = path / "checkpoints"
+        self.server_log = path / "server.log"
         self._progress = path / "progress.json"
 
     @classmethod

@@ -13,6 +13,7 @@ from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type
 
 from omegaconf import MISSING
 
+from ludic.recipes.inference_section import InferenceSection
 from ludic.training.config import TrainerConfig
 
 
@@ -133,6 +134,12 @@ class Recipe:
     """What rewards the answers to them: `module:function`, `gsm8k`, `math`, or a list of these."""
     reward_weights: Any = None
     """A number for each reward function; null: 1."""
+    reward_model: Optional[str] = None  # noqa: UP045
+    """Folder of a reward model, such as a `ludic train-rm` run: its score rewards the answers in training, in the place of the task's own
+    reward, which held-out measurement keeps."""
+    reward_model_args: dict[str, Any] = field(default_factory=dict)
+    """mode (replace, add, multiply, weighted, bonus), rm_coeff, alpha, unfinished_penalty (10: off the score of an answer that ran into the
+    token limit), normalize, dtype, micro_token_budget, batch_size, timeout_s."""
     algorithm: str = MISSING
     """cispo, grpo, gspo, reinforce, reinforce_baseline or scalerl."""
     algorithm_args: dict[str, Any] = field(default_factory=dict)
@@ -148,19 +155,20 @@ class Recipe:
     rollout: RolloutSection = field(default_factory=RolloutSection)
     trainer: Any = MISSING
     """Fields of `TrainerConfig`, for reinforcement."""
+    inference: InferenceSection = field(default_factory=InferenceSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
 
 
-DERIVED = ("pad_token_id", "seed")
-"""Fields of `TrainerConfig` that follow from the recipe: from its tokenizer and its seed."""
+DERIVED = ("pad_token_id", "seed", "temperature")
+"""Fields of `TrainerConfig` that follow from the recipe: from its tokenizer, its seed and its sampling."""
 
 
 @cache
-def trainer_section() -> type[Any]:
-    """`TrainerConfig` as OmegaConf can hold it: the same fields and defaults, without the derived, literals as plain types."""
-    hints = get_type_hints(TrainerConfig)
-    chosen = [item for item in fields(TrainerConfig) if item.init and item.name not in DERIVED]
+def trainer_section(config: type[TrainerConfig] = TrainerConfig) -> type[Any]:
+    """`config` as OmegaConf can hold it: the same fields and defaults, without the derived, literals as plain types."""
+    hints = get_type_hints(config)
+    chosen = [item for item in fields(config) if item.init and item.name not in DERIVED]
     return make_dataclass("TrainerSection", [(item.name, _plain(hints[item.name]), _copied(item)) for item in chosen])
 
 

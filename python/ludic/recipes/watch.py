@@ -70,6 +70,8 @@ class StoppableSource:
 
     def __init__(self, inner: Any, stop: StopRequest) -> None:
         self._inner, self._stop = inner, stop
+        self.overlaps, self.max_lag = getattr(inner, "overlaps", False), getattr(inner, "max_lag", 0)
+        """As `OverlappedSource` has them; the trainer reads them."""
 
     async def next_batch(self) -> SAWBatch:
         if self._stop:

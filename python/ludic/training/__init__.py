@@ -22,6 +22,8 @@ _HOMES = {
         "split_items_by_token_budget",
     ),
     "batching.offline": ("OfflineBatchSource", "make_chat_template_step_to_item"),
+    "batching.overlapped": ("OverlappedSource",),
+    "batching.pair_batches": ("preference_batches",),
     "batching.requests_from_dataset": (
         "RequestsExhausted",
         "make_dataset_queue_requests_fn",
@@ -31,6 +33,8 @@ _HOMES = {
     "batching.rollout_engine": ("RolloutEngine",),
     "batching.synced_batching": ("RolloutBatchSource",),
     "checkpoint": ("CheckpointConfig", "CheckpointManager"),
+    "chat_template_utils": ("ChatTemplateResult", "format_chat_template_text", "tokenize_with_chat_template"),
+    "classification_metrics": ("PreferenceMetrics",),
     "config": ("TrainerConfig",),
     "credit_assignment": (
         "ConstantCredit",
@@ -53,31 +57,49 @@ _HOMES = {
     "loggers": ("JSONLLogger", "PrintLogger", "RichLiveLogger", "TeeLogger", "TrainingLogger", "WandbLogger"),
     "loss": (
         "BatchTotals",
+        "BradleyTerryLoss",
         "CISPOLoss",
         "ClippedSurrogateLoss",
         "CompositeLoss",
         "EntropyBonus",
+        "IcePop",
         "KLLoss",
         "Loss",
         "LossTerm",
         "MaskedCausalLMCrossEntropyLoss",
+        "MaskedImportanceSampling",
         "ReinforceBaselineLoss",
         "ReinforceLoss",
         "SharedContext",
         "TokenClippedSurrogateLoss",
         "TokenKLLoss",
+        "TruncatedImportanceSampling",
         "selective_log_softmax",
     ),
     "lora": ("LoraSettings", "apply_lora", "find_target_modules"),
+    "preference_evaluator": ("PreferenceEvaluator",),
+    "preference_utils": (
+        "create_preference_saw_items",
+        "load_preference_items",
+        "preference_dataset_to_saw_items",
+        "shuffle_preference_pairs",
+    ),
+    "preflight": ("Preflight", "PreflightReport"),
     "presets": (
+        "make_bradley_terry",
         "make_cispo",
         "make_grpo",
+        "make_grpo_with_rm",
         "make_gspo",
         "make_reinforce",
         "make_reinforce_baseline",
         "make_scalerl",
+        "make_scalerl_with_rm",
         "make_sft",
     ),
+    "reward_credit": ("CombineMode", "RewardModelCreditAssigner"),
+    "reward_scorer": ("RewardModelClient", "RewardModelReward", "RewardModelScorer"),
+    "rm_trainer": ("RMTrainer", "RMTrainerConfig"),
     "schedule": ("LearningRateSchedule",),
     "stats": ("Reducer", "aggregate_stats", "apply_reducers_to_records", "default_reducers"),
     "trainer": ("Trainer",),
@@ -136,6 +158,8 @@ if TYPE_CHECKING:
         OfflineBatchSource as OfflineBatchSource,
         make_chat_template_step_to_item as make_chat_template_step_to_item,
     )
+    from ludic.training.batching.overlapped import OverlappedSource as OverlappedSource
+    from ludic.training.batching.pair_batches import preference_batches as preference_batches
     from ludic.training.batching.requests_from_dataset import (
         RequestsExhausted as RequestsExhausted,
         make_dataset_queue_requests_fn as make_dataset_queue_requests_fn,
@@ -144,7 +168,13 @@ if TYPE_CHECKING:
     )
     from ludic.training.batching.rollout_engine import RolloutEngine as RolloutEngine
     from ludic.training.batching.synced_batching import RolloutBatchSource as RolloutBatchSource
+    from ludic.training.chat_template_utils import (
+        ChatTemplateResult as ChatTemplateResult,
+        format_chat_template_text as format_chat_template_text,
+        tokenize_with_chat_template as tokenize_with_chat_template,
+    )
     from ludic.training.checkpoint import CheckpointConfig as CheckpointConfig, CheckpointManager as CheckpointManager
+    from ludic.training.classification_metrics import PreferenceMetrics as PreferenceMetrics
     from ludic.training.config import TrainerConfig as TrainerConfig
     from ludic.training.credit_assignment import (
         ConstantCredit as ConstantCredit,
@@ -179,30 +209,55 @@ if TYPE_CHECKING:
     )
     from ludic.training.loss import (
         BatchTotals as BatchTotals,
+        BradleyTerryLoss as BradleyTerryLoss,
         CISPOLoss as CISPOLoss,
         ClippedSurrogateLoss as ClippedSurrogateLoss,
         CompositeLoss as CompositeLoss,
         EntropyBonus as EntropyBonus,
+        IcePop as IcePop,
         KLLoss as KLLoss,
         Loss as Loss,
         LossTerm as LossTerm,
         MaskedCausalLMCrossEntropyLoss as MaskedCausalLMCrossEntropyLoss,
+        MaskedImportanceSampling as MaskedImportanceSampling,
         ReinforceBaselineLoss as ReinforceBaselineLoss,
         ReinforceLoss as ReinforceLoss,
         SharedContext as SharedContext,
         TokenClippedSurrogateLoss as TokenClippedSurrogateLoss,
         TokenKLLoss as TokenKLLoss,
+        TruncatedImportanceSampling as TruncatedImportanceSampling,
         selective_log_softmax as selective_log_softmax,
     )
+    from ludic.training.preference_evaluator import PreferenceEvaluator as PreferenceEvaluator
+    from ludic.training.preference_utils import (
+        create_preference_saw_items as create_preference_saw_items,
+        load_preference_items as load_preference_items,
+        preference_dataset_to_saw_items as preference_dataset_to_saw_items,
+        shuffle_preference_pairs as shuffle_preference_pairs,
+    )
+    from ludic.training.preflight import Preflight as Preflight, PreflightReport as PreflightReport
     from ludic.training.presets import (
+        make_bradley_terry as make_bradley_terry,
         make_cispo as make_cispo,
         make_grpo as make_grpo,
+        make_grpo_with_rm as make_grpo_with_rm,
         make_gspo as make_gspo,
         make_reinforce as make_reinforce,
         make_reinforce_baseline as make_reinforce_baseline,
         make_scalerl as make_scalerl,
+        make_scalerl_with_rm as make_scalerl_with_rm,
         make_sft as make_sft,
     )
+    from ludic.training.reward_credit import (
+        CombineMode as CombineMode,
+        RewardModelCreditAssigner as RewardModelCreditAssigner,
+    )
+    from ludic.training.reward_scorer import (
+        RewardModelClient as RewardModelClient,
+        RewardModelReward as RewardModelReward,
+        RewardModelScorer as RewardModelScorer,
+    )
+    from ludic.training.rm_trainer import RMTrainer as RMTrainer, RMTrainerConfig as RMTrainerConfig
     from ludic.training.schedule import LearningRateSchedule as LearningRateSchedule
     from ludic.training.stats import (
         Reducer as Reducer,

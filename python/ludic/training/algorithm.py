@@ -10,21 +10,35 @@ import numpy as np
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataError, DataTypeError
-from ludic.training.loss.base import Batch, BatchTotals, Loss, SharedContext, Stats, reads_entropy, reads_shared_only, scaled_loss
+from ludic.training.loss.base import (
+    Batch,
+    BatchTotals,
+    Correction,
+    Loss,
+    SharedContext,
+    Stats,
+    reads_entropy,
+    reads_shared_only,
+    scaled_loss,
+)
+from ludic.training.loss.mismatch import mismatch_sums
 from ludic.training.types import CreditAssigner, SAWBatch, SAWItem, is_float_array
 from ludic.types import is_list_of
 
 if TYPE_CHECKING:
     from ludic.training.presets import (
+        make_bradley_terry,
         make_cispo,
         make_dr_grpo,
         make_gmpo,
         make_grpo,
+        make_grpo_with_rm,
         make_gspo,
         make_reinforce,
         make_reinforce_baseline,
         make_sapo,
         make_scalerl,
+        make_scalerl_with_rm,
         make_sft,
     )
 
@@ -36,15 +50,18 @@ __all__ = [
     "compose_preprocess",
     "drop_zero_weight_samples",
     "filter_zero_variance_groups",
+    "make_bradley_terry",
     "make_cispo",
     "make_dr_grpo",
     "make_gmpo",
     "make_grpo",
+    "make_grpo_with_rm",
     "make_gspo",
     "make_reinforce",
     "make_reinforce_baseline",
     "make_sapo",
     "make_scalerl",
+    "make_scalerl_with_rm",
     "make_sft",
     "validate_actor_logps",
 ]
@@ -61,13 +78,31 @@ class RLAlgorithm:
     credit_assigner: CreditAssigner
     loss: Loss
     preprocess: PreprocessFn | None = None
+    correction: Correction | None = None
+    """For samples of another engine or an older policy; see `loss.correction`. Only for losses that read the logits through their
+    shared context alone."""
+
+    def __post_init__(self) -> None:
+        if self.correction is not None and not reads_shared_only(self.loss):
+            raise ConfigError(
+                f"a correction ({type(self.correction).__name__}) weighs the log-probabilities of the shared context, and "
+                f"{type(self.loss).__name__} reads the logits past it; use a loss that reads them through `shared`, or no correction"
+            )
 
     def compute_loss(
-        self, model: nn.Module, batch: Batch, *, cast_logits_to_fp32: bool = True, totals: BatchTotals | None = None
+        self,
+        model: nn.Module,
+        batch: Batch,
+        *,
+        cast_logits_to_fp32: bool = True,
+        totals: BatchTotals | None = None,
+        temperature: float = 1.0,
     ) -> tuple[Tensor, Stats]:
         """One forward pass and the loss of a collated batch, scaled by its share of `totals` (1 without).
 
-        `cast_logits_to_fp32` computes log-probabilities in float32, chunk by chunk; without it in the dtype of the logits.
+        `cast_logits_to_fp32` computes log-probabilities in float32, chunk by chunk; without it in the dtype of the logits. The policy
+        is that of logits / `temperature`. The statistics hold the sums of `loss.mismatch` where the batch has the sampler's
+        log-probabilities and the loss computes the policy's.
         """
         logits = forward_logits(model, batch)
         shared = SharedContext(
@@ -77,8 +112,11 @@ class RLAlgorithm:
             consume_logits=reads_shared_only(self.loss),
             wide=cast_logits_to_fp32,
             with_entropy=reads_entropy(self.loss),
+            temperature=temperature,
+            correction=self.correction,
         )
-        return scaled_loss(self.loss, logits, batch, shared)
+        loss, stats = scaled_loss(self.loss, logits, batch, shared)
+        return loss, {**stats, **mismatch_sums(shared)}
 
 
 def forward_logits(model: nn.Module, batch: Batch) -> Tensor:

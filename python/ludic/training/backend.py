@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,15 +19,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ludic.errors import ConfigError, NonFiniteError
+from ludic.inference.local_sampler import nucleus
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_logits
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.futures import TrainFuture
 from ludic.training.loss import BatchTotals, SharedContext
+from ludic.training.loss.base import needs_first_pass
 from ludic.training.memory import MemoryProfile
 from ludic.training.nonfinite import nonfinite_report
 from ludic.training.parameter_groups import parameter_groups
+from ludic.training.rng import preserved_rng
 from ludic.training.state_files import read_model, read_optimizer, write_model, write_optimizer
 from ludic.training.weights import ParamFilter, published_weights
 
@@ -62,8 +65,9 @@ class TrainingBackend(Protocol):
     def optim_step(self, *, lr_factor: float = 1.0) -> TrainFuture[dict[str, float]]:
         """Clip, step, clear the gradient. Gives `grad_norm` (before clipping) and `lr`. `NonFiniteError` leaves the weights."""
 
-    def forward_logprobs(self, batch: MicroBatch) -> TrainFuture[Tensor]:
-        """[B, T - 1] log-probability of each next token, without gradient."""
+    def forward_logprobs(self, batch: MicroBatch, *, temperature: float | None = None, top_p: float = 1.0) -> TrainFuture[Tensor]:
+        """[B, T - 1] log-probability of each next token, without gradient: at the policy's temperature, or at another, and renormalised
+        over the smallest set of tokens that reaches `top_p`."""
 
     def export_weights(self, *, param_filter: ParamFilter | None = None) -> TrainFuture[dict[str, Tensor]]:
         """What a policy server needs, by name."""
@@ -142,6 +146,7 @@ class TorchBackend:
 
     def _forward_backward(self, batch: MicroBatches, totals: BatchTotals | None) -> BackwardResult:
         self.model.train()
+        totals = self._with_first_pass(batch, totals)
         result = BackwardResult(torch.zeros((), device=self.cfg.model_device))
         for index, micro_batch in enumerate(batch):
             with self._gradient_sync(last=index == len(batch) - 1):
@@ -153,16 +158,37 @@ class TorchBackend:
         self._loss = result.loss if self._loss is None else self._loss + result.loss
         return result
 
+    @torch.no_grad()
+    def _with_first_pass(self, batch: MicroBatches, totals: BatchTotals | None) -> BatchTotals | None:
+        """`totals` with what the loss must measure on every sample before its gradient on any. Dropout draws the same masks as in the
+        pass with gradient."""
+        loss: Any = self.algo.loss
+        if totals is None or not needs_first_pass(loss) or (len(batch) == 1 and not ranks.is_distributed()):
+            return totals
+        sums: dict[str, Tensor] = {}
+        with preserved_rng(), self._autocast():
+            for micro_batch in batch:
+                found = loss.first_pass(forward_logits(self.model, micro_batch.tensors), micro_batch.tensors)
+                sums = {name: sums.get(name, 0.0) + value for name, value in found.items()}
+        everywhere = ranks.sum_over_ranks([float(value) for value in sums.values()], self.cfg.model_device)
+        measured = {name: value.new_tensor(total) for (name, value), total in zip(sums.items(), everywhere, strict=True)}
+        return replace(totals, measured=measured)
+
     def _backward(self, micro_batch: MicroBatch, totals: BatchTotals | None) -> tuple[Tensor, dict[str, Any]]:
         """Add the gradient of one micro-batch; its loss, and its statistics."""
         profile = MemoryProfile.start(self.cfg)
         with self._autocast():
             loss, stats = self.algo.compute_loss(
-                self.model, micro_batch.tensors, cast_logits_to_fp32=self.cfg.cast_logits_to_fp32, totals=totals
+                self.model, micro_batch.tensors, cast_logits_to_fp32=self.cfg.cast_logits_to_fp32, totals=totals, **self._policy
             )
         profile.after_forward()
         (loss * self._gradient_scale).backward()
         return loss.detach().float(), {**stats, **profile.after_backward()}
+
+    @property
+    def _policy(self) -> dict[str, float]:
+        """What an algorithm must know of the policy; nothing where that is the model's own, so that an older `compute_loss` serves."""
+        return {} if self.cfg.temperature == 1.0 else {"temperature": self.cfg.temperature}
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.cfg.mixed_precision_dtype is None:
@@ -218,16 +244,20 @@ class TorchBackend:
             return f"samples (rollout/step): {', '.join(name for micro in batch for name in micro.sample_names)}"
         return nonfinite_report(self.model, batch, lambda micro_batch: self._backward(micro_batch, totals)[0])
 
-    def forward_logprobs(self, batch: MicroBatch) -> TrainFuture[Tensor]:
-        return TrainFuture.of("forward_logprobs", lambda: self._forward_logprobs(batch))
+    def forward_logprobs(self, batch: MicroBatch, *, temperature: float | None = None, top_p: float = 1.0) -> TrainFuture[Tensor]:
+        return TrainFuture.of("forward_logprobs", lambda: self._forward_logprobs(batch, temperature, top_p))
 
     @torch.no_grad()
-    def _forward_logprobs(self, batch: MicroBatch) -> Tensor:
+    def _forward_logprobs(self, batch: MicroBatch, temperature: float | None, top_p: float) -> Tensor:
         training = self.model.training
         self.model.eval()
         try:
             with self._autocast():
-                return SharedContext(forward_logits(self.model, batch.tensors), batch.tensors).token_logp
+                logits = forward_logits(self.model, batch.tensors)
+                chosen = self.cfg.temperature if temperature is None else temperature
+                if top_p < 1.0:
+                    logits, chosen = _within_nucleus(logits, chosen, top_p), 1.0
+                return SharedContext(logits, batch.tensors, temperature=chosen).token_logp
         finally:
             self.model.train(training)
 
@@ -251,6 +281,12 @@ class TorchBackend:
     def _load(self, folder: Path) -> None:
         read_model(self.model, folder)
         read_optimizer(self.optimizer, self.model, folder)
+
+
+def _within_nucleus(logits: Tensor, temperature: float, top_p: float) -> Tensor:
+    """[B, T, V] float32 log-probabilities at `temperature`, renormalised over the smallest set of tokens that reaches `top_p`."""
+    rows = [nucleus(torch.log_softmax(row.float() / temperature, dim=-1), torch.tensor(top_p)) for row in logits]
+    return torch.stack(rows)
 
 
 def _is_sharded(model: nn.Module) -> bool:

@@ -115,6 +115,9 @@ class TrainerConfig:
     """Publish the weights every so many steps; 0: never."""
     mixed_precision_dtype: str | None = None
     """"bf16" runs forward passes under autocast; None computes in the model's own dtype."""
+    temperature: float = 1.0
+    """The policy is that of logits / temperature. Set it to the temperature that is sampled with, where the sampler returns the
+    log-probabilities of the distribution drawn from (vLLM's `processed_logprobs`)."""
     cast_logits_to_fp32: bool = True
     """Log-probabilities in float32, whatever the model computes in."""
     max_lag: int | None = None
@@ -196,6 +199,8 @@ class TrainerConfig:
         _require(sound, "betas", self.betas, "be two numbers in [0, 1)")
         if self.max_grad_norm is not None:
             _require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "be > 0; None turns clipping off")
+        sound = _finite(self.temperature) and self.temperature > 0
+        _require(sound, "temperature", self.temperature, "be a finite number > 0; 1 is the policy as it is")
         known = self.mixed_precision_dtype is None or self.mixed_precision_dtype in MIXED_PRECISION_DTYPES
         _require(known, "mixed_precision_dtype", self.mixed_precision_dtype, 'be "bf16", or None for the model\'s own dtype')
 

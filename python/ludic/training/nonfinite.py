@@ -31,10 +31,9 @@ def _offenders(model: nn.Module, micro_batches: Iterable[MicroBatch], backward: 
     for micro_batch in micro_batches:
         if _is_finite(model, micro_batch, backward):
             continue
-        for row in range(micro_batch.num_items):
-            alone = micro_batch.row(row)
-            if not _is_finite(model, alone, backward):
-                yield alone.sample_names[0] if alone.sample_names else f"row {row}"
+        for number, part in enumerate(micro_batch.parts()):
+            if not _is_finite(model, part, backward):
+                yield part.sample_names[0] if part.sample_names else f"row {number}"
 
 
 def _is_finite(model: nn.Module, micro_batch: MicroBatch, backward: Callable[[MicroBatch], Tensor]) -> bool:

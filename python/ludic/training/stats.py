@@ -1,7 +1,7 @@
 """Numbers about a step: means over micro-batches, with one transfer from the device, and reducers over the samples' metadata.
 
 What a key means when it is aggregated: `gpu_*` is a maximum, counts are sums, everything else is a mean weighted by samples over
-the micro-batches that have the key.
+the micro-batches that have the key; `mismatch/*` are means over action tokens.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ludic import _core
 from ludic.errors import ConfigError, DataError
+from ludic.training.loss.mismatch import LARGEST, PREFIX, is_mismatch_sum, mismatch_of
 from ludic.training.types import SAWBatch, SAWItem
 
-COUNT_KEYS = frozenset({"num_samples", "target_rollouts", "effective_rollouts", "total_completion_tokens"})
+COUNT_KEYS = frozenset({"num_samples", "target_rollouts", "effective_rollouts", "total_completion_tokens", "num_pairs"})
 KINDS = ("mean", "sum", "count_true")
 
 ReducerKind = Literal["mean", "sum", "count_true"]
@@ -164,7 +165,14 @@ def combine_micro_stats(micro_stats: Sequence[Mapping[str, Any]], sizes: Sequenc
     for stats, size in zip(micro_stats, sizes, strict=True):
         for key, value in stats.items():
             columns.setdefault(key, []).append((value.detach() if isinstance(value, Tensor) else value, float(size)))
-    return {key: _combine(key, column) for key, column in columns.items()}
+    combined = {key: _combine(key, column) for key, column in columns.items() if not is_mismatch_sum(key)}
+    sums = {key: _combined_sum(key, column) for key, column in columns.items() if is_mismatch_sum(key)}
+    return {**combined, **mismatch_of(sums)}
+
+
+def _combined_sum(key: str, column: Sequence[tuple[Any, float]]) -> Any:
+    values = torch.stack([torch.as_tensor(value) for value, _ in column])
+    return values.max() if key == f"{PREFIX}{LARGEST}" else values.sum()
 
 
 def _combine(key: str, column: Sequence[tuple[Any, float]]) -> Any:
@@ -231,12 +239,13 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def group_keys(stats: Mapping[str, float]) -> dict[str, float]:
-    """Keys under `train/`, `eval/` or `perf/`: `loss` is `train/loss`, `eval_loss` is `eval/loss`, `gpu_x` is `perf/gpu_x`."""
+    """Keys under `train/`, `eval/` or `perf/`: `loss` is `train/loss`, `eval_loss` is `eval/loss`, `gpu_x` is `perf/gpu_x`.
+    `mismatch/*` stays as it is."""
     return {_grouped(key): value for key, value in stats.items() if key != "phase"}
 
 
 def _grouped(key: str) -> str:
-    if key.startswith(("train/", "eval/", "perf/")):
+    if key.startswith(("train/", "eval/", "perf/", PREFIX)):
         return key
     if key.startswith("eval_"):
         return f"eval/{key.removeprefix('eval_')}"

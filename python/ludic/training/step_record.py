@@ -10,7 +10,9 @@ import torch
 from ludic.training import ranks
 from ludic.training.backend import BackwardResult
 from ludic.training.batching.mini_batches import PADDING_KEYS, MacroBatch, MiniBatch
+from ludic.training.batching.pair_batches import PAIR_KEYS
 from ludic.training.config import TrainerConfig
+from ludic.training.loss.mismatch import PREFIX, is_mismatch_sum
 from ludic.training.stats import COUNT_KEYS, SAMPLED_REWARD, Reducer, batch_stats, combine_micro_stats, to_host
 from ludic.training.timings import PhaseTimer
 from ludic.training.types import SAWBatch
@@ -28,12 +30,18 @@ class StepRecord:
         self._padding = dict.fromkeys(PADDING_KEYS, 0.0)
         self._skipped = 0
 
-    def add(self, result: BackwardResult, step: dict[str, float]) -> None:
-        """One optimizer step."""
+    def add(self, result: BackwardResult, step: dict[str, float], *, at_step_start: bool = True) -> None:
+        """One optimizer step. `at_step_start`: its log-probabilities are those of the weights that the training step began with; only they
+        say how far trainer and sampler are apart, the others also hold what was learnt since."""
         self._losses.append(result.loss)
         self._steps.append(step)
-        self._micro_stats.extend(result.micro_stats)
+        self._micro_stats.extend(stats if at_step_start else _without_mismatch(stats) for stats in result.micro_stats)
         self._micro_sizes.extend(result.micro_sizes)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Taken so far."""
+        return len(self._steps)
 
     def add_padding(self, mini_batch: MiniBatch) -> None:
         """Its token counts; and its collation, which ran between the passes, is batching."""
@@ -60,13 +68,15 @@ class StepRecord:
     def _counts(self) -> dict[str, float]:
         counts = {
             "optimizer_steps": float(len(self._steps)),
-            "seq_len_truncated_empty": float(self.macro.truncated_empty),
-            "samples_without_actions": float(self.macro.without_actions),
+            **self.macro.counts(),
             "zero_weight_skipped": float(self._skipped),
         }
         for key in ("zvp_filter_frac", *EPISODE_KEYS):
             if key in self.batch.meta:
                 counts[key] = float(self.batch.meta[key])
+        for key, name in (("generation_s", "perf/generation_s"), ("policy_lag", "policy_lag")):
+            if key in self.batch.meta:
+                counts[name] = float(self.batch.meta[key])
         if "avg_total_reward" in self.batch.meta:
             counts[SAMPLED_REWARD] = float(self.batch.meta["avg_total_reward"])
         return counts
@@ -74,18 +84,29 @@ class StepRecord:
 
 EPISODE_KEYS = ("num_retried_episodes", "num_failed_episodes", "num_cancelled_episodes", "num_dropped_groups")
 """What a rollout engine counts of episodes that went wrong."""
-SUMMED = COUNT_KEYS | {"loss", "seq_len_truncated_empty", "samples_without_actions", "zero_weight_skipped", *EPISODE_KEYS}
+SUMMED = COUNT_KEYS | {
+    "loss",
+    "seq_len_truncated_empty",
+    "samples_without_actions",
+    "zero_weight_skipped",
+    *EPISODE_KEYS,
+    *PAIR_KEYS,
+}
 """Over ranks. A rank's loss is already its share of the mini-batch's."""
+
+
+def _without_mismatch(stats: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in stats.items() if not is_mismatch_sum(key)}
 
 
 def reduce_over_ranks(
     stats: Mapping[str, float], reducers: Mapping[str, Reducer], device: torch.device | str
 ) -> dict[str, float]:
-    """Statistics of all ranks: `gpu_*` is a maximum, counts and sums are summed, rates by rollouts are weighted by rollouts and the
-    rest by samples. Every rank must have the same keys."""
+    """Statistics of all ranks: `gpu_*` and `mismatch/max` are maxima, counts and sums are summed, rates by rollouts are weighted by
+    rollouts and the rest by samples. Every rank must have the same keys."""
     if not ranks.is_distributed():
         return dict(stats)
-    largest = [key for key in stats if key.startswith("gpu_")]
+    largest = [key for key in stats if key.startswith("gpu_") or key == f"{PREFIX}max"]
     weights = {key: _weight(key, stats, reducers) for key in stats if key not in largest}
     weighted = ranks.sum_over_ranks([stats[key] * weight for key, weight in weights.items()], device)
     totals = ranks.sum_over_ranks(list(weights.values()), device)
@@ -99,7 +120,7 @@ def reduce_over_ranks(
 def _is_summed(key: str, reducers: Mapping[str, Reducer]) -> bool:
     reducer = reducers.get(key)
     plain_sum = reducer is not None and reducer.kind != "mean" and reducer.normalize_by is None
-    return key in SUMMED or plain_sum
+    return key in SUMMED or plain_sum or key == f"{PREFIX}tokens"
 
 
 def _weight(key: str, stats: Mapping[str, float], reducers: Mapping[str, Reducer]) -> float:

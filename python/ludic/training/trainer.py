@@ -6,10 +6,12 @@ weights, keep a checkpoint, log. What a step measures is in `step_record`, what 
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,22 +20,26 @@ from ludic.errors import CheckpointError, ConfigError, EmptyBatchError
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend import TorchBackend, TrainingBackend, build_optimizer
-from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.micro_batching import MicroBatch
+from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, Rows
 from ludic.training.batching.requests_from_dataset import RequestsExhausted
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.early_stopping import EarlyStopping
 from ludic.training.event_loop import EventLoop, awaited
+from ludic.training.futures import TrainFuture
 from ludic.training.loggers.base import TrainingLogger
 from ludic.training.lora import LoraSettings, apply_lora
 from ludic.training.loss.base import reads_shared_only, zero_weight_is_zero_gradient
+from ludic.training.preflight import Preflight
+from ludic.training.proximal import with_proximal_logps
 from ludic.training.rng import preserved_rng
 from ludic.training.run_state import restore_run, run_state
 from ludic.training.schedule import LearningRateSchedule
 from ludic.training.stats import Reducer, default_reducers, distinct_rollouts, group_keys
 from ludic.training.step_record import StepRecord
 from ludic.training.timings import PhaseTimer
-from ludic.training.types import BatchSource, SAWBatch
+from ludic.training.types import BatchSource, SAWBatch, SAWItem
 from ludic.training.weights import ParamFilter
 
 if TYPE_CHECKING:
@@ -43,6 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Stats = dict[str, float]
 LogFn = Callable[[Stats], Any]
 """A plain or a coroutine function."""
@@ -74,9 +81,11 @@ class Trainer:
         total_training_steps: int | None = None,
         backend: TrainingBackend | None = None,
         lora_config: LoraSettings | LoraConfig | None = None,
+        preflight: Preflight | None = None,
     ) -> None:
         """Without `publisher` nothing is published; asking for `sync_every_steps` as well is an error. With `lora_config`, the model gets
-        adapters (`apply_lora`), and only those and the head of a model that scores are trained.
+        adapters (`apply_lora`), and only those and the head of a model that scores are trained. `preflight` compares the first samples
+        with their sampler before the first step, and raises where the two disagree.
 
         `total_training_steps` is where the learning-rate schedule ends; without it, the `num_steps` of the first `train`.
         """
@@ -84,6 +93,7 @@ class Trainer:
         self.algo, self.batch_source, self.publisher = algo, batch_source, publisher
         self.evaluator, self.train_logger, self.param_filter = evaluator, train_logger, param_filter
         self.reducers = default_reducers() if reducers is None else reducers
+        self.preflight = preflight
         self._check(checkpointer or checkpoint_config, resume_from)
         self.model = model if lora_config is None else apply_lora(model, lora_config)
         self.sync_every_steps = (self.cfg.sync_every_steps or None) if publisher is not None else None
@@ -111,6 +121,13 @@ class Trainer:
         if self.publisher is None and self.cfg.given("sync_every_steps") and self.cfg.sync_every_steps:
             raise ConfigError(
                 f"sync_every_steps ({self.cfg.sync_every_steps}) needs a PolicyPublisher; pass publisher=, or sync_every_steps=0"
+            )
+        ahead = getattr(self.batch_source, "max_lag", 0)
+        oldest = ahead + max(1, self.cfg.sync_every_steps) - 1
+        if ahead and self.cfg.max_lag is not None and self.cfg.max_lag < oldest:
+            raise ConfigError(
+                f"max_lag ({self.cfg.max_lag}) would drop batches that are begun {ahead} ahead with sync_every_steps "
+                f"({self.cfg.sync_every_steps}) and are up to {oldest} versions old; raise it to {oldest}, or begin fewer ahead"
             )
         if self.evaluator is None and (self.cfg.eval_at_start or self.cfg.eval_every_n_steps):
             raise ConfigError("eval_at_start and eval_every_n_steps need an evaluator; pass evaluator=")
@@ -180,19 +197,29 @@ class Trainer:
         if self._publish_first:
             await self.publish(timer)
         batch, macro = await self._next_batch(timer)
+        await self._check_sampler(macro)
+        macro = await self._with_proximal(macro, timer)
         record = StepRecord(batch, macro, timer)
         for epoch in range(self.cfg.epochs_per_batch):
             for rows in macro.divide(self.cfg.minibatches_per_batch, seed=self.cfg.seed, step=self._step, epoch=epoch):
                 with timer.phase("batching"):
-                    mini_batch = MiniBatch(macro, rows, self.cfg, skip_zero_weight=self._skips_zero_weight)
+                    mini_batch = self._mini_batch(macro, rows)
                 if len(mini_batch):
-                    await self._optimize(mini_batch, record)
+                    await self._optimize(mini_batch, record, first_epoch=epoch == 0)
                 record.add_padding(mini_batch)
         self._step += 1
         if self.sync_every_steps and self._step % self.sync_every_steps == 0:
             await self.publish(timer)
         self._checkpoint(timer)
         return self._logged(record)
+
+    def _ingest(self, items: Sequence[SAWItem]) -> MacroBatch:
+        """The samples of a batch, cut, without those that have nothing to train; a subclass may keep some together."""
+        return MacroBatch.ingest(items, self.cfg.max_seq_len, merge_turns=self._merges_turns)
+
+    def _mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
+        """The samples at `rows`, split into micro-batches and collated as they are asked for."""
+        return MiniBatch(macro, rows, self.cfg, skip_zero_weight=self._skips_zero_weight)
 
     @property
     def _skips_zero_weight(self) -> bool:
@@ -213,10 +240,11 @@ class Trainer:
                 fetched, stale = fetched + len(given.items), stale + len(given.items) - len(batch.items)
                 if self.algo.preprocess is not None and batch.items:
                     batch = await awaited(self.algo.preprocess(batch))
-                macro = MacroBatch.ingest(batch.items, self.cfg.max_seq_len, merge_turns=self._merges_turns)
+                macro = self._ingest(batch.items)
             if macro.items:
                 batch.items = macro.items
                 batch.meta["effective_rollouts"] = distinct_rollouts(macro.items)
+                batch.meta.update(self._lag(macro.items))
                 return batch, macro
             logger.warning("a batch of %d samples has none to train on; fetching another", len(given.items))
         raise EmptyBatchError(
@@ -229,12 +257,44 @@ class Trainer:
         version = meta.get("policy_version")
         return self.cfg.max_lag is not None and version is not None and self._step - version > self.cfg.max_lag
 
-    async def _optimize(self, mini_batch: MiniBatch, record: StepRecord) -> None:
+    def _lag(self, items: Sequence[SAWItem]) -> dict[str, float]:
+        """How many versions the samples are behind the weights, on average; nothing where versions are not published or not known."""
+        versions = [item.meta["policy_version"] for item in items if item.meta.get("policy_version") is not None]
+        return {"policy_lag": self._step - sum(versions) / len(versions)} if versions and self.sync_every_steps else {}
+
+    async def _optimize(self, mini_batch: MiniBatch, record: StepRecord, *, first_epoch: bool) -> None:
+        at_start = first_epoch and (record.optimizer_steps == 0 or mini_batch.batch.proximal is not None)
         with record.timer.phase("forward_backward"):
-            result = await self.backend.forward_backward(mini_batch, totals=mini_batch.totals).result()
+            result = await self._compute(lambda: self.backend.forward_backward(mini_batch, totals=mini_batch.totals))
         with record.timer.phase("optimizer"):
-            step = await self.backend.optim_step(lr_factor=self.schedule.factor(self._step)).result()
-        record.add(result, step)
+            step = await self._compute(lambda: self.backend.optim_step(lr_factor=self.schedule.factor(self._step)))
+        record.add(result, step, at_step_start=at_start)
+
+    @property
+    def _overlaps(self) -> bool:
+        return bool(getattr(self.batch_source, "overlaps", False))
+
+    async def _compute(self, operation: Callable[[], TrainFuture[T]]) -> T:
+        """What the backend gives. Where batches are generated meanwhile, it computes in a thread, and the event loop is theirs."""
+        future = await asyncio.to_thread(operation) if self._overlaps else operation()
+        return await future.result()
+
+    async def _with_proximal(self, macro: MacroBatch, timer: PhaseTimer) -> MacroBatch:
+        """A correction needs the log-probabilities of the step's beginning; from the second optimizer step on they must be kept."""
+        if self.algo.correction is None or self.cfg.minibatches_per_batch * self.cfg.epochs_per_batch == 1:
+            return macro
+
+        async def forward(micro_batch: MicroBatch) -> torch.Tensor:
+            return await self._compute(lambda: self.backend.forward_logprobs(micro_batch))
+
+        with timer.phase("forward_backward"):
+            return await with_proximal_logps(macro, self.cfg, forward, skip_zero_weight=self._skips_zero_weight)
+
+    async def _check_sampler(self, macro: MacroBatch) -> None:
+        """Once, with the first samples that are trained. All ranks stop where one of them has to."""
+        check, self.preflight = self.preflight, None
+        if check is not None:
+            await check(self.backend, self.cfg, macro.items)
 
     async def publish(self, timer: PhaseTimer | None = None) -> None:
         """Hand the weights to the publisher as version `current_step`."""
@@ -244,9 +304,14 @@ class Trainer:
         with (timer or PhaseTimer()).phase("publish"):
             weights = await self.backend.export_weights(param_filter=self.param_filter).result()
             if ranks.rank() == 0:
-                await awaited(publisher.publish(weights, version=self._step))
+                await self._push(publisher, weights)
             ranks.barrier()
         self._publish_first = False
+
+    async def _push(self, publisher: Any, weights: Mapping[str, torch.Tensor]) -> None:
+        """To the publisher; in a thread while batches are generated, which go on meanwhile."""
+        push = functools.partial(publisher.publish, weights, version=self._step)
+        await awaited(await asyncio.to_thread(push) if self._overlaps else push())
 
     def _checkpoint(self, timer: PhaseTimer) -> None:
         if self.checkpointer is not None and self.checkpointer.should_save(self._step):
@@ -295,13 +360,14 @@ class Trainer:
         concurrency: int | None = None,
         log_fn: LogFn | None = None,
     ) -> dict[str, Any]:
-        """Evaluate on rank 0: `records` and `metrics`, empty on the others. What is not given here or in the config is the
-        evaluator's to decide. Random generators are left as they were."""
+        """Evaluate on rank 0: `records` and `metrics`, empty on the others; on all ranks with an evaluator that says
+        `on_all_ranks`. What is not given here or in the config is the evaluator's to decide. Random generators are left as they
+        were."""
         if self.evaluator is None:
             raise ConfigError("the trainer has no evaluator; pass evaluator=")
         records: list[Any] = []
         metrics: Stats = {}
-        if ranks.rank() == 0:
+        if ranks.rank() == 0 or getattr(self.evaluator, "on_all_ranks", False):
             with preserved_rng():
                 records, metrics = await self.evaluator.eval(
                     reducers=reducers,
@@ -311,7 +377,7 @@ class Trainer:
                 )
             self.last_eval = {f"eval/{name}": value for name, value in metrics.items()} | {"eval/step": float(self._step)}
             self._log(self.last_eval)
-            if log_fn is not None:
+            if log_fn is not None and ranks.rank() == 0:
                 await awaited(log_fn(self.last_eval))
         ranks.barrier()
         return {"records": records, "metrics": metrics}

@@ -1,5 +1,7 @@
 """The law of the project: however a batch is split, laid out and ordered, the gradient is that of the unsplit batch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -9,6 +11,7 @@ from ludic.training.algorithm import RLAlgorithm
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.loss import (
     BatchTotals,
+    BradleyTerryLoss,
     CISPOLoss,
     ClippedSurrogateLoss,
     CompositeLoss,
@@ -133,3 +136,57 @@ def test_a_transformer_gives_the_same_gradient_padded_split_and_padding_free(nam
     totals = totals_of(samples)
     torch.testing.assert_close(flat([samples[:2], samples[2:3], samples[3:]], padded, totals), whole, rtol=0, atol=1e-6)
     torch.testing.assert_close(flat([samples[4:], samples[:4]], packed, totals), whole, rtol=0, atol=1e-6)
+
+
+PREFERENCE_LOSSES = {
+    "bradley-terry": BradleyTerryLoss(beta=0.7, label_smoothing=0.1, score_type="logprob"),
+    "bradley-terry with l1": BradleyTerryLoss(regularization_lambda=0.3, regularization_type="l1", score_type="logprob"),
+    "bradley-terry with l2": BradleyTerryLoss(regularization_lambda=0.3, score_type="logprob"),
+    "bradley-terry with small scores": BradleyTerryLoss(score_regularization_lambda=0.01, score_type="logprob"),
+    "bradley-terry and cross entropy": CompositeLoss(
+        [
+            LossTerm("bt", BradleyTerryLoss(regularization_lambda=0.3, score_type="logprob")),
+            LossTerm("sft", MaskedCausalLMCrossEntropyLoss(length_normalize=False, normalizer="tokens"), 0.2),
+        ]
+    ),
+}
+
+
+@st.composite
+def partitions_of_pairs(draw):
+    """Pairs in some order, the rejected sample first in some, cut into micro-batches between pairs."""
+    count = draw(st.integers(1, 6))
+    samples = rows(2 * count, seed=draw(st.integers(0, 10_000)))
+    pairs = []
+    for pair in range(count):
+        halves = [{**samples[2 * pair + k], "meta": (pair, role, pair % 3 / 2)} for k, role in enumerate(("chosen", "rejected"))]
+        pairs.append(halves[::-1] if draw(st.booleans()) else halves)
+    order = draw(st.permutations(range(count)))
+    cuts = sorted(draw(st.sets(st.integers(1, max(1, count - 1)))) & set(range(1, count)))
+    bounds = zip([0, *cuts], [*cuts, count], strict=True)
+    return [half for pair in pairs for half in pair], [[half for index in order[a:b] for half in pairs[index]] for a, b in bounds]
+
+
+def with_meta(collate):
+    def collated(part):
+        columns = zip(*(sample["meta"] for sample in part), strict=True)
+        return {**collate(part), "meta": dict(zip(("pair_id", "role", "label"), map(list, columns), strict=True))}
+
+    return collated
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+@given(drawn=partitions_of_pairs(), layout=st.sampled_from(["padded", "padding-free"]))
+def test_the_gradient_does_not_depend_on_how_pairs_are_split(name, drawn, layout):
+    samples, parts = drawn
+    loss = PREFERENCE_LOSSES[name]
+    whole, value = gradient(loss, [samples], with_meta(padded))
+    collate = with_meta(packed if layout == "padding-free" else padded)
+    totals = replace(totals_of(samples), num_pairs=len(samples) / 2)
+    if getattr(loss, "needs_first_pass", False):
+        model = Bigram()
+        found = [loss.first_pass(model(batch["input_ids"]), batch) for batch in map(collate, parts)]
+        totals = replace(totals, measured={"squared_margins": sum(sums["squared_margins"] for sums in found).detach()})
+    split, total = gradient(loss, parts, collate, totals)
+    torch.testing.assert_close(split, whole, rtol=0, atol=1e-6 * max(1.0, whole.abs().max().item()))
+    assert total == pytest.approx(value, abs=1e-5, rel=1e-5)

@@ -14,6 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ludic.distributed.adapters.reward_model import (
+    RMPublisherAdapter as RMPublisherAdapter,
+    create_rm_publisher as create_rm_publisher,
+)
 from ludic.distributed.checkpoint_folder import CheckpointFolder
 from ludic.distributed.fan_out import failed_servers, on_each, urls
 from ludic.distributed.interfaces import PolicyPublisher, WeightMetadata

@@ -1,10 +1,11 @@
-"""Tic-tac-toe: the rules, perfect play, opponents as plain policies, and an environment in which one agent plays against one."""
+"""Tic-tac-toe: the rules, perfect play, opponents as plain policies, one agent against one, or two agents."""
 
 from ludic.envs.tictactoe.env import TicTacToeEnv
 from ludic.envs.tictactoe.opponents import MixedOpponent, Opponent, PerfectOpponent, RandomOpponent
 from ludic.envs.tictactoe.perfect_play import optimal_moves, value
 from ludic.envs.tictactoe.rules import EMPTY, Board, cell_name, legal_moves, play, read_cell, to_move, winner
 from ludic.envs.tictactoe.text import BoardText, GameText, MoveText
+from ludic.envs.tictactoe.two_players import TwoPlayerTicTacToeEnv
 
 __all__ = [
     "EMPTY",
@@ -17,6 +18,7 @@ __all__ = [
     "PerfectOpponent",
     "RandomOpponent",
     "TicTacToeEnv",
+    "TwoPlayerTicTacToeEnv",
     "cell_name",
     "legal_moves",
     "optimal_moves",

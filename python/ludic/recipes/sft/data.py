@@ -11,13 +11,13 @@ from typing import Any, cast
 
 import numpy as np
 
+from ludic.data.sources import read_table
 from ludic.envs.tasks import as_episodic
 from ludic.errors import ConfigError
 from ludic.recipes.build import build_task
 from ludic.recipes.run_directory import write_text
 from ludic.recipes.sft.schema import SFTRecipe, paths_of
 from ludic.training.batching.chat_template import AssistantTurns
-from ludic.training.batching.jsonl import read_jsonl
 from ludic.training.batching.sft_items import Row, SFTItems
 from ludic.training.types import SAWItem
 
@@ -115,7 +115,8 @@ def _demonstrations(recipe: SFTRecipe, tokenizer: Any) -> Rows:
 
 def _read(setting: Any, name: str) -> Rows:
     paths: Sequence[Path] = paths_of(setting, name)
-    rows: Rows = [row for path in paths for row in read_jsonl(path)]
+    tables = [read_table(str(path)) for path in paths]
+    rows: Rows = [(table.where(index), row) for table in tables for index, row in enumerate(table.rows)]
     if not rows:
         raise ConfigError(f"{name}: there are no rows in {', '.join(map(str, paths))}")
     return rows

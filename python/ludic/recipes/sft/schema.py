@@ -107,5 +107,5 @@ def paths_of(setting: Any, name: str) -> list[Path]:
     """The files of `data` or `heldout_data`."""
     given = [setting] if isinstance(setting, str) else setting
     if not isinstance(given, list) or not given or not all(isinstance(path, str) for path in given):
-        raise ConfigError(f"{name} ({setting}) must be the path of a JSONL file, or a list of paths: {name}=[a.jsonl,b.jsonl]")
+        raise ConfigError(f"{name} ({setting}) must be the path of a file, or a list of paths: {name}=[a.jsonl,b.parquet]")
     return [Path(path).expanduser() for path in given]

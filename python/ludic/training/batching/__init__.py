@@ -18,6 +18,16 @@ _HOMES = {
         "split_items_by_token_budget",
     ),
     "offline": ("OfflineBatchSource", "make_chat_template_step_to_item"),
+    "overlapped": ("OverlappedSource",),
+    "pair_batches": ("preference_batches",),
+    "preference": (
+        "collate_preference_items",
+        "compute_pair_loss_scale",
+        "count_pairs_in_items",
+        "group_preference_pairs",
+        "split_preference_pairs_by_token_budget",
+        "validate_preference_batch",
+    ),
     "requests_from_dataset": (
         "RequestsExhausted",
         "make_dataset_queue_requests_fn",
@@ -59,6 +69,16 @@ if TYPE_CHECKING:
     from ludic.training.batching.offline import (
         OfflineBatchSource as OfflineBatchSource,
         make_chat_template_step_to_item as make_chat_template_step_to_item,
+    )
+    from ludic.training.batching.overlapped import OverlappedSource as OverlappedSource
+    from ludic.training.batching.pair_batches import preference_batches as preference_batches
+    from ludic.training.batching.preference import (
+        collate_preference_items as collate_preference_items,
+        compute_pair_loss_scale as compute_pair_loss_scale,
+        count_pairs_in_items as count_pairs_in_items,
+        group_preference_pairs as group_preference_pairs,
+        split_preference_pairs_by_token_budget as split_preference_pairs_by_token_budget,
+        validate_preference_batch as validate_preference_batch,
     )
     from ludic.training.batching.requests_from_dataset import (
         RequestsExhausted as RequestsExhausted,

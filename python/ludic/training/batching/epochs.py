@@ -30,18 +30,22 @@ class ItemBatchSource:
         seed: int = 42,
         drop_last: bool = False,
         name: str = "offline",
+        unit: int = 1,
     ) -> None:
-        """`drop_last` leaves the last batch of a pass out where it is not full. `name` is the batches' `source`."""
+        """`drop_last` leaves the last batch of a pass out where it is not full. `name` is the batches' `source`. `unit` neighbouring
+        items are one sample, which stays whole: 2 for preference pairs."""
         if not items:
             raise ConfigError("there are no samples to make batches of")
+        if len(items) % unit:
+            raise ConfigError(f"{len(items)} items are no whole number of samples of {unit} items each")
         if batch_size <= 0:
             raise ConfigError(f"batch_size ({batch_size}) must be positive")
         self.items, self.batch_size, self.shuffle, self.seed, self.drop_last = items, batch_size, shuffle, seed, drop_last
-        self._name = name
+        self._name, self._unit = name, unit
         self._world, self._rank = ranks.world_size(), ranks.rank()
         if drop_last and self._share < batch_size:
             raise ConfigError(
-                f"drop_last with {len(items)} samples over {self._world} rank(s) leaves no batch of batch_size ({batch_size}); "
+                f"drop_last with {len(self)} samples over {self._world} rank(s) leaves no batch of batch_size ({batch_size}); "
                 "lower batch_size or keep the last batch"
             )
         self._digest: str | None = None
@@ -61,7 +65,7 @@ class ItemBatchSource:
 
     def __len__(self) -> int:
         """Samples of one pass, over all ranks."""
-        return len(self.items)
+        return len(self.items) // self._unit
 
     @property
     def num_batches_per_epoch(self) -> int:
@@ -76,18 +80,19 @@ class ItemBatchSource:
     @property
     def _share(self) -> int:
         """Samples of each rank in one pass."""
-        return len(self.items) // self._world if self.drop_last else -(-len(self.items) // self._world)
+        return len(self) // self._world if self.drop_last else -(-len(self) // self._world)
 
     def _next(self) -> SAWBatch:
         number, index = divmod(self.batches, self.num_batches_per_epoch)
         order = self._order_of(number)
-        chosen = [self.items[row] for row in order[index * self.batch_size : (index + 1) * self.batch_size]]
+        samples = order[index * self.batch_size : (index + 1) * self.batch_size]
+        chosen = [self.items[row] for sample in samples for row in range(sample * self._unit, (sample + 1) * self._unit)]
         self.batches += 1
         return SAWBatch(chosen, _meta(chosen, epoch=number, source=self._name))
 
     def _order_of(self, number: int) -> Any:
         if number != self._pass:
-            count = len(self.items)
+            count = len(self)
             whole = np.random.default_rng([self.seed, number]).permutation(count) if self.shuffle else np.arange(count)
             self._order = np.resize(whole, self._share * self._world)[self._rank :: self._world]
             self._pass = number
@@ -110,7 +115,7 @@ class ItemBatchSource:
         if self._digest is None:
             self._digest = _digest(self.items)
         settings = {"batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed, "drop_last": self.drop_last}
-        return {"num_samples": len(self.items), **settings, "world_size": self._world, "digest": self._digest}
+        return {"num_samples": len(self), **settings, "world_size": self._world, "digest": self._digest}
 
 
 def _digest(items: Sequence[SAWItem]) -> str:

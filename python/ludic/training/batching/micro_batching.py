@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,13 +27,17 @@ class MicroBatch:
     >>> MicroBatch({"input_ids": ids_BT, "attention_mask": ..., "action_mask": ..., "weight": weight_B}, num_items=4)
     """
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Any]
     """Padded `[B, T]`, or padding-free `[1, S]` with `cu_seqlens` `[B + 1]`. Where samples share a row, `turns` `[N, 3]` has the row,
-    begin and end of each."""
+    begin and end of each. Preference samples have a `meta` beside their tensors."""
     num_items: int
     """N: samples, as many as rows unless some share one."""
     sample_names: tuple[str, ...] = ()
     """`rollout_id/step_index` of each sample, for error messages; may be empty."""
+
+    def parts(self) -> Iterator[MicroBatch]:
+        """The least that a loss can be computed on, one after another: here each sample alone."""
+        return (self.row(index) for index in range(self.num_items))
 
     def row(self, index: int) -> MicroBatch:
         """The sample at `index` alone."""
@@ -137,7 +141,7 @@ def _truncated_attachments(attachments: SampleAttachments, actions: int) -> Samp
 def split_items_by_token_budget(items: Sequence[SAWItem], *, micro_token_budget: int, max_seq_len: int) -> list[list[SAWItem]]:
     """Greedy micro-batches: cut to `max_seq_len`, sort by length (stable), open a new one when `longest * rows` would
     exceed the budget."""
-    _check_limits(micro_token_budget, max_seq_len)
+    check_limits(micro_token_budget, max_seq_len)
     if not items:
         return []
     cut = [truncate_item(item, max_seq_len) for item in items]
@@ -155,7 +159,7 @@ def collate_micro_batches(
     max_seq_len: int,
 ) -> list[MicroBatch]:
     """`split_items_by_token_budget`, collated. The items are read once."""
-    _check_limits(micro_token_budget, max_seq_len)
+    check_limits(micro_token_budget, max_seq_len)
     if not items:
         return []
     table = _core.SampleTable.from_items(items).truncate(max_seq_len)
@@ -164,7 +168,8 @@ def collate_micro_batches(
     return [MicroBatch(to_tensors(columns, device), rows) for columns, rows in collated]
 
 
-def _check_limits(micro_token_budget: int, max_seq_len: int) -> None:
+def check_limits(micro_token_budget: int, max_seq_len: int) -> None:
+    """Raise ConfigError unless both are positive, and BudgetError unless a sample of full length fits."""
     for name, value in (("micro_token_budget", micro_token_budget), ("max_seq_len", max_seq_len)):
         if value <= 0:
             raise ConfigError(f"{name} ({value}) must be > 0")

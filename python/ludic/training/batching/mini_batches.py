@@ -7,9 +7,9 @@ through the model at once; it is collated when it is asked for, so that only one
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from ludic.training import ranks
 from ludic.training.batching.micro_batching import MicroBatch, to_tensors, truncate_item
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
+from ludic.training.loss.base import as_collated
 from ludic.training.types import SAWItem
 
 Rows = NDArray[np.int64]
@@ -43,6 +44,9 @@ class MacroBatch:
     """Samples dropped because the cut left no action token to predict."""
     without_actions: int
     """Samples dropped because they never had one."""
+    proximal: Mapping[int, Tensor] | None = None
+    """By row: log-probabilities [A] of the sample's action tokens under the weights that the step began with. Known where a correction
+    needs them in more than one optimizer step."""
 
     @classmethod
     def ingest(cls, items: Sequence[SAWItem], max_seq_len: int, *, merge_turns: bool = False) -> MacroBatch:
@@ -60,6 +64,14 @@ class MacroBatch:
             kept, table = [kept[index] for index in rows], table.select(rows)
         return cls(kept, table, int((cut & ~trained).sum()), int((~cut & ~trained).sum()))
 
+    def counts(self) -> dict[str, float]:
+        """What was dropped on the way in, by the key that is logged."""
+        return {"seq_len_truncated_empty": float(self.truncated_empty), "samples_without_actions": float(self.without_actions)}
+
+    def groups(self) -> list[list[int]]:
+        """Rows that belong together, in order of first appearance: a group, a pair, or the steps of one rollout."""
+        return grouped(atom(item, row) for row, item in enumerate(self.items))
+
     def divide(self, count: int, *, seed: int, step: int, epoch: int) -> list[Rows]:
         """Rows of each of `count` mini-batches, of as equal size as whole groups allow.
 
@@ -68,7 +80,7 @@ class MacroBatch:
         """
         if count == 1:
             return [np.arange(len(self.items))]
-        groups = _groups(self.items)
+        groups = self.groups()
         order = np.random.default_rng([seed, step, epoch]).permutation(len(groups))
         parts: list[list[int]] = [[] for _ in range(count)]
         placed = 0
@@ -83,15 +95,16 @@ class MacroBatch:
         return f"{meta.get('rollout_id', f'sample {row}')}/{meta.get('step_index', 0)}"
 
 
-def _groups(items: Sequence[SAWItem]) -> list[list[int]]:
-    """Rows that belong together, in order of first appearance: a group, a pair, or the steps of one rollout."""
-    groups: dict[Any, list[int]] = {}
-    for row, item in enumerate(items):
-        groups.setdefault(_atom(item, row), []).append(row)
+def grouped(keys: Iterable[Hashable]) -> list[list[int]]:
+    """Rows with one key, in order of first appearance."""
+    groups: dict[Hashable, list[int]] = {}
+    for row, key in enumerate(keys):
+        groups.setdefault(key, []).append(row)
     return list(groups.values())
 
 
-def _atom(item: SAWItem, row: int) -> tuple[str, Any]:
+def atom(item: SAWItem, row: int) -> tuple[str, Any]:
+    """What `item` belongs to."""
     group = (item.meta.get("request_meta") or {}).get("group_id")
     if group is not None:
         return "group", group
@@ -99,6 +112,17 @@ def _atom(item: SAWItem, row: int) -> tuple[str, Any]:
         if item.meta.get(key) is not None:
             return key, item.meta[key]
     return "row", row
+
+
+class Packing(Protocol):
+    """Which samples go through the model together. `_core.Plan` is one."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Rows: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def padded_tokens(self) -> int: ...
 
 
 class MiniBatch:
@@ -114,7 +138,7 @@ class MiniBatch:
         """Samples that go through the model."""
         self.num_skipped = len(rows) - len(self.rows)
         """Samples of weight zero that do not."""
-        self.totals = batch_totals(batch.table, rows, cfg.model_device)
+        self.totals = self._totals(rows)
         """Of all samples, the skipped ones and other ranks' among them."""
         self.collate_s = 0.0
         """Seconds spent on collation so far."""
@@ -122,7 +146,7 @@ class MiniBatch:
         """Where each row of the model begins in `rows`, and the end of the last."""
         self.lengths = np.ascontiguousarray(batch.table.lengths[self.rows[self.lines[1:] - 1]])
         """Tokens of each row of the model: those of its last sample."""
-        self.plan = plan(self.lengths, cfg) if len(self.rows) else None
+        self.plan: Packing | None = self._planned() if len(self.rows) else None
         # Where every sample weighs zero and is left out, one weightless row stands for them: the optimizer steps as it would.
         own = len(self.plan) if self.plan is not None else min(1, len(rows))
         self.num_micro_batches = int(ranks.max_over_ranks([own], cfg.model_device)[0])
@@ -138,12 +162,28 @@ class MiniBatch:
             self.collate_s += time.perf_counter() - started
             yield micro_batch
 
-    def _collate(self, index: int) -> MicroBatch:
+    def rows_of(self, index: int) -> Rows:
+        """The samples of a micro-batch, in its order; none for one that only keeps this rank in step."""
         if self.plan is None or index >= len(self.plan):
-            return _weightless(self._micro_batch(np.zeros(1, dtype=np.int64)))
+            return np.zeros(0, dtype=np.int64)
         begins = self.lines[self.plan[index]]
         counts = self.lines[self.plan[index] + 1] - begins
-        return self._micro_batch(self.rows[np.arange(counts.sum()) + np.repeat(begins - (counts.cumsum() - counts), counts)])
+        return self.rows[np.arange(counts.sum()) + np.repeat(begins - (counts.cumsum() - counts), counts)]
+
+    def _totals(self, rows: Rows) -> BatchTotals:
+        return batch_totals(self.batch.table, rows, self.cfg.model_device)
+
+    def _planned(self) -> Packing:
+        """How the rows of the model are packed."""
+        return plan(self.lengths, self.cfg)
+
+    def _planned_greedily(self) -> Packing:
+        """For comparison."""
+        return _core.plan_greedy(self.lengths, self.cfg.micro_token_budget)
+
+    def _collate(self, index: int) -> MicroBatch:
+        rows = self.rows_of(index)
+        return self._micro_batch(rows) if len(rows) else _weightless(self._micro_batch(np.zeros(1, dtype=np.int64)))
 
     def _micro_batch(self, rows: Rows) -> MicroBatch:
         table = self.batch.table
@@ -152,13 +192,16 @@ class MiniBatch:
         else:
             columns = table.collate(rows, self.cfg.pad_token_id)
         names = tuple(self.batch.name(row) for row in rows)
-        return MicroBatch(to_tensors(columns, self.cfg.model_device), len(rows), names)
+        tensors = to_tensors(columns, self.cfg.model_device)
+        if self.batch.proximal is not None:
+            tensors["proximal_logps"] = as_collated([self.batch.proximal.get(int(row)) for row in rows], tensors)
+        return MicroBatch(tensors, len(rows), names)
 
     def padding(self) -> dict[str, float]:
         """Tokens: real ones, computed ones, and what would be computed by the greedy plan and by padding all to the longest."""
         if self.plan is None:
             return dict.fromkeys(PADDING_KEYS, 0.0)
-        greedy = _core.plan_greedy(self.lengths, self.cfg.micro_token_budget)
+        greedy = self._planned_greedily()
         unpacked = len(self.lengths) * int(self.lengths.max())
         counts = (self.plan.num_tokens, self.plan.padded_tokens, greedy.padded_tokens, unpacked, len(self.plan))
         return dict(zip(PADDING_KEYS, map(float, counts), strict=True))
@@ -188,23 +231,26 @@ def plan(lengths: NDArray[np.int32], cfg: TrainerConfig) -> _core.Plan:
     return _core.plan_optimal(lengths, cfg.micro_token_budget, cfg.overhead_tokens)
 
 
-def batch_totals(table: _core.SampleTable, rows: Rows, device: torch.device | str) -> BatchTotals:
-    """Totals of the samples at `rows`, summed over ranks."""
+def batch_totals(
+    table: _core.SampleTable, rows: Rows, device: torch.device | str, *, num_pairs: float | None = None
+) -> BatchTotals:
+    """Totals of the samples at `rows`, summed over ranks. Without `num_pairs` two samples are one."""
+    pairs = len(rows) / 2 if num_pairs is None else num_pairs
     weights, targets = table.weights[rows], table.target_counts[rows]
     if not ranks.is_distributed():
-        return BatchTotals.from_columns(weights, targets, num_pairs=len(rows) / 2)
+        return BatchTotals.from_columns(weights, targets, num_pairs=pairs)
     wide = weights.astype(np.float64)
-    sums = ranks.sum_over_ranks([len(rows), float(targets.sum()), float(wide.sum())], device)
+    sums = ranks.sum_over_ranks([len(rows), float(targets.sum()), float(wide.sum()), pairs], device)
     mean = sums[2] / max(sums[0], 1.0)
     [squares] = ranks.sum_over_ranks([float(((wide - mean) ** 2).sum())], device)
     deviation = float(np.sqrt(squares / max(sums[0], 1.0)))
-    return BatchTotals(sums[0], sums[1], weight_mean=mean, weight_std=deviation, num_pairs=sums[0] / 2)
+    return BatchTotals(sums[0], sums[1], weight_mean=mean, weight_std=deviation, num_pairs=sums[3])
 
 
 def _weightless(micro_batch: MicroBatch) -> MicroBatch:
     """A row that keeps this rank in step and adds nothing: no action, no weight, and no item in any count."""
     silent = {"action_mask", "weight", "actor_logps", "old_logp_action"}
-    tensors: dict[str, Tensor] = {
+    tensors: dict[str, Any] = {
         name: torch.zeros_like(value) if name in silent else value for name, value in micro_batch.tensors.items()
     }
     return MicroBatch(tensors, 0, micro_batch.sample_names)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.envs.env import LudicEnv
-from ludic.errors import ConfigError, RolloutError
+from ludic.errors import ConfigError, LudicError, RolloutError
 from ludic.inference.request import ReturnSpec
 from ludic.interaction.base import InteractionProtocol
 from ludic.training.algorithm import RLAlgorithm
@@ -339,8 +339,13 @@ def _without_failed_groups(episodes: Sequence[_Episode]) -> PlayedRollouts:
         num_dropped_groups=len(lost),
     )
     for episode in failed[:SHOWN_FAILURES]:
+        ours = isinstance(episode.error, LudicError)  # what such an error says is enough
         logger.error(
-            "episode %d failed %d times; its group is left out", episode.index, episode.retries + 1, exc_info=episode.error
+            "episode %d failed %d times; its group is left out: %s",
+            episode.index,
+            episode.retries + 1,
+            episode.error,
+            exc_info=None if ours else episode.error,
         )
     if len(failed) > SHOWN_FAILURES:
         logger.error("%d more episodes failed", len(failed) - SHOWN_FAILURES)

@@ -23,6 +23,7 @@ from ludic.errors import DataError
 from ludic.training.batching.chat_template import AssistantTurns, ChatTokenizer, ChatTokens
 from ludic.training.batching.rollout_log import rollout_of
 from ludic.training.batching.samples import sample_from_step
+from ludic.training.batching.text_tokens import prompt_and_completion
 from ludic.training.types import SAWItem
 from ludic.types import is_list_of
 
@@ -74,19 +75,7 @@ class SFTItems:
                 f"{where}: prompt and completion must both be text or both be lists of messages, not {type(prompt).__name__} and "
                 f"{type(completion).__name__}"
             )
-        return [self._text(prompt, completion, where)]
-
-    def _text(self, prompt: str, completion: str, where: str) -> ChatTokens:
-        """Prompt, completion and end token. Where the tokenizer merges across the border, the two are tokenised apart: the policy, too,
-        will see the prompt alone."""
-        before, joint = self._ids(prompt), self._ids(prompt + completion)
-        after = joint[len(before) :] if joint[: len(before)] == before else self._ids(completion)
-        if not after:
-            raise DataError(f"{where} has an empty completion; leave the row out")
-        return ChatTokens([*before, *after, self.tokenizer.eos_token_id], [0] * len(before) + [1] * (len(after) + 1))
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return [prompt_and_completion(self.tokenizer, prompt, completion, where)]
 
 
 def _traces(row: Row, where: str) -> list[ChatTokens]:

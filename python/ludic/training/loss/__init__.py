@@ -3,6 +3,7 @@
 from ludic.training.loss.base import (
     Batch,
     BatchTotals,
+    Correction,
     Loss,
     Normalizer,
     SharedContext,
@@ -11,6 +12,12 @@ from ludic.training.loss.base import (
 from ludic.training.loss.cispo import CISPOLoss
 from ludic.training.loss.clipped import ClippedSurrogateLoss, TokenClippedSurrogateLoss
 from ludic.training.loss.composite import CompositeLoss, LossTerm
+from ludic.training.loss.correction import (
+    IcePop,
+    MaskedImportanceSampling,
+    TruncatedImportanceSampling,
+    correction_of,
+)
 from ludic.training.loss.functional import (
     compute_logp_action,
     compute_token_entropy,
@@ -20,6 +27,7 @@ from ludic.training.loss.functional import (
 )
 from ludic.training.loss.gmpo import GMPOLoss
 from ludic.training.loss.kl import EntropyBonus, KLLoss, TokenKLLoss
+from ludic.training.loss.preference import BradleyTerryLoss
 from ludic.training.loss.reinforce import ReinforceBaselineLoss, ReinforceLoss
 from ludic.training.loss.sapo import SAPOLoss
 from ludic.training.loss.supervised import MaskedCausalLMCrossEntropyLoss
@@ -27,15 +35,19 @@ from ludic.training.loss.supervised import MaskedCausalLMCrossEntropyLoss
 __all__ = [
     "Batch",
     "BatchTotals",
+    "BradleyTerryLoss",
     "CISPOLoss",
     "ClippedSurrogateLoss",
     "CompositeLoss",
+    "Correction",
     "EntropyBonus",
     "GMPOLoss",
+    "IcePop",
     "KLLoss",
     "Loss",
     "LossTerm",
     "MaskedCausalLMCrossEntropyLoss",
+    "MaskedImportanceSampling",
     "Normalizer",
     "ReinforceBaselineLoss",
     "ReinforceLoss",
@@ -43,10 +55,12 @@ __all__ = [
     "SharedContext",
     "TokenClippedSurrogateLoss",
     "TokenKLLoss",
+    "TruncatedImportanceSampling",
     "compute_logp_action",
     "compute_token_entropy",
     "compute_token_logp",
     "compute_token_logp_and_entropy",
+    "correction_of",
     "scaled_loss",
     "selective_log_softmax",
 ]

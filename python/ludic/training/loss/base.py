@@ -10,8 +10,8 @@ Shapes: B rows, T tokens, V vocabulary, S tokens of a padding-free batch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -27,17 +27,26 @@ from ludic.training.loss.functional import (
     compute_token_logp,
     compute_token_logp_and_entropy,
     masked,
+    with_scaled_gradient,
 )
 
 Batch = Mapping[str, Any]
 """A collated micro-batch. Padded: `input_ids`, `attention_mask`, `action_mask` [B, T], `weight` [B], and with log-probabilities of
 the actor `actor_logps` [B, T], `old_logp_action` [B]. Padding-free: rows stand one behind another in [1, S], `cu_seqlens` [B + 1]
 says where each begins. With `turns` [N, 3] several samples share a row: N samples, of which each has a weight, and its row, begin
-and end are in `turns`."""
+and end are in `turns`. Preference samples have `meta`, lists of B `pair_id`, `role` and `label`."""
 Stats = dict[str, Any]
 """Detached scalars on the device of the logits."""
 Normalizer = Literal["samples", "tokens", "pairs"]
 """What a loss is a mean over."""
+
+
+class Correction(Protocol):
+    """Weighs tokens by how far the trainer and the sampler are apart on them (`correction`)."""
+
+    def weights(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        """[B, T - 1] weights, from log pi_trainer - log pi_sampler at the same weights [B, T - 1], 0 off the actions, and the mask."""
+        ...
 
 
 class Loss(Protocol):
@@ -48,6 +57,10 @@ class Loss(Protocol):
     False): whether the logits are read through `shared` alone, so that their memory can be used again in the backward pass; set it to
     False on an instance to keep the logits. `reads_entropy` (default False): whether `shared.entropy` is read, so that it is computed
     together with the log-probabilities; read without being announced, it costs the memory of two more gradients.
+
+    A loss that must know more of the whole mini-batch than `BatchTotals` counts, a norm of scores for example, has `needs_first_pass`
+    and a method `first_pass(logits, batch) -> dict[str, Tensor]`: sums over the samples of a micro-batch. The model is then run
+    twice, first without gradient, and the sums over all micro-batches and ranks are in `BatchTotals.measured`.
     """
 
     def compute(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Stats]: ...
@@ -64,6 +77,8 @@ class BatchTotals:
     weight_std: float
     """Population standard deviation."""
     num_pairs: float = 0.0
+    measured: Mapping[str, Tensor] = field(default_factory=dict)
+    """What a loss with a first pass measured, by name."""
 
     @classmethod
     def from_columns(cls, weights: NDArray[Any], target_counts: NDArray[Any], *, num_pairs: float = 0.0) -> BatchTotals:
@@ -89,7 +104,7 @@ class BatchTotals:
             num_tokens=float(num_targets(batch)),
             weight_mean=0.0 if wide is None else float(wide.mean()),
             weight_std=0.0 if wide is None else float(wide.std(unbiased=False)),
-            num_pairs=rows / 2,
+            num_pairs=num_pairs(batch),
         )
 
     def of(self, normalizer: Normalizer) -> float:
@@ -104,6 +119,15 @@ def num_rows(batch: Batch) -> int:
     if "cu_seqlens" in batch:
         return int(batch["cu_seqlens"].shape[0]) - 1
     return int(batch["input_ids"].shape[0])
+
+
+def num_pairs(batch: Batch) -> float:
+    """Pairs in a collated batch: ids in its `meta` that have both roles; without one, two samples are a pair."""
+    meta = batch.get("meta", {})
+    if "pair_id" not in meta or "role" not in meta:
+        return num_rows(batch) / 2
+    halves = {*zip(meta["pair_id"], meta["role"], strict=True)}
+    return float(sum((pair, "rejected") in halves for pair, role in halves if role == "chosen"))
 
 
 def num_targets(batch: Batch) -> Tensor:
@@ -129,14 +153,18 @@ class SharedContext:
         consume_logits: bool = False,
         wide: bool = True,
         with_entropy: bool = False,
+        temperature: float = 1.0,
+        correction: Correction | None = None,
     ) -> None:
         """`consume_logits`: nobody reads the logits after the backward pass, which may then write over them. `wide`: compute in
-        float32 whatever the dtype of the logits. `with_entropy`: the entropy will be asked for."""
+        float32 whatever the dtype of the logits. `with_entropy`: the entropy will be asked for. `temperature`: the policy is that of
+        logits / temperature. `correction`: how tokens are weighed that the policy and its sampler judge differently."""
         self.logits = logits
         self.batch = batch
         self._totals = totals
-        self._use = LogitsUse(consume=consume_logits, wide=wide)
+        self._use = LogitsUse(consume=consume_logits, wide=wide, temperature=temperature)
         self._with_entropy = with_entropy
+        self._correction = correction
 
     @cached_property
     def totals(self) -> BatchTotals:
@@ -152,8 +180,7 @@ class SharedContext:
             return 0.0
         if normalizer == "tokens":
             return (num_targets(self.batch) / total).float()
-        rows = num_rows(self.batch)
-        return (rows if normalizer == "samples" else rows / 2) / total
+        return (num_rows(self.batch) if normalizer == "samples" else num_pairs(self.batch)) / total
 
     @property
     def input_ids(self) -> Tensor:
@@ -169,10 +196,49 @@ class SharedContext:
 
     @cached_property
     def token_logp(self) -> Tensor:
-        """[B, T - 1] log-probability of each next token."""
+        """[B, T - 1] log-probability of each next token. With a correction its gradient, and nothing else, is multiplied by the weight of
+        the token: for whatever loss is made of it, that weighs the token's own part of the gradient."""
+        if self._correction is None:
+            return self.measured_logp
+        return with_scaled_gradient(self.measured_logp, self.correction_weight)
+
+    @cached_property
+    def measured_logp(self) -> Tensor:
+        """[B, T - 1] log-probability of each next token, before any correction."""
         if self._with_entropy:
             return self._logp_and_entropy[0]
         return self._rows(compute_token_logp(self.logits, self.input_ids, use=self._use))
+
+    @cached_property
+    def behaviour_logp(self) -> Tensor:
+        """[B, T - 1] log-probability of each next token as the sampler gave it."""
+        if "actor_logps" not in self.batch:
+            raise KeyError("the batch has no actor_logps; sample with ReturnSpec.for_rl() so that every sample carries them")
+        return self._of_tokens("actor_logps")
+
+    @cached_property
+    def proximal_logp(self) -> Tensor:
+        """[B, T - 1] the same under the trainer's own weights as the step began: the batch's where it has them, else the present ones,
+        which is the same thing in the first optimizer step of a batch."""
+        return self._of_tokens("proximal_logps") if "proximal_logps" in self.batch else self.measured_logp.detach()
+
+    @property
+    def knows_logp(self) -> bool:
+        """Whether the log-probabilities were asked for, so that reading them costs nothing."""
+        return "measured_logp" in vars(self)
+
+    @property
+    def has_correction(self) -> bool:
+        """Whether tokens are weighed."""
+        return self._correction is not None
+
+    @cached_property
+    def correction_weight(self) -> Tensor:
+        """[B, T - 1] weight of each token's gradient; 1 without a correction and off the actions. No gradient flows through it."""
+        if self._correction is None:
+            return torch.ones_like(self.token_mask)
+        log_ratio = masked(self.proximal_logp - self.behaviour_logp, self.token_mask).detach()
+        return self._correction.weights(log_ratio, self.token_mask)
 
     @cached_property
     def entropy(self) -> Tensor:
@@ -198,12 +264,15 @@ class SharedContext:
 
     @cached_property
     def actor_logps_shifted(self) -> Tensor:
-        """[B, T - 1] log-probability of each next token under the policy that sampled it."""
-        if "actor_logps" not in self.batch:
-            raise KeyError("the batch has no actor_logps; sample with ReturnSpec.for_rl() so that every sample carries them")
-        logps: Tensor = self.batch["actor_logps"]
+        """[B, T - 1] log-probability of each next token under the policy that ratios are taken against: the one that sampled it, or,
+        with a correction, the trainer's own at the beginning of the step."""
+        return self.behaviour_logp if self._correction is None else self.proximal_logp
+
+    def _of_tokens(self, key: str) -> Tensor:
+        """[B, T - 1] of a batch's [B, T] log-probabilities."""
+        logps: Tensor = self.batch[key]
         if logps.shape != self.input_ids.shape:
-            raise DataError(f"actor_logps {tuple(logps.shape)} must have the shape of input_ids {tuple(self.input_ids.shape)}")
+            raise DataError(f"{key} {tuple(logps.shape)} must have the shape of input_ids {tuple(self.input_ids.shape)}")
         return self._rows(logps[:, 1:].float())
 
     @cached_property
@@ -234,6 +303,8 @@ class SharedContext:
         if key not in self.batch:
             raise KeyError(f"the batch has no {key!r}; sample with ReturnSpec.for_rl() so that collation can add it")
         old: Tensor = self.batch[key]
+        if self._correction is not None:
+            old = masked(self.proximal_logp, self.token_mask).sum(dim=1)
         return old / self.token_counts if length_normalize else old
 
     def _rows(self, shifted: Tensor) -> Tensor:
@@ -242,6 +313,12 @@ class SharedContext:
             return shifted
         source, sample, column, shape = self._own_tokens
         return shifted.new_zeros(shape).index_put((sample, column), shifted.reshape(-1)[source])
+
+    @property
+    def token_places(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Where in the flattened shifted batch each token of a sample lies, with its sample and column; None where every sample is a row
+        of the batch."""
+        return None if self._own_tokens is None else self._own_tokens[:3]
 
     @cached_property
     def _own_tokens(self) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]] | None:
@@ -270,6 +347,30 @@ class SharedContext:
             return starts, torch.zeros_like(starts), lengths
         row, begin, end = self.batch["turns"].unbind(dim=1)
         return starts[row], begin, end
+
+
+def of_actions(values: Tensor, batch: Batch) -> list[Tensor]:
+    """Per-token values [B, T - 1] of a context, those of the action tokens alone: one [A] a sample, the same however it is laid out."""
+    mask = SharedContext(batch["input_ids"], batch).token_mask.bool()
+    return [row[kept] for row, kept in zip(values, mask, strict=True)]
+
+
+def as_collated(rows: Sequence[Tensor | None], batch: Batch) -> Tensor:
+    """Values of each sample's action tokens, as `of_actions` gives them, laid out like the `input_ids` of `batch`. 0 elsewhere, and where
+    a sample has none."""
+    ids: Tensor = batch["input_ids"]
+    context = SharedContext(ids, batch)
+    values = torch.zeros_like(context.token_mask)
+    for index, row in enumerate(rows):
+        if row is not None:
+            values[index, context.token_mask[index].bool()] = row.to(values)
+    shifted = ids.shape[0], ids.shape[1] - 1
+    if context.token_places is None:
+        flat = values
+    else:
+        source, sample, column = context.token_places
+        flat = values.new_zeros(shifted[0] * shifted[1]).index_put((source,), values[sample, column])
+    return torch.nn.functional.pad(flat.view(shifted), (1, 0))
 
 
 def scaled_loss(loss: Loss, logits: Tensor, batch: Batch, shared: SharedContext) -> tuple[Tensor, Stats]:
@@ -302,6 +403,11 @@ def zero_weight_is_zero_gradient(loss: object) -> bool:
 def reads_shared_only(loss: object) -> bool:
     """Whether the loss reads the logits through its shared context alone."""
     return bool(getattr(loss, "reads_shared_only", False))
+
+
+def needs_first_pass(loss: object) -> bool:
+    """Whether the loss must see every sample before it can be computed on any."""
+    return bool(getattr(loss, "needs_first_pass", False))
 
 
 def reads_entropy(loss: object) -> bool:

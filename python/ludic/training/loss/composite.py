@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from ludic.training.loss.base import (
     SharedContext,
     Stats,
     call_loss,
+    needs_first_pass,
     normalizer_of,
     reads_entropy,
     reads_shared_only,
@@ -61,6 +63,20 @@ class CompositeLoss:
     def reads_entropy(self) -> bool:
         """If any term does."""
         return any(reads_entropy(term.loss) for term in self.terms)
+
+    @property
+    def needs_first_pass(self) -> bool:
+        """If any term does."""
+        return any(needs_first_pass(term.loss) for term in self.terms)
+
+    def first_pass(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """What all terms measure; one name is one quantity."""
+        sums: dict[str, Tensor] = {}
+        for term in self.terms:
+            if needs_first_pass(term.loss):
+                measuring: Any = term.loss
+                sums |= measuring.first_pass(logits, batch)
+        return sums
 
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
         shared = shared or SharedContext(logits, batch, with_entropy=self.reads_entropy)

@@ -30,9 +30,11 @@ class LogitsUse:
     raises instead of computing a wrong gradient: the write counts as a change in place.
     """
 
-    def __init__(self, *, consume: bool = False, wide: bool = True) -> None:
+    def __init__(self, *, consume: bool = False, wide: bool = True, temperature: float = 1.0) -> None:
+        """`temperature`: what is computed is that of logits / temperature."""
         self.consume = consume
         self.wide = wide
+        self.temperature = temperature
         self.readers = 0
 
     def read(self, logits: Tensor) -> None:
@@ -43,6 +45,10 @@ class LogitsUse:
     def dtype(self, logits: Tensor) -> torch.dtype:
         """What is computed in: float32, float64 for logits that are, or with `wide=False` their own."""
         return logits.dtype if logits.dtype == torch.float64 or not self.wide else torch.float32
+
+    def tempered(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
+        """Logits / temperature in `dtype`; at temperature 1 the logits as they are."""
+        return logits if self.temperature == 1.0 else logits.to(dtype) / self.temperature
 
     def buffer(self, logits_NV: Tensor) -> Tensor:
         """Where the gradient goes. Each chunk of logits is read before its part is written."""
@@ -119,6 +125,27 @@ def capped_exp(log_ratio: Tensor, ratio_clip: float | None) -> Tensor:
     return log_ratio.clamp(max=math.log(ratio_clip) + 1.0).exp().clamp(max=ratio_clip)
 
 
+def with_scaled_gradient(values: Tensor, weight: Tensor) -> Tensor:
+    """The values as they are; the gradient that comes back to them is multiplied by `weight`, of their shape."""
+    scaled: Tensor = _ScaledGradient.apply(values, weight)
+    return scaled
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """f(x) = x, df/dx = weight."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return values.view_as(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return grads[0] * weight, None
+
+
 def _is_free(logits: Tensor) -> bool:
     """Whether neither a parameter nor the operation that made the logits shares their memory."""
     sources = [logits] if logits._base is None else [logits, logits._base]
@@ -156,19 +183,25 @@ class _SelectedLogp(torch.autograd.Function):
         ctx.use = use
         norms_N = _norms(logits_NV, use)
         ctx.save_for_backward(logits_NV, index_N, norms_N)
-        return _chosen(logits_NV, index_N, norms_N)
+        return _chosen(logits_NV, index_N, norms_N, use)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grad_N,) = grads
+        (grad_N,) = _of_logits(ctx.use, grads)
         logits_NV, index_N, norms_N = ctx.saved_tensors
         size = _rows(logits_NV)
         out_NV = ctx.use.buffer(logits_NV)
         for start in _chunks(logits_NV):
             part = slice(start, start + size)
-            out_NV[part] = _selected_gradient(logits_NV[part], index_N[part, None], norms_N[part, None], grad_N[part, None])
+            logits = ctx.use.tempered(logits_NV[part], norms_N.dtype)
+            out_NV[part] = _selected_gradient(logits, index_N[part, None], norms_N[part, None], grad_N[part, None])
         return out_NV, None, None
+
+
+def _of_logits(use: LogitsUse, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Gradients of what is computed from logits / temperature, so that their product with its derivative is that of the logits."""
+    return grads if use.temperature == 1.0 else tuple(grad / use.temperature for grad in grads)
 
 
 def _norms(logits_NV: Tensor, use: LogitsUse) -> Tensor:
@@ -176,12 +209,14 @@ def _norms(logits_NV: Tensor, use: LogitsUse) -> Tensor:
     size = _rows(logits_NV)
     norms_N = logits_NV.new_empty(logits_NV.shape[0], dtype=use.dtype(logits_NV))
     for start in _chunks(logits_NV):
-        norms_N[start : start + size] = torch.logsumexp(logits_NV[start : start + size].to(norms_N.dtype), dim=-1)
+        part = use.tempered(logits_NV[start : start + size], norms_N.dtype)
+        norms_N[start : start + size] = torch.logsumexp(part.to(norms_N.dtype), dim=-1)
     return norms_N
 
 
-def _chosen(logits_NV: Tensor, index_N: Tensor, norms_N: Tensor) -> Tensor:
-    return logits_NV.gather(1, index_N[:, None]).squeeze(1).to(norms_N.dtype) - norms_N
+def _chosen(logits_NV: Tensor, index_N: Tensor, norms_N: Tensor, use: LogitsUse) -> Tensor:
+    chosen_N = logits_NV.gather(1, index_N[:, None]).squeeze(1)
+    return use.tempered(chosen_N, norms_N.dtype).to(norms_N.dtype) - norms_N
 
 
 def _selected_gradient(logits_NV: Tensor, index_N1: Tensor, norms_N1: Tensor, grad_N1: Tensor) -> Tensor:
@@ -194,7 +229,7 @@ def _entropies(logits_NV: Tensor, use: LogitsUse) -> Tensor:
     size, wide = _rows(logits_NV), use.dtype(logits_NV)
     entropy_N = logits_NV.new_empty(logits_NV.shape[0], dtype=wide)
     for start in _chunks(logits_NV):
-        entropy_N[start : start + size] = _entropy(logits_NV[start : start + size], wide)
+        entropy_N[start : start + size] = _entropy(use.tempered(logits_NV[start : start + size], wide), wide)
     return entropy_N
 
 
@@ -227,13 +262,14 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad_N,) = grads
+        (grad_N,) = _of_logits(ctx.use, grads)
         logits_NV, entropy_N = ctx.saved_tensors
         size = _rows(logits_NV)
         out_NV = ctx.use.buffer(logits_NV)
         for start in _chunks(logits_NV):
             part = slice(start, start + size)
-            out_NV[part] = _entropy_gradient(logits_NV[part], entropy_N[part, None], grad_N[part, None])
+            logits = ctx.use.tempered(logits_NV[part], entropy_N.dtype)
+            out_NV[part] = _entropy_gradient(logits, entropy_N[part, None], grad_N[part, None])
         return out_NV, None
 
 
@@ -245,21 +281,20 @@ class _SelectedLogpAndEntropy(torch.autograd.Function):
         ctx.use = use
         norms_N, entropy_N = _norms(logits_NV, use), _entropies(logits_NV, use)
         ctx.save_for_backward(logits_NV, index_N, norms_N, entropy_N)
-        return _chosen(logits_NV, index_N, norms_N), entropy_N
+        return _chosen(logits_NV, index_N, norms_N, use), entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logp_grad_N, entropy_grad_N = grads
+        logp_grad_N, entropy_grad_N = _of_logits(ctx.use, grads)
         logits_NV, index_N, norms_N, entropy_N = ctx.saved_tensors
         size = _rows(logits_NV)
         out_NV = ctx.use.buffer(logits_NV)
         for start in _chunks(logits_NV):
             part = slice(start, start + size)
             grads_N1 = logp_grad_N[part, None], entropy_grad_N[part, None]
-            out_NV[part] = _both_gradients(
-                logits_NV[part], index_N[part, None], norms_N[part, None], entropy_N[part, None], *grads_N1
-            )
+            logits = ctx.use.tempered(logits_NV[part], norms_N.dtype)
+            out_NV[part] = _both_gradients(logits, index_N[part, None], norms_N[part, None], entropy_N[part, None], *grads_N1)
         return out_NV, None, None
 
 

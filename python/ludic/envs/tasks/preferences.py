@@ -1,0 +1,128 @@
+"""Preferences whose truth is known: `high>` prefers the string of digits with the larger mean, `low>` the one with the smaller.
+
+Which of two responses is preferred is drawn by the Bradley-Terry model from their qualities, so that the best accuracy that any reward
+model can have on given pairs is known exactly.
+
+R. A. Bradley, M. E. Terry (1952), Rank analysis of incomplete block designs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from random import Random
+from typing import TypedDict
+
+from ludic.errors import ConfigError
+
+_SPLIT_SEED = 20_000  # the held-out pairs are those of this seed in every run
+_SIGN = {"high>": 1.0, "low>": -1.0}
+
+
+class Preference(TypedDict):
+    """One labelled pair. Example: `{"prompt": "high>", "chosen": "98097", "rejected": "1203", "probability": 0.999}`."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+    probability: float
+    """With which `chosen` is preferred; below 0.5 where the draw went against the better response."""
+
+
+@dataclass(frozen=True)
+class DigitPreferences:
+    """A source of preference pairs. Stateless: every draw comes from the caller's `rng`.
+
+    >>> pairs = [task.draw(rng) for _ in range(10_000)]
+    >>> bayes_accuracy(task.heldout())
+    """
+
+    min_digits: int = 4
+    max_digits: int = 12
+    """Digits of a response, drawn evenly."""
+    temperature: float = 0.5
+    """The quality difference that makes a preference sigmoid(1) = 73 % sure."""
+    num_heldout: int | None = None
+    """Pairs kept for evaluation; None: 5,000, or fewer where there are not so many to spare. The standard error of an accuracy on 5,000 is
+    half a point."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_digits <= self.max_digits:
+            raise ConfigError(f"min_digits ({self.min_digits}) must be at least 1 and at most max_digits ({self.max_digits})")
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ConfigError(
+                f"temperature ({self.temperature}) must be a finite number > 0; near 0 the better response always wins"
+            )
+        if self.num_heldout is not None and not 1 <= self.num_heldout <= self._spare:
+            raise ConfigError(
+                f"num_heldout ({self.num_heldout}) must be between 1 and {self._spare}: no response to a held-out prompt is trained on; "
+                "raise max_digits to hold out more"
+            )
+
+    def quality(self, prompt: str, response: str) -> float:
+        """The latent score: the mean digit of the response, negative for `low>`."""
+        return _SIGN[prompt] * sum(map(int, response)) / len(response)
+
+    def probability(self, prompt: str, first: str, second: str) -> float:
+        """With which `first` is preferred: sigmoid((quality of first - quality of second) / temperature)."""
+        logit = (self.quality(prompt, first) - self.quality(prompt, second)) / self.temperature
+        return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
+
+    def draw(self, rng: Random) -> Preference:
+        """A pair to train on; neither response is one of those held out with its prompt."""
+        while True:
+            pair = self._any_pair(rng)
+            if not self._responses(pair) & self._heldout_responses:
+                return pair
+
+    def heldout(self) -> Sequence[Preference]:
+        """The pairs kept for evaluation: the same in every run, whatever its seed."""
+        return self._heldout
+
+    @property
+    def _spare(self) -> int:
+        """Pairs that may be held out: they take at most a tenth of the longest responses."""
+        return max(1, 10**self.max_digits // 20)
+
+    def _any_pair(self, rng: Random) -> Preference:
+        prompt = rng.choice(list(_SIGN))
+        first, second = self._response(rng), self._response(rng)
+        while self.quality(prompt, first) == self.quality(prompt, second):  # no reward model could tell them apart
+            second = self._response(rng)
+        sure = self.probability(prompt, first, second)
+        if rng.random() < sure:
+            return Preference(prompt=prompt, chosen=first, rejected=second, probability=sure)
+        return Preference(prompt=prompt, chosen=second, rejected=first, probability=1 - sure)
+
+    def _response(self, rng: Random) -> str:
+        return "".join(rng.choices("0123456789", k=rng.randint(self.min_digits, self.max_digits)))
+
+    @staticmethod
+    def _responses(pair: Preference) -> set[str]:
+        return {pair["prompt"] + pair["chosen"], pair["prompt"] + pair["rejected"]}
+
+    @cached_property
+    def _heldout(self) -> tuple[Preference, ...]:
+        rng, wanted = Random(_SPLIT_SEED), self.num_heldout or min(5_000, self._spare)
+        return tuple(self._any_pair(rng) for _ in range(wanted))
+
+    @cached_property
+    def _heldout_responses(self) -> frozenset[str]:
+        return frozenset(response for pair in self._heldout for response in self._responses(pair))
+
+
+def bayes_accuracy(pairs: Iterable[Preference]) -> float:
+    """The expected accuracy on these pairs, over the draw of their labels, of the best there is: the generator's own quality.
+
+    mean over pairs of max(p, 1 - p).
+    """
+    sure = [max(pair["probability"], 1 - pair["probability"]) for pair in pairs]
+    return sum(sure) / len(sure)
+
+
+def drawn_accuracy(pairs: Iterable[Preference]) -> float:
+    """The accuracy of the generator's own quality on the labels as they were drawn: share of pairs whose chosen response is the better."""
+    right = [pair["probability"] > 0.5 for pair in pairs]
+    return sum(right) / len(right)

@@ -1,0 +1,57 @@
+"""Which of a reward model's weights are published, chosen on the side that sends: a receiver that left out what is being sent would wait
+for ever, and so would the sender."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from ludic.errors import ConfigError
+from ludic.inference.reward_types import RewardModelTrainingMode
+
+HEAD_PARTS = ("score.", "classifier.", "lm_head.")
+"""In the names of a head."""
+ADAPTER_PARTS = ("lora_", ".lora.")
+"""In the names of adapters."""
+MERGED_PART = ".base_layer."
+"""In the names that PEFT gives what adapters are merged into."""
+T = TypeVar("T")
+
+
+def trained_weights(params: Mapping[str, T], training_mode: RewardModelTrainingMode | str) -> dict[str, T]:
+    """The weights that this kind of training changes, by the names of the model without adapters.
+
+    `head_only`: the head. `full`: everything but adapters, which are merged already. `lora`: the head and what adapters are merged into;
+    where the names show no such thing, the head and the adapters; where they show no adapters either, everything. Weights chosen once are
+    chosen again. Raises ConfigError where none is left, which would leave the server as it was without a word.
+    """
+    mode = RewardModelTrainingMode(training_mode)
+    chosen = {_plain(name): weight for name, weight in params.items() if _is_sent(name, mode, params)}
+    if not chosen:
+        raise ConfigError(
+            f"none of the {len(params)} weights is one that training_mode={mode.value} changes; the name of a head has "
+            f"{' or '.join(HEAD_PARTS)} in it"
+        )
+    return chosen
+
+
+def _is_sent(name: str, mode: RewardModelTrainingMode, params: Mapping[str, object]) -> bool:
+    if ".original_module." in name:  # PEFT's copy of the head as it was
+        return False
+    is_head = any(part in name for part in HEAD_PARTS) and not _is_adapter(name)
+    if mode is RewardModelTrainingMode.HEAD_ONLY:
+        return is_head
+    if mode is RewardModelTrainingMode.FULL:
+        return not _is_adapter(name)
+    if any(MERGED_PART in other for other in params):
+        return (is_head or MERGED_PART in name) and not _is_adapter(name)
+    return is_head or _is_adapter(name) or not any(map(_is_adapter, params))
+
+
+def _is_adapter(name: str) -> bool:
+    return any(part in name for part in ADAPTER_PARTS)
+
+
+def _plain(name: str) -> str:
+    """The name without what PEFT puts around it."""
+    return name.removeprefix("base_model.model.").replace(MERGED_PART, ".").replace(".modules_to_save.default.", ".")

@@ -1,0 +1,79 @@
+"""Where the answers that are trained on come from: settings, and what follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Optional
+
+from ludic.errors import ConfigError
+
+KINDS = ("local", "vllm")
+
+
+@dataclass
+class InferenceSection:
+    """The engine that samples. `inference=vllm` on the command line is short for `inference.kind=vllm`."""
+
+    kind: Optional[str] = None  # noqa: UP045  OmegaConf reads this annotation at run time
+    """`local`: a model in this process. `vllm`: a vLLM server. Null: local, or vllm where `python` or `url` says so."""
+    python: Optional[str] = None  # noqa: UP045
+    """Interpreter of the environment that has vLLM; a server is started from it and stopped at the end. Null: ./.venv-vllm, if there."""
+    url: Any = None
+    """A server that runs already, such as http://127.0.0.1:8000, or a list of them; none is started or stopped."""
+    device: str = "auto"
+    """Of a server that is started: cpu, cuda, or auto."""
+    server_args: list[str] = field(default_factory=list)
+    """More arguments of the server, such as [--tensor-parallel-size,'2']."""
+    weights: Optional[str] = None  # noqa: UP045
+    """How a server that is started takes weights: gloo, ludic_nccl or disk. Null: gloo on a CPU, ludic_nccl on GPUs."""
+    timeout_s: float = 600.0
+    """Until a server that was started must be ready, and for each of its answers."""
+    max_lag: int = 0
+    """Batches that are generated while another trains, which makes samples so many versions old. 0: none."""
+    preflight: bool = True
+    """Before the first step, stop where the trainer and the sampler give the same tokens different probabilities."""
+    preflight_threshold: float = 0.02
+    """Largest mean difference of log-probabilities that is no fault, in nats."""
+
+
+def kind_of(section: InferenceSection) -> Literal["local", "vllm"]:
+    """Which engine is meant. Raises ConfigError for settings that contradict each other."""
+    names_server = section.python is not None or section.url is not None
+    kind = section.kind or ("vllm" if names_server else "local")
+    if kind not in KINDS:
+        raise ConfigError(f"inference ({kind}) must be local or vllm")
+    if kind == "local" and names_server:
+        raise ConfigError("inference=local samples in this process; leave inference.python and inference.url out, or use vllm")
+    if section.python is not None and section.url is not None:
+        raise ConfigError("inference.python starts a server and inference.url names one that runs; give one of them")
+    if section.weights not in (None, "gloo", "ludic_nccl", "disk"):
+        raise ConfigError(f"inference.weights ({section.weights}) must be gloo, ludic_nccl or disk")
+    if section.device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"inference.device ({section.device}) must be auto, cpu or cuda")
+    if section.max_lag < 0:
+        raise ConfigError(f"inference.max_lag ({section.max_lag}) must be >= 0; 0 generates and trains in turn")
+    if section.timeout_s <= 0:
+        raise ConfigError(f"inference.timeout_s ({section.timeout_s}) must be > 0; a call without a deadline may never end")
+    return "vllm" if kind == "vllm" else "local"
+
+
+@dataclass(frozen=True)
+class LogprobConvention:
+    """Of which distribution sampler and trainer speak: of the same one, or every ratio is wrong."""
+
+    processed: bool
+    """The sampler returns log-probabilities of the distribution drawn from; else those of the model as it is."""
+    temperature: float
+    """The trainer's policy is that of logits / temperature."""
+
+
+def convention(temperature: float, top_p: float) -> LogprobConvention:
+    """What fits these sampling settings.
+
+    Without top-p the distribution drawn from is the policy at `temperature`, and that is trained. With top-p, the sampler's processed
+    numbers are renormalised over the tokens that were kept, which a trainer that sees all of them cannot follow: both then speak
+    of the model as it is. So they do where the most likely token is taken.
+    """
+    if top_p < 1.0 or temperature in (0.0, 1.0):
+        return LogprobConvention(processed=False, temperature=1.0)
+    return LogprobConvention(processed=True, temperature=temperature)

@@ -1,0 +1,141 @@
+"""The command line of reward-model scripts: `--lr 5e-6 --lora` for `trainer.lr=5e-6 lora.rank=8`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from ludic.errors import ConfigError
+from ludic.recipes.compose import Override
+
+DEFAULT_RANK = 8
+
+
+def _names(text: str) -> list[str]:
+    """Separated by commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """What a flag sets, and how its value is read."""
+
+    key: str
+    read: Callable[[str], Any] = str
+    kind: str = "text"
+    """In words, for errors."""
+
+
+def _whole(key: str) -> Flag:
+    return Flag(key, int, "a whole number")
+
+
+def _number(key: str) -> Flag:
+    return Flag(key, float, "a number")
+
+
+FLAGS: dict[str, Flag] = {
+    "--model": Flag("model"),
+    "--tokenizer": Flag("tokenizer"),
+    "--data": Flag("data"),
+    "--hf-dataset": Flag("data"),
+    "--hf-config": Flag("data_config"),
+    "--hf-split": Flag("split"),
+    "--limit": _whole("limit"),
+    "--steps": _whole("steps"),
+    "--batch-size": _whole("batch_size"),
+    "--micro-token-budget": _whole("trainer.micro_token_budget"),
+    "--max-seq-len": _whole("trainer.max_seq_len"),
+    "--lr": _number("trainer.lr"),
+    "--weight-decay": _number("trainer.weight_decay"),
+    "--warmup-steps": _whole("trainer.warmup_steps"),
+    "--lr-scheduler": Flag("trainer.lr_scheduler_type"),
+    "--beta": _number("loss.beta"),
+    "--regularization-lambda": _number("loss.regularization_lambda"),
+    "--label-smoothing": _number("loss.label_smoothing"),
+    "--lora-rank": _whole("lora.rank"),
+    "--lora-alpha": _number("lora.alpha"),
+    "--lora-dropout": _number("lora.dropout"),
+    "--lora-target-modules": Flag("lora.target_modules", _names, "names separated by commas"),
+    "--eval-data": Flag("heldout_data"),
+    "--eval-split": Flag("heldout_split"),
+    "--eval-limit": _whole("heldout_limit"),
+    "--eval-every": _whole("trainer.eval_every_n_steps"),
+    "--early-stopping-patience": _whole("trainer.early_stopping_patience"),
+    "--seed": _whole("seed"),
+}
+SWITCHES = {
+    "--lora": Override("lora.rank", DEFAULT_RANK, "--lora"),
+    "--profile-memory": Override("trainer.profile_memory", True, "--profile-memory"),
+    "--profile-gpu": Override("trainer.profile_memory", True, "--profile-gpu"),
+    "--gradient-checkpointing": Override("gradient_checkpointing", True, "--gradient-checkpointing"),
+}
+_DIRECTORY = "--output-dir"
+_WITH_LORA = ("--lora-rank", "--lora-alpha", "--lora-dropout", "--lora-target-modules")
+
+
+def overrides_of_flags(arguments: Sequence[str]) -> Iterator[str | Override]:
+    """The arguments in their order: flags turned into overrides, everything else as it was.
+
+    Raises ConfigError for a flag that there is not, for one without its value, and for LoRA's settings without `--lora`.
+    """
+    given = iter(arguments)
+    names = [argument.partition("=")[0] for argument in arguments]
+    _check_lora(names, arguments)
+    for argument in given:
+        name, has_value, value = argument.partition("=")
+        if not name.startswith("--"):
+            yield argument
+        elif name in SWITCHES and not has_value:
+            if name != "--lora" or "--lora-rank" not in names:
+                yield SWITCHES[name]
+        elif name in FLAGS or name == _DIRECTORY:
+            yield from _settings(name, value if has_value else _next(name, given))
+        else:
+            raise ConfigError(_unknown(name, taken=name in SWITCHES))
+
+
+def _settings(name: str, value: str) -> Iterator[Override]:
+    if name == _DIRECTORY:
+        path = Path(value).expanduser()
+        yield Override("output", str(path.parent), f"{name} {value}")
+        yield Override("name", path.name, f"{name} {value}")
+        return
+    flag = FLAGS[name]
+    try:
+        yield Override(flag.key, flag.read(value), f"{name} {value}")
+    except ValueError as error:
+        raise ConfigError(f"{name} ({value}) must be {flag.kind}") from error
+
+
+def _next(name: str, given: Iterator[str]) -> str:
+    value = next(given, None)
+    if value is None or value.startswith("--"):
+        raise ConfigError(f"{name} needs a value behind it")
+    return value
+
+
+def _check_lora(names: Sequence[str], arguments: Sequence[str]) -> None:
+    """Whoever sets how LoRA is done and forgets to ask for it would train all weights."""
+    if (
+        "--lora" in names
+        or any(name.startswith("lora.") for name in names)
+        or any(a.endswith((".yaml", ".yml")) for a in arguments)
+    ):
+        return
+    without = [name for name in names if name in _WITH_LORA]
+    if without:
+        raise ConfigError(f"{without[0]} says how, and --lora that: add --lora, or leave {without[0]} out to train all weights")
+
+
+def _unknown(name: str, *, taken: bool) -> str:
+    if taken:
+        return f"{name} is on where it is given; it takes no value"
+    near = get_close_matches(name, [*FLAGS, *SWITCHES, _DIRECTORY], n=2, cutoff=0.6)
+    remedy = (
+        f"did you mean {' or '.join(near)}?" if near else "`ludic train-rm --help` lists them; settings without one are key=value"
+    )
+    return f"there is no flag {name}; {remedy}"

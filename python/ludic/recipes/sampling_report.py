@@ -1,0 +1,48 @@
+"""What a run's summary says of its sampler, from the lines of metrics.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Lines = Sequence[Mapping[str, float]]
+
+
+def mismatch_of(lines: Lines, preflight: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """How far trainer and sampler were apart: means over tokens, extremes over steps. A step is measured where its first optimizer step had
+    samples with a weight."""
+    measured = [line for line in lines if "mismatch/mean" in line]
+    lags = [line["train/policy_lag"] for line in lines if "train/policy_lag" in line]
+    if not measured and not lags and preflight is None:
+        return None
+    return {
+        "preflight": None if preflight is None else dict(preflight),
+        "mean": _token_mean(measured, "mean"),
+        "kl": _token_mean(measured, "kl"),
+        "max": max((line["mismatch/max"] for line in measured), default=None),
+        "ess": min((line["mismatch/ess"] for line in measured), default=None),
+        "lag": sum(lags) / len(lags) if lags else None,
+    }
+
+
+def _token_mean(lines: Lines, name: str) -> float | None:
+    tokens = sum(line["mismatch/tokens"] for line in lines)
+    return sum(line[f"mismatch/{name}"] * line["mismatch/tokens"] for line in lines) / tokens if tokens else None
+
+
+def weight_sync_of(lines: Lines) -> dict[str, float] | None:
+    """Pushes of weights, and what one took."""
+    seconds = [line["perf/publish_s"] for line in lines if line.get("perf/publish_s")]
+    if not seconds:
+        return None
+    return {"pushes": len(seconds), "mean_s": sum(seconds) / len(seconds), "max_s": max(seconds)}
+
+
+def overlap_of(lines: Lines) -> dict[str, float] | None:
+    """How much of generation the trainer did not have to wait for."""
+    measured = [line for line in lines if "perf/generation_s" in line]
+    generation = sum(line["perf/generation_s"] for line in measured)
+    if not generation:
+        return None
+    waited = sum(line.get("perf/rollout_s", 0.0) for line in measured)
+    return {"generation_s": generation, "waited_s": waited, "hidden": max(0.0, 1.0 - waited / generation)}

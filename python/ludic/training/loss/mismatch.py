@@ -1,0 +1,78 @@
+"""How far the trainer's log-probabilities are from those that the sampler gave with its tokens: `mismatch/*`.
+
+With d_t = log pi_trainer(y_t) - log pi_sampler(y_t) over all action tokens, drawn by the sampler, and w_t = exp(d_t):
+
+    mismatch/mean      mean of |d|                                    in nats
+    mismatch/max       largest |d|
+    mismatch/kl        mean of w - 1 - d: KL(sampler || trainer), estimated without bias and never negative (k3, Schulman 2020)
+    mismatch/ess       (sum w)^2 / (n sum w^2): the share of the tokens that importance weighting would leave effective, in (0, 1]
+    mismatch/tokens    n
+
+Both sides are of one distribution only at the temperature that the trainer was told (`TrainerConfig.temperature`). A micro-batch gives
+sums, so that the numbers of a step are exact means over its tokens, however they were split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ludic.training.loss.base import SharedContext, Stats
+from ludic.training.loss.functional import masked
+
+PREFIX = "mismatch/"
+SUMS = ("tokens", "abs_sum", "kl_sum", "ratio_sum", "ratio_square_sum", "gradient_weight_sum", "gradient_kept_sum")
+LARGEST = "abs_max"
+LONGEST_LOG_RATIO = 20.0
+"""Beyond this a ratio is no number to average: exp(20) is 5e8."""
+
+
+def mismatch_sums(shared: SharedContext) -> Stats:
+    """Of one micro-batch, as detached scalars on its device. Nothing where the batch has no log-probabilities of the sampler, or where
+    the loss did not ask for the policy's: none are computed for this."""
+    if "actor_logps" not in shared.batch or not shared.knows_logp:
+        return {}
+    mask = shared.token_mask
+    difference = masked(shared.proximal_logp - shared.behaviour_logp, mask).detach()
+    bounded = difference.clamp(-LONGEST_LOG_RATIO, LONGEST_LOG_RATIO)
+    ratio = bounded.exp() * mask
+    sums = {
+        "tokens": mask.sum(),
+        "abs_sum": difference.abs().sum(),
+        "abs_max": difference.abs().max(),
+        "kl_sum": ((torch.expm1(bounded) - bounded) * mask).sum(),
+        "ratio_sum": ratio.sum(),
+        "ratio_square_sum": ratio.square().sum(),
+    }
+    if shared.has_correction:
+        weight = shared.correction_weight * mask
+        sums |= {"gradient_weight_sum": weight.sum(), "gradient_kept_sum": ((weight != 0) & (mask != 0)).float().sum()}
+    return {f"{PREFIX}{name}": value for name, value in sums.items()}
+
+
+def is_mismatch_sum(key: str) -> bool:
+    """Whether a statistic is one of `mismatch_sums`."""
+    return key.startswith(PREFIX)
+
+
+def mismatch_of(sums: Mapping[str, Any]) -> dict[str, Any]:
+    """The statistics from sums over all micro-batches (and the largest `abs_max`), by full key. Without a token, nothing."""
+    part = {key.removeprefix(PREFIX): value for key, value in sums.items() if is_mismatch_sum(key)}
+    if not part or not float(part["tokens"]):
+        return {}
+    tokens = part["tokens"]
+    stats = {
+        "mean": part["abs_sum"] / tokens,
+        "max": part[LARGEST],
+        "kl": part["kl_sum"] / tokens,
+        "ess": part["ratio_sum"] ** 2 / (tokens * part["ratio_square_sum"]),
+        "tokens": tokens,
+    }
+    if "gradient_weight_sum" in part:
+        stats |= {
+            "correction_weight": part["gradient_weight_sum"] / tokens,
+            "correction_kept": part["gradient_kept_sum"] / tokens,
+        }
+    return {f"{PREFIX}{name}": value for name, value in stats.items()}

@@ -1,0 +1,212 @@
+"""The Bradley-Terry loss of preference pairs. Shapes: B samples, P pairs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from ludic.errors import ConfigError, DataError
+from ludic.training.loss.base import Batch, Normalizer, SharedContext, Stats, num_rows
+
+logger = logging.getLogger(__name__)
+
+ScoreType = Literal["reward", "logprob"]
+RegularizationType = Literal["l2", "l1"]
+
+SQUARED_MARGINS = "squared_margins"
+
+
+@dataclass
+class BradleyTerryLoss:
+    """L = mean_p -[y log sigma(z) + (1 - y) log sigma(-z)] + lambda |s_c - s_r| + lambda_s mean_p (s_c^2 + s_r^2),
+    with z = beta (s_c - s_r) and y = label (1 - eps) + eps / 2.
+
+    Bradley and Terry 1952; as a loss of reward models Ouyang et al. 2022 (arXiv:2203.02155), eq. 1. s_c and s_r are the scores of the
+    chosen and the rejected sample: the model's one logit, or with `score_type="logprob"` the summed log-probability of the action. The
+    second term is a norm over the pairs of the whole mini-batch, not a mean, and grows with their number: by sqrt(P) for l2, by P
+    for l1. The gradient of the l2 norm needs the scores of all pairs, so that over several micro-batches the model is run
+    twice, first without gradient. Nothing is detached.
+
+    The batch needs `meta` with `pair_id`, `role` and `label`. Samples whose other half is absent say nothing.
+    """
+
+    beta: float = 1.0
+    """How much a difference of scores says: the inverse of a temperature."""
+    score_type: ScoreType = "reward"
+    """Where scores come from: logits [B] or [B, 1], or the log-probabilities of logits [B, T, V]."""
+    regularization_lambda: float = 0.0
+    """Weight of the norm of the score differences."""
+    regularization_type: RegularizationType = "l2"
+    label_smoothing: float = 0.0
+    """eps: 0.1 turns labels of 1 and 0 into 0.95 and 0.05."""
+    compile: bool | None = None
+    """Accepted and without effect: the formula is of a few numbers a pair."""
+    score_regularization_lambda: float = 0.0
+    """Weight of the squared scores, which Bradley-Terry leaves free to drift together."""
+
+    normalizer: ClassVar[Normalizer] = "pairs"
+    zero_weight_is_zero_gradient: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_score_type(self.score_type)
+        if self.beta <= 0:
+            raise ConfigError(f"beta must be positive, got {self.beta}")
+        for name in ("regularization_lambda", "score_regularization_lambda"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be non-negative, got {getattr(self, name)}")
+        if self.regularization_type not in get_args(RegularizationType):
+            raise ConfigError(f"regularization_type must be one of l2, l1, got {self.regularization_type!r}")
+        if not 0 <= self.label_smoothing <= 1:
+            raise ConfigError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
+
+    @property
+    def reads_shared_only(self) -> bool:
+        """Log-probabilities are; rewards are the logits themselves."""
+        return self.score_type == "logprob"
+
+    @property
+    def needs_first_pass(self) -> bool:
+        """The root of a sum over all pairs is no sum over micro-batches."""
+        return self.regularization_lambda > 0 and self.regularization_type == "l2"
+
+    def first_pass(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """The sum of squared score differences."""
+        chosen, rejected, _ = self._scored(SharedContext(logits, batch))
+        return {SQUARED_MARGINS: (chosen - rejected).square().sum()}
+
+    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
+        shared = shared or SharedContext(logits, batch)
+        chosen, rejected, label = self._scored(shared)
+        if not len(label):
+            return self._nothing(chosen, logits)
+        margin = self.beta * (chosen - rejected)
+        target = label * (1 - self.label_smoothing) + self.label_smoothing / 2
+        loss = -(target * logsigmoid(margin) + (1 - target) * logsigmoid(-margin)).mean()
+        if self.regularization_lambda > 0:
+            loss = loss + self.regularization_lambda * self._norm(chosen - rejected, shared)
+        squares = chosen.square().mean() + rejected.square().mean()
+        if self.score_regularization_lambda > 0:
+            loss = loss + self.score_regularization_lambda * squares
+        stats: Stats = {
+            "loss": loss.detach(),
+            "accuracy": ((margin > 0) == (target > 0.5)).float().mean(),
+            "chosen_score": chosen.detach().mean(),
+            "rejected_score": rejected.detach().mean(),
+            "margin": margin.detach().mean(),
+            "num_pairs": loss.new_tensor(float(len(label))).detach(),
+        }
+        if self.score_regularization_lambda > 0:
+            stats["score_reg"] = self.score_regularization_lambda * squares.detach()
+        return loss, stats
+
+    def _scored(self, shared: SharedContext) -> tuple[Tensor, Tensor, Tensor]:
+        """[P] scores of the chosen samples, [P] of the rejected ones, [P] labels."""
+        scores = preference_scores(shared, self.score_type)
+        chosen, rejected, labels = pairs_in(shared.batch)
+        return scores[chosen], scores[rejected], scores.new_tensor(labels)
+
+    def _norm(self, difference: Tensor, shared: SharedContext) -> Tensor:
+        """This micro-batch's part of the norm over the mini-batch, divided by its share, by which the loss will be multiplied. The parts
+        of sum_i |d_i| are plain; of n = sqrt(sum_i d_i^2) a part is sum_k d_k^2 / n, whose gradient must be d_k / n."""
+        share = shared.share(self.normalizer)
+        if self.regularization_type == "l1":
+            return difference.abs().sum() / share
+        squares = difference.square().sum()
+        norm = self._squares_of_all(squares, len(difference), shared).sqrt().clamp(min=torch.finfo(squares.dtype).tiny)
+        return (squares + squares.detach()) / (2 * norm) / share
+
+    def _squares_of_all(self, own: Tensor, pairs: int, shared: SharedContext) -> Tensor:
+        measured = shared.totals.measured.get(SQUARED_MARGINS)
+        if measured is not None:
+            return measured.to(own)
+        if shared.totals.num_pairs > pairs:
+            raise ConfigError(
+                f"the l2 norm over {shared.totals.num_pairs:.0f} pairs cannot be taken on {pairs} of them: the backend must measure "
+                f"{SQUARED_MARGINS} in a first pass, as TorchBackend does; or use regularization_type='l1'"
+            )
+        return own.detach()
+
+    def _nothing(self, none: Tensor, logits: Tensor) -> tuple[Tensor, Stats]:
+        """0, with a gradient of 0 in every logit, for a batch without a complete pair."""
+        names = ["loss", "accuracy", "chosen_score", "rejected_score", "margin", "num_pairs"]
+        names += ["score_reg"] if self.score_regularization_lambda > 0 else []
+        zero = none.new_zeros(())
+        return logits.to(none.dtype).sum() * 0.0, dict.fromkeys(names, zero)
+
+
+def check_score_type(score_type: str) -> None:
+    if score_type not in get_args(ScoreType):
+        raise ConfigError(f"score_type must be one of reward, logprob, got {score_type!r}")
+
+
+def preference_scores(shared: SharedContext, score_type: ScoreType) -> Tensor:
+    """[B] score of each sample, in float32 or wider. Raises DataError for logits that are not one a sample."""
+    if score_type == "logprob":
+        return shared.logp_action()
+    logits, rows = shared.logits, num_rows(shared.batch)
+    if logits.shape not in ((rows,), (rows, 1)):
+        raise DataError(
+            f"a reward model must give one score a sample, logits [{rows}] or [{rows}, 1], got {tuple(logits.shape)}; load it as "
+            "AutoModelForSequenceClassification with num_labels=1, or use score_type='logprob'"
+        )
+    return logits.reshape(rows).to(torch.promote_types(logits.dtype, torch.float32))
+
+
+Index = slice | list[int]
+
+
+def pairs_in(batch: Batch) -> tuple[Index, Index, list[float]]:
+    """Where the chosen and the rejected sample of each complete pair are, and its label."""
+    pair_ids, roles, labels = _preference_meta(batch)
+    if _alternate(pair_ids, roles, labels):
+        return slice(0, None, 2), slice(1, None, 2), [float(label) for label in labels[::2]]
+    return _looked_up(pair_ids, roles, labels)
+
+
+def _preference_meta(batch: Batch) -> tuple[list[Any], list[Any], list[Any]]:
+    meta: Mapping[str, Sequence[Any]] | None = batch.get("meta")
+    rows = num_rows(batch)
+    if meta is None:
+        raise DataError(
+            "the batch has no meta with pair_id, role and label; collate it with collate_preference_items, as RMTrainer does"
+        )
+    columns = [list(meta.get(key, ())) for key in ("pair_id", "role", "label")]
+    for key, column in zip(("pair_id", "role", "label"), columns, strict=True):
+        if len(column) != rows:
+            raise DataError(f"meta[{key!r}] has {len(column)} entries, the batch has {rows} samples; there must be one each")
+    return columns[0], columns[1], columns[2]
+
+
+def _alternate(pair_ids: list[Any], roles: list[Any], labels: list[Any]) -> bool:
+    """Whether neighbours are pairs, chosen first, each pair once."""
+    return (
+        len(roles) % 2 == 0
+        and roles == ["chosen", "rejected"] * (len(roles) // 2)
+        and pair_ids[::2] == pair_ids[1::2]
+        and labels[::2] == labels[1::2]
+        and len(set(pair_ids)) == len(pair_ids) // 2
+    )
+
+
+def _looked_up(pair_ids: list[Any], roles: list[Any], labels: list[Any]) -> tuple[list[int], list[int], list[float]]:
+    found: dict[Any, dict[str, int]] = {}
+    for row, (pair_id, role) in enumerate(zip(pair_ids, roles, strict=True)):
+        if role not in ("chosen", "rejected"):
+            raise DataError(f"the role of sample {row} ({role!r}) must be 'chosen' or 'rejected'")
+        halves = found.setdefault(pair_id, {})
+        if role in halves:
+            logger.warning("pair %r has two %s samples; the last one counts", pair_id, role)
+        halves[role] = row
+    for pair_id, halves in found.items():
+        given = {labels[row] for row in halves.values()}
+        if len(given) > 1:
+            raise DataError(f"pair {pair_id!r} has conflicting labels {sorted(given)}; its two samples must have one label")
+    complete = [halves for halves in found.values() if len(halves) == 2]
+    chosen = [halves["chosen"] for halves in complete]
+    return chosen, [halves["rejected"] for halves in complete], [float(labels[row]) for row in chosen]

@@ -1,0 +1,98 @@
+"""The scores of held-out pairs, and the metrics of these: an evaluator for reward models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ludic.errors import ConfigError
+from ludic.training import ranks
+from ludic.training.algorithm import forward_logits
+from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.pair_batches import PreferenceMacroBatch
+from ludic.training.classification_metrics import Floats, PreferenceMetrics, preference_loss
+from ludic.training.config import TrainerConfig
+from ludic.training.loss.base import SharedContext
+from ludic.training.loss.preference import ScoreType, preference_scores
+from ludic.training.types import SAWItem
+
+
+class PreferenceEvaluator:
+    """Scores every response of the pairs in `items` and computes all metrics from these scores; packing does not change them. An
+    evaluator, as `Trainer` takes one: `eval/pairwise_accuracy`, `eval/loss` and so on.
+
+    Samples longer than `max_seq_len` are cut as in training, and pairs are dropped for the same reasons. `loss` is that of
+    Bradley-Terry at `metrics.beta`, without label smoothing and regularisation, so that runs that differ in these can be compared.
+    With several ranks each scores its share, and all know the metrics.
+    """
+
+    on_all_ranks = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        items: Sequence[SAWItem],
+        cfg: TrainerConfig,
+        *,
+        metrics: PreferenceMetrics | None = None,
+        score_type: ScoreType = "reward",
+    ) -> None:
+        """`metrics` says which are computed; what it held is forgotten with every evaluation."""
+        self._model, self._cfg, self._score_type = model, cfg, score_type
+        self.metrics = metrics or PreferenceMetrics(both_orders=True, thresholds_on="responses")
+        """Holds the scores of the last evaluation, for pictures."""
+        self.batch = PreferenceMacroBatch.of_pairs(items, cfg.max_seq_len)
+        if not self.batch.num_pairs:
+            raise ConfigError(
+                f"none of the {len(items)} samples to evaluate is in a complete pair within max_seq_len ({cfg.max_seq_len})"
+            )
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs that are scored."""
+        return self.batch.num_pairs
+
+    def measure(self) -> dict[str, float]:
+        """`loss`, what `PreferenceMetrics.compute` gives, and `num_pairs`."""
+        scores = score_batch(self._model, self.batch, self._cfg, score_type=self._score_type)
+        chosen, rejected = scores[::2], scores[1::2]
+        labels = np.array([float(item.meta["label"]) for item in self.batch.items[::2]])
+        self.metrics.reset()
+        self.metrics.update(chosen, rejected, labels)
+        loss = preference_loss(chosen, rejected, labels, self.metrics.beta)
+        return {"loss": loss, **self.metrics.compute(), "num_pairs": float(self.num_pairs)}
+
+    async def eval(self, **_: Any) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """(no records, metrics). There is nothing that requests, reducers or limits would change."""
+        return [], self.measure()
+
+
+@torch.no_grad()
+def score_batch(model: nn.Module, batch: MacroBatch, cfg: TrainerConfig, *, score_type: ScoreType = "reward") -> Floats:
+    """[N] score of each sample of `batch`. The model is put into evaluation mode meanwhile. All ranks must call, each with the whole batch;
+    each computes its share."""
+    mine = np.arange(len(batch.items))[ranks.rank() :: ranks.world_size()]
+    mini_batch = MiniBatch(batch, mine, cfg)
+    scores = np.zeros(len(batch.items))
+    training = model.training
+    model.eval()
+    try:
+        for index, micro_batch in enumerate(mini_batch):
+            with _autocast(cfg):
+                shared = SharedContext(forward_logits(model, micro_batch.tensors), micro_batch.tensors)
+                found = preference_scores(shared, score_type)
+            rows = mini_batch.rows_of(index)
+            scores[rows] = found[: len(rows)].double().cpu().numpy()
+    finally:
+        model.train(training)
+    return np.array(ranks.sum_over_ranks(scores.tolist(), cfg.model_device))
+
+
+def _autocast(cfg: TrainerConfig) -> torch.autocast:
+    return torch.autocast(
+        torch.device(cfg.model_device).type, dtype=torch.bfloat16, enabled=cfg.mixed_precision_dtype is not None
+    )

@@ -1,0 +1,126 @@
+"""Preference data from rows, files and data sets as samples. What a row may be: `batching.preference_items`."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ludic.data import DataSet, load_data
+from ludic.errors import DataError
+from ludic.training.batching.mini_batches import grouped
+from ludic.training.batching.preference import meta_value
+from ludic.training.batching.preference_items import PreferenceItems, Row
+from ludic.training.types import SAWItem
+from ludic.types import Message
+
+logger = logging.getLogger(__name__)
+
+SHOWN_FAULTS = 3
+Response = str | list[Message]
+
+
+def create_preference_saw_items(
+    prompt: str | list[Message] | None,
+    chosen: Response,
+    rejected: Response,
+    tokenizer: Any,
+    *,
+    label: float = 1.0,
+    pair_id: str | int | None = None,
+    max_length: int | None = None,
+    use_chat_template: bool = False,
+    system_prompt: str | None = None,
+) -> tuple[SAWItem, SAWItem]:
+    """(chosen, rejected) samples of one pair.
+
+    >>> chosen, rejected = create_preference_saw_items("2+2=", "4", "5", tokenizer, pair_id="sum")
+
+    `label` is the probability that the chosen response is the better. Without `pair_id` the pair gets one that no other has. Raises
+    DataError for an empty response and for two that are the same; see `PreferenceItems`.
+    """
+    make = PreferenceItems(tokenizer, use_chat_template, system_prompt, max_length)
+    name = uuid.uuid4().hex if pair_id is None else pair_id
+    row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    return make.of_row(row, f"pair {name}", pair_id=name, label=label)
+
+
+def preference_dataset_to_saw_items(
+    dataset: DataSet | Iterable[Row],
+    tokenizer: Any,
+    *,
+    prompt_col: str = "prompt",
+    chosen_col: str = "chosen",
+    rejected_col: str = "rejected",
+    label_col: str | None = None,
+    max_length: int | None = None,
+    use_chat_template: bool = False,
+    system_prompt: str | None = None,
+    strict: bool = False,
+) -> list[SAWItem]:
+    """The samples of all rows, chosen and rejected in turn. Row i is pair `pref_i`.
+
+    A row that makes no pair (an empty response, two that are the same, a prompt that fills `max_length`) is skipped; a warning counts these
+    and names the first. With `strict` it is a DataError that names the row, as it is where no row is left.
+    """
+    make = PreferenceItems(tokenizer, use_chat_template, system_prompt, max_length)
+    names = {"prompt": prompt_col, "chosen": chosen_col, "rejected": rejected_col}
+    source: Iterable[Row] = dataset.rows if isinstance(dataset, DataSet) else dataset
+    rows = ({**row, **{name: row.get(column) for name, column in names.items()}} for row in source)
+    where = dataset.where if isinstance(dataset, DataSet) else lambda index: f"row {index}"
+    return _items_of(make, rows, where, label_col=label_col, strict=strict)
+
+
+def _items_of(
+    make: PreferenceItems, rows: Iterable[Row], where: Callable[[int], str], *, label_col: str | None, strict: bool = False
+) -> list[SAWItem]:
+    items: list[SAWItem] = []
+    faults: list[str] = []
+    for index, row in enumerate(rows):
+        label: Any = 1.0 if label_col is None else row.get(label_col)
+        try:
+            items.extend(make.of_row(row, where(index), pair_id=f"pref_{index}", label=label))
+        except DataError as error:
+            if strict:
+                raise
+            faults.append(str(error))
+    if faults:
+        report = f"{len(faults)} rows make no pair: {'; '.join(faults[:SHOWN_FAULTS])}"
+        if not items:
+            raise DataError(f"no row is left: {report}")
+        logger.warning("skipped %s%s", report, "; and so on" if len(faults) > SHOWN_FAULTS else "")
+    return items
+
+
+def load_preference_items(
+    source: str,
+    tokenizer: Any,
+    *,
+    config: str | None = None,
+    split: str = "train",
+    columns: Mapping[str, str | Sequence[str]] | None = None,
+    label_col: str | None = None,
+    limit: int | None = None,
+    max_length: int | None = None,
+    use_chat_template: bool = False,
+    system_prompt: str | None = None,
+) -> list[SAWItem]:
+    """The samples of a JSONL, JSON, CSV or parquet file, a folder, or an id for the `datasets` library, in one of TRL's preference formats
+    or with two scored responses a row, as SHP has them.
+
+    `columns` says which column is which (`{"chosen": "better"}`), `config` and `split` are for ids and folders, `limit` is the most rows
+    that are used, from the first. Raises DataError, naming file and row, for a row that is not of the format; a row of it that makes no
+    pair is skipped with a warning (`preference_dataset_to_saw_items`).
+    """
+    data = load_data(source, kind="preference", columns=columns, config=config, split=split)
+    make = PreferenceItems(tokenizer, use_chat_template, system_prompt, max_length, as_arrays=True)
+    return _items_of(make, data.rows[:limit], data.where, label_col=label_col)
+
+
+def shuffle_preference_pairs(items: Sequence[SAWItem], seed: int | None = None) -> list[SAWItem]:
+    """The pairs in another order, which follows from the seed; the samples of a pair become neighbours, in the order they were in."""
+    pairs = grouped(meta_value(item, row, "pair_id") for row, item in enumerate(items))
+    return [items[row] for pair in np.random.default_rng(seed).permutation(len(pairs)) for row in pairs[pair]]

@@ -1,0 +1,87 @@
+"""Credit that takes a reward model's score into account."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Literal, get_args
+
+from ludic.errors import ConfigError, DataError
+from ludic.training.types import CreditAssigner, RolloutStepKey
+from ludic.types import Rollout
+
+CombineMode = Literal["replace", "add", "multiply", "weighted", "bonus"]
+"""How a score and what it is combined with become one number; see `combined`."""
+
+
+def combined(mode: CombineMode, base: float, score: float, *, rm_coeff: float = 1.0, alpha: float = 0.5) -> float:
+    """`replace`: score. `add`: base + score. `multiply`: base * score. `weighted`: alpha * base + (1 - alpha) * score.
+    `bonus`: base + rm_coeff * score."""
+    scale, added = shares(mode, score, rm_coeff=rm_coeff, alpha=alpha)
+    return scale * base + added
+
+
+def shares(mode: CombineMode, score: float, *, rm_coeff: float = 1.0, alpha: float = 0.5) -> tuple[float, float]:
+    """(a, b) of `combined = a * base + b`."""
+    match check_mode(mode):
+        case "replace":
+            return 0.0, score
+        case "add":
+            return 1.0, score
+        case "multiply":
+            return score, 0.0
+        case "weighted":
+            return alpha, (1 - alpha) * score
+        case "bonus":
+            return 1.0, rm_coeff * score
+
+
+def check_mode(mode: CombineMode) -> CombineMode:
+    """The mode, or ConfigError for one that `combined` does not have."""
+    if mode not in get_args(CombineMode):
+        raise ConfigError(f"unknown mode {mode!r}; it must be one of {', '.join(get_args(CombineMode))}")
+    return mode
+
+
+def score_of(rollout: Rollout, key: str) -> float:
+    """The score that a `RewardModelScorer` left in the rollout's meta. DataError where there is none, or none that is finite."""
+    score = rollout.meta.get(key)
+    if isinstance(score, bool) or not isinstance(score, Real) or not math.isfinite(score):
+        raise DataError(
+            f"rollout {rollout.id} has {key}={score!r} in its meta; there must be a finite score: give the engine "
+            "scorer=RewardModelScorer(...), or score the rollouts before credit is assigned"
+        )
+    return float(score)
+
+
+@dataclass
+class RewardModelCreditAssigner:
+    """The weights of `inner_assigner`, each combined with the score of its rollout; without one the base is 1 at every step.
+
+    The score is `rollout.meta[rm_score_key]`. It is used as it is, at every step of the rollout: it has no baseline, so that in the modes
+    that add it a model whose scores are all positive raises the probability of everything. To have scores compared within their group
+    instead, let them be the reward (`RewardModelReward`) and leave the credit to `GroupNormalizedReturn`.
+    """
+
+    mode: CombineMode = "bonus"
+    rm_coeff: float = 1.0
+    alpha: float = 0.5
+    rm_score_key: str = "rm_score"
+    inner_assigner: CreditAssigner | None = None
+
+    def __post_init__(self) -> None:
+        check_mode(self.mode)
+
+    def compute(self, rollouts: Sequence[Rollout]) -> dict[RolloutStepKey, float]:
+        """Raises DataError for a rollout without a score: one that could not be scored has none, and not a score of 0."""
+        inner = self.inner_assigner.compute(rollouts) if self.inner_assigner is not None else None
+        weights: dict[RolloutStepKey, float] = {}
+        for rollout in rollouts:
+            score = score_of(rollout, self.rm_score_key)
+            for step in rollout.steps:
+                key = (rollout.id, step.index)
+                base = 1.0 if inner is None else inner[key]
+                weights[key] = combined(self.mode, base, score, rm_coeff=self.rm_coeff, alpha=self.alpha)
+        return weights

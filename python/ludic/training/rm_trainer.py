@@ -1,0 +1,257 @@
+"""Reward models from preference pairs: `Trainer`, whose batches are made of pairs and whose evaluation is of scores.
+
+Overridden are ingestion, splitting and collation (`batching.pair_batches`) and evaluation (`preference_evaluator`). All else is
+`Trainer`'s: optimizer and schedule, early stopping, mini-batches, checkpoints and resumption, publishing, logging.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ludic.errors import BudgetError, ConfigError, ConfigTypeError
+from ludic.training.adapters import has_adapters
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.backend import build_optimizer
+from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, Rows
+from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch, SampleMiniBatch
+from ludic.training.batching.preference import (
+    PREFERENCE_KEYS,
+    PreferencePair,
+    group_preference_pairs,
+    split_preference_pairs_by_token_budget,
+)
+from ludic.training.classification_metrics import PreferenceMetrics
+from ludic.training.config import TrainerConfig, config_dataclass
+from ludic.training.lora import apply_lora
+from ludic.training.loss.base import Loss, normalizer_of
+from ludic.training.loss.preference import ScoreType
+from ludic.training.preference_evaluator import PreferenceEvaluator
+from ludic.training.trainer import Trainer
+from ludic.training.types import BatchSource, SAWItem
+
+logger = logging.getLogger(__name__)
+
+
+@config_dataclass
+class RMTrainerConfig(TrainerConfig):
+    """Settings of `RMTrainer`.
+
+    >>> cfg = RMTrainerConfig(lr=5e-6, max_seq_len=1024, micro_token_budget=8192, pad_token_id=model.config.pad_token_id)
+    """
+
+    rm_pair_aware: bool = True
+    """The two samples of a pair go through the model together, and two rows of `max_seq_len` must fit into `micro_token_budget`. Off, each
+    sample stands alone, for a loss that does not compare."""
+    rm_require_complete_pairs: bool = True
+    """Off, a sample without its other half is kept: it goes through the model, for losses that have a use for it."""
+    rm_drop_incomplete_pairs: bool = True
+    """Incomplete pairs are dropped, counted and warned of; off, they are an error."""
+    rm_calibration_bins: int = 10
+    rm_eval_thresholds: Sequence[float] | None = (0.5,)
+    """Where the evaluation computes FPR and FNR; None: nowhere."""
+    rm_log_per_response_metrics: bool = True
+    """Thresholds divide the scores of single responses, chosen against rejected; off, the probability of each pair against its label."""
+    rm_meta_keys: Sequence[str] = PREFERENCE_KEYS
+    """What of the samples' metadata the loss is given."""
+    use_differential_lr: bool = False
+    """The head learns at `lr`, everything else at `backbone_lr_mult` times that."""
+    backbone_lr_mult: float = 0.1
+    head_only_weight_decay: bool = False
+    """`weight_decay` holds for the head alone."""
+
+    def validate(self) -> None:
+        """Raise `ConfigError` where a value or a combination is wrong."""
+        super().validate()
+        if self.rm_pair_aware and self.micro_token_budget < 2 * self.max_seq_len:
+            raise BudgetError(
+                f"micro_token_budget ({self.micro_token_budget}) must be >= 2 * max_seq_len ({self.max_seq_len}): a pair is two rows; "
+                "raise the budget or lower max_seq_len"
+            )
+        if self.packing == "padding_free":
+            raise ConfigError(
+                "packing=padding_free gives a reward model one score for all samples of a row; use optimal or greedy"
+            )
+        missing = [key for key in PREFERENCE_KEYS if key not in self.rm_meta_keys]
+        if self.rm_pair_aware and missing:
+            raise ConfigError(f"rm_meta_keys {tuple(self.rm_meta_keys)} must have {', '.join(missing)}; pairs are found by them")
+        if self.rm_calibration_bins < 1:
+            raise ConfigError(f"rm_calibration_bins ({self.rm_calibration_bins}) must be >= 1")
+        if not (math.isfinite(self.backbone_lr_mult) and self.backbone_lr_mult >= 0):
+            raise ConfigError(f"backbone_lr_mult ({self.backbone_lr_mult}) must be a finite number >= 0; 1.0 is the head's rate")
+
+
+class RMTrainer(Trainer):
+    """Trains a reward model on preference pairs.
+
+    >>> trainer = RMTrainer(
+    ...     model=AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1),
+    ...     algo=make_bradley_terry(label_smoothing=0.05),
+    ...     batch_source=preference_batches(train_items, batch_size=16),
+    ...     cfg=RMTrainerConfig(lr=5e-6, eval_every_n_steps=100, early_stopping_patience=5),
+    ...     eval_items=test_items,
+    ... )
+    >>> trainer.train_sync(1000)
+    >>> trainer.evaluate()["eval_pairwise_accuracy"]
+    """
+
+    cfg: RMTrainerConfig
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        algo: RLAlgorithm,
+        batch_source: BatchSource,
+        cfg: RMTrainerConfig | None = None,
+        evaluator: Any | None = None,
+        eval_items: Sequence[SAWItem] | None = None,
+        lora_config: Any | None = None,
+        **options: Any,
+    ) -> None:
+        """`eval_items` are the pairs that `evaluate` and `eval_every_n_steps` measure. `lora_config`, `LoraSettings` or peft's, puts
+        adapters into the model (`apply_lora`); the reward head stays trained. `options` are those of `Trainer`."""
+        cfg = RMTrainerConfig() if cfg is None else cfg
+        if not isinstance(cfg, RMTrainerConfig):
+            raise ConfigTypeError(
+                f"RMTrainer needs an RMTrainerConfig, which has the settings of pairs, not a {type(cfg).__name__}"
+            )
+        if evaluator is not None and eval_items is not None:
+            raise ConfigError("evaluator and eval_items both say what to evaluate; give one of them")
+        _check_loss(algo.loss, cfg)
+        _check_model(model, algo.loss, cfg)
+        if lora_config is not None:
+            model = apply_lora(model, lora_config)
+        self._padding_was_seen = False
+        self.eval_metrics = _metrics(algo.loss, cfg)
+        """What `update_eval_metrics` collects."""
+        if eval_items is not None:
+            evaluator = self._evaluator_of(model, algo.loss, cfg, eval_items)
+        super().__init__(model=model, algo=algo, batch_source=batch_source, cfg=cfg, evaluator=evaluator, **options)
+
+    def initialize_optimizer(self) -> torch.optim.Optimizer:
+        """With `use_differential_lr` and `head_only_weight_decay` the head is in a group of its own."""
+        return build_optimizer(
+            self.model,
+            self.cfg,
+            backbone_lr_mult=self.cfg.backbone_lr_mult if self.cfg.use_differential_lr else None,
+            head_only_weight_decay=self.cfg.head_only_weight_decay,
+        )
+
+    def _ingest(self, items: Sequence[SAWItem]) -> MacroBatch:
+        if not self.cfg.rm_pair_aware:
+            return MacroBatch.ingest(items, self.cfg.max_seq_len)
+        macro = PreferenceMacroBatch.of_pairs(
+            items,
+            self.cfg.max_seq_len,
+            require_complete=self.cfg.rm_require_complete_pairs,
+            drop_incomplete=self.cfg.rm_drop_incomplete_pairs,
+        )
+        self._warn_of_padding(macro)
+        return macro
+
+    def _warn_of_padding(self, macro: MacroBatch) -> None:
+        """Once, where a classifier will take the end of a sample for padding."""
+        ends_as_padding = any(item.input_ids[-1] == self.cfg.pad_token_id for item in macro.items)
+        if ends_as_padding and not self._padding_was_seen and is_classifier(self.model):
+            self._padding_was_seen = True
+            logger.warning(
+                "samples end with the padding token (%d), so the model reads their score one token earlier, and a server that reads the "
+                "last token will find another one; pad with a token that no sample ends with, or end samples otherwise",
+                self.cfg.pad_token_id,
+            )
+
+    def _group_pairs(self, items: Sequence[SAWItem]) -> list[PreferencePair]:
+        """`group_preference_pairs` as the config says."""
+        return group_preference_pairs(
+            items,
+            require_complete=self.cfg.rm_require_complete_pairs,
+            drop_incomplete=self.cfg.rm_drop_incomplete_pairs,
+        )
+
+    def _split_pairs_by_token_budget(self, pairs: Sequence[PreferencePair]) -> list[list[SAWItem]]:
+        """`split_preference_pairs_by_token_budget` as the config says."""
+        budget, longest = self.cfg.micro_token_budget, self.cfg.max_seq_len
+        return split_preference_pairs_by_token_budget(pairs, micro_token_budget=budget, max_seq_len=longest)
+
+    def _mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
+        if isinstance(macro, PreferenceMacroBatch):
+            return PreferenceMiniBatch(macro, rows, self.cfg, meta_keys=self.cfg.rm_meta_keys)
+        return SampleMiniBatch(macro, rows, self.cfg, meta_keys=self.cfg.rm_meta_keys)
+
+    def evaluate(self, items: Sequence[SAWItem] | None = None) -> dict[str, float]:
+        """Score the pairs of `items`, or of `eval_items`, one response at a time: `eval_loss`, `eval_pairwise_accuracy`,
+        `eval_mean_margin`, `eval_margin_std`, `eval_negative_margin_rate`, `eval_roc_auc`, `eval_ece`, `eval_margin_p5` to
+        `eval_margin_p95`, `eval_fpr@t`, `eval_fnr@t`, `eval_tpr@t`, `eval_num_pairs`. `PreferenceEvaluator` and
+        `PreferenceMetrics` say what they are.
+
+        Calibration counts each pair in both orders. The scores stay in `evaluator.metrics` where `items` was left out.
+        """
+        evaluator = self.evaluator if items is None else self._evaluator_of(self.model, self.algo.loss, self.cfg, items)
+        if not isinstance(evaluator, PreferenceEvaluator):
+            raise ConfigError("there are no pairs to evaluate; pass them, or eval_items= to RMTrainer")
+        return {f"eval_{name}": value for name, value in evaluator.measure().items()}
+
+    def update_eval_metrics(self, chosen_scores: Any, rejected_scores: Any, labels: Any = None) -> None:
+        """Collect scores that were computed elsewhere."""
+        self.eval_metrics.update(chosen_scores, rejected_scores, labels)
+
+    def compute_eval_metrics(self) -> dict[str, float]:
+        """The metrics of the scores collected, by the names of `PreferenceMetrics`; then none are."""
+        metrics = self.eval_metrics.compute()
+        self.eval_metrics.reset()
+        return metrics
+
+    @staticmethod
+    def _evaluator_of(model: nn.Module, loss: Loss, cfg: RMTrainerConfig, items: Sequence[SAWItem]) -> PreferenceEvaluator:
+        return PreferenceEvaluator(model, items, cfg, metrics=_metrics(loss, cfg), score_type=_score_type(loss))
+
+
+def _score_type(loss: Loss) -> ScoreType:
+    found: ScoreType = getattr(loss, "score_type", "reward")
+    return found
+
+
+def _metrics(loss: Loss, cfg: RMTrainerConfig) -> PreferenceMetrics:
+    return PreferenceMetrics(
+        cfg.rm_calibration_bins,
+        cfg.rm_eval_thresholds,
+        getattr(loss, "beta", 1.0),
+        thresholds_on="responses" if cfg.rm_log_per_response_metrics else "pairs",
+        both_orders=True,
+    )
+
+
+def _check_loss(loss: Loss, cfg: RMTrainerConfig) -> None:
+    if not cfg.rm_pair_aware and normalizer_of(loss) == "pairs":
+        raise ConfigError(
+            f"{type(loss).__name__} compares the two samples of a pair, which must go through the model together; leave rm_pair_aware "
+            "on, or pass a loss of single samples"
+        )
+
+
+def _check_model(model: Any, loss: Loss, cfg: RMTrainerConfig) -> None:
+    """A classifier of transformers reads its score at the last token that is not its padding."""
+    model = getattr(model, "module", model)
+    if _score_type(loss) != "reward" or not is_classifier(model):
+        return
+    config: Any = model.config
+    if config.num_labels != 1:
+        raise ConfigError(f"the model has num_labels ({config.num_labels}); a reward model has 1, load it with num_labels=1")
+    pad = getattr(config, "pad_token_id", None)
+    if pad != cfg.pad_token_id:
+        raise ConfigError(
+            f"pad_token_id ({cfg.pad_token_id}) must be that of the model's config ({pad}), by which it finds the last token of a sample; "
+            "set both to the tokenizer's"
+        )
+
+
+def is_classifier(model: Any) -> bool:
+    """Whether transformers made it for sequence classification, adapters or not."""
+    model = model.get_base_model() if has_adapters(model) else model
+    return any(kind.__name__.endswith("ForSequenceClassification") for kind in type(model).__mro__)

@@ -1,0 +1,67 @@
+"""Rows of two responses with scores as preferences."""
+
+import logging
+
+import pytest
+
+from ludic.data import load_data
+from ludic.data.formats import Row
+from ludic.data.scored_responses import has_scored_responses, preferences_of_scores
+from ludic.data.sources import Table
+from ludic.errors import DataError
+
+
+def preferences(*rows: Row):
+    return preferences_of_scores(Table("shp.jsonl", "line", list(rows), [2 * number + 1 for number in range(len(rows))]))
+
+
+def row(**changes):
+    return {"prompt": "why?", "response_a": "so", "response_b": "thus", "score_a": 3, "score_b": 12.5, **changes}
+
+
+def test_the_response_with_the_higher_score_is_chosen_and_all_columns_are_kept():
+    [found] = preferences(row(domain="x")).rows
+    assert (found["prompt"], found["chosen"], found["rejected"]) == ("why?", "thus", "so")
+    assert found["domain"] == "x"
+    [found] = preferences(row(score_a=13)).rows
+    assert (found["chosen"], found["rejected"]) == ("so", "thus")
+
+
+def test_rows_whose_scores_are_equal_are_left_out_and_the_rest_keep_their_places(caplog):
+    with caplog.at_level(logging.WARNING):
+        table = preferences(row(score_a=12.5), row())
+    assert len(table.rows) == 1
+    assert table.where(0) == "shp.jsonl, line 3"
+    assert "left out 1 rows whose two scores are equal" in caplog.text
+    with pytest.raises(DataError, match="equal in every row"):
+        preferences(row(score_a=12.5))
+
+
+def test_without_scores_the_label_says_which_is_better():
+    plain = {"history": "why?", "human_ref_A": "so", "human_ref_B": "thus"}
+    assert [found["chosen"] for found in preferences({**plain, "labels": 1}, {**plain, "labels": 0}).rows] == ["so", "thus"]
+    with pytest.raises(DataError, match=r"shp.jsonl, line 1: its label \(None\) must be 1"):
+        preferences(plain)
+
+
+@pytest.mark.parametrize("score", ["high", None, float("nan"), True])
+def test_scores_that_are_no_numbers_are_named(score):
+    with pytest.raises(DataError, match=r"shp.jsonl, line 1: the scores of its responses .* must be two numbers"):
+        preferences(row(score_a=score))
+
+
+def test_only_rows_of_two_responses_that_are_not_told_apart_yet_are_such():
+    assert has_scored_responses(row())
+    assert has_scored_responses({"human_ref_A": 1, "human_ref_B": 1})
+    assert not has_scored_responses({"prompt": 1, "response_a": 1})
+    assert not has_scored_responses({**row(), "chosen": "x", "rejected": "y"})
+
+
+def test_a_file_of_them_is_of_the_kind_preference(tmp_path):
+    path = tmp_path / "shp.jsonl"
+    path.write_text('{"post": "why?", "a": "so", "b": "thus", "up_a": 1, "up_b": 2}\n')
+    names = {"prompt": "post", "response_a": "a", "response_b": "b", "score_a": "up_a", "score_b": "up_b"}
+    data = load_data(str(path), columns=names)
+    assert data.kind == "preference"
+    assert not data.conversational
+    assert (data.rows[0]["prompt"], data.rows[0]["chosen"]) == ("why?", "thus")

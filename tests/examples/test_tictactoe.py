@@ -1,0 +1,57 @@
+"""The example of tic-tac-toe runs against an opponent and against itself, and learns."""
+
+import asyncio
+import importlib.util
+import random
+from pathlib import Path
+
+import pytest
+
+from ludic.types import ChatResponse
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tictactoe.py"
+
+
+class Uniform:
+    """Names a cell that follows from the request's seed."""
+
+    async def complete(self, request):
+        return ChatResponse(str(random.Random(request.seed).randint(1, 9)), [1], [0.0], "stop", [1]), {}
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("tictactoe_example", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("self_play", [False, True])
+def test_the_example_runs(self_play, capsys):
+    before, after = asyncio.run(load().run(warmup=2, steps=1, self_play=self_play))
+    assert before.keys() == after.keys() == {f"not lost as {mark} ({who})" for mark in "XO" for who in ("random", "perfect")}
+    assert "reinforced in" in capsys.readouterr().out
+
+
+def test_a_game_against_itself_gives_a_rollout_of_each_player_with_its_own_credit():
+    """Both are in one group, and are compared with the same player of the other games alone."""
+    example = load()
+    games = example.GRPORequestStrategy(4).expand(example.training_games(random.Random(0), self_play=True, random_moves=1)[:1])
+    teacher = example.make_engine(Uniform())
+    rollouts = asyncio.run(teacher.generate_rollouts(games, max_steps=9))
+    credit = example.GroupNormalizedReturn(4, allow_partial=True).compute(rollouts)
+    for mark in "XO":
+        of_mark = [rollout for rollout in rollouts if rollout.meta["agent_id"] == mark]
+        mean = sum(rollout.total_reward for rollout in of_mark) / len(of_mark)
+        for rollout in of_mark:
+            for step in rollout.steps:
+                assert credit[rollout.id, step.index] == pytest.approx(rollout.total_reward - mean)
+
+
+@pytest.mark.integration
+def test_the_model_learns_to_hold_its_own():
+    before, after = asyncio.run(load().run(seed=0))
+    assert before["not lost as O (random)"] < 0.6
+    assert after["not lost as X (random)"] > 0.9
+    assert after["not lost as O (random)"] > 0.75
+    assert after["not lost as O (perfect)"] > 0.5

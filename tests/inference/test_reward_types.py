@@ -1,0 +1,75 @@
+"""What is asked of reward models, and which of their weights are published."""
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ludic.errors import ConfigError, DataTypeError
+from ludic.inference import PoolingType, RewardModelTrainingMode, ScoringRequest, ScoringResponse
+from ludic.inference.reward_weights import trained_weights
+
+MERGED = {
+    "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight": "q",
+    "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight": "a",
+    "base_model.model.model.layers.0.mlp.up_proj.weight": "up",
+    "base_model.model.score.modules_to_save.default.weight": "head",
+    "base_model.model.score.original_module.weight": "old head",
+}
+PLAIN = {"model.layers.0.self_attn.q_proj.weight": "q", "model.layers.0.mlp.up_proj.weight": "up", "score.weight": "head"}
+
+
+def test_the_names_and_values_are_those_that_servers_know():
+    assert [each.value for each in PoolingType] == ["last", "mean", "cls", "step"]
+    assert [each.value for each in RewardModelTrainingMode] == ["head_only", "lora", "full"]
+
+
+def test_a_request_holds_texts_and_ids_as_they_are_and_may_be_a_key():
+    request = ScoringRequest.from_list("rm", ["2+2=", [53, 46]], normalize=False)
+    assert request == ScoringRequest("rm", ("2+2=", (53, 46)), PoolingType.LAST, False, 1)
+    assert hash(request) == hash(ScoringRequest("rm", ("2+2=", (53, 46)), normalize=False))
+
+
+def test_what_is_neither_text_nor_ids_is_refused():
+    with pytest.raises(DataTypeError, match="text or a list of token ids"):
+        ScoringRequest.from_list("rm", [[1, 2.5]])
+    with pytest.raises(DataTypeError, match="text or a list of token ids"):
+        ScoringRequest("rm", ((True, 2),))
+    with pytest.raises(ConfigError, match="n_labels"):
+        ScoringRequest("rm", ("a",), n_labels=0)
+    with pytest.raises(ValueError, match="median"):
+        ScoringRequest("rm", ("a",), pooling_type="median")
+
+
+def test_a_response_has_its_own_usage():
+    assert ScoringResponse([1.0], "rm").usage is not ScoringResponse([1.0], "rm").usage
+
+
+def test_the_head_alone():
+    assert trained_weights(MERGED, "head_only") == {"score.weight": "head"}
+    assert trained_weights(PLAIN, RewardModelTrainingMode.HEAD_ONLY) == {"score.weight": "head"}
+    assert trained_weights({"classifier.dense.weight": 1, "bert.x": 2}, "head_only") == {"classifier.dense.weight": 1}
+
+
+def test_everything_is_everything_without_adapters_by_the_names_of_the_plain_model():
+    assert trained_weights(MERGED, "full") == PLAIN
+    assert trained_weights(PLAIN, "full") == PLAIN
+
+
+def test_lora_sends_what_adapters_are_merged_into_and_the_head():
+    assert trained_weights(MERGED, "lora") == {"model.layers.0.self_attn.q_proj.weight": "q", "score.weight": "head"}
+
+
+def test_lora_sends_adapters_where_nothing_is_merged_and_everything_where_no_name_tells():
+    adapters = {"q_proj.lora_A.weight": "a", "score.weight": "head", "up_proj.weight": "up"}
+    assert trained_weights(adapters, "lora") == {"q_proj.lora_A.weight": "a", "score.weight": "head"}
+    assert trained_weights(PLAIN, "lora") == PLAIN
+
+
+@given(st.sampled_from([MERGED, PLAIN]), st.sampled_from(list(RewardModelTrainingMode)))
+def test_weights_chosen_once_are_chosen_again(params, mode):
+    chosen = trained_weights(params, mode)
+    assert trained_weights(chosen, mode) == chosen
+
+
+def test_no_weight_to_send_is_an_error_and_not_an_update_of_nothing():
+    with pytest.raises(ConfigError, match="training_mode=head_only"):
+        trained_weights({"model.norm.weight": 1}, "head_only")

@@ -1,0 +1,203 @@
+"""Where a recipe's answers come from: what the settings mean, runs that overlap, and one against a real vLLM server."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ludic.cli import app
+from ludic.errors import ConfigError
+from ludic.recipes.compose import compose, to_yaml
+from ludic.recipes.inference_section import LogprobConvention, convention, kind_of
+from ludic.recipes.model import make_small_model
+from ludic.recipes.run import Parts
+from ludic.recipes.sampler import check_inference
+from ludic.recipes.sampling_report import mismatch_of, overlap_of, weight_sync_of
+
+
+def train(*arguments):
+    result = CliRunner().invoke(app, ["train", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def summary(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], "local"),
+        (["inference=local"], "local"),
+        (["inference=vllm"], "vllm"),
+        (["inference.python=/somewhere/python"], "vllm"),
+        (["inference.url=http://127.0.0.1:8000"], "vllm"),
+        (["inference.url=[http://127.0.0.1:8000,http://127.0.0.1:8001]"], "vllm"),
+    ],
+)
+def test_a_word_an_interpreter_or_an_address_says_which_engine(given, expected, tmp_path):
+    recipe = compose(given)
+    assert kind_of(recipe.inference) == expected
+    (tmp_path / "again.yaml").write_text(to_yaml(recipe))
+    assert compose([str(tmp_path / "again.yaml")]).inference == recipe.inference
+
+
+def test_a_recipe_file_may_say_it_in_one_word(tmp_path):
+    (tmp_path / "mine.yaml").write_text("recipe: sort\ninference: vllm\n")
+    assert compose([str(tmp_path / "mine.yaml")]).inference.kind == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["inference=tgi"], "local or vllm"),
+        (["inference=local", "inference.url=http://127.0.0.1:1"], "leave inference.python and inference.url out"),
+        (["inference.url=http://127.0.0.1:1", "inference.python=python"], "give one of them"),
+        (["inference.max_lag=-1"], "max_lag"),
+        (["inference.timeout_s=0"], "deadline"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(given, said):
+    with pytest.raises(ConfigError, match=said):
+        kind_of(compose(given).inference)
+
+
+def test_an_interpreter_without_vllm_is_refused_before_anything_is_done():
+    import sys
+
+    recipe = compose([f"inference.python={sys.executable}"])
+    with pytest.raises(ConfigError, match=r"has no vLLM; `make vllm`"):
+        check_inference(recipe, None)
+
+
+def test_a_model_that_a_server_on_a_cpu_cannot_run_is_refused_with_what_to_set(monkeypatch):
+    monkeypatch.setattr("ludic.recipes.sampler._has_vllm", lambda python: True)
+    recipe = compose(["inference=vllm", "inference.device=cpu", "network.num_heads=8"])
+    with pytest.raises(ConfigError, match=r"have 16 dimensions.*set network.hidden_size"):
+        check_inference(recipe, make_small_model(recipe.network))
+    fitting = compose(["inference=vllm", "inference.device=cpu"])
+    check_inference(fitting, make_small_model(fitting.network))  # 128 over 4 heads: the built-in recipes as they are
+
+
+def test_an_evaluation_says_how_it_asks_a_server():
+    from ludic.recipes.eval_settings import resolve
+
+    with pytest.raises(ConfigError, match="base_url=URL"):
+        resolve(["sort", "inference=vllm"])
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "expected"),
+    [
+        (1.0, 1.0, LogprobConvention(processed=False, temperature=1.0)),
+        (0.6, 1.0, LogprobConvention(processed=True, temperature=0.6)),
+        (1.0, 0.9, LogprobConvention(processed=False, temperature=1.0)),
+        (0.6, 0.9, LogprobConvention(processed=False, temperature=1.0)),
+        (0.0, 1.0, LogprobConvention(processed=False, temperature=1.0)),
+    ],
+)
+def test_sampler_and_trainer_speak_of_one_distribution(temperature, top_p, expected):
+    assert convention(temperature, top_p) == expected
+    recipe = compose([f"rollout.temperature={temperature}", f"rollout.top_p={top_p}", "threads=1"])
+    assert Parts.build(recipe).trainer_cfg.temperature == expected.temperature
+
+
+@pytest.mark.parametrize("sampling", [[], ["rollout.temperature=0.6"], ["rollout.temperature=0.7", "rollout.top_p=0.9"]])
+def test_a_run_in_this_process_measures_its_sampler_and_finds_it_the_same(tiny, tmp_path, sampling):
+    train(*tiny, *sampling)
+    found = summary(tmp_path / "run")
+    assert found["mismatch"]["preflight"]["mean"] < 1e-5
+    assert (found["mismatch"]["mean"] or 0.0) < 1e-4  # null where no sample of so few had a weight
+    assert found["mismatch"]["lag"] == 0
+    assert found["weight_sync"]["pushes"] == 3
+    assert found["overlap"]["hidden"] < 0.5
+
+
+def test_a_run_that_overlaps_trains_on_samples_one_version_old(tiny, tmp_path):
+    train(*tiny, "inference.max_lag=1", "steps=4")
+    found = summary(tmp_path / "run")
+    assert found["steps"] == 4
+    assert found["mismatch"]["lag"] == 0.75  # the first batch is fresh
+    assert found["mismatch"]["preflight"]["mean"] < 1e-5
+
+
+def test_an_overlapped_run_that_is_stopped_goes_on_with_the_prompts_that_follow(tiny, tmp_path, monkeypatch):
+    """Stopped after two of four steps, with a batch on its way that is never trained, then resumed."""
+    from ludic.recipes.watch import StoppableSource
+
+    asked = []
+    next_batch = StoppableSource.next_batch
+
+    async def noting(self):
+        batch = await next_batch(self)
+        if "problem_id" in batch.items[0].meta:
+            asked.append(sorted({item.meta["problem_id"] for item in batch.items}))
+            if len(asked) == 2:
+                self._stop.signum = 2
+        return batch
+
+    monkeypatch.setattr(StoppableSource, "next_batch", noting)
+    arguments = [*tiny, "inference.max_lag=1", "steps=4", "rollout.log_every=0"]
+    assert CliRunner().invoke(app, ["train", *arguments]).exit_code == 130
+    train("--resume", str(tmp_path / "run"))
+    whole = list(asked)
+    asked.clear()
+    monkeypatch.setattr(StoppableSource, "next_batch", next_batch)
+    assert len(whole) == 4
+
+    from ludic.recipes.build import task_of
+    from ludic.recipes.rollouts import training_requests
+
+    recipe = compose([argument for argument in arguments if not argument.startswith(("output", "name"))])
+    requests = training_requests(task_of(recipe), recipe.rollout, seed=recipe.seed)
+    expected = [sorted({request.meta["problem_id"] for request in requests()}) for _ in range(4)]
+    assert whole == expected
+
+
+LINES = [
+    {
+        "mismatch/mean": 0.1, "mismatch/kl": 0.01, "mismatch/max": 0.5, "mismatch/ess": 0.9, "mismatch/tokens": 100.0,
+        "train/policy_lag": 0.0, "perf/generation_s": 2.0, "perf/rollout_s": 2.0, "perf/publish_s": 0.2,
+    },
+    {
+        "mismatch/mean": 0.2, "mismatch/kl": 0.03, "mismatch/max": 0.4, "mismatch/ess": 0.8, "mismatch/tokens": 300.0,
+        "train/policy_lag": 1.0, "perf/generation_s": 2.0, "perf/rollout_s": 0.5, "perf/publish_s": 0.4,
+    },
+]  # fmt: skip
+
+
+def test_the_summary_of_a_sampler_is_that_of_its_steps():
+    assert mismatch_of(LINES, {"mean": 1e-6}) == {
+        "preflight": {"mean": 1e-6},
+        "mean": pytest.approx(0.175),  # (0.1 * 100 + 0.2 * 300) / 400
+        "kl": pytest.approx(0.025),
+        "max": 0.5,
+        "ess": 0.8,
+        "lag": 0.5,
+    }
+    assert weight_sync_of(LINES) == {"pushes": 2, "mean_s": pytest.approx(0.3), "max_s": 0.4}
+    assert overlap_of(LINES) == {"generation_s": 4.0, "waited_s": 2.5, "hidden": pytest.approx(0.375)}
+    assert (mismatch_of([], None), weight_sync_of([]), overlap_of([])) == (None, None, None)
+
+
+@pytest.mark.integration
+def test_a_run_on_a_real_server_samples_what_the_trainer_has(tmp_path: Path):
+    """A server is started from the run's own policy, takes the weights of every step, and is stopped."""
+    python = os.environ.get("LUDIC_VLLM_PYTHON")
+    if not python:
+        pytest.skip("LUDIC_VLLM_PYTHON names no interpreter with vLLM; `make vllm` builds one")
+    train(
+        *(f"output={tmp_path}", "name=run", f"inference.python={python}", "inference.max_lag=1", "threads=1"),
+        *("warmup.steps=20", "steps=4", "rollout.prompts=8", "rollout.group_size=4", "evaluation.prompts=8"),
+        *("rollout.temperature=0.8", "trainer.lr=1.0e-3"),
+    )
+    found = summary(tmp_path / "run")
+    assert found["mismatch"]["preflight"]["mean"] < 1e-4
+    assert found["weight_sync"]["pushes"] == 4
+    assert found["mismatch"]["lag"] == 0.75
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    fresh = next(line for line in lines if line["phase"] == "reinforce" and line["step"] == 1)
+    assert fresh["mismatch/mean"] < 1e-4

@@ -1,0 +1,170 @@
+"""Reinforcement against a reward model from a folder: it rewards training, and held-out measurement keeps the task's own reward."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reward_models import reward_model, score_alone
+from typer.testing import CliRunner
+
+from ludic.cli import app
+from ludic.envs.tasks import DigitSort, EpisodicTask, as_episodic
+from ludic.errors import ConfigError
+from ludic.recipes.build import build_task
+from ludic.recipes.compose import compose
+from ludic.recipes.reward_model import JudgedTask, judged_by, load_reward_model
+from ludic.recipes.rollouts import training_requests
+from ludic.recipes.schema import TaskSection
+from ludic.recipes.tokenizer import make_byte_tokenizer
+
+UNPUNISHED = "+reward_model_args.unfinished_penalty=0"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A reward model as `ludic train-rm` leaves it: in the folder `model` of a run."""
+    place = tmp_path / "rm" / "model"
+    reward_model(seed=8).save_pretrained(place)
+    make_byte_tokenizer().save_pretrained(place)
+    return tmp_path / "rm"
+
+
+def train(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["train", *arguments])
+
+
+def lines(run: Path, phase: str = "reinforce") -> list[dict[str, float]]:
+    read = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in read if line["phase"] == phase]
+
+
+def test_training_is_rewarded_by_the_score_and_the_held_out_reward_is_the_tasks_own(
+    tiny: list[str], tmp_path: Path, folder: Path
+) -> None:
+    result = train("sort", *tiny, f"reward_model={folder}", "steps=2", "rollout.log_every=1")
+    assert result.exit_code == 0, result.output
+    rollouts = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert len(rollouts) == 16
+    for rollout in rollouts:
+        [step] = rollout["steps"]
+        ids = [*step["trace"]["prompt_token_ids"], *step["trace"]["completion_token_ids"]]
+        assert rollout["meta"]["rm_score_from"] == "tokens"
+        penalty = 10.0 if step["trace"]["finish_reason"] == "length" else 0.0
+        assert step["reward"] == pytest.approx(score_alone(reward_model(seed=8), ids) - penalty, abs=1e-4)
+        assert step["info"]["rewards/task"] in (0.0, 1.0)
+    for line in lines(tmp_path / "run"):
+        assert line["train/avg_total_reward"] <= line["train/rewards/reward_model"] + 1e-6
+        assert 0 <= line["train/rewards/task"] <= 1
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert set(summary["after"]) == {"sampled_reward", "greedy_accuracy", "rewards/reward_model"}
+    assert 0 <= summary["after"]["sampled_reward"] <= 1
+    assert "the score of" in " ".join(result.stdout.split())
+
+
+def test_the_task_may_count_as_well(tiny: list[str], tmp_path: Path, folder: Path) -> None:
+    half = ["+reward_model_args.mode=bonus", "+reward_model_args.rm_coeff=0.5", UNPUNISHED]
+    result = train("sort", *tiny, f"reward_model={folder}", "steps=1", *half)
+    assert result.exit_code == 0, result.output
+    [line] = lines(tmp_path / "run")
+    expected = line["train/rewards/task"] + 0.5 * line["train/rewards/reward_model"]
+    assert line["train/avg_total_reward"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_run_against_a_reward_model_repeats_itself(tiny: list[str], tmp_path: Path, folder: Path) -> None:
+    seen = []
+    for name in ("one", "two"):
+        assert train("sort", *tiny, f"reward_model={folder}", "steps=2", f"name={name}").exit_code == 0
+        seen.append([{k: v for k, v in line.items() if not k.startswith(("perf/", "time"))} for line in lines(tmp_path / name)])
+    keys = [key for key in seen[0][0] if "_s" not in key and "second" not in key]
+    assert [[line[key] for key in keys] for line in seen[0]] == [[line[key] for key in keys] for line in seen[1]]
+
+
+def test_prompts_alone_are_enough_where_a_reward_model_judges(tiny: list[str], tmp_path: Path, folder: Path) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "completion": f"{n + 1}"}) + "\n" for n in range(30)))
+    short = ["warmup.steps=2", "steps=1", "rollout.max_new_tokens=4"]
+    result = train(*tiny, f"data={data}", f"reward_model={folder}", UNPUNISHED, *short)
+    assert result.exit_code == 0, result.output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["after"]["sampled_reward"] == pytest.approx(summary["after"]["rewards/reward_model"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["data=prompts.jsonl"], "reward"),
+        (["sort", "+reward_model_args.mode=add"], "set reward_model=DIRECTORY"),
+        (["sort", "reward_model=FOLDER", "+reward_model_args.mod=add"], "did you mean mode"),
+        (["sort", "reward_model=FOLDER", "+reward_model_args.mode=mean"], "unknown mode"),
+        (["sort", "reward_model=./nothing-here"], "no config.json"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_written(
+    tiny: list[str], tmp_path: Path, folder: Path, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    given = [a.replace("FOLDER", str(folder)).replace("prompts", f"{tmp_path}/prompts") for a in arguments]
+    result = train(*given[:1], *tiny, *given[1:]) if given[0] == "sort" else train(*tiny, *given)
+    assert result.exit_code != 0
+    assert message in " ".join(result.output.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_policy_is_no_reward_model(tmp_path: Path) -> None:
+    from playing import tiny_model
+
+    tiny_model().save_pretrained(tmp_path)
+    make_byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"no weights for score\.weight"):
+        load_reward_model(str(tmp_path))
+
+
+def test_a_classifier_of_several_labels_is_no_reward_model(tmp_path: Path) -> None:
+    reward_model(labels=3).save_pretrained(tmp_path)
+    make_byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="3 labels"):
+        load_reward_model(str(tmp_path))
+
+
+def test_adapters_are_merged_into_the_model_they_were_trained_on(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    base = reward_model(seed=9)
+    base.save_pretrained(tmp_path / "base")
+    make_byte_tokenizer().save_pretrained(tmp_path / "base")
+    settings = LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"], modules_to_save=["score"], init_lora_weights=False)
+    adapted = get_peft_model(deepcopy(base), settings).eval()
+    adapted.base_model.model.score.modules_to_save["default"].weight.data.neg_()
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "adapters")
+    client = load_reward_model(str(tmp_path / "adapters"))
+    with torch.no_grad():
+        expected = adapted(input_ids=torch.tensor([[53, 46, 53]])).logits.item()
+    assert asyncio.run(client.score_batch([[53, 46, 53]], normalize=False)) == pytest.approx([expected], abs=1e-4)
+    assert abs(expected - score_alone(base, [53, 46, 53])) > 1e-2
+
+
+def test_a_judged_task_is_a_task_of_episodes_and_keeps_what_the_task_is(folder: Path) -> None:
+    task = as_episodic(DigitSort())
+    judged = judged_by(task, make_byte_tokenizer(), str(folder), "cpu")
+    assert isinstance(judged, EpisodicTask)
+    assert as_episodic(judged) is judged
+    names: Sequence[str] = ("max_turns", "max_new_tokens", "system_prompt", "parser", "cut_off_reward", "success_reward", "facts")
+    assert [getattr(judged, name) for name in names] == [getattr(task, name) for name in names]
+
+
+def test_a_judged_data_set_is_still_passed_through_row_by_row(tmp_path: Path, folder: Path) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(20)))
+    task = as_episodic(build_task(TaskSection(kind="data"), data=str(data), judged=True))
+    judged = judged_by(task, make_byte_tokenizer(), str(folder), "cpu")
+    assert isinstance(judged, JudgedTask)
+    section = compose(["sort", "rollout.prompts=18", "rollout.group_size=1"]).rollout
+    asked = training_requests(judged, section, seed=0)()
+    assert len({request.meta["problem_id"] for request in asked}) == 18

@@ -1,0 +1,301 @@
+"""Batches generated while the one before trains: how old they are, what an error or a kill leaves, that no prompt is lost or doubled."""
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given, strategies as st
+from training_samples import cpu_config, tiny_model
+
+from ludic.distributed.adapters.local import LocalPublisher
+from ludic.envs.tasks import DigitSort
+from ludic.errors import ConfigError
+from ludic.inference import InferenceSpec, LocalChatClient, ReturnSpec, SamplingParams
+from ludic.recipes.rollouts import make_engine, request_for
+from ludic.recipes.tokenizer import make_byte_tokenizer
+from ludic.training import CheckpointConfig, RequestsExhausted, SAWBatch, Trainer, make_grpo
+from ludic.training.batching.intra_batch_control import GRPORequestStrategy
+from ludic.training.batching.overlapped import GENERATION_S, OverlappedSource
+from ludic.training.batching.requests_from_dataset import SequenceRequests
+from ludic.training.batching.synced_batching import RolloutBatchSource
+
+
+class Prompts:
+    """Batch k holds the prompts 2k and 2k + 1. Generation takes some turns of the loop; those in `failing` fail, the first time."""
+
+    def __init__(self, total=None, failing=(), turns=3):
+        self.position, self.total, self.failing, self.turns = 0, total, set(failing), turns
+        self.begun, self.running, self.cancelled = [], 0, 0
+
+    async def next_batch(self):
+        if self.total is not None and self.position >= self.total:
+            raise RequestsExhausted("no prompts left")
+        prompts = [self.position, self.position + 1]
+        self.position += 2
+        self.begun.append(prompts[0])
+        self.running += 1
+        assert self.running == 1  # one at a time
+        try:
+            for _ in range(self.turns):
+                await asyncio.sleep(0)
+            if prompts[0] in self.failing:
+                self.failing.discard(prompts[0])
+                raise OSError("the server went away")
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+        return SAWBatch([], {"prompts": prompts})
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+async def settle():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 2, 3])
+async def test_so_many_batches_are_begun_before_they_are_asked_for(max_lag):
+    inner = Prompts()
+    source = OverlappedSource(inner, max_lag=max_lag)
+    for number in range(4):
+        batch = await source.next_batch()
+        assert batch.meta["prompts"] == [2 * number, 2 * number + 1]
+        assert batch.meta[GENERATION_S] > 0
+        await settle()
+        assert len(inner.begun) == number + 1 + max_lag
+        assert source.state_dict() == {"position": 2 * (number + 1)}
+    await source.aclose()
+    assert source.state_dict() == {"position": 8}
+    assert (await source.next_batch()).meta["prompts"] == [8, 9]
+    await source.aclose()
+
+
+async def test_no_more_are_begun_than_the_run_needs():
+    inner = Prompts()
+    source = OverlappedSource(inner, max_lag=2, num_batches=3)
+    for _ in range(3):
+        await source.next_batch()
+    await settle()
+    assert inner.begun == [0, 2, 4]
+    assert (await source.next_batch()).meta["prompts"] == [6, 7]  # a batch without anything to train was one too few
+    await settle()
+    assert inner.begun == [0, 2, 4, 6]
+
+
+async def test_an_error_comes_where_its_batch_would_have_and_the_batch_is_the_next_again():
+    inner = Prompts(failing=[2])
+    source = OverlappedSource(inner, max_lag=2)
+    assert (await source.next_batch()).meta["prompts"] == [0, 1]
+    await settle()
+    with pytest.raises(OSError, match="went away"):
+        await source.next_batch()
+    assert source.state_dict() == {"position": 2}
+    assert [(await source.next_batch()).meta["prompts"][0] for _ in range(3)] == [2, 4, 6]
+    await source.aclose()
+
+
+async def test_the_end_of_the_requests_comes_after_the_last_batch():
+    source = OverlappedSource(Prompts(total=4), max_lag=3)
+    assert [(await source.next_batch()).meta["prompts"][0] for _ in range(2)] == [0, 2]
+    with pytest.raises(RequestsExhausted):
+        await source.next_batch()
+
+
+async def test_whoever_stops_waiting_stops_the_generation():
+    inner = Prompts(turns=10_000)
+    source = OverlappedSource(inner, max_lag=1)
+    waiting = asyncio.create_task(source.next_batch())
+    await settle()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert (inner.running, inner.cancelled) == (0, 1)
+    assert source.state_dict() == {"position": 0}
+
+
+async def test_a_state_is_not_set_under_batches_on_their_way():
+    source = OverlappedSource(Prompts(), max_lag=1)
+    await source.next_batch()
+    with pytest.raises(ConfigError, match="aclose"):
+        source.load_state_dict({"position": 0})
+    await source.aclose()
+    source.load_state_dict({"position": 6})
+    assert (await source.next_batch()).meta["prompts"] == [6, 7]
+    await source.aclose()
+
+
+def test_a_negative_lag_is_refused():
+    with pytest.raises(ConfigError, match="max_lag"):
+        OverlappedSource(Prompts(), max_lag=-1)
+
+
+@given(
+    max_lag=st.integers(0, 3),
+    every=st.integers(1, 3),
+    kills=st.lists(
+        st.tuples(st.integers(0, 6), st.sampled_from(["fetching", "training", "saved"]), st.integers(0, 12)), max_size=4
+    ),
+    failing=st.sets(st.integers(0, 9).map(lambda k: 2 * k), max_size=3),
+)
+def test_killed_anywhere_and_resumed_every_prompt_is_trained_exactly_once(max_lag, every, kills, failing):
+    """A run of 10 batches with checkpoints. A kill forgets all that came after the last checkpoint, training included."""
+    total, saved, left = 20, (0, [], {"position": 0}), list(kills)
+
+    async def life(inner, kill):
+        nonlocal saved
+        step, trained, state = saved[0], list(saved[1]), saved[2]
+        source = OverlappedSource(inner, max_lag=max_lag, num_batches=total // 2 - step)
+        source.load_state_dict(state)
+        try:
+            while step < total // 2:
+                at = kill is not None and step - saved[0] >= kill[0] and kill
+                if at and at[1] == "fetching":
+                    fetching = asyncio.create_task(source.next_batch())
+                    for _ in range(at[2]):
+                        await asyncio.sleep(0)
+                    fetching.cancel()
+                    return False
+                try:
+                    batch = await source.next_batch()
+                except OSError:
+                    continue
+                for _ in range(at[2] if at else 2):
+                    await asyncio.sleep(0)
+                if at and at[1] == "training":
+                    return False
+                trained += batch.meta["prompts"]
+                step += 1
+                if step % every == 0:
+                    saved = (step, list(trained), source.state_dict())
+                if at:
+                    return False
+            saved = (step, trained, source.state_dict())
+            return True
+        finally:
+            for entry in source._ahead:  # the process is gone: nothing is put back
+                entry.task.cancel()
+            await settle()
+
+    while not asyncio.run(life(Prompts(total, failing), left.pop(0) if left else None)):
+        failing = set()
+    assert saved[1] == list(range(total))
+
+
+TASK = DigitSort(digits=3)
+PROBLEMS = [TASK.draw(random.Random(seed)) | {"id": str(seed)} for seed in range(24)]
+
+
+def rollouts(client):
+    inference = InferenceSpec(sampling=SamplingParams(temperature=1.0, max_tokens=5), return_=ReturnSpec.for_rl())
+    requests = SequenceRequests(
+        PROBLEMS,
+        batch_size=2,
+        build=lambda row: request_for(row[1], inference=inference, seed=row[0]),
+        strategy=GRPORequestStrategy(2),
+        shuffle=True,
+        rng_seed=1,
+    )
+    engine = make_engine(TASK, client, model_name="tiny", system_prompt=None)
+    return RolloutBatchSource(engine=engine, requests_fn=requests, credit_assigner=make_grpo(group_size=2).credit_assigner)
+
+
+class Seen:
+    """Notes the prompts of every batch that is trained."""
+
+    def __init__(self):
+        self.problems = []
+
+
+def trainer_of(folder, seen, *, max_lag, seed=0, **options):
+    model = tiny_model(seed)
+    client = LocalChatClient(model, make_byte_tokenizer(), copy_model=True)
+    source = OverlappedSource(rollouts(client), max_lag=max_lag)
+    algo = make_grpo(group_size=2)
+    inner = algo.preprocess
+
+    def noting(batch):
+        seen.problems.append(sorted({item.meta["problem_id"] for item in batch.items}))
+        return inner(batch)
+
+    algo.preprocess = noting
+    return Trainer(
+        model=model,
+        algo=algo,
+        batch_source=source,
+        publisher=LocalPublisher(client),
+        cfg=cpu_config(),
+        checkpoint_config=CheckpointConfig(folder, every_n_steps=2, max_to_keep=9),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("max_lag", [1, 2])
+async def test_samples_are_at_most_so_many_versions_old(tmp_path, max_lag):
+    trainer = trainer_of(tmp_path, Seen(), max_lag=max_lag)
+    lags = []
+    await trainer.train(6, log_fn=lambda stats: lags.append(stats["train/policy_lag"]))
+    await trainer.batch_source.aclose()
+    assert lags[0] == 0
+    assert max(lags) <= max_lag
+    assert lags[-1] == max_lag  # and they do overlap
+
+
+@pytest.mark.parametrize("killed_after", [1, 2, 3, 4, 5])
+async def test_a_trainer_that_is_killed_and_resumed_trains_every_prompt_once(tmp_path, killed_after):
+    seen = Seen()
+    trainer = trainer_of(tmp_path, seen, max_lag=1)
+    await trainer.train(killed_after)
+    await trainer.batch_source.next_batch()  # fetched, and lost with the process
+    saved = killed_after - killed_after % 2
+    rest = Seen()
+    resumed = trainer_of(tmp_path, rest, max_lag=1, seed=9, **({"resume_from": saved} if saved else {}))
+    await resumed.train(12 - saved)
+    trained = [problem for batch in seen.problems[:saved] + rest.problems for problem in batch]
+    assert sorted(trained) == sorted(problem["id"] for problem in PROBLEMS)
+    for source in (trainer.batch_source, resumed.batch_source):
+        await source.aclose()
+
+
+async def test_the_trainer_computes_in_a_thread_only_while_batches_overlap(tmp_path):
+    import threading
+
+    for max_lag in (0, 1):
+        trainer = trainer_of(tmp_path / str(max_lag), Seen(), max_lag=max_lag)
+        threads = set()
+        step = trainer.backend.optim_step
+        trainer.backend.optim_step = lambda step=step, threads=threads, **kw: (
+            threads.add(threading.current_thread()),
+            step(**kw),
+        )[1]
+        await trainer.train(2)
+        assert (threads == {threading.main_thread()}) == (max_lag == 0)
+        await trainer.batch_source.aclose()
+
+
+def test_a_lag_that_would_be_dropped_is_refused(tmp_path):
+    source = OverlappedSource(Prompts(), max_lag=2)
+    options = {"model": tiny_model(), "algo": make_grpo(group_size=4), "batch_source": source}
+    with pytest.raises(ConfigError, match="up to 2 versions old; raise it to 2"):
+        Trainer(cfg=cpu_config(max_lag=1), **options)
+    Trainer(cfg=cpu_config(max_lag=2), **options)
+
+
+async def test_overlapping_changes_when_batches_are_made_and_not_what_they_are(tmp_path):
+    """With a learning rate of 0 every version is the same: the batches are those of a run without overlap."""
+    found = []
+    for max_lag in (0, 2):
+        trainer = trainer_of(tmp_path / str(max_lag), Seen(), max_lag=max_lag)
+        trainer.backend.optimizer.param_groups[0]["initial_lr"] = 0.0
+        random.seed(3)
+        losses = []
+        await trainer.train(5, log_fn=lambda stats, losses=losses: losses.append(stats["train/avg_total_reward"]))
+        await trainer.batch_source.aclose()
+        found.append(losses)
+    assert found[0] == found[1]

@@ -1,0 +1,169 @@
+"""Weights for samples of another engine: numbers worked by hand, what they do to a gradient, and that a split changes nothing."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from loss_batches import Bigram, packed, padded, rows, two_token_batch
+from tests.training.loss.test_partition import partitions, totals_of
+
+from ludic.errors import ConfigError
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.loss import (
+    CISPOLoss,
+    ClippedSurrogateLoss,
+    IcePop,
+    MaskedImportanceSampling,
+    ReinforceLoss,
+    TokenClippedSurrogateLoss,
+    TruncatedImportanceSampling,
+    correction_of,
+)
+from ludic.training.loss.base import SharedContext
+
+LOG_RATIOS = torch.tensor([[0.1, 0.5, 1.0, 1.9, 2.1, 6.0]]).log()
+MASK = torch.ones(1, 6)
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        (TruncatedImportanceSampling(cap=2.0), [0.1, 0.5, 1.0, 1.9, 2.0, 2.0]),
+        (MaskedImportanceSampling(cap=2.0), [0.1, 0.5, 1.0, 1.9, 0.0, 0.0]),
+        (IcePop(low=0.5, high=5.0), [0.0, 0.5, 1.0, 1.9, 2.1, 0.0]),
+        # 0.1 * 0.5 * 1 * 1.9 * 2.1 * 6 = 1.197
+        (TruncatedImportanceSampling(cap=2.0, level="sequence"), [1.197] * 6),
+        (TruncatedImportanceSampling(cap=1.1, level="sequence"), [1.1] * 6),
+        (MaskedImportanceSampling(cap=1.1, level="sequence"), [0.0] * 6),
+    ],
+)
+def test_weights_are_those_of_the_formula(correction, expected):
+    torch.testing.assert_close(correction.weights(LOG_RATIOS, MASK), torch.tensor([expected]), rtol=1e-5, atol=1e-6)
+
+
+def test_an_enormous_ratio_is_no_infinite_weight():
+    far = torch.tensor([[800.0, -800.0]])
+    assert TruncatedImportanceSampling().weights(far, MASK[:, :2]).tolist() == [[2.0, 0.0]]
+    assert MaskedImportanceSampling().weights(far, MASK[:, :2]).tolist() == [[0.0, 0.0]]
+    assert IcePop().weights(far, MASK[:, :2]).tolist() == [[0.0, 0.0]]
+
+
+def algorithm(loss, correction):
+    return RLAlgorithm("test", ConstantCredit(), loss, correction=correction)
+
+
+def gradient(loss, correction, parts, collate, totals=None):
+    model = Bigram()
+    for part in parts:
+        value, _ = algorithm(loss, correction).compute_loss(model, collate(part), totals=totals)
+        value.backward()
+    return model.table.grad
+
+
+@pytest.mark.parametrize("ratio", [0.3, 1.5, 4.0])
+def test_the_gradient_is_the_on_policy_one_times_the_weight(ratio):
+    """Policy gradient with ratio 1 against the trainer's own policy, times min(w, 2): w = pi_trainer / pi_sampler = `ratio`."""
+    logits, batch = two_token_batch([ratio], [1.5])
+    shared = SharedContext(logits, batch, correction=TruncatedImportanceSampling(cap=2.0))
+    TokenClippedSurrogateLoss(clip_eps_low=0.2, clip_eps_high=0.2).compute(logits, batch, shared=shared)[0].backward()
+    # d/dx of -A log softmax(x)[0] at x = 0 over two tokens is -A (1 - 1/2, -1/2)
+    weight = min(ratio, 2.0)
+    expected = torch.tensor([-1.5 * weight * 0.5, 1.5 * weight * 0.5])
+    torch.testing.assert_close(logits.grad[0, 0], expected)
+    assert shared.ratio[0, 0].item() == pytest.approx(1.0)  # nothing is clipped, however far the engines are apart
+
+
+def test_ratios_are_taken_against_the_beginning_of_the_step():
+    """The sampler gave 1/8, the trainer had 1/4 when the step began, and has 1/2 now: ratio 2, clipped at 1.2; weight 2."""
+    logits, batch = two_token_batch([4.0], [1.0])
+    batch["proximal_logps"] = torch.tensor([[0.0, math.log(0.25)]])
+    shared = SharedContext(logits, batch, correction=TruncatedImportanceSampling(cap=3.0))
+    loss, stats = TokenClippedSurrogateLoss(clip_eps_low=0.2, clip_eps_high=0.2).compute(logits, batch, shared=shared)
+    assert shared.ratio.item() == pytest.approx(2.0)
+    assert shared.correction_weight.item() == pytest.approx(2.0)
+    assert loss.item() == pytest.approx(-1.2)
+    assert stats["clip_frac"].item() == 1.0
+    # by sequence the same
+    whole = SharedContext(logits, batch, correction=TruncatedImportanceSampling(cap=3.0))
+    assert ReinforceLoss().compute(logits, batch, shared=whole)[1]["ratio_mean"].item() == pytest.approx(2.0)
+
+
+LOSSES = {
+    "grpo": TokenClippedSurrogateLoss(normalizer="tokens"),
+    "gspo": ClippedSurrogateLoss(0.2, 0.3, length_normalize=True),
+    "cispo": CISPOLoss(),
+    "reinforce": ReinforceLoss(length_normalize=True),
+}
+CORRECTIONS = {
+    "truncated": TruncatedImportanceSampling(),
+    "truncated by sequence": TruncatedImportanceSampling(level="sequence"),
+    "masked": MaskedImportanceSampling(),
+    "masked by sequence": MaskedImportanceSampling(cap=4.0, level="sequence"),
+    "icepop": IcePop(),
+}
+
+
+def with_proximal(collate, known):
+    """Batches that also say what the trainer's log-probabilities were when the step began."""
+
+    def collated(part):
+        batch = collate(part)
+        if known:
+            batch["proximal_logps"] = (batch["actor_logps"] * 0.7 - 0.3) * batch["action_mask"]
+        return batch
+
+    return collated
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("name", LOSSES)
+@given(drawn=partitions(), layout=st.sampled_from(["padded", "padding-free"]), known=st.booleans())
+def test_the_gradient_does_not_depend_on_the_split(name, correction, drawn, layout, known):
+    samples, parts = drawn
+    arguments = LOSSES[name], CORRECTIONS[correction]
+    whole = gradient(*arguments, [samples], with_proximal(padded, known))
+    collate = with_proximal(packed if layout == "padding-free" else padded, known)
+    split = gradient(*arguments, parts, collate, totals_of(samples))
+    torch.testing.assert_close(split, whole, rtol=0, atol=1e-6 * max(1.0, whole.abs().max().item()))
+
+
+def test_a_correction_changes_the_gradient_and_not_the_statistics_of_the_policy():
+    batch = padded(rows(8, seed=4))
+    plain, corrected = (gradient(CISPOLoss(), c, [rows(8, seed=4)], padded) for c in (None, IcePop()))
+    assert (plain - corrected).abs().max() > 1e-3
+    stats = [algorithm(CISPOLoss(), c).compute_loss(Bigram(), batch)[1] for c in (None, IcePop())]
+    assert stats[0]["logp_mean"] == stats[1]["logp_mean"]
+    assert stats[0]["mismatch/abs_sum"] == stats[1]["mismatch/abs_sum"]
+
+
+def test_a_loss_that_reads_the_logits_itself_takes_no_correction():
+    class Own:
+        def compute(self, logits, batch):
+            return logits.sum(), {}
+
+    with pytest.raises(ConfigError, match="reads the logits past it"):
+        algorithm(Own(), IcePop())
+
+
+@pytest.mark.parametrize("wrong", [{"cap": 0.0}, {"cap": math.inf}, {"level": "turn"}])
+def test_settings_without_meaning_are_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        TruncatedImportanceSampling(**wrong)
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        MaskedImportanceSampling(**wrong)
+
+
+def test_the_bounds_of_icepop_are_in_order():
+    with pytest.raises(ConfigError, match=r"low \(5.0\) must be below high \(0.5\)"):
+        IcePop(low=5.0, high=0.5)
+
+
+def test_corrections_have_names():
+    assert correction_of("icepop") == IcePop()
+    assert correction_of(None) is None
+    own = TruncatedImportanceSampling(3.0)
+    assert correction_of(own) is own
+    with pytest.raises(ConfigError, match="truncated, masked, icepop"):
+        correction_of("ice")

@@ -1,0 +1,237 @@
+"""Metrics of preference scores: by hand, and against oracles that count one by one."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from ludic.errors import ConfigError, DataError
+from ludic.training import PreferenceMetrics
+from ludic.training.classification_metrics import (
+    calibration_bins,
+    compute_margin_stats,
+    compute_pairwise_accuracy,
+    preference_loss,
+    preference_probability,
+)
+
+SIX = ["pairwise_accuracy", "mean_margin", "margin_std", "negative_margin_rate", "roc_auc", "ece"]
+
+
+def computed(chosen, rejected, labels=None, **settings):
+    metrics = PreferenceMetrics(**settings)
+    metrics.update(chosen, rejected, labels)
+    return metrics.compute()
+
+
+def sigma(z):
+    return 1 / (1 + math.exp(-z))
+
+
+# --- by hand
+
+
+def test_accuracy_counts_ties_as_wrong_and_turns_with_the_label():
+    # margins 1, -1, 0, -1, 1 with labels 1, 1, 1, 0, 0: right, wrong, tie, right, wrong
+    found = computed([1, 0, 0, 0, 1], [0, 1, 0, 1, 0], [1, 1, 1, 0, 0])
+    assert found["pairwise_accuracy"] == pytest.approx(2 / 5)
+    assert found["negative_margin_rate"] == pytest.approx(2 / 5)
+
+
+def test_margins_by_hand():
+    found = computed([3.0, 1.0, 2.0], [1.0, 2.0, 2.0])  # 2, -1, 0
+    assert found["mean_margin"] == pytest.approx(1 / 3)
+    assert found["margin_std"] == pytest.approx(math.sqrt((25 / 9 + 16 / 9 + 1 / 9) / 3))
+    assert found["margin_p50"] == 0.0
+    assert found["margin_p25"] == -0.5
+    assert found["margin_p95"] == pytest.approx(1.8)
+
+
+def test_the_area_under_the_curve_by_hand():
+    # chosen 3, 2 against rejected 1, 2: 3 > 1, 3 > 2, 2 > 1, 2 = 2: (3 + 1/2) / 4
+    assert computed([3.0, 2.0], [1.0, 2.0])["roc_auc"] == pytest.approx(0.875)
+
+
+def test_calibration_by_hand():
+    # p = sigma(0.5 * 2 ln 3) = 0.75 twice, sigma(0) = 0.5 once; bins of width 1/4: [0.5, 0.75) and [0.75, 1]
+    margin = 2 * math.log(3)
+    found = computed([margin, margin, 0.0], [0.0, 0.0, 0.0], [1, 0, 1], calibration_bins=4, beta=0.5)
+    # |0.75 - 1/2| * 2/3 + |0.5 - 1| * 1/3
+    assert found["ece"] == pytest.approx(0.25 * 2 / 3 + 0.5 / 3)
+
+
+def test_without_both_orders_chosen_responses_that_are_always_preferred_cannot_be_calibrated():
+    """True probabilities of 0.8, and 80 of 100 preferences that agree: perfect calibration, which the labels alone do not show."""
+    margin = math.log(4)
+    chosen, rejected = [margin] * 80 + [0.0] * 20, [0.0] * 80 + [margin] * 20
+    assert computed(chosen, rejected)["ece"] == pytest.approx(0.8 * 0.2 + 0.2 * 0.8)
+    assert computed(chosen, rejected, both_orders=True)["ece"] == pytest.approx(0.0, abs=1e-12)
+    # the same pairs, presented with the higher score first and labels that say which was preferred
+    labels = [1.0] * 80 + [0.0] * 20
+    assert computed([margin] * 100, [0.0] * 100, labels)["ece"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_thresholds_divide_the_probability_of_pairs():
+    # p = 0.75, 0.25, 0.5 with labels 1, 0, 0 and thresholds 0.5 (p > t), 0.2
+    found = computed([math.log(3), 0.0, 0.0], [0.0, math.log(3), 0.0], [1, 0, 0], thresholds=[0.5, 0.2])
+    assert {key: value for key, value in found.items() if "@" in key} == pytest.approx(
+        {"fpr@0.5": 0.0, "fnr@0.5": 0.0, "fpr@0.2": 1.0, "fnr@0.2": 0.0}
+    )
+    one_class = computed([1.0], [0.0], [1.0])
+    assert (one_class["fpr@0.5"], one_class["fnr@0.5"]) == (0.0, 0.0)
+
+
+def test_thresholds_divide_the_scores_of_responses():
+    found = computed([2.0, 0.5, 1.0, 0.0], [0.6, 0.5, -1.0, 3.0], thresholds=(0.5,), thresholds_on="responses")
+    # chosen > 0.5: 2 of 4; rejected > 0.5: 2 of 4 (0.6 and 3.0)
+    assert {key: value for key, value in found.items() if "@" in key} == {"fpr@0.5": 0.5, "fnr@0.5": 0.5, "tpr@0.5": 0.5}
+
+
+def test_without_thresholds_there_are_no_rates():
+    assert not [key for key in computed([1.0], [0.0], thresholds=None) if "@" in key]
+
+
+def test_without_a_pair_the_six_metrics_are_zero():
+    metrics = PreferenceMetrics()
+    assert metrics.compute() == dict.fromkeys(SIX, 0.0)
+    metrics.update([1.0], [0.0], [1.0])
+    assert metrics.compute()["pairwise_accuracy"] == 1.0
+    metrics.reset()
+    assert metrics.compute() == dict.fromkeys(SIX, 0.0)
+    assert metrics.num_pairs == 0
+
+
+def test_one_pair_has_no_spread():
+    assert computed([3.0], [1.0])["margin_std"] == 0.0
+
+
+def test_scores_come_as_tensors_of_any_type_in_any_number_of_parts():
+    whole = computed([1.0, 0.5, 2.0], [0.0, 1.0, 0.5], [1, 1, 0])
+    metrics = PreferenceMetrics()
+    metrics.update(torch.tensor([[1.0], [0.5]], dtype=torch.bfloat16, requires_grad=True), np.array([0.0, 1.0]), torch.ones(2))
+    metrics.update([2.0], torch.tensor([0.5]), [0])
+    assert metrics.compute() == whole
+    assert metrics.num_pairs == 3
+
+
+def test_wrong_scores_are_refused():
+    metrics = PreferenceMetrics()
+    with pytest.raises(DataError, match=r"chosen_scores \(2\), rejected_scores \(1\) and labels \(2\)"):
+        metrics.update([1.0, 2.0], [1.0], [1, 1])
+    with pytest.raises(DataError, match="1 of 2 rejected_scores are not finite"):
+        metrics.update([1.0, 2.0], [1.0, float("nan")], [1, 1])
+    for settings in ({"calibration_bins": 0}, {"beta": 0.0}, {"thresholds_on": "tokens"}):
+        with pytest.raises(ConfigError, match=next(iter(settings))):
+            PreferenceMetrics(**settings)
+
+
+def test_the_plain_functions():
+    assert compute_pairwise_accuracy(torch.tensor([1.0, 0.0, 2.0]), [0.0, 1.0, 2.0]) == pytest.approx(1 / 3)
+    assert compute_pairwise_accuracy([], []) == 0.0
+    stats = compute_margin_stats([3.0, 1.0, 2.0], [1.0, 2.0, 2.0])
+    assert stats["mean_margin"] == pytest.approx(1 / 3)
+    assert stats["negative_margin_rate"] == pytest.approx(1 / 3)
+    assert stats["margin_p50"] == 0.0
+    assert compute_margin_stats([], [])["margin_std"] == 0.0
+
+
+def test_the_loss_of_scores_is_that_of_the_preferences():
+    # z = 2 and -2 with labels 1 and 0.75
+    scores = [np.array(values) for values in ([1.0, 0.0], [0.0, 1.0], [1.0, 0.75])]
+    expected = (-math.log(sigma(2)) + (-0.75 * math.log(sigma(-2)) - 0.25 * math.log(sigma(2)))) / 2
+    assert preference_loss(*scores, beta=2.0) == pytest.approx(expected)
+
+
+def test_large_margins_do_not_overflow():
+    large = np.array([1e6, -1e6])
+    assert preference_probability(large, -large).tolist() == [1.0, 0.0]
+    assert preference_loss(large, -large, np.ones(2)) == pytest.approx(1e6)
+
+
+# --- against oracles
+
+scores = st.integers(-8, 8).map(lambda quarter: quarter / 4)
+pairs = st.lists(st.tuples(scores, scores, st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])), min_size=1, max_size=30)
+
+
+@given(pairs)
+def test_the_area_is_the_share_of_comparisons_won(drawn):
+    chosen, rejected, labels = zip(*drawn, strict=True)
+    won = sum(Fraction(1) if c > r else Fraction(c == r, 2) for c in chosen for r in rejected)
+    assert computed(chosen, rejected, labels)["roc_auc"] == pytest.approx(float(won / len(drawn) ** 2), abs=1e-12)
+
+
+@given(pairs, st.integers(1, 12), st.booleans())
+def test_calibration_is_that_of_predictions_put_into_bins_one_by_one(drawn, bins, both_orders):
+    predictions = [(sigma(c - r), label > 0.5) for c, r, label in drawn]
+    if both_orders:
+        predictions += [(sigma(r - c), not label > 0.5) for c, r, label in drawn]
+    error = 0.0
+    for k in range(bins):
+        inside = [(p, y) for p, y in predictions if k / bins <= p < (k + 1) / bins]
+        error += abs(sum(p for p, _ in inside) - sum(y for _, y in inside)) / len(predictions)
+    chosen, rejected, labels = zip(*drawn, strict=True)
+    found = computed(chosen, rejected, labels, calibration_bins=bins, both_orders=both_orders)
+    edges = [abs(p * bins - round(p * bins)) for p, _ in predictions if p != 0.5]
+    if min(edges, default=1.0) > 1e-9:  # else it is rounding that puts a prediction on one side of an edge
+        assert found["ece"] == pytest.approx(error, abs=1e-12)
+
+
+@given(pairs, st.sampled_from([0.2, 0.5, 0.9]))
+def test_rates_are_shares_of_the_confusion_counted_one_by_one(drawn, threshold):
+    counts = dict.fromkeys([(a, b) for a in (False, True) for b in (False, True)], 0)
+    for c, r, label in drawn:
+        counts[sigma(c - r) > threshold, label > 0.5] += 1
+    positives, negatives = counts[True, True] + counts[False, True], counts[True, False] + counts[False, False]
+    chosen, rejected, labels = zip(*drawn, strict=True)
+    found = computed(chosen, rejected, labels, thresholds=[threshold])
+    assert found[f"fpr@{threshold}"] == pytest.approx(counts[True, False] / negatives if negatives else 0.0)
+    assert found[f"fnr@{threshold}"] == pytest.approx(counts[False, True] / positives if positives else 0.0)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=30), st.integers(1, 9))
+def test_every_prediction_is_in_one_bin(predictions, bins):
+    probability = np.array([p for p, _ in predictions])
+    found = calibration_bins(probability, np.array([y for _, y in predictions], dtype=bool), bins)
+    assert found.counts.sum() == len(predictions)
+    filled = found.counts > 0
+    assert (found.confidence[filled] >= found.edges[:-1][filled] - 1e-12).all()
+    assert (found.confidence[filled] <= found.edges[1:][filled] + 1e-12).all()
+    assert (found.confidence * found.counts).sum() == pytest.approx(probability.sum())
+
+
+# --- against scikit-learn and torchmetrics
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.slow
+def test_the_metrics_are_those_of_scikit_learn_and_torchmetrics(seed):
+    sklearn_metrics = pytest.importorskip("sklearn.metrics", reason="pip install 'ludic[metrics]'")
+    classification = pytest.importorskip("torchmetrics.functional.classification", reason="pip install 'ludic[metrics]'")
+    draw = np.random.default_rng(seed)
+    count = int(draw.integers(2, 3000))
+    chosen, rejected = draw.normal(0.3, 2.0, count), draw.normal(0.0, 2.0, count)
+    if seed % 2:  # ties
+        chosen, rejected = chosen.round(1), rejected.round(1)
+    labels = (draw.random(count) < 0.7).astype(float)
+    beta, bins = float(draw.uniform(0.2, 3.0)), int(draw.integers(2, 20))
+    thresholds = sorted(draw.uniform(0.05, 0.95, 3).tolist())
+    found = computed(chosen, rejected, labels, calibration_bins=bins, beta=beta, thresholds=thresholds)
+    pooled, roles = np.concatenate([chosen, rejected]), np.repeat([1, 0], count)
+    assert found["roc_auc"] == pytest.approx(sklearn_metrics.roc_auc_score(roles, pooled), abs=1e-9)
+    probability = 1 / (1 + np.exp(-beta * (chosen - rejected)))
+    target = torch.tensor(labels > 0.5).long()
+    error = classification.binary_calibration_error(torch.tensor(probability), target, n_bins=bins, norm="l1")
+    assert found["ece"] == pytest.approx(error.item(), abs=1e-9)
+    area = classification.binary_auroc(torch.tensor(1 / (1 + np.exp(-pooled))), torch.tensor(roles))
+    assert found["roc_auc"] == pytest.approx(area.item(), abs=1e-6)  # torchmetrics sums in float32
+    for threshold in thresholds:
+        tn, fp, fn, tp = sklearn_metrics.confusion_matrix(labels, probability > threshold, labels=[0, 1]).ravel()
+        assert found[f"fpr@{threshold}"] == pytest.approx(fp / (fp + tn) if fp + tn else 0.0, abs=1e-9)
+        assert found[f"fnr@{threshold}"] == pytest.approx(fn / (fn + tp) if fn + tp else 0.0, abs=1e-9)
+    untied = chosen != rejected
+    right = sklearn_metrics.accuracy_score(labels[untied], chosen[untied] > rejected[untied], normalize=False)
+    assert found["pairwise_accuracy"] == pytest.approx(right / count, abs=1e-9)
