@@ -169,7 +169,11 @@ async def _connected(recipe: Recipe, tokenizer: Any, urls: list[str], folder: Pa
         if not pushes:
             yield Sampler(client, None, served[0], remote=True, backend="none")
             return
-        publisher: Any = await asyncio.to_thread(lambda: create_vllm_publisher(client, directory=folder.parent / "pushed"))
+        publisher: Any = await asyncio.to_thread(
+            lambda: create_vllm_publisher(
+                client, directory=folder.parent / "pushed", master_address=recipe.inference.trainer_address
+            )
+        )
         control = publisher.inner.control
         try:
             yield Sampler(client, publisher, served[0], remote=True, backend=control.backend)
