@@ -222,6 +222,15 @@ def test_conversations_and_text_go_through_the_template_of_the_model(tiny: list[
     assert ids[0] != ids[1]
 
 
+def test_columns_may_have_other_names_and_labels_be_soft(tiny: list[str], tmp_path: Path) -> None:
+    content = [{"q": f"{n}?", "better": "a", "worse": "b", "sure": 0.75} for n in range(3)]
+    named = ["columns.prompt=q", "columns.chosen=better", "columns.rejected=worse", "columns.label=sure", "heldout=0"]
+    recipe = compose_rm([*tiny, f"data={write_rows(tmp_path / 'data.jsonl', *content)}", *named])
+    chosen, rejected, *_ = RMData.read(recipe, make_byte_tokenizer(), note=print).train
+    assert make_byte_tokenizer().decode(list(chosen.input_ids)) == "0?a<eos>"
+    assert (chosen.meta["role"], rejected.meta["role"], chosen.meta["label"]) == ("chosen", "rejected", 0.75)
+
+
 def test_pairs_with_one_prompt_are_held_out_together(tiny: list[str], tmp_path: Path) -> None:
     content = [{"prompt": f"{n // 4}?", "chosen": f"a{n}", "rejected": f"b{n}"} for n in range(40)]
     recipe = compose_rm([*tiny, f"data={write_rows(tmp_path / 'data.jsonl', *content)}", "heldout=0.2"])

@@ -34,6 +34,17 @@ class LossSection:
 
 
 @dataclass
+class ColumnsSection:
+    """Which column of the data has what, where it has another name."""
+
+    prompt: Optional[str] = None  # noqa: UP045
+    chosen: Optional[str] = None  # noqa: UP045
+    rejected: Optional[str] = None  # noqa: UP045
+    label: Optional[str] = None  # noqa: UP045
+    """The probability that the chosen response is the better; null: 1 for every pair."""
+
+
+@dataclass
 class RMRecipe:
     """One run: preference pairs, a model with a scalar head trained on them, and its metrics on pairs that are held out."""
 
@@ -61,8 +72,7 @@ class RMRecipe:
     """Split of `heldout_data`, or of `data`, to measure on instead. Files have none."""
     heldout_limit: Optional[int] = MISSING  # noqa: UP045
     """Held-out pairs at most; null: all."""
-    columns: dict[str, Any] = field(default_factory=dict)
-    """Which column of the data has the prompt, the chosen and the rejected answer: `columns.prompt=question`."""
+    columns: ColumnsSection = field(default_factory=ColumnsSection)
     chat_template: bool = MISSING
     """Prompts and answers that are plain text go through the tokenizer's chat template as well; conversations always do."""
     system_prompt: Optional[str] = MISSING  # noqa: UP045
