@@ -237,7 +237,7 @@ def serve(
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer together.")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of a GPU's memory.")] = 0.7,
     logprobs_mode: Annotated[str, typer.Option(help="Of what the log-probabilities are.")] = "processed_logprobs",
-    weights: Annotated[str, typer.Option(help="How new weights come: gloo, ludic_nccl, disk or none.")] = "gloo",
+    weights: Annotated[str, typer.Option(help="How new weights come: gloo, ludic_nccl, disk, none, or auto by device.")] = "auto",
     lora_rank: Annotated[int, typer.Option(min=0, help="Largest rank of adapters; 0 serves none.")] = 0,
     client_tags: Annotated[bool, typer.Option(help="Say the tags of clients again, for a server that several share.")] = False,
     think_limits: Annotated[bool, typer.Option(help="Heed `max_think`: thoughts are closed after so many tokens.")] = False,

@@ -226,7 +226,7 @@ def test_a_server_that_came_back_with_old_weights_gets_nothing():
         await asyncio.gather(*(sample(client, seed) for seed in range(4)))
         servers[1].dead, servers[1].weight_version = False, "default"  # started again
         old = await client.probe()
-        servers[1].weight_version = "3"  # pushed to again
+        servers[1].weight_version = "4"  # pushed to again, and the next push is on its way to the other
         return old, await client.probe(), [server.url for server in servers]
 
     old, new, urls = run(2, scenario)

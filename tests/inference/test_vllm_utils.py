@@ -291,6 +291,23 @@ def test_serve_is_an_error_when_the_server_does_not_come_up(tmp_path):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("cpu", "settings", "backend"),
+    [
+        (True, {}, "gloo"),
+        (False, {}, "ludic_nccl"),
+        (False, {"device": "cpu"}, "gloo"),
+        (True, {"weights": "disk"}, "disk"),
+        (True, {"weights": "none"}, None),
+    ],
+)
+def test_weights_come_as_the_device_has_it_unless_it_is_said(tmp_path, cpu, settings, backend):
+    from ludic.recipes.serve_command import ServeSettings, _weights
+
+    python = fake_vllm.install(tmp_path / "venv", cpu=cpu)
+    assert _weights(ServeSettings("tiny", python=python, **settings)) == backend
+
+
 @pytest.mark.parametrize("option", [["--device", "tpu"], ["--weights", "carrier"], ["--logprobs-mode", "some"]])
 def test_serve_refuses_what_it_does_not_know(option):
     from typer.testing import CliRunner

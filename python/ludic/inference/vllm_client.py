@@ -443,14 +443,13 @@ class VLLMChatClient:
         return self._pool
 
     async def _probe(self, server: Server) -> None:
-        """One token, or the error that says why there is none. A server that came back with other weights is not taken."""
+        """One token, or the error that says why there is none. A server that came back with older weights is not taken."""
         body = {"model": next(iter(self._limits), ""), "prompt": [[0]], "max_tokens": 1}
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             await meant(server.post("/v1/completions", body), server.url, PROBE_TIMEOUT_S)
-        if self._version:
-            found = await asyncio.to_thread(read_version, self._session, server.url)
-            if found != self._version:
-                raise InferenceError(f"it serves version {found} of the weights, not {self._version}; push to it first")
+        found = await asyncio.to_thread(read_version, self._session, server.url)
+        if self._version and (found is None or found < self._version):
+            raise InferenceError(f"it serves version {found} of the weights and not {self._version}; push to it first")
 
 
 def _check_thought(ids: Sequence[int], extensions: object, tokens: PromptTokens) -> None:

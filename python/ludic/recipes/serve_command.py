@@ -13,10 +13,11 @@ from types import FrameType
 from typing import Any, Literal, cast
 
 from ludic.errors import ConfigError, InferenceError
+from ludic.inference.server_environment import is_cpu_build, server_python
 from ludic.inference.vllm_utils import LogprobsMode, WeightBackend, start_vllm_server, stop_vllm_server, wait_for_vllm_health
 
 DEVICES = ("auto", "cpu", "cuda")
-WEIGHTS = ("gloo", "ludic_nccl", "disk", "none")
+WEIGHTS = ("auto", "gloo", "ludic_nccl", "disk", "none")
 LOGPROBS = ("processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits")
 
 
@@ -34,7 +35,7 @@ class ServeSettings:
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.7
     logprobs_mode: str = "processed_logprobs"
-    weights: str = "gloo"
+    weights: str = "auto"
     client_tags: bool = False
     think_limits: bool = False
     lora_rank: int = 0
@@ -91,8 +92,16 @@ def _start(settings: ServeSettings) -> subprocess.Popen[Any]:
         logprobs_mode=cast(LogprobsMode, settings.logprobs_mode),
         client_tags=settings.client_tags,
         think_limits=settings.think_limits,
-        weights=None if settings.weights == "none" else cast(WeightBackend, settings.weights),
+        weights=_weights(settings),
     )
+
+
+def _weights(settings: ServeSettings) -> WeightBackend | None:
+    """The backend named; left open, host memory beside a CPU and NCCL between GPUs."""
+    if settings.weights != "auto":
+        return None if settings.weights == "none" else cast(WeightBackend, settings.weights)
+    cpu = settings.device == "cpu" or (settings.device == "auto" and is_cpu_build(server_python(settings.python)))
+    return "gloo" if cpu else "ludic_nccl"
 
 
 def _ready(settings: ServeSettings, proc: subprocess.Popen[Any], stopped: threading.Event) -> bool:
