@@ -131,7 +131,7 @@ def mistakes(answer: str, right: str) -> int:
     return row[-1]
 
 
-def preferences(player: Player, rng: random.Random, problems: int) -> list[SAWItem]:
+def preferences(player: Player, rng: random.Random, problems: int, source: str) -> list[SAWItem]:
     """Pairs of answers to one problem, the one with fewer mistakes preferred: samples made of the tokens that were sampled. Half of the
     answers are sampled hotter than the policy is, and each problem is also given an answer that was meant for another."""
     drawn = {problem["id"]: problem for problem in (TASK.draw(rng) for _ in range(problems))}
@@ -148,7 +148,7 @@ def preferences(player: Player, rng: random.Random, problems: int) -> list[SAWIt
         worse = [answer for answer in ranked if mistakes(answer[0], drawn[name]["answer"]) > fewest]
         for number, answer in enumerate(worse):
             for role, (_, trace) in (("chosen", ranked[0]), ("rejected", answer)):
-                meta = {"pair_id": f"{name}/{number}", "role": role, "label": 1.0}
+                meta = {"pair_id": f"{source}/{name}/{number}", "role": role, "label": 1.0}
                 items.append(sample(prompt, trace.completion_token_ids, meta))
     return items
 
@@ -218,8 +218,8 @@ def main(
     judge = LocalRewardModel(model, player.tokenizer)
     scorer = RewardModelScorer(judge, policy_tokenizer=player.tokenizer, normalize=False, batch_size=4096)
     for number in range(1, rounds + 1):
-        test = preferences(player, rng, problems // 5)
-        pairs += preferences(player, rng, problems)
+        test = preferences(player, rng, problems // 5, f"test {number}")
+        pairs += preferences(player, rng, problems, f"round {number}")
         accuracy = learn_preferences(model, pairs, test, rm_steps)
         print(
             f"round {number}: {len(pairs) // 2} pairs; the reward model is right about {accuracy:.3f} of {len(test) // 2} others"

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from types import SimpleNamespace
 
 import pytest
 from playing import tokenizer
@@ -205,28 +206,32 @@ async def test_the_server_is_described(server):
             await using.get_server_info("policy")
 
 
-class Sender:
-    def __init__(self):
-        self.sent, self.closed = [], False
+@pytest.fixture
+def pushed(monkeypatch):
+    """What reaches the publisher: (settings, names, version)."""
+    seen = []
 
-    def send(self, params, *, version, timeout_s):
-        self.sent.append((sorted(params), version, timeout_s))
-        return str(version)
+    def make(urls, **settings):
+        control = SimpleNamespace(close=lambda: seen.append("closed"))
+        push = lambda params, version: seen.append((urls, settings, sorted(params), version))  # noqa: E731
+        return SimpleNamespace(publish=push, inner=SimpleNamespace(control=control))
 
-    def close(self):
-        self.closed = True
+    monkeypatch.setattr("ludic.distributed.adapters.vllm.create_vllm_publisher", make)
+    return seen
 
 
-def test_weights_of_the_mode_are_sent_and_no_others(server):
-    using, sender = client(server), Sender()
-    params = {"model.norm.weight": 1, "score.weight": 2}
-    with pytest.raises(InferenceError, match="connect_weights"):
-        using.sync_reward_weights(params)
-    using.connect_weights(sender)
+def test_weights_of_the_mode_are_sent_and_no_others(server, pushed):
+    using, params = client(server, publisher_settings={"directory": "/d"}), {"model.norm.weight": 1, "score.weight": 2}
     assert using.sync_reward_weights(params, training_mode="head_only", version=3, timeout_s=9.0) == "3"
-    assert sender.sent == [(["score.weight"], 3, 9.0)]
+    assert using.sync_reward_weights(params) == "4"
     using.close_communicator()
-    assert sender.closed
+    common = {"allow_unchanged": True, "directory": "/d"}
+    assert pushed == [
+        ([server.url], {"partial": True, "timeout_s": 9.0, **common}, ["score.weight"], "3"),
+        ([server.url], {"partial": False, "timeout_s": 600.0, **common}, ["model.norm.weight", "score.weight"], "4"),
+        "closed",
+        "closed",
+    ]
 
 
 def test_an_address_without_its_scheme_is_refused():
@@ -254,7 +259,7 @@ async def test_one_client_completes_at_one_server_and_scores_at_the_other(server
         assert using.score_sync(ScoringRequest.from_list("rm", [[10]], normalize=False))[0].scores == [0.1]
         with pytest.raises(ConfigError, match="policy"):
             await using.get_server_info("other")
-        with pytest.raises(InferenceError, match="connect_weights"):
+        with pytest.raises(InferenceError, match="inference only"):
             using.sync_reward_weights({"score.weight": 1})
         assert not using.reads_ids_of(tokenizer())
         await using.close_async_session()

@@ -17,6 +17,8 @@ from ludic.envs.tasks import DigitSort, EpisodicTask, as_episodic
 from ludic.errors import ConfigError
 from ludic.recipes.build import build_task
 from ludic.recipes.compose import compose
+from ludic.recipes.evaluate import Evaluation
+from ludic.recipes.report import _two_numbers
 from ludic.recipes.reward_model import JudgedTask, judged_by, load_reward_model
 from ludic.recipes.rollouts import training_requests
 from ludic.recipes.schema import TaskSection
@@ -63,7 +65,9 @@ def test_training_is_rewarded_by_the_score_and_the_held_out_reward_is_the_tasks_
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert set(summary["after"]) == {"sampled_reward", "greedy_accuracy", "rewards/reward_model"}
     assert 0 <= summary["after"]["sampled_reward"] <= 1
-    assert "the score of" in " ".join(result.stdout.split())
+    said = " ".join(result.stdout.split())
+    assert "the score of" in said
+    assert "the reward model's score went from" in said
 
 
 def test_the_task_may_count_as_well(tiny: list[str], tmp_path: Path, folder: Path) -> None:
@@ -113,6 +117,14 @@ def test_what_cannot_be_is_said_before_anything_is_written(
     assert result.exit_code != 0
     assert message in " ".join(result.output.split())
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("after", "said"), [((0.5, 0.4), False), ((0.5, 0.1), True), ((-0.5, 0.1), False)])
+def test_a_score_that_rose_while_the_reward_fell_is_called_over_optimised(after: tuple[float, float], said: bool) -> None:
+    def measured(score: float, reward: float) -> Evaluation:
+        return Evaluation(reward, 0.0, {"rewards/reward_model": score}, [])
+
+    assert ("over-optimised" in _two_numbers(measured(0.0, 0.2), measured(*after))) is said
 
 
 def test_a_policy_is_no_reward_model(tmp_path: Path) -> None:

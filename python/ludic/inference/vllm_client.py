@@ -245,14 +245,14 @@ class VLLMChatClient:
         self.weights_changed(committed)
         return committed
 
-    def weights_changed(self, version: str | int) -> None:
+    def weights_changed(self, version: str | int | None, *, lost: Sequence[str] = ()) -> None:
         """Told by whoever pushed to these servers: what they serve from now on. Servers that the push lost get no more requests."""
         number = version_number(version)
         if number is not None:
             self._version, self._version_read_at = number, time.monotonic()
-        lost = set(getattr(self._weight_control, "drained", ()))
+        drained = {*lost, *getattr(self._weight_control, "drained", ())}
         for server in self._servers().servers:
-            if server.url in lost:
+            if server.url in drained:
                 self._servers().drain(server, "its last push of weights could not be completed")
 
     def close_communicator(self) -> None:

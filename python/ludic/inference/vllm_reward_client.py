@@ -61,6 +61,7 @@ class VLLMClient(VLLMChatClient):
             max_retries=self._persistence.max_retries,
             backoff_s=self._persistence.backoff_s,
             api_key=options.get("api_key", "local"),
+            publisher_settings=options.get("publisher_settings"),
         )
 
     @property
@@ -110,6 +111,12 @@ class VLLMClient(VLLMChatClient):
         timeout_s: float = 600.0,
         version: str | int | None = None,
     ) -> str:
+        """`VLLMScoringClient.sync_reward_weights`. InferenceError for a client that was made for inference only."""
+        if not self.enable_weight_updates:
+            raise InferenceError(
+                "this client is for inference only and cannot push weights; make it with enable_weight_updates=True, for servers that "
+                "were started to take them"
+            )
         return self.scoring.sync_reward_weights(params, training_mode=training_mode, timeout_s=timeout_s, version=version)
 
     def close_communicator(self) -> None:

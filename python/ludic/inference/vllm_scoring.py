@@ -31,8 +31,6 @@ from ludic.inference.vllm_responses import version_number
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ludic.inference.vllm_client import WeightSender
-
 T = TypeVar("T")
 REFUSED_STATUS = frozenset({400, 413, 422})
 """The server will not score this input, however often it is asked."""
@@ -64,14 +62,19 @@ class VLLMScoringClient:
         max_retries: int = 3,
         backoff_s: float = 0.5,
         api_key: str = "local",
+        publisher_settings: Mapping[str, Any] | None = None,
     ) -> None:
+        """`publisher_settings` are keywords of `ludic.distributed.create_vllm_publisher`, for servers that take new weights."""
         urls = [_address(each) for each in ([url] if isinstance(url, str) else url)]
         self._persistence = Persistence(timeout_s, max_retries, backoff_s)
         self._pool = ServerPool([Server(each, api_key, timeout_s) for each in urls], probe=self._probe)
         self.url = urls[0]
         self.model, self.tokenizer, self.pooling_type = model, tokenizer, pooling_type
         self._add_special_tokens = add_special_tokens
-        self._sender: WeightSender | None = None
+        self._publisher_settings = dict(publisher_settings or {})
+        self._publishers: dict[bool, Any] = {}
+        """By whether they may leave weights out."""
+        self._version = 0
 
     def reads_ids_of(self, tokenizer: Any) -> bool:
         """Whether ids of that tokenizer mean the same at the server."""
@@ -140,25 +143,9 @@ class VLLMScoringClient:
         }
 
     @property
-    def urls(self) -> list[str]:
+    def server_urls(self) -> list[str]:
         """Addresses of all servers."""
         return [server.url for server in self._pool.servers]
-
-    @property
-    def can_push(self) -> bool:
-        """Whether `sync_reward_weights` has something to push with."""
-        return self._sender is not None
-
-    def connect_weights(self, sender: WeightSender) -> None:
-        """Let `sync_reward_weights` go through `sender`; the one before it is closed."""
-        self.close_communicator()
-        self._sender = sender
-
-    def close_communicator(self) -> None:
-        """Give up what pushes weights, if anything does."""
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            sender.close()
 
     def sync_reward_weights(
         self,
@@ -168,14 +155,28 @@ class VLLMScoringClient:
         timeout_s: float = 600.0,
         version: str | int | None = None,
     ) -> str:
-        """Send the weights that `training_mode` changes, and announce exactly these; returns the version now served."""
+        """Replace the weights that `training_mode` changes, on all servers or on none; the version now served.
+
+        Exactly these are announced and sent. Without a version it is one more than the last. Raises ConfigError where there are none, and
+        what the publisher raises.
+        """
+        from ludic.distributed.adapters.vllm import create_vllm_publisher
+
         chosen = trained_weights(params, training_mode)
-        if self._sender is None:
-            raise InferenceError(
-                f"the client of {self.url} has nothing to push weights with; publish with create_rm_publisher, or give it a sender with "
-                "connect_weights"
-            )
-        return self._sender.send(chosen, version=version, timeout_s=timeout_s)
+        partial = RewardModelTrainingMode(training_mode) is not RewardModelTrainingMode.FULL
+        if partial not in self._publishers:
+            settings = {"timeout_s": timeout_s, "allow_unchanged": True, **self._publisher_settings}
+            self._publishers[partial] = create_vllm_publisher(self.server_urls, partial=partial, **settings)
+        committed = str(self._version + 1 if version is None else version)
+        self._publishers[partial].publish(chosen, version=committed)
+        self._version = version_number(committed) or self._version
+        return committed
+
+    def close_communicator(self) -> None:
+        """Give up the connections over which weights are pushed; the servers keep their weights."""
+        publishers, self._publishers = self._publishers, {}
+        for publisher in publishers.values():
+            publisher.inner.control.close()
 
     async def aclose(self) -> None:
         """Close the connections of this event loop."""
