@@ -88,16 +88,20 @@ class CheckpointError(LudicError, RuntimeError):
 
 
 class ServerError(InferenceError):
-    """A server refused a call, or could not be reached; `status` is that of HTTP, None where there was no answer."""
+    """A server refused a call with this status of HTTP."""
 
-    def __init__(self, message: str, *, status: int | None = None) -> None:
+    def __init__(self, message: str, *, status: int) -> None:
         super().__init__(message)
         self.status = status
 
 
-class ServerTimeoutError(ServerError, TimeoutError):
+class ServerTimeoutError(InferenceError, TimeoutError):
     """A server did not answer within its deadline."""
 
 
 class PublishError(LudicError, RuntimeError):
     """New weights did not reach the servers; the message names those that failed and says what the others serve."""
+
+
+class PublishTimeoutError(PublishError, TimeoutError):
+    """A server took too long to take new weights."""

@@ -12,6 +12,7 @@ from ludic.errors import ClientTagError, ConfigError
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMChatClient
 from ludic.inference.client_tag_middleware import ClientTagMiddleware
 from ludic.inference.client_tags import ClientTag, find_tag, resolve_client_tag
+from ludic.inference.shared_server import shared_server_settings
 
 
 @pytest.mark.parametrize(
@@ -173,6 +174,48 @@ def test_the_choice_of_another_client_is_not_read(path):
         response, metrics = ask(server, tokenizer=tokenizer, client_tag_policy="require_echo")
     assert len(response.completion_token_ids) == len(response.completion_logprobs)
     assert metrics["client_tag_filtered"] == 1
+
+
+# -- the settings of a shared server
+
+
+def test_a_launchers_variables_are_the_settings_of_a_client():
+    assert shared_server_settings({}) == {
+        "client_tag": None,
+        "client_tag_policy": "lenient",
+        "max_prompt_chars": 2048,
+        "api_key": "local",
+        "extra_headers": {},
+        "timeout_s": 120.0,
+        "max_retries": 3,
+        "backoff_s": 1.0,
+        "backoff_growth": 2.0,
+    }
+    environment = {
+        "RANK": "1", "WORLD_SIZE": "2", "MAX_PROMPT_CHARS": "0", "VLLM_API_KEY": "k", "VLLM_EXTRA_HEADERS": '{"X-Team": "rl"}',
+        "VLLM_TIMEOUT": "9", "VLLM_MAX_RETRIES": "1", "VLLM_BACKOFF": "0.5", "VLLM_BACKOFF_MULTIPLIER": "3",
+    }  # fmt: skip
+    settings = shared_server_settings(environment)
+    assert (settings["client_tag"], settings["client_tag_policy"]) == ("rank-1-of-2", "require_echo")
+    with StubVLLM(echo_tags=True) as server:
+
+        async def whole():
+            async with VLLMChatClient(port=server.port, tokenizer=tiny_tokenizer(), **settings) as client:
+                await client.complete_tokens([5], sampling=SamplingParams(max_tokens=2))
+
+        asyncio.run(whole())
+        headers = [headers for path, _, headers in server.requests if path == GENERATE]
+    assert [(h["authorization"], h["x-team"], h["x-vllm-client-tag"]) for h in headers] == [("Bearer k", "rl", "rank-1-of-2")]
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [({"VLLM_TIMEOUT": "soon"}, "VLLM_TIMEOUT"), ({"VLLM_EXTRA_HEADERS": "[secret]"}, "VLLM_EXTRA_HEADERS")],
+)
+def test_variables_without_meaning_are_refused_and_secrets_not_shown(environment, said):
+    with pytest.raises(ConfigError, match=said) as refused:
+        shared_server_settings(environment)
+    assert "secret" not in str(refused.value)
 
 
 # -- the middleware

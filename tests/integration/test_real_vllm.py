@@ -1,14 +1,29 @@
 """The client against a real vLLM server: ids and log-probabilities are the model's own, and faults are what they are said to be."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import requests
 import torch
+from playing import Counting, verbatim
 from tiny_policy import make_tiny_policy
 
+from ludic.agents import Agent
+from ludic.context import FullDialog
 from ludic.errors import ConfigError, InferenceError
-from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMChatClient, VLLMExtensions
+from ludic.inference import (
+    ChatCompletionRequest,
+    InferenceSpec,
+    LocalChatClient,
+    ReturnSpec,
+    SamplingParams,
+    VLLMChatClient,
+    VLLMExtensions,
+)
+from ludic.interaction import SingleAgentProtocol
+from ludic.training.batching.rollout_engine import RolloutEngine
+from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest
 
 pytestmark = pytest.mark.integration
 MESSAGES = [{"role": "user", "content": "count to ten"}]
@@ -194,3 +209,58 @@ def test_weights_pushed_by_the_client_are_those_that_are_sampled_from(vllm_serve
     sampled = torch.tensor(trace.completion_logprobs)
     assert (scores(other, trace, 1.0) - sampled).abs().max() < 1e-4
     assert (scores(vllm_server.model, trace, 1.0) - sampled).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("rendered_here", [True, False])
+def test_a_thought_is_closed_after_as_many_tokens_as_it_may_have(vllm_server, rendered_here):
+    closing = vllm_server.tokenizer("</think>", add_special_tokens=False)["input_ids"]
+    limits = [5, 17, None, 30]
+
+    async def scenario(client):
+        requests_ = [
+            replace(ask(seed=seed, max_tokens=60), extensions=VLLMExtensions(max_think=limit))
+            for seed, limit in enumerate(limits)
+        ]
+        return await asyncio.gather(*(client.complete(request) for request in requests_))
+
+    answers = run(vllm_server, scenario, **({} if rendered_here else {"tokenizer": None}))
+    for limit, (response, _) in zip(limits, answers, strict=True):
+        ids = response.completion_token_ids
+        if limit is not None and len(ids) >= limit + len(closing):
+            assert ids[limit : limit + len(closing)] == closing
+            assert response.completion_logprobs[limit : limit + len(closing)] == [0.0] * len(closing)
+    assert sum(len(response.completion_token_ids) == 60 for response, _ in answers) >= 2
+
+
+def test_episodes_are_those_of_the_engine_in_this_process(vllm_server):
+    """Four greedy episodes of two turns: the same engine, agent and environment over either client sample the same first answers. The
+    second prompts begin with the tokens of the first turn here, where the engine in this process reads the answer's text again."""
+
+    def play(client):
+        engine = RolloutEngine(
+            env_registry={"counting": lambda **kwargs: Counting(**kwargs)},
+            protocol_registry={
+                "single": lambda: SingleAgentProtocol(Agent(client=client, model="tiny", ctx=FullDialog(), parser=verbatim))
+            },
+        )
+        greedy = InferenceSpec(SamplingParams(temperature=0.0, max_tokens=24), ReturnSpec.for_rl())
+        asked = [
+            RolloutRequest(EnvSpec("counting", {"goal": 2}), ProtocolSpec("single"), env_seed=i, inference=greedy)
+            for i in range(4)
+        ]
+        return engine.generate_rollouts(asked, max_steps=2)
+
+    async def here():
+        return await play(LocalChatClient(vllm_server.model, vllm_server.tokenizer))
+
+    served, local = run(vllm_server, play), asyncio.run(here())
+    assert [len(rollout.steps) for rollout in served] == [len(rollout.steps) for rollout in local]
+    for ours, theirs in zip([rollout.steps[0] for rollout in served], [rollout.steps[0] for rollout in local], strict=True):
+        assert ours.trace.prompt_token_ids == theirs.trace.prompt_token_ids
+        assert ours.trace.completion_token_ids == theirs.trace.completion_token_ids
+        assert ours.action == theirs.action
+        assert ours.info["policy_version"] == theirs.info["policy_version"] == 0
+        assert ours.trace.finish_reason == theirs.trace.finish_reason
+    for first, second in [rollout.steps for rollout in served]:
+        whole = first.trace.prompt_token_ids + first.trace.completion_token_ids
+        assert second.trace.prompt_token_ids[: len(whole)] == whole

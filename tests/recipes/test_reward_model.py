@@ -17,10 +17,14 @@ from ludic.envs.tasks import DigitSort, EpisodicTask, as_episodic
 from ludic.errors import ConfigError
 from ludic.recipes.build import build_task
 from ludic.recipes.compose import compose
+from ludic.recipes.evaluate import Evaluation
+from ludic.recipes.report import _two_numbers
 from ludic.recipes.reward_model import JudgedTask, judged_by, load_reward_model
 from ludic.recipes.rollouts import training_requests
 from ludic.recipes.schema import TaskSection
 from ludic.recipes.tokenizer import make_byte_tokenizer
+
+UNPUNISHED = "+reward_model_args.unfinished_penalty=0"
 
 
 @pytest.fixture
@@ -52,21 +56,23 @@ def test_training_is_rewarded_by_the_score_and_the_held_out_reward_is_the_tasks_
         [step] = rollout["steps"]
         ids = [*step["trace"]["prompt_token_ids"], *step["trace"]["completion_token_ids"]]
         assert rollout["meta"]["rm_score_from"] == "tokens"
-        assert step["reward"] == pytest.approx(score_alone(reward_model(seed=8), ids), abs=1e-4)
+        penalty = 10.0 if step["trace"]["finish_reason"] == "length" else 0.0
+        assert step["reward"] == pytest.approx(score_alone(reward_model(seed=8), ids) - penalty, abs=1e-4)
         assert step["info"]["rewards/task"] in (0.0, 1.0)
     for line in lines(tmp_path / "run"):
-        assert line["train/rewards/reward_model"] == pytest.approx(line["train/avg_total_reward"], abs=1e-6)
+        assert line["train/avg_total_reward"] <= line["train/rewards/reward_model"] + 1e-6
         assert 0 <= line["train/rewards/task"] <= 1
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert set(summary["after"]) == {"sampled_reward", "greedy_accuracy", "rewards/reward_model"}
     assert 0 <= summary["after"]["sampled_reward"] <= 1
-    assert "the score of" in " ".join(result.stdout.split())
+    said = " ".join(result.stdout.split())
+    assert "the score of" in said
+    assert "the reward model's score went from" in said
 
 
 def test_the_task_may_count_as_well(tiny: list[str], tmp_path: Path, folder: Path) -> None:
-    result = train(
-        "sort", *tiny, f"reward_model={folder}", "steps=1", "+reward_model_args.mode=bonus", "+reward_model_args.rm_coeff=0.5"
-    )
+    half = ["+reward_model_args.mode=bonus", "+reward_model_args.rm_coeff=0.5", UNPUNISHED]
+    result = train("sort", *tiny, f"reward_model={folder}", "steps=1", *half)
     assert result.exit_code == 0, result.output
     [line] = lines(tmp_path / "run")
     expected = line["train/rewards/task"] + 0.5 * line["train/rewards/reward_model"]
@@ -86,7 +92,7 @@ def test_prompts_alone_are_enough_where_a_reward_model_judges(tiny: list[str], t
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "completion": f"{n + 1}"}) + "\n" for n in range(30)))
     short = ["warmup.steps=2", "steps=1", "rollout.max_new_tokens=4"]
-    result = train(*tiny, f"data={data}", f"reward_model={folder}", *short)
+    result = train(*tiny, f"data={data}", f"reward_model={folder}", UNPUNISHED, *short)
     assert result.exit_code == 0, result.output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["after"]["sampled_reward"] == pytest.approx(summary["after"]["rewards/reward_model"], abs=1e-6)
@@ -111,6 +117,14 @@ def test_what_cannot_be_is_said_before_anything_is_written(
     assert result.exit_code != 0
     assert message in " ".join(result.output.split())
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("after", "said"), [((0.5, 0.4), False), ((0.5, 0.1), True), ((-0.5, 0.1), False)])
+def test_a_score_that_rose_while_the_reward_fell_is_called_over_optimised(after: tuple[float, float], said: bool) -> None:
+    def measured(score: float, reward: float) -> Evaluation:
+        return Evaluation(reward, 0.0, {"rewards/reward_model": score}, [])
+
+    assert ("over-optimised" in _two_numbers(measured(0.0, 0.2), measured(*after))) is said
 
 
 def test_a_policy_is_no_reward_model(tmp_path: Path) -> None:

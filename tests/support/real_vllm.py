@@ -55,6 +55,7 @@ def vllm_server(tmp_path_factory):
         served_model_name="tiny",
         client_tags=True,
         weights="gloo",
+        think_limits=True,
         extra_args=FLAGS,
         env=env,
         log_path=log,

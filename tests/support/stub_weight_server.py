@@ -4,6 +4,7 @@ What it keeps of the real one: an update that fails closes its session; a finish
 call to the workers at a time; while paused, nothing is answered; after a restart the first weights are served under `default`.
 """
 
+import contextlib
 import json
 import threading
 import uuid
@@ -157,7 +158,7 @@ class StubWeightServer:
     def ludic_state(self):
         receiver = self.receiver
         state = {"boot": self.boot, "backend": self.backend, "broken": None}
-        return {**state, "connected": receiver.connected, "open": receiver.open}
+        return {**state, "group_id": receiver.group_id, "open": receiver.open}
 
     def ludic_manifest(self):
         known = self.receiver.checkpoint.weights
@@ -170,6 +171,12 @@ class StubWeightServer:
         marks = self.receiver.marks
         seen = {name: self.served[name] for name in marks}
         return {"loaded": marks, "served": fingerprint(seen), "broken": None}
+
+    def on_update_weight_version(self, _, body):
+        self.version = body["new_version"]
+
+    def on_health(self, *_):
+        return ""
 
     def on_v1_models(self, *_):
         return {"data": [{"id": name} for name in ["tiny", *self.adapters]]}
@@ -234,8 +241,11 @@ def _handler(server):
             data = (content if isinstance(content, str) else json.dumps(content or {})).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            if self.close_connection:
+                self.send_header("connection", "close")
+            with contextlib.suppress(OSError):  # the client did not wait
+                self.end_headers()
+                self.wfile.write(data)
 
         def log_message(self, *_):
             pass

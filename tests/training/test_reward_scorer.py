@@ -192,6 +192,17 @@ def test_as_the_reward_the_return_is_what_the_mode_says(mode, rewards):
     assert one.steps[-1].info["rewards/task"] == 3.0
 
 
+@pytest.mark.parametrize(("finish", "expected"), [("stop", 4.0), ("length", 1.0)])
+def test_an_answer_that_ran_into_the_limit_is_scored_lower_and_its_score_stays(finish, expected):
+    one = rollout("r", ("o", "a"), reward=9.0, ids=([5], [6], [-0.1], finish))
+    two = rollout("s", ("o", "a"), reward=9.0, finish_reason=finish)
+    score(RewardModelReward(RewardModelScorer(FakeRewardModel(lambda _: 4.0)), unfinished_penalty=3.0), one, two)
+    assert [one.total_reward, two.total_reward] == [expected, expected]
+    assert one.meta["rm_score"] == one.steps[-1].info["rewards/reward_model"] == 4.0
+    with pytest.raises(ConfigError, match="unfinished_penalty"):
+        RewardModelReward(RewardModelScorer(FakeRewardModel()), unfinished_penalty=-1.0)
+
+
 def test_reward_functions_are_asked_before_and_their_failures_stay():
     class Before:
         async def score(self, rollouts):

@@ -1,9 +1,11 @@
 """How weights travel from the trainer to those who sample."""
 
+from ludic.distributed.adapters.checkpoint import create_checkpoint_publisher
 from ludic.distributed.adapters.local import LocalPublisher
+from ludic.distributed.adapters.lora import create_lora_publisher
 from ludic.distributed.adapters.reward_model import RMPublisherAdapter, create_rm_publisher
 from ludic.distributed.adapters.vllm import VllmControlPlane, VllmTensorCommunicator, create_vllm_publisher
-from ludic.distributed.interfaces import ControlPlane, PolicyPublisher, TensorCommunicator, WeightMetadata
+from ludic.distributed.interfaces import ControlPlane, PolicyPublisher, TensorCommunicator, WeightMetadata, WeightPublisher
 from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPublisher
 
 __all__ = [
@@ -17,6 +19,9 @@ __all__ = [
     "VllmControlPlane",
     "VllmTensorCommunicator",
     "WeightMetadata",
+    "WeightPublisher",
+    "create_checkpoint_publisher",
+    "create_lora_publisher",
     "create_rm_publisher",
     "create_vllm_publisher",
 ]

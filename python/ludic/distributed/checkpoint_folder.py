@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,10 +37,15 @@ class CheckpointFolder:
             raise ConfigError(f"{self.model} has no config.json; give the folder of the model that is served")
         self._written: list[Path] = []
 
-    def write(self, weights: Mapping[str, Tensor], version: str | int | None, *, name: str = WEIGHTS) -> Path:
+    def write(self, weights: Mapping[str, Tensor], version: str | int | None) -> Path:
         """The folder of this version. One of the same version is replaced."""
         from safetensors.torch import save_file
 
+        held = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+        return self.fill(version, lambda folder: save_file(held, folder / WEIGHTS, metadata={"format": "pt"}))
+
+    def fill(self, version: str | int | None, write: Callable[[Path], object]) -> Path:
+        """The folder of this version, with what `write` puts into it."""
         target = self.root / f"version_{version}"
         if target.parent != self.root:
             raise ConfigError(f"version ({version}) must be a name for a folder, without slashes")
@@ -52,10 +57,9 @@ class CheckpointFolder:
                 path for pattern in COPIED for path in self.model.glob(pattern) if not path.name.endswith(".index.json")
             ):
                 shutil.copyfile(path, aside / path.name)
-        save_file(
-            {key: tensor.detach().cpu().contiguous() for key, tensor in weights.items()}, aside / name, metadata={"format": "pt"}
-        )
-        _flush(aside / name)
+        write(aside)
+        for path in [*aside.iterdir(), aside]:
+            _flush(path)
         self._replace(target, aside)
         return target
 

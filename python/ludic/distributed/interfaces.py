@@ -50,3 +50,7 @@ class PolicyPublisher(Protocol):
     """Makes new weights those that are sampled from."""
 
     def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None: ...
+
+
+WeightPublisher = PolicyPublisher
+"""The same for weights of any model, a reward model's among them."""

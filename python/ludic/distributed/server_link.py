@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ludic.distributed.server_weights import ServerManifest
-from ludic.errors import PublishError, ServerError
+from ludic.errors import InferenceError, PublishError, PublishTimeoutError, ServerError
 from ludic.inference.vllm_endpoints import VllmEndpoints
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BROADCASTING = ("gloo", "ludic_nccl")
-"""Backends over which tensors are broadcast; the others are told where they lie."""
+"""Backends over which tensors are broadcast. All can read a folder."""
 ANSWER_MARGIN_S = 15.0
 """What a call may take beyond the transfer that it waits for: a server gives up on a transfer before we give up on the server."""
 POLL_S = 0.0005
@@ -27,11 +28,15 @@ NEEDS_EXTENSION = "start it as `ludic serve` does, with --worker-extension-cls l
 
 
 class ServerLink:
-    """The steps of a push to one server. Each waits at most `timeout_s`; each raises ServerError or PublishError."""
+    """The steps of a push to one server. Each waits at most `timeout_s`; each raises InferenceError or PublishError."""
 
-    def __init__(self, endpoints: VllmEndpoints, *, master_address: str = "127.0.0.1", timeout_s: float = 60.0) -> None:
-        """`master_address` is where the server's workers reach the trainer."""
+    def __init__(
+        self, endpoints: VllmEndpoints, *, master_address: str = "127.0.0.1", timeout_s: float = 60.0, by_folder: bool = False
+    ) -> None:
+        """`master_address` is where the server's workers reach the trainer. `by_folder`: weights are read from a folder, whatever else
+        the server's backend can do."""
         self.endpoints = endpoints
+        self.by_folder = by_folder
         self.master_address = master_address
         self.timeout_s = timeout_s
         self.backend = ""
@@ -40,6 +45,7 @@ class ServerLink:
         """Taken out of service after a push that could not be completed."""
         self._boot: str | None = None
         self._group: Any = None
+        self._group_id: str | None = None
         self._update: Future[None] | None = None
 
     @property
@@ -48,7 +54,7 @@ class ServerLink:
 
     @property
     def connected(self) -> bool:
-        return self._group is not None or bool(self.backend and self.backend not in BROADCASTING)
+        return self._group is not None
 
     @property
     def _deadline_s(self) -> float:
@@ -62,6 +68,10 @@ class ServerLink:
                 logger.warning("%s was restarted; connecting again", self.url)
             self._drop_group()
             self.backend, self.drained = str(states[0]["backend"]), False
+            if not self.by_folder and self.backend not in BROADCASTING:
+                raise PublishError(
+                    f"the backend of {self.url} is {self.backend}; pass directory=, a folder that the server sees too"
+                )
             self.manifest = ServerManifest.from_answer(self._ask("ludic_manifest")[0], self.url)
             self._boot = states[0]["boot"]
         broken = next((state["broken"] for state in states if state["broken"]), None)
@@ -72,7 +82,7 @@ class ServerLink:
         if any(state["open"] for state in states):
             logger.warning("%s holds an unfinished push of a trainer that is gone; dropping it", self.url)
             self.discard()
-        if self.backend in BROADCASTING and (self._group is None or not all(state["connected"] for state in states)):
+        if not self.by_folder and (self._group is None or any(state["group_id"] != self._group_id for state in states)):
             self._connect()
         assert self.manifest is not None
         return self.manifest
@@ -103,6 +113,7 @@ class ServerLink:
             "rank_offset": 1,
             "world_size": size,
             "timeout_s": self.timeout_s,
+            "group_id": uuid.uuid4().hex,
         }
         joining = _in_thread(lambda: self.endpoints.init_transfer(info, timeout_s=self._deadline_s))
         kind = "nccl" if self.backend == "ludic_nccl" else "gloo"
@@ -115,7 +126,7 @@ class ServerLink:
                 f"{self.url} did not connect to {self.master_address}:{port} within {self.timeout_s:g} s ({refused or error}); its "
                 "workers must reach that address: pass master_address="
             ) from (refused or error)
-        self._group = group
+        self._group, self._group_id = group, str(info["group_id"])
 
     def begin(self, update_info: Mapping[str, Any]) -> None:
         """Ask the server to take a push aside; returns at once."""
@@ -132,7 +143,9 @@ class ServerLink:
             broadcast(self._group, tensor.cuda() if self.backend == "ludic_nccl" else tensor.cpu(), refused=self._is_refused)
         except RuntimeError as error:
             self._drop_group()
-            raise PublishError(f"{self.url} broke off the transfer: {self._refusal() or error}") from error
+            cause = self._refusal() or error
+            kind = PublishTimeoutError if isinstance(cause, TimeoutError) or "timed out" in str(cause).lower() else PublishError
+            raise kind(f"{self.url} broke off the transfer: {cause}") from cause
 
     def _is_refused(self) -> bool:
         """Whether the server has given up on the push. Waits a moment for it to."""
@@ -186,7 +199,7 @@ class ServerLink:
         self._drop_group()
         try:
             self.endpoints.pause("abort")
-        except ServerError as error:
+        except InferenceError as error:
             logger.warning("%s could not be paused: %s", self.url, error)
 
     def close(self) -> None:
@@ -207,42 +220,3 @@ def _in_thread(call: Callable[[], None]) -> Future[None]:
     future = pool.submit(call)
     pool.shutdown(wait=False)
     return future
-
-
-def on_each(links: Sequence[ServerLink], step: Callable[[ServerLink], Any]) -> dict[ServerLink, Exception]:
-    """Take a step on all servers at once; the errors of those where it failed."""
-    if len(links) == 1:
-        return _failures({links[0]: _done(lambda: step(links[0]))})
-    with ThreadPoolExecutor(max_workers=max(1, len(links)), thread_name_prefix="ludic-servers") as pool:
-        futures = {link: pool.submit(step, link) for link in links}
-    return _failures(futures)
-
-
-def _done(call: Callable[[], Any]) -> Future[Any]:
-    """The outcome of a call that is made here and now."""
-    future: Future[Any] = Future()
-    try:
-        future.set_result(call())
-    except Exception as error:
-        future.set_exception(error)
-    return future
-
-
-def _failures(futures: Mapping[ServerLink, Future[Any]]) -> dict[ServerLink, Exception]:
-    failures = {}
-    for link, future in futures.items():
-        error = future.exception()
-        if isinstance(error, Exception):
-            failures[link] = error
-        elif error is not None:
-            raise error
-    return failures
-
-
-def failed_servers(failures: Mapping[ServerLink, BaseException]) -> str:
-    """Each failed server with its reason, for a message."""
-    return "; ".join(f"{link.url}: {error}" for link, error in failures.items())
-
-
-def urls(links: Iterable[ServerLink]) -> str:
-    return ", ".join(link.url for link in links) or "none"

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ludic.inference.local_reward import LocalRewardModel
     from ludic.inference.openai_client import OpenAIChatClient
     from ludic.inference.vllm_client import VLLMChatClient
+    from ludic.inference.vllm_reward_client import VLLMClient
+    from ludic.inference.vllm_scoring import VLLMScoringClient
     from ludic.inference.vllm_utils import start_vllm_server, wait_for_vllm_health
 
 __all__ = [
@@ -36,7 +38,9 @@ __all__ = [
     "ScoringResponse",
     "ToolRequest",
     "VLLMChatClient",
+    "VLLMClient",
     "VLLMExtensions",
+    "VLLMScoringClient",
     "VersionedClient",
     "start_vllm_server",
     "wait_for_vllm_health",
@@ -46,6 +50,8 @@ _LATE = {
     "LocalRewardModel": "local_reward",
     "OpenAIChatClient": "openai_client",
     "VLLMChatClient": "vllm_client",
+    "VLLMClient": "vllm_reward_client",
+    "VLLMScoringClient": "vllm_scoring",
     "start_vllm_server": "vllm_utils",
     "wait_for_vllm_health": "vllm_utils",
 }

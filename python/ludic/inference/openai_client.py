@@ -126,7 +126,7 @@ class OpenAIChatClient:
         return self._opened
 
 
-def open_client(base_url: str, *, api_key: str, timeout_s: float) -> AsyncOpenAI:
+def open_client(base_url: str, *, api_key: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> AsyncOpenAI:
     """A client that tries nothing again by itself, sends no name of the environment's, and asks no proxy for this machine."""
     from openai import DEFAULT_CONNECTION_LIMITS, AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
@@ -134,8 +134,11 @@ def open_client(base_url: str, *, api_key: str, timeout_s: float) -> AsyncOpenAI
     limits = type(DEFAULT_CONNECTION_LIMITS)(
         max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS, keepalive_expiry=KEEPALIVE_S
     )
-    http = DefaultAsyncHttpxClient(timeout=timeout, limits=limits, trust_env=not is_loopback(base_url))
-    client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=timeout, http_client=http)
+    secure = base_url.startswith("https://")  # without it there is nothing to verify, and loading certificates takes a while
+    http = DefaultAsyncHttpxClient(timeout=timeout, limits=limits, trust_env=not is_loopback(base_url), verify=secure)
+    client = AsyncOpenAI(
+        base_url=base_url, api_key=api_key, max_retries=0, timeout=timeout, http_client=http, default_headers=headers
+    )
     client.organization = client.project = None  # the environment's are not for other servers
     return client
 

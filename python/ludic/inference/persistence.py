@@ -27,13 +27,15 @@ class Persistence:
     """For all attempts and the waits between them."""
     max_retries: int
     backoff_s: float
-    """The scale of the first random wait; the next ones grow from it."""
+    """The scale of the first random wait."""
+    backoff_growth: float = 2.0
+    """By how much the scale of each next one is larger."""
 
     def __post_init__(self) -> None:
-        if self.timeout_s <= 0 or self.max_retries < 0 or self.backoff_s < 0:
+        if not self.timeout_s > 0 or self.max_retries < 0 or self.backoff_s < 0 or not self.backoff_growth >= 1:
             raise ConfigError(
                 f"timeout_s ({self.timeout_s}) must be > 0, max_retries ({self.max_retries}) and backoff_s ({self.backoff_s}) "
-                "must be >= 0"
+                f"must be >= 0, backoff_growth ({self.backoff_growth}) must be >= 1"
             )
 
     async def carry_out(self, attempt: Callable[[], Awaitable[T]], *, name: str, again: Callable[[BaseException], bool]) -> T:
@@ -53,7 +55,7 @@ class Persistence:
 
     def _wait_s(self, state: RetryCallState) -> float:
         """Seconds until the next attempt."""
-        backoff = wait_random_exponential(multiplier=self.backoff_s, max=LONGEST_WAIT_S)(state)
+        backoff = wait_random_exponential(multiplier=self.backoff_s, exp_base=self.backoff_growth, max=LONGEST_WAIT_S)(state)
         error = state.outcome.exception() if state.outcome is not None else None
         return max(backoff, _retry_after_s(error))
 

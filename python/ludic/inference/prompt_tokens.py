@@ -20,7 +20,8 @@ class PromptTokens:
 
     A prompt that begins with an earlier prompt and the answer to it, as text, begins with the very tokens of both; only what follows is
     encoded. Without this a sampled answer would be split into tokens anew, and differently wherever the model did not write it the way
-    that the tokenizer does. Where the template changes earlier turns, such as one that leaves thoughts out, the whole is encoded.
+    that the tokenizer does. Where the template changes earlier turns, such as one that leaves thoughts out, the whole is encoded. Of two
+    answers to the same messages with the same text, the tokens of the later one count.
     """
 
     def __init__(self, tokenizer: Any) -> None:

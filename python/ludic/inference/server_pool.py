@@ -29,8 +29,10 @@ class Server:
 
     url: str
     """Without `/v1`."""
-    api_key: str = "local"
+    api_key: str = field(default="local", repr=False)
     timeout_s: float = 600.0
+    headers: dict[str, str] = field(default_factory=dict, repr=False)
+    """Sent with every request."""
     in_flight: int = 0
     requests: int = 0
     """Begun here, those moved here from another among them."""
@@ -43,11 +45,17 @@ class Server:
         default_factory=weakref.WeakKeyDictionary, repr=False
     )
 
+    spare: AsyncOpenAI | None = field(default=None, repr=False)
+    """A client that no loop has used yet."""
+
     def client(self) -> AsyncOpenAI:
         """For the event loop that runs: connections belong to the loop that opened them."""
         loop = asyncio.get_running_loop()
+        if loop not in self._clients and self.spare is not None:
+            self._clients[loop], self.spare = self.spare, None
         if loop not in self._clients:
-            self._clients[loop] = open_client(f"{self.url}/v1", api_key=self.api_key, timeout_s=self.timeout_s)
+            client = open_client(f"{self.url}/v1", api_key=self.api_key, timeout_s=self.timeout_s, headers=self.headers)
+            self._clients[loop] = client
         return self._clients[loop]
 
     async def post(self, path: str, body: dict[str, Any], *, headers: dict[str, str] | None = None) -> Any:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import requests
-from requests.adapters import HTTPAdapter
 
 from ludic.errors import ConfigError, InferenceError, ServerUnreachableError
 from ludic.inference.chat_template import offered_tools
 from ludic.inference.client_tags import ClientTag, TagPolicy
-from ludic.inference.openai_client import is_loopback, open_client
+from ludic.inference.extensions import VLLMExtensions
+from ludic.inference.openai_client import open_client
 from ludic.inference.persistence import Persistence
 from ludic.inference.prompt_clipping import PromptClipper
 from ludic.inference.prompt_tokens import PromptTokens
@@ -23,6 +22,7 @@ from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
 from ludic.inference.server_errors import has_no_path, may_pass, meant
 from ludic.inference.server_pool import Server, ServerPool
+from ludic.inference.think_limits import heeded
 from ludic.inference.tool_calls import assistant_message, calls_made
 from ludic.inference.vllm_requests import (
     SAMPLING_FIELDS,
@@ -41,6 +41,7 @@ from ludic.inference.vllm_responses import (
     sampled_tokens,
     version_number,
 )
+from ludic.inference.vllm_session import open_session, read_context_lengths, read_version, server_url, wait_until_healthy
 from ludic.types import ChatResponse, TokenTrace
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PROBE_TIMEOUT_S = 30.0
-VERSION_TIMEOUT_S = 2.0
 VERSION_AGE_S = 1.0
 TOKEN_FIELDS = SAMPLING_FIELDS | {"vllm_xargs"}
 
@@ -58,10 +58,6 @@ class Publisher(Protocol):
     """Makes new weights those that are sampled from, as `ludic.distributed.PolicyPublisher` does."""
 
     def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None: ...
-
-
-class HealthTimeoutError(ServerUnreachableError, requests.ConnectionError):
-    """A server that did not become healthy in time."""
 
 
 class VLLMChatClient:
@@ -102,6 +98,8 @@ class VLLMChatClient:
     _version = 0
     _version_read_at = float("-inf")
     enable_weight_updates = False
+    server_url = ""
+    server_urls: Sequence[str] = ()
 
     def __init__(
         self,
@@ -117,7 +115,9 @@ class VLLMChatClient:
         timeout_s: float = 600.0,
         max_retries: int = 3,
         backoff_s: float = 0.5,
+        backoff_growth: float = 2.0,
         api_key: str = "local",
+        extra_headers: Mapping[str, str] | None = None,
         client_tag: str | None = None,
         client_tag_policy: TagPolicy = "lenient",
         max_prompt_chars: int | None = None,
@@ -127,9 +127,10 @@ class VLLMChatClient:
     ) -> None:
         if on_overflow not in ("error", "clip"):
             raise ConfigError(f"on_overflow ({on_overflow!r}) must be 'error' or 'clip'")
-        addresses = [_address(url) for url in urls] if urls is not None else [f"http://{_reachable(host)}:{port}"]
-        self._persistence = Persistence(timeout_s, max_retries, backoff_s)
-        self._pool = ServerPool([Server(url, api_key, timeout_s) for url in addresses], probe=self._probe)
+        addresses = [server_url(url) for url in urls] if urls is not None else [server_url(host, port)]
+        self._persistence = Persistence(timeout_s, max_retries, backoff_s, backoff_growth)
+        servers = [Server(url, api_key, timeout_s, headers=dict(extra_headers or {})) for url in addresses]
+        self._pool = ServerPool(servers, probe=self._probe)
         self.server_url = addresses[0]
         self.server_urls = addresses
         self.host, self.port, self.group_port, self.device = host, port, group_port, device
@@ -144,15 +145,13 @@ class VLLMChatClient:
         self._on_overflow, self._allow_unknown_fields = on_overflow, allow_unknown_fields
         self._without_generate: set[str] = set()
         """Servers that take token ids on `/v1/completions` alone."""
-        self._limits: dict[str, int] = {}
-        """Model -> tokens of prompt and answer together."""
-        self._session = _open_session(addresses, api_key)
-        self._async_client = open_client(f"{self.server_url}/v1", api_key=api_key, timeout_s=timeout_s)
-        deadline = time.monotonic() + connection_timeout_s
-        for url in addresses:
-            self._await_health(url, deadline, connection_timeout_s)
-        self._read_models()
-        self._version, self._version_read_at = self._read_version() or 0, time.monotonic()
+        self._session = open_session(addresses, api_key, extra_headers or {})
+        self._async_client = servers[0].spare = open_client(
+            f"{self.server_url}/v1", api_key=api_key, timeout_s=timeout_s, headers=extra_headers
+        )
+        wait_until_healthy(self._session, addresses, connection_timeout_s)
+        self._limits = read_context_lengths(self._session, self.server_url)
+        self._version, self._version_read_at = read_version(self._session, self.server_url) or 0, time.monotonic()
 
     # -- completions
 
@@ -219,7 +218,7 @@ class VLLMChatClient:
 
     async def get_policy_version(self) -> int:
         """The version that the server says it serves. What this client last committed where it does not say, 0 if that is nothing."""
-        found = await asyncio.to_thread(self._read_version)
+        found = await asyncio.to_thread(read_version, self._session, self.server_url)
         self._version_read_at = time.monotonic()
         if found is not None:
             self._version = found
@@ -246,14 +245,14 @@ class VLLMChatClient:
         self.weights_changed(committed)
         return committed
 
-    def weights_changed(self, version: str | int) -> None:
+    def weights_changed(self, version: str | int | None, *, lost: Sequence[str] = ()) -> None:
         """Told by whoever pushed to these servers: what they serve from now on. Servers that the push lost get no more requests."""
         number = version_number(version)
         if number is not None:
             self._version, self._version_read_at = number, time.monotonic()
-        lost = set(getattr(self._weight_control, "drained", ()))
+        drained = {*lost, *getattr(self._weight_control, "drained", ())}
         for server in self._servers().servers:
-            if server.url in lost:
+            if server.url in drained:
                 self._servers().drain(server, "its last push of weights could not be completed")
 
     def close_communicator(self) -> None:
@@ -335,6 +334,7 @@ class VLLMChatClient:
         sampled, info = await self._sample(
             request.model, prompt_ids, request.sampling, request.seed, top_k=asked.top_logprobs_k, fields=fields
         )
+        _check_thought(sampled.token_ids, request.extensions, tokens)
         ids = sampled.token_ids[:-1] if sampled.ended_by_token else sampled.token_ids
         text = tokens.text(ids)
         if isinstance(sampled.stop_reason, str):
@@ -448,40 +448,18 @@ class VLLMChatClient:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             await meant(server.post("/v1/completions", body), server.url, PROBE_TIMEOUT_S)
         if self._version:
-            found = await asyncio.to_thread(self._read_version, server.url)
+            found = await asyncio.to_thread(read_version, self._session, server.url)
             if found != self._version:
                 raise InferenceError(f"it serves version {found} of the weights, not {self._version}; push to it first")
 
-    def _await_health(self, url: str, deadline: float, timeout_s: float) -> None:
-        while True:
-            with contextlib.suppress(requests.RequestException):
-                if self._session.get(f"{url}/health", timeout=5.0).status_code == 200:
-                    return
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise HealthTimeoutError(
-                    f"{url}/health did not answer within {timeout_s} s; start a server there (`ludic serve`), or give its host and port"
-                )
-            time.sleep(min(2.0, left))
 
-    def _read_models(self) -> None:
-        """Which models the servers offer, and how long their contexts are; a server of another kind says nothing."""
-        with contextlib.suppress(requests.RequestException, ValueError):
-            listed = self._session.get(f"{self.server_url}/v1/models", timeout=30.0).json()
-            for model in listed.get("data") or []:
-                if isinstance(model.get("max_model_len"), int):
-                    self._limits[str(model["id"])] = model["max_model_len"]
-
-    def _read_version(self, url: str | None = None) -> int | None:
-        """The number of the weights, from vLLM's own endpoint or from that of older servers; None where neither says one."""
-        for path, key in (("/weight_info", "weight_version"), ("/runtime_version", "version")):
-            try:
-                answer = self._session.get(f"{url or self.server_url}{path}", timeout=VERSION_TIMEOUT_S)
-                if answer.status_code == 200:
-                    return version_number(answer.json().get(key))
-            except Exception:  # whatever it is, the version is not known
-                return None
-        return None
+def _check_thought(ids: Sequence[int], extensions: object, tokens: PromptTokens) -> None:
+    """A server that does not know `max_think` ignores it without a word."""
+    limit = extensions.max_think if isinstance(extensions, VLLMExtensions) else None
+    if limit is not None and not heeded(ids, limit, tokens.tokenizer("</think>", add_special_tokens=False)["input_ids"]):
+        raise InferenceError(
+            f"the server let a thought go on after max_think ({limit}) tokens; start it with what heeds it (`ludic serve --think-limits`)"
+        )
 
 
 def _payload(answer: Any, url: str) -> dict[str, Any]:
@@ -493,23 +471,10 @@ def _payload(answer: Any, url: str) -> dict[str, Any]:
     return payload
 
 
-def _open_session(urls: Sequence[str], api_key: str) -> requests.Session:
-    """For what is asked outside an event loop. Only connections are tried again, never what was sent."""
-    session = requests.Session()
-    adapter = HTTPAdapter(pool_connections=10, pool_maxsize=10, max_retries=3)
-    session.mount("http://", adapter)
-    session.mount("https://", adapter)
-    session.trust_env = not all(map(is_loopback, urls))
-    session.headers["Authorization"] = f"Bearer {api_key}"
-    return session
+def __getattr__(name: str) -> Any:
+    """`VLLMClient`, which builds on this module, is reachable from it too."""
+    if name == "VLLMClient":
+        from ludic.inference.vllm_reward_client import VLLMClient
 
-
-def _reachable(host: str) -> str:
-    """All addresses of a machine are one to listen on and none to call."""
-    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-
-
-def _address(url: str) -> str:
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"urls has {url!r}, which must begin with http:// or https://, such as http://127.0.0.1:8000")
-    return url.rstrip("/").removesuffix("/v1")
+        return VLLMClient
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

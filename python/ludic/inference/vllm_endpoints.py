@@ -1,6 +1,6 @@
 """The calls with which a vLLM server is paused, given weights and adapters, and asked what it serves.
 
-They need VLLM_SERVER_DEV_MODE=1 on the server, which guards none of them with a key: bind it to loopback. Every call has a deadline.
+They need VLLM_SERVER_DEV_MODE=1 on the server, which guards none of them with a key: bind it to loopback.
 """
 
 from __future__ import annotations
@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ludic.errors import ServerError, ServerTimeoutError
+from ludic.errors import InferenceError, ServerError
+from ludic.inference.server_calls import ServerCalls
 
-QUICK_TIMEOUT_S = 30.0
-"""For calls that do not move weights."""
+NEEDS_ADAPTERS = (
+    "the server needs --enable-lora, a --max-lora-rank that is large enough and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and must see the "
+    "folder under the same path"
+)
 
 
-class VllmEndpoints:
+class VllmEndpoints(ServerCalls):
     """One server.
 
     >>> server = VllmEndpoints("http://127.0.0.1:8000")
@@ -22,41 +25,7 @@ class VllmEndpoints:
     'default'
     """
 
-    def __init__(self, url: str, *, session: Any = None, timeout_s: float = QUICK_TIMEOUT_S) -> None:
-        """`session` sends the calls, as `requests.Session` does; without it, one of its own."""
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self.timeout_s = timeout_s
-        self._session = session
-
-    def call(
-        self,
-        method: str,
-        path: str,
-        *,
-        json: Mapping[str, Any] | None = None,
-        params: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
-    ) -> Any:
-        """The JSON that the server answers, text where it is none. Raises ServerError, ServerTimeoutError."""
-        import requests
-
-        if self._session is None:
-            self._session = requests.Session()
-        send = getattr(self._session, method)
-        deadline = self.timeout_s if timeout_s is None else timeout_s
-        body: dict[str, Any] = {} if method == "get" else {"json": json or {}}
-        try:
-            answer = send(f"{self.url}{path}", params=params, timeout=deadline, **body)
-        except requests.Timeout as error:
-            raise ServerTimeoutError(f"{self.url}{path} gave no answer within {deadline:g} s") from error
-        except requests.RequestException as error:
-            raise ServerError(f"{self.url}{path} cannot be reached ({type(error).__name__}); is the server running?") from error
-        if answer.status_code != 200:
-            raise ServerError(_refusal(f"{self.url}{path}", answer.status_code, answer.text), status=answer.status_code)
-        try:
-            return answer.json()
-        except ValueError:
-            return answer.text
+    hint = "start the server with VLLM_SERVER_DEV_MODE=1, as `ludic serve` does"
 
     def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> None:
         """`keep` freezes requests until `resume`; `abort` ends those in flight. New ones wait."""
@@ -94,7 +63,7 @@ class VllmEndpoints:
         """Forget keys and values of the old weights, those of frozen requests too, which are computed again."""
         answer = self.call("post", "/reset_prefix_cache", params={"reset_running_requests": "true"})
         if isinstance(answer, Mapping) and answer.get("success") is False:
-            raise ServerError(
+            raise InferenceError(
                 f"{self.url} could not reset its prefix cache; it would answer with keys and values of the old weights"
             )
 
@@ -109,8 +78,15 @@ class VllmEndpoints:
         """Names that requests may give as `model`."""
         return [str(model["id"]) for model in self.call("get", "/v1/models")["data"]]
 
+    def set_weight_version(self, version: str) -> None:
+        """Call what is served `version`, without other weights."""
+        self.call("post", "/update_weight_version", json={"new_version": version})
+
     def load_adapter(self, name: str, folder: str, *, timeout_s: float | None = None) -> None:
-        self.call("post", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": folder}, timeout_s=timeout_s)
+        try:
+            self.call("post", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": folder}, timeout_s=timeout_s)
+        except ServerError as error:
+            raise ServerError(f"{error}; {NEEDS_ADAPTERS}", status=error.status) from error
 
     def unload_adapter(self, name: str) -> None:
         self.call("post", "/v1/unload_lora_adapter", json={"lora_name": name})
@@ -119,12 +95,3 @@ class VllmEndpoints:
         """Sample one token: /health answers 200 also where the engine is dead."""
         body = {"model": self.models()[0], "prompt": [1], "max_tokens": 1}
         self.call("post", "/v1/completions", json=body, timeout_s=timeout_s)
-
-
-def _refusal(where: str, status: int, body: str) -> str:
-    said = " ".join(body.split())[:400] or "nothing"
-    if where.endswith("_lora_adapter"):
-        return f"{where} answered {status}: {said}; the server needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-    if status in (404, 405):
-        return f"{where} answered {status}: start the server with VLLM_SERVER_DEV_MODE=1, as `ludic serve` does ({said})"
-    return f"{where} answered {status}: {said}"

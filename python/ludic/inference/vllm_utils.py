@@ -22,10 +22,18 @@ import requests
 
 from ludic.errors import ConfigError, EngineDeadError, InferenceError
 from ludic.inference.server_environment import is_cpu_build, server_python, server_variables
+from ludic.inference.vllm_session import server_url
 
 logger = logging.getLogger(__name__)
 
 WeightBackend = Literal["gloo", "ludic_nccl", "disk"]
+THINK_PROCESSOR = "ludic.inference.vllm_think:GlobalThinkProcessor"
+DEFAULT_FLAGS: list[tuple[str, str | None]] = [
+    ("--generation-config", "vllm"),
+    ("--logprobs-mode", "processed_logprobs"),
+    ("--enable-scale-out", None),
+]
+"""Flag and value; a flag without a value stands alone."""
 WORKER_EXTENSION = "ludic.inference.vllm_worker.WeightWorker"
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 CPU_CACHE_BYTES = 64 * 2**20
@@ -53,6 +61,7 @@ def start_vllm_server(
     logprobs_mode: LogprobsMode = "processed_logprobs",
     client_tags: bool = False,
     weights: WeightBackend | None = None,
+    think_limits: bool = False,
     env: Mapping[str, str] | None = None,
     log_path: str | os.PathLike[str] | None = None,
 ) -> subprocess.Popen[Any]:
@@ -65,7 +74,7 @@ def start_vllm_server(
     The log-probabilities are those of the distribution drawn from (`processed_logprobs`), sampling defaults are vLLM's and not the
     model's, and the token endpoint and the endpoints for weights are on. Those ask for no key, so `host` should be this machine.
     `weights` is how new weights come: gloo through host memory, ludic_nccl between GPUs, disk from a folder that both see.
-    `client_tags` loads the middleware that says the tags of clients again.
+    `client_tags` loads the middleware that says the tags of clients again, `think_limits` what heeds `max_think`.
 
     Output goes where ours does, to `log_path`, or with `stream_output=False` is kept for `collect_proc_output`. Raises ConfigError for a
     port that is taken and an interpreter that is not there.
@@ -76,30 +85,20 @@ def start_vllm_server(
     if host not in ("127.0.0.1", "localhost", "::1"):
         logger.warning("the server listens on %s: whoever reaches it can replace its weights, and no key is asked for that", host)
     given = list(extra_args or ())
-    flags = [
-        ("--host", host),
-        ("--port", str(port)),
-        ("--served-model-name", served_model_name),
-        ("--max-model-len", None if max_model_len is None else str(max_model_len)),
-        ("--dtype", dtype or ("float32" if cpu else None)),
-        ("--generation-config", "vllm"),
-        ("--logprobs-mode", logprobs_mode),
-        ("--middleware", TAG_MIDDLEWARE if client_tags else None),
-    ]
-    if weights is not None:
-        config = json.dumps({"backend": weights})
-        flags += [("--worker-extension-cls", WORKER_EXTENSION), ("--weight-transfer-config", config)]
+    flags: list[tuple[str, str | None]] = [("--host", host), ("--port", str(port))]
+    flags += [("--served-model-name", served_model_name)] if served_model_name is not None else []
+    flags += [("--max-model-len", str(max_model_len))] if max_model_len is not None else []
+    flags += [("--dtype", dtype or "float32")] if dtype is not None or cpu else []
+    flags += [("--logprobs-mode", logprobs_mode), *DEFAULT_FLAGS]
+    flags += [("--enforce-eager", None)] if enforce_eager else []
+    flags += weight_flags(weights)
+    flags += [("--logits-processors", THINK_PROCESSOR)] if think_limits else []
     if cpu:
         flags += [("--kv-cache-memory-bytes", str(CPU_CACHE_BYTES)), ("--max-num-seqs", "64")]
     else:
         flags += [("--gpu-memory-utilization", str(gpu_memory_utilization))]
-    command = [interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    for flag, value in flags:
-        if value is not None and not _names(given, flag, repeated=flag == "--middleware"):
-            command += [flag, value]
-    for flag, on in (("--enforce-eager", enforce_eager), ("--enable-scale-out", True)):
-        if on and not _names(given, flag):
-            command.append(flag)
+    command = [interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *missing_flags(flags, given)]
+    command += ["--middleware", TAG_MIDDLEWARE] if client_tags else []  # may be given several times
     command += given
     return _start(command, server_variables(interpreter, cpu=cpu, given=env), stream_output=stream_output, log_path=log_path)
 
@@ -111,7 +110,7 @@ def wait_for_vllm_health(host: str, port: int, proc: subprocess.Popen[Any], time
     its processes are then stopped. A server without models to complete with is ready when it is healthy.
     """
     deadline = time.monotonic() + timeout_s
-    url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::', '') else host}:{port}"
+    url = server_url(host, port)
     with requests.Session() as session:
         session.trust_env = False
         try:
@@ -279,9 +278,22 @@ def _check_port(host: str, port: int) -> None:
             raise ConfigError(f"port {port} of {host} cannot be listened on ({error.strerror}); choose another port") from error
 
 
-def _names(arguments: Sequence[str], flag: str, *, repeated: bool = False) -> bool:
-    """Whether the arguments set a flag themselves. One that may be given several times is never in the way."""
-    return not repeated and any(argument == flag or argument.startswith(f"{flag}=") for argument in arguments)
+def weight_flags(backend: WeightBackend | None) -> list[tuple[str, str | None]]:
+    """What makes a server take weights while it serves."""
+    if backend is None:
+        return []
+    return [("--worker-extension-cls", WORKER_EXTENSION), ("--weight-transfer-config", json.dumps({"backend": backend}))]
+
+
+def missing_flags(defaults: Sequence[tuple[str, str | None]], given: Sequence[str]) -> list[str]:
+    """The defaults that are not given, as arguments; of a flag that is among them twice, the first."""
+    arguments: list[str] = []
+    taken = {argument.split("=")[0] for argument in given}
+    for flag, value in defaults:
+        if flag not in taken:
+            taken.add(flag)
+            arguments += [flag] if value is None else [flag, value]
+    return arguments
 
 
 def _as_text(output: str | bytes | None) -> str:

@@ -3,7 +3,7 @@
     python -m vllm.entrypoints.openai.api_server ... \\
         --worker-extension-cls ludic.inference.vllm_worker.WeightWorker --weight-transfer-config '{"backend": "gloo"}'
 
-Backends `gloo` (host memory, any machine), `ludic_nccl` (GPUs) and `disk` (a folder that both see) go through vLLM's own endpoints:
+Backends `gloo` (host memory, any machine), `ludic_nccl` (GPUs) and `disk` (folders that both see) go through vLLM's own endpoints:
 /init_weight_transfer_engine, /start_weight_update, /update_weights, /finish_weight_update. Updating takes the push aside; finishing
 loads it, or drops it after /collective_rpc `ludic_discard`. vLLM's own `nccl` engine loads tensors as they arrive, so that a push that
 breaks off leaves a mix; `ludic_nccl` does not.
@@ -37,6 +37,7 @@ class InitInfo(WeightTransferInitInfo):
     rank_offset: int = 1
     world_size: int = 2
     timeout_s: float = 60.0
+    group_id: str = ""
 
 
 @dataclass
@@ -71,6 +72,7 @@ class StagedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             rank=init_info.rank_offset + rank,
             world_size=init_info.world_size,
             timeout_s=init_info.timeout_s,
+            group_id=init_info.group_id,
             kind=self.kind,
         )
 
@@ -83,7 +85,10 @@ class StagedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        self.receiver.receive(update_info.names, update_info.dtype_names, update_info.shapes)
+        if update_info.path is not None:
+            self.receiver.read(update_info.path)
+        else:
+            self.receiver.receive(update_info.names, update_info.dtype_names, update_info.shapes)
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
@@ -120,17 +125,12 @@ class NcclEngine(StagedEngine):
 
 
 class DiskEngine(StagedEngine):
-    """Reads a folder of safetensors that the trainer wrote."""
+    """Reads folders of safetensors that the trainer wrote, as the others can, and opens no connection."""
 
     kind = "disk"
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
-
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        if update_info.path is None:
-            raise WeightTransferError("update_info of the disk backend needs `path`, a folder of safetensors")
-        self.receiver.read(update_info.path)
 
 
 def _repack_tied(model: Any) -> None:
@@ -176,7 +176,7 @@ class WeightWorker:
         return {
             "boot": BOOT,
             "backend": self.vllm_config.weight_transfer_config.backend,
-            "connected": receiver.connected,
+            "group_id": receiver.group_id,
             "open": receiver.open,
             "broken": engine.broken,
         }

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 from ludic.recipes.curve import text_curve, write_picture
 from ludic.recipes.evaluate import Answer, Evaluation
 from ludic.recipes.measures import logged_names
+from ludic.recipes.reward_model import is_unrewarded
 from ludic.recipes.run_directory import Progress, RunDirectory, write_text
 from ludic.recipes.sampling_report import mismatch_of, overlap_of, weight_sync_of
+from ludic.training.reward_scorer import SCORE_INFO
 from ludic.training.stats import SAMPLED_REWARD
 
 if TYPE_CHECKING:
@@ -218,12 +220,27 @@ def _what_happened(outcome: Outcome) -> str:
     if not outcome.summary.steps:
         return "There was no reinforcement."
     gain = outcome.after.sampled_reward - outcome.before.sampled_reward
+    if SCORE_INFO in outcome.before.facts and not is_unrewarded(outcome.task):
+        return _two_numbers(outcome.before, outcome.after)
     if gain <= 2 * _STANDARD_ERROR / max(1, outcome.after.num_sampled) ** 0.5:
         return (
             f"The sampled reward did not rise ({gain:+.3f}): with few right answers among the samples, or few steps, there is little "
             "to select."
         )
     return "The warm-up's demonstrations already contain right answers; reinforcement selects and sharpens them."
+
+
+def _two_numbers(before: Evaluation, after: Evaluation) -> str:
+    """What was trained on and what is wanted, where these are not the same."""
+    score = before.facts[SCORE_INFO], after.facts[SCORE_INFO]
+    reward = before.sampled_reward, after.sampled_reward
+    said = (
+        f"On held-out problems the reward model's score went from {score[0]:.3f} to {score[1]:.3f}, the task's own reward from "
+        f"{reward[0]:.3f} to {reward[1]:.3f}."
+    )
+    if score[1] > score[0] and reward[1] < reward[0]:
+        return f"{said} The reward model is over-optimised: what it scores higher is worse."
+    return said
 
 
 def _files_of(directory: RunDirectory) -> dict[Path, str]:

@@ -117,13 +117,17 @@ def judged_by(
     mode: CombineMode = "replace",
     rm_coeff: float = 1.0,
     alpha: float = 0.5,
+    unfinished_penalty: float = 10.0,
     normalize: bool = False,
     dtype: str = "float32",
     micro_token_budget: int = 16384,
     batch_size: int = 4096,
     timeout_s: float = 600.0,
 ) -> JudgedTask:
-    """`task`, rewarded in training by the model in `source`, which is loaded on `device`. `tokenizer` is the policy's."""
+    """`task`, rewarded in training by the model in `source`, which is loaded on `device`. `tokenizer` is the policy's.
+
+    The keywords are those of `RewardModelReward`, `RewardModelScorer` and `load_reward_model`.
+    """
     scorer = RewardModelScorer(
         load_reward_model(source, dtype=dtype, device=device, micro_token_budget=micro_token_budget),
         batch_size=batch_size,
@@ -131,7 +135,9 @@ def judged_by(
         normalize=normalize,
         timeout_s=timeout_s,
     )
-    return JudgedTask(task, RewardModelReward(scorer, mode, rm_coeff, alpha), source=source)
+    return JudgedTask(
+        task, RewardModelReward(scorer, mode, rm_coeff, alpha, unfinished_penalty=unfinished_penalty), source=source
+    )
 
 
 def load_reward_model(

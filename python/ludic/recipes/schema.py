@@ -138,7 +138,8 @@ class Recipe:
     """Folder of a reward model, such as a `ludic train-rm` run: its score rewards the answers in training, in the place of the task's own
     reward, which held-out measurement keeps."""
     reward_model_args: dict[str, Any] = field(default_factory=dict)
-    """mode (replace, add, multiply, weighted, bonus), rm_coeff, alpha, normalize, dtype, micro_token_budget, batch_size, timeout_s."""
+    """mode (replace, add, multiply, weighted, bonus), rm_coeff, alpha, unfinished_penalty (10: off the score of an answer that ran into the
+    token limit), normalize, dtype, micro_token_budget, batch_size, timeout_s."""
     algorithm: str = MISSING
     """cispo, grpo, gspo, reinforce, reinforce_baseline or scalerl."""
     algorithm_args: dict[str, Any] = field(default_factory=dict)

@@ -36,6 +36,7 @@ class ServeSettings:
     logprobs_mode: str = "processed_logprobs"
     weights: str = "gloo"
     client_tags: bool = False
+    think_limits: bool = False
     lora_rank: int = 0
     compiled: bool = False
     ready_timeout_s: float = 600.0
@@ -89,6 +90,7 @@ def _start(settings: ServeSettings) -> subprocess.Popen[Any]:
         served_model_name=settings.name,
         logprobs_mode=cast(LogprobsMode, settings.logprobs_mode),
         client_tags=settings.client_tags,
+        think_limits=settings.think_limits,
         weights=None if settings.weights == "none" else cast(WeightBackend, settings.weights),
     )
 

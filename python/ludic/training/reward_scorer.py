@@ -150,6 +150,10 @@ class RewardModelReward:
     The return becomes `combined(mode, return, score)`: rewards of steps are scaled alike and what is added is added to the last step.
     `before` is asked first: reward functions, whose sum is then the return that is combined. Info of the last step says what was combined:
     `rewards/task` and `rewards/reward_model`.
+
+    `unfinished_penalty` is taken off the score of a rollout whose last answer ran into the token limit. A reward model is trained on
+    answers that end, and what it says of one that does not is chance: policies were seen to find that chance within twenty steps, and to
+    never end again.
     """
 
     scorer: RewardModelScorer
@@ -157,9 +161,12 @@ class RewardModelReward:
     rm_coeff: float = 1.0
     alpha: float = 0.5
     before: RolloutScorer | None = None
+    unfinished_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         check_mode(self.mode)
+        if not (math.isfinite(self.unfinished_penalty) and self.unfinished_penalty >= 0):
+            raise ConfigError(f"unfinished_penalty ({self.unfinished_penalty}) must be a finite number >= 0; it is subtracted")
 
     async def score(self, rollouts: Sequence[Rollout]) -> Mapping[str, Exception]:
         """Reward the rollouts in place; the errors of those that could not be, by their id."""
@@ -172,12 +179,19 @@ class RewardModelReward:
 
     def _reward(self, rollout: Rollout) -> None:
         score, task = score_of(rollout, self.scorer.score_key), rollout.total_reward
-        scale, added = shares(self.mode, score, rm_coeff=self.rm_coeff, alpha=self.alpha)
+        judged = score - self.unfinished_penalty if _is_unfinished(rollout) else score
+        scale, added = shares(self.mode, judged, rm_coeff=self.rm_coeff, alpha=self.alpha)
         for step in rollout.steps:
             step.reward *= scale
         last = rollout.steps[-1]
         last.reward += added
         last.info.update({SCORE_INFO: score, TASK_REWARD_INFO: task})
+
+
+def _is_unfinished(rollout: Rollout) -> bool:
+    last = rollout.steps[-1]
+    said = last.trace.finish_reason if last.trace is not None else last.info.get("finish_reason")
+    return said == "length"
 
 
 def conversation_of(rollout: Rollout, system_prompt: str | None = None) -> list[Message]:

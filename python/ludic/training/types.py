@@ -130,7 +130,8 @@ class RolloutScorer(Protocol):
     """Rewards rollouts after they were played, all of a batch at once."""
 
     async def score(self, rollouts: Sequence[Rollout]) -> Mapping[str, Exception]:
-        """Add to the rewards in place. Returns why a rollout could not be rewarded, by its id; nothing where all were."""
+        """Add to the rewards, or to the meta that credit is given by, in place. Returns why a rollout could not be rewarded, by its id;
+        nothing where all were."""
         ...
 
 

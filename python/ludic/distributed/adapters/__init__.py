@@ -1,6 +1,8 @@
 """Publishers for the inference engines that we know."""
 
+from ludic.distributed.adapters.checkpoint import create_checkpoint_publisher
 from ludic.distributed.adapters.local import LocalPublisher
+from ludic.distributed.adapters.lora import create_lora_publisher
 from ludic.distributed.adapters.reward_model import RMPublisherAdapter, create_rm_publisher
 from ludic.distributed.adapters.vllm import VllmControlPlane, VllmTensorCommunicator, create_vllm_publisher
 
@@ -9,6 +11,8 @@ __all__ = [
     "RMPublisherAdapter",
     "VllmControlPlane",
     "VllmTensorCommunicator",
+    "create_checkpoint_publisher",
+    "create_lora_publisher",
     "create_rm_publisher",
     "create_vllm_publisher",
 ]

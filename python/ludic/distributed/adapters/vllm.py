@@ -14,12 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ludic.distributed.adapters.reward_model import (
+    RMPublisherAdapter as RMPublisherAdapter,
+    create_rm_publisher as create_rm_publisher,
+)
 from ludic.distributed.checkpoint_folder import CheckpointFolder
+from ludic.distributed.fan_out import failed_servers, on_each, urls
 from ludic.distributed.interfaces import PolicyPublisher, WeightMetadata
 from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPublisher
-from ludic.distributed.server_link import BROADCASTING, ServerLink, failed_servers, on_each, urls
+from ludic.distributed.server_link import ServerLink
 from ludic.distributed.server_weights import ServerManifest, check_fit, checkpoint_names, fitted
-from ludic.errors import ConfigError, PublishError
+from ludic.errors import ConfigError, PublishError, PublishTimeoutError
 from ludic.inference.vllm_endpoints import VllmEndpoints
 
 if TYPE_CHECKING:
@@ -55,15 +60,19 @@ class VllmControlPlane:
         timeout_s: float = 60.0,
         tolerate_lost_servers: bool = False,
         partial: bool = False,
+        by_folder: bool = False,
     ) -> None:
         """`master_address` is where the servers reach the trainer; `timeout_s` limits each transfer.
 
         tolerate_lost_servers: go on with the others where a server fails; it is taken out of service. By default that is an error.
         partial: weights may be missing in a push: frozen ones, whose values the server has.
+        by_folder: weights go through folders that the servers see; no connection is opened.
         """
         session = getattr(client, "_session", None)
         self.links = [
-            ServerLink(VllmEndpoints(url, session=session), master_address=master_address, timeout_s=timeout_s)
+            ServerLink(
+                VllmEndpoints(url, session=session), master_address=master_address, timeout_s=timeout_s, by_folder=by_folder
+            )
             for url in server_urls(client)
         ]
         if not self.links:
@@ -72,12 +81,15 @@ class VllmControlPlane:
         self.partial = partial
         self.timings: dict[str, float] = {}
         """Seconds of the last push: `transfer_s`, during which generation waits, and `paused_s`, from pause to resume."""
+        self.version: str | None = None
+        """The last that was loaded."""
         self._live: list[ServerLink] = []
         self._open = False
         self._began_at = 0.0
         self._expected: dict[str, str] = {}
-        if not isinstance(client, str | Sequence):
-            client._weight_control = self  # where VllmTensorCommunicator(client) finds the connections
+        self._client: Any = None if isinstance(client, str | Sequence) else client
+        if self._client is not None:
+            self._client._weight_control = self  # where VllmTensorCommunicator(client) finds the connections
 
     @property
     def live(self) -> list[ServerLink]:
@@ -100,16 +112,6 @@ class VllmControlPlane:
                 f"the servers {urls(self._live)} serve models of different shapes or dtypes; serve the same on all"
             )
         return manifest
-
-    @property
-    def backend(self) -> str:
-        """How the servers take weights. Raises where they differ."""
-        backends = {link.backend for link in self._live or self.links}
-        if len(backends) != 1:
-            raise PublishError(
-                f"the servers {urls(self.links)} have weight transfer backends {sorted(backends)}; start all with one"
-            )
-        return backends.pop()
 
     def expect(self, marks: Mapping[str, str]) -> None:
         """What each server must hold once the next push is loaded: a fingerprint of it."""
@@ -154,14 +156,22 @@ class VllmControlPlane:
             self._each(lambda link: link.endpoints.pause("keep"), _not_published(version))
             self._open = False
             failures = on_each(self._live, lambda link: link.commit(name, self._expected))
-            on_each(list(failures), ServerLink.drain)
         finally:
             healthy = [link for link in self._live if link not in failures]
             failures |= on_each(healthy, lambda link: link.endpoints.resume())
+            if not self._open:
+                on_each(list(failures), ServerLink.drain)
         self.timings["paused_s"] = time.perf_counter() - paused_at
         self._live = [link for link in self._live if link not in failures]
+        self.version = name if self._live else self.version
+        self._tell_client()
         if failures:
             self._report_lost(name, failures)
+
+    def _tell_client(self) -> None:
+        """Which version it samples from now. It finds in `drained` whom not to ask."""
+        if self.version is not None and hasattr(self._client, "weights_changed"):
+            self._client.weights_changed(self.version)
 
     def _report_lost(self, version: str, failures: Mapping[ServerLink, Exception]) -> None:
         message = (
@@ -169,7 +179,7 @@ class VllmControlPlane:
             "answer nothing until then"
         )
         if not (self.tolerate_lost_servers and self._live):
-            raise PublishError(message) from next(iter(failures.values()))
+            raise _publish_error(message, failures)
         logger.error("%s", message)
 
     def abandon_update(self) -> None:
@@ -192,10 +202,18 @@ class VllmControlPlane:
             return
         remaining = [link for link in self._live if link not in failures]
         if not (self.tolerate_lost_servers and remaining):
-            raise PublishError(f"{otherwise}: {failed_servers(failures)}") from next(iter(failures.values()))
+            raise _publish_error(f"{otherwise}: {failed_servers(failures)}", failures)
         logger.error("going on without %s", failed_servers(failures))
         on_each(list(failures), ServerLink.drain)
         self._live = remaining
+
+
+def _publish_error(message: str, failures: Mapping[ServerLink, Exception]) -> PublishError:
+    """With the first failure as its cause."""
+    causes = list(failures.values())
+    error = PublishTimeoutError(message) if all(isinstance(cause, TimeoutError) for cause in causes) else PublishError(message)
+    error.__cause__ = causes[0]
+    return error
 
 
 def _not_published(version: Version) -> str:
@@ -322,11 +340,11 @@ def create_vllm_publisher(
     master_address: str = "127.0.0.1",
     timeout_s: float = 60.0,
 ) -> PolicyPublisher:
-    """A publisher for the servers of a client, over the weight transfer backend that they were started with: gloo, ludic_nccl or disk.
+    """A publisher for the servers of a client, over the backend that they were started with: gloo, ludic_nccl or disk.
 
     client: one with `server_url`, or with `server_urls`; or URLs.
     rank0_only: for calls from every rank; other ranks than 0 do nothing, and nothing is opened before the first push.
-    directory: where the disk backend's folders go; the servers must see it under the same path.
+    directory: pass weights through folders in it instead, which the servers must see under the same path.
     partial: some weights are frozen and not published. By default every weight of the server's model must be there.
     allow_unchanged: publish weights that equal those published before. By default that is an error.
     tolerate_lost_servers: of several, go on with those that are left. By default a lost one is an error.
@@ -340,15 +358,14 @@ def create_vllm_publisher(
             timeout_s=timeout_s,
             tolerate_lost_servers=tolerate_lost_servers,
             partial=partial,
+            by_folder=directory is not None,
         )
         control.prepare()
         inner: PolicyPublisher
-        if control.backend in BROADCASTING:
-            inner = BroadcastPolicyPublisher(control, VllmTensorCommunicator(control), src_rank=0)
-        else:
-            if directory is None:
-                raise ConfigError(f"the servers' backend is {control.backend}; pass directory=, a folder that they see too")
+        if directory is not None:
             inner = FolderPublisher(control, CheckpointFolder(directory))
+        else:
+            inner = BroadcastPolicyPublisher(control, VllmTensorCommunicator(control), src_rank=0)
         return VllmPublisherAdapter(CheckedPublisher(control, inner, allow_unchanged=allow_unchanged), debug=debug)
 
     return Rank0OnlyPublisher(make) if rank0_only else make()

@@ -1,0 +1,197 @@
+"""Publishes through folders: weights are written whole, then servers that see the folder are told to read it.
+
+    client = SGLangClient("http://127.0.0.1:30000", tokenizer=tokenizer)
+    publisher = create_checkpoint_publisher(client, "/shared/policy", model="/shared/base-model")
+
+For vLLM it is `create_vllm_publisher(client, directory=...)`, with all that is checked there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from ludic.distributed.adapters.vllm import VllmControlPlane, create_vllm_publisher
+from ludic.distributed.checkpoint_folder import CheckpointFolder
+from ludic.distributed.fan_out import failed_servers, on_each, urls
+from ludic.distributed.interfaces import PolicyPublisher
+from ludic.distributed.server_weights import ServerManifest, checkpoint_names, fitted
+from ludic.errors import ConfigError, InferenceError, PublishError
+from ludic.inference.sglang import SGLangClient, SGLangEndpoints
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+Policy = Literal["all", "any"]
+
+
+class SGLangPublisher:
+    """Writes each version into a folder beside the model's config, and has all servers read it. Where one cannot, all go back to the
+    version before."""
+
+    def __init__(
+        self,
+        client: SGLangClient,
+        directory: str | Path,
+        *,
+        model: str | Path,
+        keep: int = 2,
+        timeout_s: float = 300.0,
+        allow_unchanged: bool = False,
+    ) -> None:
+        """`model` is the folder of the model that the servers were started with: its config, tokenizer, names and shapes."""
+        if keep < 2:
+            raise ConfigError(f"keep ({keep}) must be >= 2: the version before is what servers go back to")
+        self.client, self.servers = client, client.endpoints()
+        self.timeout_s, self.allow_unchanged = timeout_s, allow_unchanged
+        self._folders = CheckpointFolder(directory, keep=keep, model=model)
+        self._manifest = _manifest_of(Path(model))
+        self._served: tuple[Path, str | None] = (Path(model).resolve(), None)
+        self._marks: dict[str, str] = {}
+
+    def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
+        from ludic.inference.weight_fingerprint import fingerprint
+
+        if version is None:
+            raise ConfigError("a checkpoint needs a version to be named by; publish(weights, version=...)")
+        weights = fitted(checkpoint_names(state_dict), self._manifest, partial=False)
+        marks = fingerprint(weights)
+        if marks == self._marks and str(version) != self._served[1] and not self.allow_unchanged:
+            raise PublishError(
+                f"the weights of version {version} are those of version {self._served[1]}; is the published model the one that is "
+                "trained? allow_unchanged=True publishes them all the same"
+            )
+        folder = self._folders.write(weights, version)
+        self._reload(folder, str(version))
+        self._served, self._marks = (folder, str(version)), marks
+        self.client.weights_changed(version)
+        self._folders.prune(folder)
+
+    def _reload(self, folder: Path, version: str) -> None:
+        failures = on_each(self.servers, lambda server: self._read(server, folder, version))
+        if not failures:
+            return
+        before, name = self._served
+        lost = on_each(self.servers, lambda server: self._read(server, before, name))
+        self.client.weights_changed(name, lost=[server.url for server in lost])
+        state = f"; these could not go back to version {name or 'default'}, restart them: {urls(lost)}" if lost else ""
+        raise PublishError(
+            f"version {version} was not published, and the servers serve version {name or 'default'} again ({failed_servers(failures)})"
+            f"{state}"
+        ) from next(iter(failures.values()))
+
+    def _read(self, server: SGLangEndpoints, folder: Path, version: str | None) -> None:
+        server.pause(timeout_s=self.timeout_s)
+        try:
+            server.update_weights_from_disk(str(folder), version or "default", timeout_s=self.timeout_s)
+        finally:
+            server.resume(timeout_s=self.timeout_s)
+        served = server.weight_version()
+        if served != (version or "default"):
+            raise PublishError(f"{server.url} says that it serves version {served} after it read {folder.name}")
+
+
+def _manifest_of(model: Path) -> ServerManifest:
+    """Names, shapes and dtypes of the weights in a folder."""
+    import json
+
+    from ludic.inference.weight_receiver import Checkpoint
+
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    weights = Checkpoint(model).weights
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return ServerManifest.from_answer(
+        {"dtype": dtype, "tied": config.get("tie_word_embeddings", False), "weights": weights}, str(model)
+    )
+
+
+def create_checkpoint_publisher(
+    client: Any, directory: str | Path, *, model: str | Path | None = None, **options: Any
+) -> PolicyPublisher:
+    """A publisher that passes weights through folders in `directory`, which the servers see under the same path.
+
+    client: an `SGLangClient`, or whatever `create_vllm_publisher` takes.
+    model: for SGLang, the folder of the model that the servers were started with.
+    options: of `SGLangPublisher` or of `create_vllm_publisher`.
+    """
+    if not isinstance(client, SGLangClient):
+        return create_vllm_publisher(client, directory=directory, **options)
+    if model is None:
+        raise ConfigError(
+            "SGLang reads config and tokenizer beside the weights; pass model=, the folder that the servers were started with"
+        )
+    publisher = SGLangPublisher(client, directory, model=model, **options)
+    client.connect_publisher(publisher)
+    return publisher
+
+
+class CheckpointEngine(Protocol):
+    """A server that can be told to read a checkpoint."""
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
+        """What the server said; `success` is whether it did."""
+        ...
+
+
+class SGLangEngine:
+    """Tells an SGLang server to read a checkpoint."""
+
+    def __init__(self, base_url: str, timeout: float = 300) -> None:
+        self.base_url, self.timeout = base_url.rstrip("/"), timeout
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
+        server = SGLangEndpoints(self.base_url)
+        version = Path(checkpoint_path).name
+        return await asyncio.to_thread(server.update_weights_from_disk, checkpoint_path, version, timeout_s=self.timeout)
+
+
+class VLLMEngine:
+    """Tells a vLLM server to read a checkpoint: taken aside and checked, then loaded while paused."""
+
+    def __init__(self, base_url: str, timeout: float = 300) -> None:
+        self.base_url, self.timeout = base_url.rstrip("/"), timeout
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
+        return await asyncio.to_thread(self._update, checkpoint_path)
+
+    def _update(self, checkpoint_path: str) -> dict[str, Any]:
+        control = VllmControlPlane(self.base_url, timeout_s=self.timeout, by_folder=True)
+        control.prepare()
+        try:
+            control.announce_folder(Path(checkpoint_path).resolve(), checkpoint_path)
+            control.finalize_update(Path(checkpoint_path).name)
+        except BaseException:
+            control.abandon_update()
+            raise
+        return {"success": True, "message": f"{control.version} is served"}
+
+
+async def sync_weights_to_engines(
+    engines: Sequence[CheckpointEngine], checkpoint_path: str, *, policy: Policy = "all"
+) -> list[dict[str, Any]]:
+    """Have all engines read a checkpoint at once; what each said, in the order of the engines.
+
+    policy: `all` must succeed, or `any` one. Otherwise a PublishError with what each said. An engine that fails answers
+    `{"success": False, "error": ...}`.
+    """
+    if not engines:
+        raise ConfigError("there is no engine to sync weights to")
+    if not checkpoint_path:
+        raise ConfigError("checkpoint_path is empty; give the folder of the checkpoint")
+    answers = await asyncio.gather(*(_answer(engine, checkpoint_path) for engine in engines))
+    good = sum(bool(answer.get("success")) for answer in answers)
+    if good < (len(engines) if policy == "all" else 1):
+        raise PublishError(f"{len(engines) - good} of {len(engines)} engines did not read {checkpoint_path}: {answers}")
+    return list(answers)
+
+
+async def _answer(engine: CheckpointEngine, checkpoint_path: str) -> dict[str, Any]:
+    try:
+        return await engine.update_weights_from_checkpoint(checkpoint_path)
+    except (InferenceError, PublishError, OSError) as error:
+        return {"success": False, "error": str(error)}

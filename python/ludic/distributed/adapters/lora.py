@@ -1,0 +1,120 @@
+"""Publishes adapters as adapters: megabytes instead of the whole model, each version under a name of its own, such as `policy@17`.
+
+A request that is running goes on with the adapter that it began with. Names that are never used twice leave nothing stale in a
+prefix cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ludic.distributed.adapters.vllm import server_urls
+from ludic.distributed.checkpoint_folder import CheckpointFolder
+from ludic.distributed.fan_out import failed_servers, on_each
+from ludic.errors import ConfigError, PublishError
+from ludic.inference.vllm_endpoints import VllmEndpoints
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+
+class LoraPublisher:
+    """Publishes the adapters of a model to vLLM servers that see the same folder."""
+
+    def __init__(
+        self,
+        client: Any,
+        model: nn.Module,
+        *,
+        directory: str | Path,
+        name: str = "policy",
+        keep: int = 2,
+        timeout_s: float = 60.0,
+        allow_unchanged: bool = False,
+    ) -> None:
+        """`keep` versions stay loaded, so that requests which began with an older one can end. `name` is what requests ask for."""
+        if keep < 1:
+            raise ConfigError(f"keep ({keep}) must be >= 1; the version that is served stays")
+        session = getattr(client, "_session", None)
+        self.servers = [VllmEndpoints(url, session=session) for url in server_urls(client)]
+        self.client, self.model, self.name, self.timeout_s = client, model, name, timeout_s
+        self.allow_unchanged = allow_unchanged
+        self._folders = CheckpointFolder(directory, keep=keep)
+        self._keep = keep
+        self._loaded: list[str] = []
+        self._published: tuple[str, dict[str, str]] | None = None
+
+    @property
+    def served_name(self) -> str | None:
+        """The `model` of requests for the newest version; None before the first."""
+        return self._loaded[-1] if self._loaded else None
+
+    def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
+        """Load the model's adapters as `<name>@<version>` on all servers, or on none. They are taken from the model: in `state_dict`
+        they are merged."""
+        from ludic.inference.weight_fingerprint import fingerprint
+        from ludic.training.lora import adapter_weights, save_adapter
+
+        if version is None:
+            raise ConfigError("an adapter needs a version to be named by; publish(weights, version=...)")
+        marks = fingerprint(adapter_weights(self.model))
+        self._refuse_unchanged(marks, str(version))
+        folder = self._folders.fill(version, lambda aside: save_adapter(self.model, aside))
+        self._load(f"{self.name}@{version}", str(folder))
+        self._published = (str(version), marks)
+        on_each(self.servers, lambda server: server.set_weight_version(str(version)))
+        names = getattr(self.client, "served_names", None)
+        if names is not None:
+            names[self.name] = self.served_name
+        if hasattr(self.client, "weights_changed"):
+            self.client.weights_changed(version)
+        self._unload_old()
+        self._folders.prune(folder)
+
+    def _refuse_unchanged(self, marks: Mapping[str, str], version: str) -> None:
+        if self._published is None or self.allow_unchanged:
+            return
+        earlier, same = self._published
+        if version != earlier and marks == same:
+            raise PublishError(
+                f"the adapters of version {version} are those of version {earlier}; is the published model the one that is trained? "
+                "allow_unchanged=True publishes them all the same"
+            )
+
+    def _load(self, name: str, folder: str) -> None:
+        if name in self._loaded:  # the same version again, after a resume
+            self._unload(name)
+        failures = on_each(self.servers, lambda server: server.load_adapter(name, folder, timeout_s=self.timeout_s))
+        if failures:
+            on_each([server for server in self.servers if server not in failures], lambda server: server.unload_adapter(name))
+            raise PublishError(
+                f"adapter {name} was not published, and every server goes on with {self.served_name or 'the model'}: "
+                f"{failed_servers(failures)}"
+            ) from next(iter(failures.values()))
+        self._loaded.append(name)
+
+    def _unload_old(self) -> None:
+        while len(self._loaded) > self._keep:
+            self._unload(self._loaded[0])
+
+    def _unload(self, name: str) -> None:
+        self._loaded.remove(name)
+        failures = on_each(self.servers, lambda server: server.unload_adapter(name))
+        if failures:  # a server that was restarted has none
+            logger.warning("adapter %s was not unloaded everywhere: %s", name, failed_servers(failures))
+
+
+def create_lora_publisher(
+    client: Any, model: nn.Module, *, directory: str | Path, name: str = "policy", keep: int = 2, **options: Any
+) -> LoraPublisher:
+    """A publisher of the adapters of `model` to the servers of a client.
+
+    directory: where adapters are written, in PEFT's layout; the servers must see it under the same path.
+    name: what requests give as `model`; a client with `served_names` sends them to the newest version.
+    """
+    return LoraPublisher(client, model, directory=directory, name=name, keep=keep, **options)

@@ -1,0 +1,198 @@
+"""Models behind SGLang servers: token ids in, token ids out, and weights from a folder.
+
+Written for the endpoints of SGLang 0.5.23 as its sources have them, and held by a stub: it has not been run against a real server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ludic.errors import ConfigError, ConfigTypeError, InferenceError, PublishError
+from ludic.inference.persistence import Persistence
+from ludic.inference.prompt_tokens import PromptTokens
+from ludic.inference.request import ChatCompletionRequest
+from ludic.inference.sampling import SamplingParams
+from ludic.inference.server_calls import ServerCalls
+from ludic.inference.server_errors import may_pass, meant
+from ludic.inference.server_pool import Server, ServerPool
+from ludic.inference.vllm_responses import AbortedError, version_number
+from ludic.types import ChatResponse, TokenTrace
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SGLangEndpoints(ServerCalls):
+    """The calls with which one server is given weights."""
+
+    def update_weights_from_disk(
+        self, folder: str, version: str | None = None, *, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """Read the weights in a folder that the server sees under this path, and forget its cache. What the server said.
+
+        Raises PublishError where it says that it did not succeed.
+        """
+        body: dict[str, Any] = {"model_path": folder, "flush_cache": True}
+        if version is not None:
+            body["weight_version"] = version
+        answer = self.call("post", "/update_weights_from_disk", json=body, timeout_s=timeout_s)
+        if not isinstance(answer, Mapping) or answer.get("success") is not True:
+            said = answer.get("message") if isinstance(answer, Mapping) else answer
+            raise PublishError(f"{self.url} did not load {folder}: {said}; it must see that folder under the same path")
+        return dict(answer)
+
+    def pause(self, *, timeout_s: float | None = None) -> None:
+        """Freeze requests where they stand, until `resume`."""
+        self.call("post", "/pause_generation", json={"mode": "retract"}, timeout_s=timeout_s)
+
+    def resume(self, *, timeout_s: float | None = None) -> None:
+        self.call("post", "/continue_generation", timeout_s=timeout_s)
+
+    def weight_version(self) -> str:
+        """What the weights are called, as a sampled token says."""
+        body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+        answer = self.call("post", "/generate", json=body)
+        return str((answer.get("meta_info") or {}).get("weight_version"))
+
+
+class SGLangClient:
+    """Completions from SGLang servers that serve the same model.
+
+    With `tokenizer`, the policy's own, chats are rendered and encoded here and sent as token ids; text is made of the ids that come back.
+    What training needs comes back exactly: ids read, ids sampled, a log-probability for each and the version of the weights.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        tokenizer: Any = None,
+        timeout_s: float = 600.0,
+        max_retries: int = 3,
+        backoff_s: float = 0.5,
+        api_key: str = "local",
+    ) -> None:
+        self.server_urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
+        self._pool = ServerPool([Server(url, api_key, timeout_s) for url in self.server_urls])
+        self._persistence = Persistence(timeout_s, max_retries, backoff_s)
+        self._tokens = None if tokenizer is None else PromptTokens(tokenizer)
+        self._publisher: Any = None
+        self._version = 0
+
+    @property
+    def server_url(self) -> str:
+        return self.server_urls[0]
+
+    async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
+        """One completion. The info has `raw_response` and `policy_version`. Tools and extensions are for vLLM: ConfigTypeError."""
+        if self._tokens is None:
+            raise ConfigError(
+                "SGLangClient needs the policy's tokenizer to render chats; pass tokenizer=, or use complete_tokens"
+            )
+        if request.extensions is not None or request.tools is not None:
+            raise ConfigTypeError("SGLangClient takes no extensions and no tools; use VLLMChatClient for them")
+        prompt = self._tokens.encode(request.messages)
+        trace, info = await self._sample(prompt, request.sampling, request.seed)
+        ids = trace.completion_token_ids
+        text = self._tokens.text(ids[:-1] if info["ended_by_token"] else ids)
+        self._tokens.answered(request.messages, (), {"role": "assistant", "content": text}, prompt, ids)
+        asked = request.return_
+        response = ChatResponse(
+            text=text,
+            completion_token_ids=ids if asked.return_token_ids else None,
+            completion_logprobs=trace.completion_logprobs if asked.return_chosen_logprobs else None,
+            finish_reason=trace.finish_reason,
+            prompt_token_ids=prompt if asked.return_token_ids else None,
+        )
+        return response, info
+
+    async def complete_tokens(
+        self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
+    ) -> TokenTrace:
+        """Continue token ids as they are."""
+        return (await self._sample(prompt_token_ids, sampling or SamplingParams(), seed))[0]
+
+    async def _sample(
+        self, prompt: Sequence[int], sampling: SamplingParams, seed: int | None
+    ) -> tuple[TokenTrace, dict[str, Any]]:
+        params: dict[str, Any] = {
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "frequency_penalty": sampling.frequency_penalty,
+            "presence_penalty": sampling.presence_penalty,
+        }
+        if sampling.stop:
+            params["stop"] = sampling.stop
+        if seed is not None:
+            params["sampling_seed"] = seed
+        body = {"input_ids": list(prompt), "sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
+
+        async def once(server: Server) -> tuple[TokenTrace, dict[str, Any]]:
+            answer = await meant(server.post("/generate", body), server.url, self._persistence.timeout_s)
+            return _trace(answer, prompt, server.url)
+
+        def send() -> Any:
+            return self._pool.send(once)
+
+        trace, info = await self._persistence.carry_out(send, name=", ".join(self.server_urls), again=may_pass)
+        found = version_number(info["weight_version"])
+        return trace, {**info, "policy_version": self._version if found is None else found}
+
+    async def get_policy_version(self) -> int:
+        """The version last pushed through this client."""
+        return self._version
+
+    def weights_changed(self, version: str | int | None, *, lost: Sequence[str] = ()) -> None:
+        """A push was made: the version that is served now, and servers that must not be asked any more."""
+        self._version = version_number(version) or self._version
+        for server in self._pool.servers:
+            if server.url in lost:
+                self._pool.drain(server, "a push of weights to it could not be completed")
+
+    def sync_weights(self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
+        """Through the publisher that `ludic.distributed.create_checkpoint_publisher` made for this client."""
+        if self._publisher is None:
+            raise InferenceError("this client cannot push weights; hand it to ludic.distributed.create_checkpoint_publisher")
+        self._publisher.publish(params, version=version)
+        return str(version)
+
+    def connect_publisher(self, publisher: Any) -> None:
+        """Let `sync_weights` go through it."""
+        self._publisher = publisher
+
+    def endpoints(self) -> list[SGLangEndpoints]:
+        """Its servers, to be given weights."""
+        return [SGLangEndpoints(url) for url in self.server_urls]
+
+    async def aclose(self) -> None:
+        """Close the connections of the event loop that runs."""
+        await self._pool.aclose()
+
+
+def _trace(answer: Any, prompt: Sequence[int], url: str) -> tuple[TokenTrace, dict[str, Any]]:
+    """What was sampled. Raises InferenceError for an answer that lacks ids or log-probabilities."""
+    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
+    if not isinstance(meta, Mapping):
+        raise InferenceError(f"{url} answered {str(answer)[:200]!r}, which has no meta_info; is it an SGLang server?")
+    reason = meta.get("finish_reason")
+    kind = reason.get("type") if isinstance(reason, Mapping) else reason
+    if kind == "abort":
+        raise AbortedError(f"{url} aborted the request; what it had sampled is no whole answer")
+    ids = [int(token) for token in answer.get("output_ids") or ()]
+    entries = meta.get("output_token_logprobs") or ()
+    logprobs = [float(entry[0]) for entry in entries]
+    if len(logprobs) != len(ids) or [int(entry[1]) for entry in entries] != ids:
+        raise InferenceError(
+            f"{url} gave {len(ids)} token ids and log-probabilities of {len(logprobs)} others; both must be the same"
+        )
+    if meta.get("prompt_tokens") not in (None, len(prompt)):
+        raise InferenceError(f"{url} read {meta['prompt_tokens']} prompt tokens of {len(prompt)} that were sent")
+    matched = reason.get("matched") if isinstance(reason, Mapping) else None
+    info = {
+        "raw_response": dict(answer),
+        "weight_version": meta.get("weight_version"),
+        "ended_by_token": kind == "stop" and isinstance(matched, int),
+    }
+    return TokenTrace(list(prompt), ids, logprobs, None if kind is None else str(kind)), info

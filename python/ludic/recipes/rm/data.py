@@ -1,0 +1,114 @@
+"""The pairs of a reward-model run, from a data set or from the built-in task, as samples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from ludic.data import Row
+from ludic.envs.tasks import DigitPreferences
+from ludic.envs.tasks.preferences import bayes_accuracy, drawn_accuracy
+from ludic.errors import ConfigError
+from ludic.recipes.build import build_named
+from ludic.recipes.rm.schema import RMRecipe
+from ludic.recipes.run_directory import write_text
+from ludic.recipes.sft.data import split_by_prompt
+from ludic.training.preference_utils import load_preference_items, preference_dataset_to_saw_items
+from ludic.training.types import SAWItem
+
+PREFERENCES: dict[str, Callable[..., Any]] = {"digits": DigitPreferences}
+"""Built-in tasks: what has `draw`, `heldout` and pairs with their `probability`."""
+
+Pairs = list[SAWItem]
+"""Chosen and rejected samples in turn."""
+
+
+@dataclass(frozen=True)
+class RMData:
+    """The samples of a run."""
+
+    train: Pairs
+    heldout: Pairs
+    """Empty where nothing is measured."""
+    bayes_accuracy: float | None = None
+    """On the held-out pairs, of the best reward model there is; None where nobody knows."""
+    latent_accuracy: float | None = None
+    """Of the generator's own quality on the labels as they were drawn: what `bayes_accuracy` is the expectation of."""
+    rows: Sequence[Row] = ()
+    """What was drawn to train on."""
+    heldout_rows: Sequence[Row] = ()
+
+    @classmethod
+    def read(cls, recipe: RMRecipe, tokenizer: Any, *, note: Callable[[str], None]) -> RMData:
+        """Every pair is tokenised here, so that a wrong one is found before anything is written. `note` is told where a file is divided
+        although a split was asked for."""
+        if recipe.data is None:
+            return _of_task(recipe, tokenizer)
+        if recipe.heldout_split is not None and recipe.heldout_data is None and _is_file(recipe.data):
+            note(f"{recipe.data} is a file, which has no split {recipe.heldout_split}; {recipe.heldout:.0%} of it are held out")
+        return _of_data(recipe, tokenizer)
+
+    def sample(self, pairs: int) -> Pairs:
+        """The first training pairs."""
+        return self.train[: 2 * pairs]
+
+    def counts(self) -> dict[str, int]:
+        """Pairs and tokens, and how many pairs have a sample that was longer than `max_seq_len`."""
+        return {
+            "pairs": len(self.train) // 2,
+            "heldout_pairs": len(self.heldout) // 2,
+            "tokens": sum(len(item.input_ids) for item in self.train),
+            "pairs_cut": sum(
+                any("truncation" in item.meta for item in pair) for pair in zip(self.train[::2], self.train[1::2], strict=True)
+            ),
+        }
+
+    def write_rows(self, train: Path, heldout: Path) -> None:
+        """What was drawn, as files that `data` and `heldout_data` read."""
+        for path, rows in ((train, self.rows), (heldout, self.heldout_rows)):
+            write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _of_task(recipe: RMRecipe, tokenizer: Any) -> RMData:
+    """They follow from the seed; the held-out pairs do not."""
+    if recipe.heldout_data is not None or recipe.heldout_split is not None:
+        raise ConfigError("heldout_data and heldout_split are for data of your own; give data, too")
+    task, rng = build_named(PREFERENCES, recipe.task), Random(f"preferences {recipe.seed}")
+    rows = [task.draw(rng) for _ in range(min(recipe.pairs, recipe.limit or recipe.pairs))]
+    held = list(task.heldout())[: recipe.heldout_limit]
+    train, heldout = (preference_dataset_to_saw_items(part, tokenizer, strict=True, **_form(recipe)) for part in (rows, held))
+    return RMData(train, heldout, bayes_accuracy(held), drawn_accuracy(held), rows, held)
+
+
+def _of_data(recipe: RMRecipe, tokenizer: Any) -> RMData:
+    data = str(recipe.data)
+    train = _load(recipe, tokenizer, data, recipe.split, recipe.limit)
+    if recipe.heldout_data is not None:
+        split = recipe.heldout_split or recipe.split
+        return RMData(train, _load(recipe, tokenizer, recipe.heldout_data, split, recipe.heldout_limit))
+    if recipe.heldout_split is not None and not _is_file(data):
+        return RMData(train, _load(recipe, tokenizer, data, recipe.heldout_split, recipe.heldout_limit))
+    kept, heldout = split_by_prompt([list(pair) for pair in zip(train[::2], train[1::2], strict=True)], recipe.heldout)
+    return RMData(kept, heldout if recipe.heldout_limit is None else heldout[: 2 * recipe.heldout_limit])
+
+
+def _load(recipe: RMRecipe, tokenizer: Any, source: str, split: str, limit: int | None) -> Pairs:
+    which = {"config": recipe.data_config, "split": split, "limit": limit, "columns": recipe.columns or None}
+    return load_preference_items(source, tokenizer, **which, **_form(recipe))  # type: ignore[arg-type]
+
+
+def _form(recipe: RMRecipe) -> dict[str, Any]:
+    """How a pair becomes tokens. Samples are cut here, where it is known what of them is the prompt."""
+    return {
+        "max_length": recipe.trainer.max_seq_len,
+        "use_chat_template": recipe.chat_template,
+        "system_prompt": recipe.system_prompt,
+    }
+
+
+def _is_file(source: str) -> bool:
+    return Path(source).expanduser().is_file()

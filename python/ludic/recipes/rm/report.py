@@ -1,0 +1,135 @@
+"""What a reward-model run shows at its end, and its summary.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ludic.recipes.curve import write_picture
+from ludic.recipes.report import padding_line, padding_of, show_files
+from ludic.recipes.run_directory import write_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ludic.recipes.rm.run import RMRun
+
+_TRAINER_PHASES = ("batching", "forward_backward", "optimizer", "checkpoint")
+
+CRITERIA: dict[str, tuple[str, Callable[[Mapping[str, float]], float], Callable[[float], bool]]] = {
+    "held-out accuracy": ("over 60 %", lambda found: found["eval_pairwise_accuracy"], lambda value: value > 0.6),
+    "median margin": ("over 0", lambda found: found["eval_margin_p50"], lambda value: value > 0),
+    "negative margins": ("under 40 %", lambda found: found["eval_negative_margin_rate"], lambda value: value < 0.4),
+    "calibration error": ("under 0.15", lambda found: found["eval_ece"], lambda value: value < 0.15),
+    "train-test gap": (
+        "under 15 points",
+        lambda found: found["train_pairwise_accuracy"] - found["eval_pairwise_accuracy"],
+        lambda value: value < 0.15,
+    ),
+}
+"""Name -> (rule, value, whether the rule holds). A reward model that breaks one is not fit to be optimised against."""
+
+
+def conclude(run: RMRun, console: Console, *, config_hash: str) -> str:
+    """Write summary.json and training.png, show the report; the summary as JSON."""
+    lines = [line for line in run.directory.read_metrics("rm") if "train/loss" in line]
+    summary = summary_of(run, lines, config_hash=config_hash)
+    text = json.dumps(summary, indent=2) + "\n"
+    write_text(run.directory.summary, text)
+    if lines:
+        _draw(run, summary, lines)
+    _show(run, console, summary)
+    return text
+
+
+def summary_of(run: RMRun, lines: Sequence[Mapping[str, float]], *, config_hash: str) -> dict[str, Any]:
+    """The content of summary.json: the `eval_` metrics, absent where nothing is held out; these and `train_pairwise_accuracy` are there
+    once the run is at its end."""
+    data, steps = run.parts.data, run.progress.steps
+    pairs = sum(line.get("train/total_pairs", 0.0) for line in lines)
+    seconds = sum(line.get("perf/step_s", 0.0) for line in lines)
+    return {
+        **(run.progress.after or {}),
+        "bayes_accuracy": data.bayes_accuracy,
+        "latent_accuracy": data.latent_accuracy,
+        "wall_s": round(run.progress.seconds.get("wall", 0.0), 2),
+        "phases_s": _phases(run.progress.seconds, lines),
+        "pairs_per_s": round(pairs / seconds, 1) if seconds else None,
+        "padding": padding_of(lines),
+        "steps": steps,
+        "epochs": round(steps * run.recipe.batch_size / (len(data.train) // 2), 3),
+        "parameters": sum(parameter.numel() for parameter in run.parts.model.parameters()),
+        "trained_parameters": sum(p.numel() for p in run.parts.model.parameters() if p.requires_grad),
+        "data": data.counts(),
+        "seed": run.recipe.seed,
+        "config_hash": config_hash,
+    }
+
+
+def _phases(seconds: Mapping[str, float], lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds of set-up (which reads the pairs) and measurement, and of the parts of training as the trainer timed them."""
+    whole = {name: seconds.get(name, 0.0) for name in ("set_up", "evaluate")}
+    parts = {name: sum(line.get(f"perf/{name}_s", 0.0) for line in lines) for name in _TRAINER_PHASES}
+    rest = seconds.get("wall", 0.0) - sum(whole.values()) - sum(parts.values())
+    return {name: round(value, 2) for name, value in {**whole, **parts, "other": max(0.0, rest)}.items()}
+
+
+def _draw(run: RMRun, summary: Mapping[str, Any], lines: Sequence[Mapping[str, float]]) -> None:
+    series = {name: [line[f"train/{name}"] for line in lines] for name in ("loss", "accuracy")}
+    measured = [line["eval/pairwise_accuracy"] for line in lines if "eval/pairwise_accuracy" in line]
+    last = summary.get("eval_pairwise_accuracy")
+    marks = {} if last is None else {"held-out accuracy": ((measured or [last])[0], last)}
+    title = f"reward model, seed {run.recipe.seed}"
+    write_picture(run.directory.picture, series, marks=marks, title=title)
+
+
+def _show(run: RMRun, console: Console, summary: Mapping[str, Any]) -> None:
+    if "eval_loss" in summary:
+        console.print(_criteria_table(summary))
+    if summary["bayes_accuracy"] is not None:
+        console.print(
+            f"[bold]The best there is[/]: {summary['bayes_accuracy']:.1%} of such pairs on average; the generator's own quality gets "
+            f"{summary['latent_accuracy']:.1%} of the labels of these right",
+            highlight=False,
+        )
+    data = summary["data"]
+    console.print(
+        f"[bold]Data[/]: {data['pairs']:,} pairs of {data['tokens']:,} tokens, {data['pairs_cut']:,} of them cut to max_seq_len; "
+        f"{data['heldout_pairs']:,} held out",
+        highlight=False,
+    )
+    phases = ", ".join(f"{name.replace('_', ' ')} {seconds:.1f}" for name, seconds in summary["phases_s"].items())
+    speed = f"; {summary['pairs_per_s']:,.0f} pairs a second in training" if summary["pairs_per_s"] else ""
+    console.print(f"[bold]Seconds[/]: {summary['wall_s']:.1f} in all; {phases}{speed}", highlight=False)
+    console.print(padding_line(summary["padding"]), highlight=False)
+    show_files(console, run.directory, _files_of(run))
+
+
+def _criteria_table(summary: Mapping[str, Any]) -> Any:
+    from rich.table import Table
+
+    table = Table(title=f"{summary['eval_num_pairs']:,.0f} held-out pairs", title_justify="left")
+    for column in ("", "measured", "should be", ""):
+        table.add_column(column, justify="right" if column == "measured" else "left")
+    for name, (rule, value_of, holds) in CRITERIA.items():
+        value = value_of(summary)
+        table.add_row(name, f"{value:.4f}", rule, "[green]✓[/]" if holds(value) else "[red]✗[/]")
+    return table
+
+
+def _files_of(run: RMRun) -> dict[Any, str]:
+    directory = run.directory
+    return {
+        directory.summary: "this, for programs",
+        directory.picture: "loss and accuracy of the training batches",
+        directory.reliability: "how often a stated probability comes true",
+        directory.margins: "the score differences of the held-out pairs",
+        directory.config: "the resolved settings; `ludic train-rm` reads them",
+        directory.metrics: "every step",
+        directory.pairs: "the pairs that were trained on",
+        directory.heldout_pairs: "the pairs that were measured",
+        directory.model: "model and tokenizer in Hugging Face layout",
+        directory.adapter: "the adapters alone, in PEFT's layout; they are merged in model",
+        directory.base: "what the adapters adapt",
+    }

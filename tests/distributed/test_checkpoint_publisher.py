@@ -1,0 +1,136 @@
+"""Weights through folders: SGLang servers, and engines that are told to read a checkpoint."""
+
+import contextlib
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from stub_sglang import StubSGLang
+from stub_weight_server import refuse, same, weights
+
+from ludic.distributed import create_checkpoint_publisher
+from ludic.distributed.adapters.checkpoint import SGLangEngine, VLLMEngine, sync_weights_to_engines
+from ludic.distributed.checkpoint_folder import CheckpointFolder
+from ludic.errors import ConfigError, PublishError
+from ludic.inference.sglang import SGLangClient
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(weights(0), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"dtype": "float32", "tie_word_embeddings": False}))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def servers(model):
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(StubSGLang(model)) for _ in range(2)]
+
+
+def serve(servers, version, seed):
+    for server in servers:
+        assert same(server.served, weights(seed))
+        assert (server.version, server.paused) == (version, False)
+        assert all(server.was_paused)
+
+
+async def test_sglang_servers_read_each_version_from_its_folder(servers, model, tmp_path):
+    client = SGLangClient([server.url for server in servers])
+    publisher = create_checkpoint_publisher(client, tmp_path / "shared", model=model)
+    for version in (1, 2, 3):
+        publisher.publish({f"base_model.model.{name}": t for name, t in weights(version).items()}, version=version)
+        serve(servers, str(version), version)
+    assert await client.get_policy_version() == 3
+    assert client.sync_weights(weights(4), version=4) == "4"
+    serve(servers, "4", 4)
+    folders = sorted((tmp_path / "shared").iterdir())
+    assert [folder.name for folder in folders] == ["version_3", "version_4"]
+    assert sorted(path.name for path in folders[0].iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_if_one_server_cannot_read_a_version_all_go_back_to_the_one_before(servers, model, tmp_path, earlier):
+    publisher = create_checkpoint_publisher(SGLangClient([s.url for s in servers]), tmp_path / "shared", model=model)
+    if earlier:
+        publisher.publish(weights(1), version=1)
+    servers[1].fails_on = "2"
+    with pytest.raises(
+        PublishError, match=f"version 2 was not published, and the servers serve version .* again.*{servers[1].url}"
+    ):
+        publisher.publish(weights(2), version=2)
+    serve(servers, str(earlier) if earlier else "default", earlier)
+
+
+def test_what_does_not_fit_is_refused_before_a_server_is_told(servers, model, tmp_path):
+    publisher = create_checkpoint_publisher(SGLangClient(servers[0].url), tmp_path / "shared", model=model)
+    with pytest.raises(PublishError, match="has shape"):
+        publisher.publish({**weights(1), "model.norm.weight": torch.ones(3)}, version=1)
+    publisher.publish(weights(1), version=1)
+    with pytest.raises(PublishError, match="version 2 are those of version 1"):
+        publisher.publish(weights(1), version=2)
+    assert [path for path, _ in servers[0].calls].count("/update_weights_from_disk") == 1
+
+
+def test_sglang_needs_the_folder_of_the_model(servers, tmp_path):
+    with pytest.raises(ConfigError, match="pass model="):
+        create_checkpoint_publisher(SGLangClient(servers[0].url), tmp_path)
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        CheckpointFolder(tmp_path, model=tmp_path)
+
+
+def test_for_vllm_it_is_the_publisher_that_checks_and_stages(start, tmp_path):
+    server = start()
+    create_checkpoint_publisher(server.url, tmp_path / "shared").publish(weights(1), version=1)
+    assert same(server.served, weights(1))
+    assert server.paused is None
+
+
+async def test_engines_read_a_checkpoint_and_answer_in_their_order(start, servers, model, tmp_path):
+    vllm = start()
+    checkpoint = CheckpointFolder(tmp_path / "checkpoints", model=model).write(weights(5), 5)
+    engines = [SGLangEngine(f"{servers[0].url}/"), VLLMEngine(vllm.url)]
+    first, second = await sync_weights_to_engines(engines, str(checkpoint))
+    assert first["message"].startswith("Succeeded")
+    assert second == {"success": True, "message": "version_5 is served"}
+    assert same(servers[0].served, weights(5))
+    assert servers[0].version == "version_5"
+    assert same(vllm.served, weights(5))
+
+
+async def test_an_engine_that_fails_is_reported_in_its_place(start, servers, tmp_path, model):
+    vllm = start()
+    vllm.faults["/update_weights"] = refuse("disk is full")
+    checkpoint = str(CheckpointFolder(tmp_path / "checkpoints", model=model).write(weights(5), 5))
+    engines = [VLLMEngine(vllm.url), SGLangEngine(servers[0].url)]
+    failed, good = await sync_weights_to_engines(engines, checkpoint, policy="any")
+    assert not failed["success"]
+    assert "disk is full" in failed["error"]
+    assert good["success"]
+    with pytest.raises(PublishError, match="1 of 2 engines did not read"):
+        await sync_weights_to_engines(engines, checkpoint)
+    with pytest.raises(ConfigError, match="no engine"):
+        await sync_weights_to_engines([], checkpoint)
+    with pytest.raises(ConfigError, match="empty"):
+        await sync_weights_to_engines(engines, "")
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    folders = CheckpointFolder(tmp_path, keep=1)
+    folders.write(weights(1), 1)
+
+    def dies(aside):
+        (aside / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        folders.fill(2, dies)
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["version_1"]
+    with pytest.raises(ConfigError, match="without slashes"):
+        folders.write(weights(1), "../../away")
+    with pytest.raises(ConfigError, match="keep"):
+        CheckpointFolder(tmp_path, keep=0)

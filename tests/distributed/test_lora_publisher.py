@@ -1,0 +1,90 @@
+"""Adapters pushed as adapters: each version under its own name, on all servers or on none."""
+
+import copy
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from stub_weight_server import refuse
+from tiny_policy import make_tiny_policy
+
+from ludic.distributed import create_lora_publisher
+from ludic.errors import ConfigError, PublishError
+from ludic.training.lora import LoraSettings, adapter_weights, apply_lora
+
+BASE = make_tiny_policy()
+
+
+@pytest.fixture
+def model():
+    return apply_lora(copy.deepcopy(BASE), LoraSettings(rank=2))
+
+
+def step(model, by=0.1):
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(by)
+
+
+def test_each_version_has_a_name_of_its_own_and_old_ones_are_unloaded(start, model, tmp_path):
+    servers = [start(), start()]
+    told = []
+    client = SimpleNamespace(
+        server_urls=[server.url for server in servers], served_names={}, weights_changed=lambda version: told.append(version)
+    )
+    publisher = create_lora_publisher(client, model, directory=tmp_path / "adapters")
+    for version in (1, 2, 3):
+        step(model)
+        publisher.publish({}, version=version)
+        assert client.served_names == {"policy": f"policy@{version}"}
+    for server in servers:
+        assert list(server.adapters) == ["policy@2", "policy@3"]
+        assert server.version == "3"
+    assert told == [1, 2, 3]
+    folder = tmp_path / "adapters" / "version_3"
+    assert servers[0].adapters["policy@3"] == str(folder)
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 2
+    stored = load_file(folder / "adapter_model.safetensors")
+    assert stored.keys() == adapter_weights(model).keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in adapter_weights(model).items())
+
+
+def test_if_one_server_cannot_load_a_version_none_has_it(start, model, tmp_path):
+    servers = [start(), start()]
+    publisher = create_lora_publisher([server.url for server in servers], model, directory=tmp_path)
+    publisher.publish({}, version=1)
+    step(model)
+    servers[1].faults["/v1/load_lora_adapter"] = refuse("LoRA rank 2 is greater than max_lora_rank", status=400)
+    with pytest.raises(PublishError, match=r"every server goes on with policy@1.*--max-lora-rank"):
+        publisher.publish({}, version=2)
+    assert [list(server.adapters) for server in servers] == [["policy@1"]] * 2
+    assert publisher.served_name == "policy@1"
+    servers[1].faults.clear()
+    publisher.publish({}, version=2)
+    assert [list(server.adapters) for server in servers] == [["policy@1", "policy@2"]] * 2
+
+
+def test_adapters_that_did_not_change_are_an_error_and_a_version_may_come_again(start, model, tmp_path):
+    server = start()
+    publisher = create_lora_publisher(server.url, model, directory=tmp_path)
+    publisher.publish({}, version=1)
+    publisher.publish({}, version=1)
+    with pytest.raises(PublishError, match="adapters of version 2 are those of version 1"):
+        publisher.publish({}, version=2)
+    assert list(server.adapters) == ["policy@1"]
+    with pytest.raises(ConfigError, match="needs a version"):
+        publisher.publish({})
+
+
+def test_a_server_that_was_restarted_gets_the_next_version(start, model, tmp_path, caplog):
+    server = start()
+    publisher = create_lora_publisher(server.url, model, directory=tmp_path, keep=1)
+    publisher.publish({}, version=1)
+    server.adapters.clear()
+    step(model)
+    publisher.publish({}, version=2)
+    assert list(server.adapters) == ["policy@2"]
+    assert "policy@1 was not unloaded everywhere" in caplog.text

@@ -1,0 +1,62 @@
+"""examples/rl_with_reward_model.py: every stage runs, and in full the policy gets better by the true reward."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+PATH = Path(__file__).parents[2] / "examples" / "rl_with_reward_model.py"
+
+
+@pytest.fixture
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("rl_with_reward_model", PATH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_stages_run(example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(example, "TASK", example.DigitSort(digits=3, right=0.5, backwards=0.25, num_heldout=2))
+    rounds = example.main(sft_steps=20, problems=20, rm_steps=3, rl_steps=1, rounds=2)
+    assert [(before.stage, after.stage) for before, after in rounds] == [
+        ("round 1, before", "round 1, after"),
+        ("round 2, before", "round 2, after"),
+    ]
+    assert rounds[0][1].right == rounds[1][0].right  # the policy is the same, the reward model another
+    assert rounds[0][1].score != rounds[1][0].score
+    assert "Right answers:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [("12459", 0), ("1245", 1), ("95421", 4), ("", 5), ("12345", 2), ("124599", 1)],
+)
+def test_mistakes_are_counted(example: ModuleType, answer: str, expected: int) -> None:
+    assert example.mistakes(answer, "12459") == expected
+
+
+def test_a_round_that_raised_the_score_alone_is_called_over_optimised(example: ModuleType) -> None:
+    def measured(stage: str, score: float, right: float) -> object:
+        return example.Measured(stage, score, right)
+
+    good = (measured("a", 0.0, 0.2), measured("b", 1.0, 0.5))
+    bad = (measured("c", 0.0, 0.5), measured("d", 1.0, 0.3))
+    assert "OVER-OPTIMISED" not in example.verdict([good])
+    assert example.verdict([good, bad]).endswith("OVER-OPTIMISED, the score rising while right answers fell: d.")
+
+
+@pytest.mark.integration
+def test_the_policy_gets_better_by_the_true_reward(example: ModuleType) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rounds = example.main(seed=1)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(after.score > before.score for before, after in rounds[:1])
+    assert rounds[-1][1].right > rounds[0][0].right + 0.2

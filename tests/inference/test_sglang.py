@@ -1,0 +1,85 @@
+"""The SGLang client against a stub: exact ids and log-probabilities, and whose weights they are of."""
+
+import json
+
+import pytest
+from chat_tokenizers import CHATML, chat_tokenizer
+from safetensors.torch import save_file
+from stub_sglang import StubSGLang
+from stub_weight_server import weights
+
+from ludic.errors import ConfigError, ConfigTypeError, InferenceError
+from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMExtensions
+from ludic.inference.sglang import SGLangClient
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def server(tmp_path):
+    save_file(weights(0), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "float32"}))
+    tokenizer = chat_tokenizer(CHATML)
+    ids = [*tokenizer.encode("yes", add_special_tokens=False), tokenizer.eos_token_id]
+    with StubSGLang(tmp_path, sampled=ids) as running:
+        running.finish = {"type": "stop", "matched": tokenizer.eos_token_id}
+        yield running
+
+
+def ask(**more):
+    return ChatCompletionRequest("policy", MESSAGES, SamplingParams(0.7, 8, stop=["#"]), ReturnSpec.for_rl(), seed=4, **more)
+
+
+async def test_ids_are_sent_and_come_back_with_log_probabilities_and_the_version(server):
+    tokenizer = chat_tokenizer(CHATML)
+    client = SGLangClient(server.url, tokenizer=tokenizer)
+    server.version = "17"
+    response, info = await client.complete(ask())
+    prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    assert response.text == "yes"
+    assert (response.prompt_token_ids, response.completion_token_ids) == (prompt, server.sampled)
+    assert response.completion_logprobs == [-0.5, -1.5, -2.5, -3.5]
+    assert (response.finish_reason, info["policy_version"]) == ("stop", 17)
+    ((_, body),) = server.calls
+    assert body["input_ids"] == prompt
+    wanted = {"max_new_tokens": 8, "temperature": 0.7, "top_p": 1.0, "stop": ["#"], "sampling_seed": 4}
+    assert wanted.items() <= body["sampling_params"].items()
+    await client.aclose()
+
+
+async def test_token_ids_are_continued_as_they_are(server):
+    client = SGLangClient(server.url)
+    trace = await client.complete_tokens([9, 9, 9], sampling=SamplingParams(max_tokens=2))
+    assert (trace.prompt_token_ids, trace.completion_token_ids) == ([9, 9, 9], server.sampled[:2])
+    await client.aclose()
+
+
+async def test_an_aborted_request_is_no_answer(server):
+    client = SGLangClient(server.url, max_retries=1, backoff_s=0.0)
+    server.finish = {"type": "abort"}
+    with pytest.raises(InferenceError, match="aborted"):
+        await client.complete_tokens([9])
+    assert len(server.calls) == 2
+    await client.aclose()
+
+
+async def test_answers_that_lack_log_probabilities_are_errors(server):
+    client = SGLangClient(server.url, max_retries=0)
+    generated = server._generated
+    server._generated = lambda body: generated({**body, "return_logprob": False})
+    with pytest.raises(InferenceError, match="4 token ids and log-probabilities of 0"):
+        await client.complete_tokens([9])
+    server._generated = lambda body: {"choices": []}
+    with pytest.raises(InferenceError, match="no meta_info"):
+        await client.complete_tokens([9])
+    await client.aclose()
+
+
+async def test_what_it_cannot_do_is_said(server):
+    with pytest.raises(ConfigError, match="tokenizer"):
+        await SGLangClient(server.url).complete(ask())
+    client = SGLangClient(server.url, tokenizer=chat_tokenizer(CHATML))
+    with pytest.raises(ConfigTypeError, match="VLLMChatClient"):
+        await client.complete(ask(extensions=VLLMExtensions()))
+    with pytest.raises(InferenceError, match="create_checkpoint_publisher"):
+        client.sync_weights({})

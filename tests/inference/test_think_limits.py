@@ -1,0 +1,135 @@
+"""Thoughts that are closed after so many tokens: which token each row of a batch must draw."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+import ludic
+from ludic.inference.think_limits import ThinkLimits, heeded, thought_limit
+from ludic.inference.vllm_server import server_command
+
+CLOSING = [7, 8, 9]
+
+
+def test_the_closing_tokens_are_forced_one_by_one_from_the_limit_on():
+    limits, output = ThinkLimits(CLOSING), []
+    limits.add(0, 2, output)
+    limits.add(1, None, [1, 1, 1])
+    forced = []
+    for _ in range(7):
+        token = limits.forced().get(0)
+        forced.append(token)
+        output.append(1 if token is None else token)
+    assert forced == [None, None, 7, 8, 9, None, None]
+    assert output == [1, 1, 7, 8, 9, 1, 1]
+
+
+def test_a_thought_that_closed_itself_is_left_alone():
+    limits = ThinkLimits(CLOSING)
+    limits.add(0, 4, [7, 8, 9, 1])
+    limits.add(1, 4, [1, 7, 8, 1])
+    assert limits.forced() == {1: 7}
+
+
+def test_rows_move_with_their_requests():
+    limits = ThinkLimits(CLOSING)
+    limits.add(0, 1, [1])
+    limits.add(1, 1, [1, 7])
+    limits.move(0, 1, swap=True)
+    assert limits.forced() == {1: 7, 0: 8}
+    limits.move(1, 5, swap=False)
+    assert limits.forced() == {5: 7, 0: 8}
+    limits.move(3, 0, swap=False)  # a request without a limit takes the row
+    assert limits.forced() == {5: 7}
+    limits.add(5, None, [1])  # so does a new one
+    limits.remove(9)
+    assert limits.forced() == {}
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 3), st.none() | st.integers(1, 3)),
+        st.tuples(st.just("remove"), st.integers(0, 3), st.none()),
+        st.tuples(st.sampled_from(["move", "swap"]), st.integers(0, 3), st.integers(0, 3)),
+    ),
+    max_size=12,
+)
+
+
+@given(operations)
+def test_rows_are_those_of_a_list_that_is_changed_alike(steps):
+    limits, rows = ThinkLimits(CLOSING), [None] * 4
+    for kind, row, other in steps:
+        if kind == "add":
+            output = [1] * 3
+            limits.add(row, other, output)
+            rows[row] = other
+        elif kind == "remove":
+            limits.remove(row)
+            rows[row] = None
+        elif row != other:
+            limits.move(row, other, swap=kind == "swap")
+            rows[row], rows[other] = rows[other] if kind == "swap" else None, rows[row]
+    assert {row: thought.limit for row, thought in limits.rows.items()} == {i: n for i, n in enumerate(rows) if n is not None}
+
+
+def test_whether_a_server_heeded_the_limit_shows_in_its_answer():
+    assert heeded([1, 1], 2, CLOSING)
+    assert heeded([1, 1, 7, 8], 2, CLOSING)  # cut off by max_tokens
+    assert heeded([1, 1, 7, 8, 9, 1], 2, CLOSING)
+    assert heeded([7, 8, 9, 1, 1, 1], 3, CLOSING)
+    assert not heeded([1, 1, 1, 1, 1], 2, CLOSING)
+    assert not heeded([1, 1, 1, 7, 8, 9], 2, CLOSING)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "3", True])
+def test_a_limit_is_a_positive_whole_number(value):
+    with pytest.raises(ValueError, match="max_think must be a positive integer"):
+        thought_limit(value)
+    assert thought_limit(None) is None
+    assert thought_limit(3) == 3
+
+
+def test_a_tokenizer_that_cannot_say_it_cannot_close_thoughts():
+    with pytest.raises(ValueError, match="makes no tokens"):
+        ThinkLimits([])
+
+
+# -- `python -m ludic.inference.vllm_server`
+
+
+def test_the_servers_own_flags_win_and_the_rest_is_what_training_needs():
+    given = ["--model", "m", "--host", "0.0.0.0", "--logprobs-mode=raw_logprobs", "--batch-invariant"]
+    command, variables = server_command(given, {"VLLM_SERVER_DEV_MODE": "0"})
+    assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert command[-5:] == ["--model", "m", "--host", "0.0.0.0", "--logprobs-mode=raw_logprobs"]
+    assert command.count("--host") == 1
+    assert "--logprobs-mode" not in command
+    assert command[command.index("--generation-config") + 1] == "vllm"
+    assert command[command.index("--logits-processors") + 1] == "ludic.inference.vllm_think:GlobalThinkProcessor"
+    assert "--enable-scale-out" in command
+    assert (variables["VLLM_BATCH_INVARIANT"], variables["VLLM_SERVER_DEV_MODE"]) == ("1", "0")
+    command, variables = server_command([], {})
+    assert command[command.index("--host") + 1] == "127.0.0.1"
+    assert "VLLM_BATCH_INVARIANT" not in variables
+    assert variables["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_the_module_becomes_the_server(tmp_path):
+    package = tmp_path / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    package.joinpath("api_server.py").write_text(
+        "import os, sys; print(os.environ['VLLM_BATCH_INVARIANT'], os.environ['VLLM_SERVER_DEV_MODE'], *sys.argv[-2:])"
+    )
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(ludic.__file__).parents[1])]),
+        "VLLM_SERVER_DEV_MODE": "0",
+    }
+    command = [sys.executable, "-m", "ludic.inference.vllm_server", "--batch-invariant", "--model", "m"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=True)
+    assert found.stdout.split() == ["1", "0", "--model", "m"]

@@ -1,0 +1,343 @@
+"""`ludic train-rm`: what a run leaves, that it repeats, resumes and stops, in flags and in settings, with adapters and without."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_tokenizers import CHATML, chat_tokenizer
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from typer.testing import CliRunner
+
+from ludic.cli import app
+from ludic.recipes.rm.data import RMData
+from ludic.recipes.rm.schema import compose_rm
+from ludic.recipes.tokenizer import make_byte_tokenizer
+
+NETWORK = [
+    "network.hidden_size=16",
+    "network.num_heads=2",
+    "network.num_kv_heads=1",
+    "network.intermediate_size=16",
+]
+TINY = [*NETWORK, "threads=1", "pairs=40", "batch_size=8", "train_sample=16", "task.args.num_heldout=20"]
+EVALUATED = {
+    *("eval_loss", "eval_pairwise_accuracy", "eval_mean_margin", "eval_margin_std", "eval_negative_margin_rate", "eval_roc_auc"),
+    *("eval_ece", "eval_fpr@0.5", "eval_fnr@0.5", "eval_margin_p50", "eval_num_pairs"),
+}
+PROMISED = {"train_pairwise_accuracy", "bayes_accuracy", "wall_s", "seed", "pairs_per_s", "padding", "steps", "config_hash"}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> list[str]:
+    return [*TINY, f"output={tmp_path}", "name=run"]
+
+
+def train_rm(*arguments: str) -> str:
+    """Standard output of `ludic train-rm`, which must succeed."""
+    result = CliRunner().invoke(app, ["train-rm", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(*arguments: str) -> str:
+    """What is said of a wrong setting or row."""
+    result = CliRunner().invoke(app, ["train-rm", *arguments])
+    assert result.exit_code in (1, 2)
+    assert "Traceback" not in result.output
+    return result.stderr
+
+
+def same_weights(one: Path, two: Path, *, file: str = "model/model.safetensors") -> bool:
+    first, second = load_file(one / file), load_file(two / file)
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return summary
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n + 3)} for n in range(count)]
+
+
+def score(run: Path, text: str) -> float:
+    """Of one text by the saved model, read as a stranger would."""
+    model = AutoModelForSequenceClassification.from_pretrained(run / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    with torch.no_grad():
+        return float(model(torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])).logits)
+
+
+def test_a_run_leaves_everything_it_promises(tiny: list[str], tmp_path: Path) -> None:
+    shown = train_rm(*tiny)
+    run = tmp_path / "run"
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "training.png",
+        "reliability.png",
+        "margins.png",
+        "data.jsonl",
+        "heldout.jsonl",
+    ):
+        assert (run / name).stat().st_size > 0, name
+    for said in ("Held-out accuracy", "negative margins", "The best there is", "Padding", "Seconds", "40 pairs"):
+        assert said in " ".join(shown.split()), said
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["phase"], line["step"], line["train/total_pairs"]) for line in lines] == [("rm", n, 8) for n in range(1, 6)]
+    summary = summary_of(run)
+    assert summary.keys() >= EVALUATED | PROMISED
+    assert (summary["steps"], summary["epochs"], summary["seed"]) == (5, 1.0, 0)
+    assert (summary["data"]["pairs"], summary["data"]["heldout_pairs"], summary["eval_num_pairs"]) == (40, 20, 20)
+
+
+def test_what_is_measured_is_what_the_saved_model_says(tiny: list[str], tmp_path: Path) -> None:
+    train_rm(*tiny, "trainer.lr=3e-2")
+    held = [json.loads(line) for line in (tmp_path / "run" / "heldout.jsonl").read_text().splitlines()]
+    margins = [
+        score(tmp_path / "run", r["prompt"] + r["chosen"]) - score(tmp_path / "run", r["prompt"] + r["rejected"]) for r in held
+    ]
+    summary = summary_of(tmp_path / "run")
+    assert summary["eval_mean_margin"] == pytest.approx(sum(margins) / 20, abs=1e-4)
+    assert summary["eval_pairwise_accuracy"] == sum(margin > 0 for margin in margins) / 20
+
+
+def test_the_bayes_accuracy_is_that_of_the_held_out_pairs(tiny: list[str], tmp_path: Path) -> None:
+    train_rm(*tiny)
+    held = [json.loads(line) for line in (tmp_path / "run" / "heldout.jsonl").read_text().splitlines()]
+    best = sum(max(row["probability"], 1 - row["probability"]) for row in held) / len(held)
+    assert summary_of(tmp_path / "run")["bayes_accuracy"] == pytest.approx(best)
+
+
+def test_the_pairs_on_disk_are_the_data_of_the_run(tiny: list[str], tmp_path: Path) -> None:
+    train_rm(*tiny)
+    files = [f"data={tmp_path / 'run' / 'data.jsonl'}", f"heldout_data={tmp_path / 'run' / 'heldout.jsonl'}"]
+    train_rm(*tiny, "name=again", *files)
+    assert same_weights(tmp_path / "run", tmp_path / "again")
+    one, two = (summary_of(tmp_path / name) for name in ("run", "again"))
+    assert {key: one[key] for key in EVALUATED} == {key: two[key] for key in EVALUATED}
+    assert two["bayes_accuracy"] is None  # nobody knows it of a file
+
+
+def test_json_prints_the_summary_alone(tiny: list[str], tmp_path: Path) -> None:
+    assert json.loads(train_rm(*tiny, "--json")) == summary_of(tmp_path / "run")
+
+
+def test_two_runs_of_one_config_are_the_same_and_another_seed_is_not(tiny: list[str], tmp_path: Path) -> None:
+    train_rm(*tiny, "name=one")
+    train_rm(str(tmp_path / "one" / "config.yaml"), "name=two")
+    train_rm(*tiny, "name=three", "seed=1")
+    assert same_weights(tmp_path / "one", tmp_path / "two")
+    assert not same_weights(tmp_path / "one", tmp_path / "three")
+    one, two, three = (summary_of(tmp_path / name) for name in ("one", "two", "three"))
+    assert (one["eval_loss"], one["config_hash"]) == (two["eval_loss"], two["config_hash"])
+    assert one["bayes_accuracy"] == three["bayes_accuracy"]  # the held-out pairs are those of every seed
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A causal model on disk with no reward head yet, whose tokenizer has a chat template."""
+    from training_samples import tiny_model
+
+    path = tmp_path / "model-on-disk"
+    tiny_model(vocab_size=261).save_pretrained(path)
+    chat_tokenizer(CHATML).save_pretrained(path)
+    return path
+
+
+def test_the_documented_command_runs_on_a_local_file(tmp_path: Path, model: Path) -> None:
+    shp = [
+        {
+            "history": f"why {n}?",
+            "human_ref_A": "because",
+            "human_ref_B": f"so {n}",
+            "labels": n % 2,
+            "score_A": n % 2,
+            "score_B": 1 - n % 2,
+        }
+        for n in range(60)
+    ]
+    data = write_rows(tmp_path / "shp.jsonl", *shp)
+    command = f"""--model {model} --hf-dataset {data} --hf-split train --limit 50 --steps 6 --batch-size 4 --micro-token-budget 128
+        --max-seq-len 64 --lr 5e-6 --weight-decay 0.01 --warmup-steps 2 --lr-scheduler cosine --beta 1.0
+        --regularization-lambda 0.001 --label-smoothing 0.05 --lora --lora-rank 8 --eval-split test --eval-limit 4 --eval-every 2
+        --early-stopping-patience 5 --profile-memory --output-dir {tmp_path / "checkpoints_rm_v2"}"""
+    shown = train_rm(*command.split(), "threads=1")
+    run = tmp_path / "checkpoints_rm_v2"
+    assert "has no split test; 10% of it are held out" in " ".join(shown.split())
+    summary = summary_of(run)
+    assert (summary["steps"], summary["data"]["pairs"], summary["eval_num_pairs"]) == (6, 45, 4)
+    assert summary["trained_parameters"] < summary["parameters"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval/pairwise_accuracy" in line and "train/loss" not in line] == [2, 4, 6]
+
+
+def test_adapters_are_saved_beside_the_merged_model(tiny: list[str], tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    train_rm(*tiny, "lora.rank=4", "trainer.lr=3e-2")
+    run, text = tmp_path / "run", "high>98765"
+    adapter = load_file(run / "adapter" / "adapter_model.safetensors")
+    assert any("score" in name for name in adapter)  # the head was trained, too
+    assert all(weight.any() for name, weight in adapter.items() if "lora_B" in name)  # none is as it was made
+    assert sum("lora_B" in name for name in adapter) == 2 * 7  # layers, and the projections of each
+    adapted = PeftModel.from_pretrained(
+        AutoModelForSequenceClassification.from_pretrained(run / "base"), str(run / "adapter")
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run / "adapter")
+    with torch.no_grad():
+        given = float(adapted(torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])).logits)
+    assert given == pytest.approx(score(run, text), abs=1e-5)
+
+
+def test_conversations_and_text_go_through_the_template_of_the_model(tiny: list[str], tmp_path: Path, model: Path) -> None:
+    said = [{"role": "user", "content": "hi"}]
+    talk = [
+        {
+            "prompt": said,
+            "chosen": [{"role": "assistant", "content": "yo"}],
+            "rejected": [{"role": "assistant", "content": f"{n}"}],
+        }
+        for n in range(8)
+    ]
+    text = [{"prompt": "hi", "chosen": "yo", "rejected": f"{n}"} for n in range(8)]
+    recipe = compose_rm([*tiny, f"data={write_rows(tmp_path / 'talk.jsonl', *talk)}", "heldout=0"])
+    plain = compose_rm([*tiny, f"data={write_rows(tmp_path / 'text.jsonl', *text)}", "heldout=0"])
+    rendered = compose_rm([*tiny, f"data={tmp_path / 'text.jsonl'}", "heldout=0", "chat_template=true"])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = [[list(item.input_ids) for item in RMData.read(r, tokenizer, note=print).train] for r in (recipe, plain, rendered)]
+    assert ids[0] == ids[2]
+    assert ids[0] != ids[1]
+
+
+def test_pairs_with_one_prompt_are_held_out_together(tiny: list[str], tmp_path: Path) -> None:
+    content = [{"prompt": f"{n // 4}?", "chosen": f"a{n}", "rejected": f"b{n}"} for n in range(40)]
+    recipe = compose_rm([*tiny, f"data={write_rows(tmp_path / 'data.jsonl', *content)}", "heldout=0.2"])
+    data = RMData.read(recipe, make_byte_tokenizer(), note=print)
+    prompts = [{bytes(item.input_ids[:2]) for item in part} for part in (data.train, data.heldout)]
+    assert (len(data.train), len(data.heldout)) == (64, 16)
+    assert not prompts[0] & prompts[1]
+    assert all(a.meta["pair_id"] == b.meta["pair_id"] for a, b in zip(data.train[::2], data.train[1::2], strict=True))
+
+
+def test_without_held_out_pairs_only_the_training_pairs_are_measured(tiny: list[str], tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "data.jsonl", *rows(20))
+    shown = train_rm(*tiny, f"data={data}", "heldout=0")
+    assert "No pairs are held out" in shown
+    summary = summary_of(tmp_path / "run")
+    assert not any(key.startswith("eval_") for key in summary)
+    assert 0 <= summary["train_pairwise_accuracy"] <= 1
+
+
+def test_the_evaluation_can_end_the_training(tiny: list[str], tmp_path: Path) -> None:
+    train_rm(*tiny, "epochs=9", "trainer.lr=0", "trainer.eval_every_n_steps=2", "trainer.early_stopping_patience=1")
+    assert summary_of(tmp_path / "run")["steps"] == 4
+
+
+# ---- wrong settings, stopping, going on ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trainer.lrr=1"], "did you mean trainer.lr"),
+        (["--eval-evry", "3"], "did you mean --eval-every"),
+        (["pairs.jsonl"], "write data=pairs.jsonl for a data file"),
+        (["data=/nowhere.jsonl"], "does not exist"),
+        (["heldout=1.0"], "share of the pairs"),
+        (["batch_size=0"], "batch_size (0) must be at least 1"),
+        (["heldout_split=test"], "are for data of your own"),
+        (["trainer.micro_token_budget=300"], "2 * max_seq_len (256)"),
+        (["loss.beta=0"], "beta"),
+        (["loss.label_smoothing=2"], "label_smoothing"),
+        (["model=/nowhere/at/all"], "config.json"),
+        (["lora.rank=-1"], "lora rank (-1)"),
+        (["lora.rank=2", "lora.target_modules=[nothing]"], "nothing"),
+        (["task.kind=digit"], "did you mean digits"),
+        (["task.args.temperature=0"], "temperature (0)"),
+        (["--resume", "/nowhere"], "takes no other"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_leaves_no_folder(
+    tiny: list[str], tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    assert said in refused(*tiny, *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_row_is_named_before_anything_is_written(tiny: list[str], tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "data.jsonl", *rows(2), {"prompt": "2+2=", "chosen": "4"})
+    assert "data.jsonl, line 3" in refused(*tiny, f"data={data}")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("step", "settings"), [(1, ["lora.rank=2"]), (3, [])])
+def test_a_run_stopped_anywhere_and_resumed_is_the_run(tiny: list[str], tmp_path: Path, step: int, settings: list[str]) -> None:
+    train_rm(*tiny, "name=whole", *settings)
+    assert _train_until(step, [*tiny, "name=parts", *settings]) == 130
+    interrupted = summary_of(tmp_path / "parts")
+    assert interrupted["steps"] == step
+    assert "eval_loss" not in interrupted
+    assert (tmp_path / "parts" / "model" / "model.safetensors").is_file()
+    train_rm("--resume", str(tmp_path / "parts"))
+    assert same_weights(tmp_path / "whole", tmp_path / "parts")
+    whole, parts = (summary_of(tmp_path / name) for name in ("whole", "parts"))
+    same = {*EVALUATED, "train_pairwise_accuracy", "steps", "data", "config_hash"}
+    assert {key: parts[key] for key in same} == {key: whole[key] for key in same}
+    lines = len((tmp_path / "parts" / "metrics.jsonl").read_text().splitlines())
+    train_rm("--resume", str(tmp_path / "parts"))  # a finished run only reports
+    assert len((tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()) == lines
+
+
+def _train_until(step: int, arguments: list[str]) -> int:
+    """Interrupt this process, as Ctrl-C would, when the metrics of that step are written; the exit status."""
+    from ludic.training.loggers import JSONLLogger
+
+    class Interrupting(JSONLLogger):
+        def log(self, number: int, stats: Any) -> None:
+            super().log(number, stats)
+            if number == step:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ludic.recipes.rm.run.JSONLLogger", Interrupting)
+        return CliRunner().invoke(app, ["train-rm", *arguments]).exit_code
+
+
+def test_other_data_under_the_same_name_is_refused_on_resume(tiny: list[str], tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "data.jsonl", *rows(30))
+    assert _train_until(2, [*tiny, f"data={data}"]) == 130
+    write_rows(data, *reversed(rows(30)))
+    assert "would not be those of the run that is resumed" in refused("--resume", str(tmp_path / "run"))
+
+
+def test_folders_of_other_commands_are_told_apart(tiny: list[str], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert "not the folder of a run" in refused("--resume", str(tmp_path / "run"))
+    (tmp_path / "run" / "config.yaml").write_text("{}")
+    (tmp_path / "run" / "progress.json").write_text('{"phase": "sft"}')
+    assert "another command" in refused("--resume", str(tmp_path / "run"))
+
+
+def test_a_loaded_model_gets_the_rates_of_loaded_models_and_the_command_line_outranks_them() -> None:
+    small, loaded, chosen = compose_rm(), compose_rm(["model=x"]), compose_rm(["--model", "x", "--lr", "1"])
+    assert (small.trainer.lr, loaded.trainer.lr, chosen.trainer.lr) == (3e-3, 5e-6, 1.0)
+
+
+def test_print_config_shows_every_field_and_runs_nothing(tmp_path: Path) -> None:
+    shown = train_rm("--print-config", f"output={tmp_path}", "--seed", "9", "--beta", "2")
+    for said in ("seed: 9", "beta: 2.0", "rm_calibration_bins: 10", "temperature: 0.5"):
+        assert said in shown
+    assert not list(tmp_path.iterdir())
