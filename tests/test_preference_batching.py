@@ -270,6 +270,14 @@ def test_pairs_of_one_group_stay_in_one_mini_batch():
         assert len({macro.items[row].meta["request_meta"]["group_id"] for row in rows}) == 1
 
 
+def test_a_pair_whose_samples_name_different_groups_stays_whole():
+    """Each group has one half of every pair; the pair belongs where its chosen sample does."""
+    both = [(k, role) for k in range(6) for role in ("chosen", "rejected")]
+    items = [response(f"p{k}", role, "12>", f"{k}{role}", request_meta={"group_id": role}) for k, role in both]
+    macro = PreferenceMacroBatch.of_pairs(items, max_seq_len=32)
+    assert [len(rows) for rows in macro.divide(2, seed=0, step=0, epoch=0)] == [12, 0]
+
+
 def test_the_parts_of_a_micro_batch_are_its_pairs():
     macro = PreferenceMacroBatch.of_pairs(sorted_pairs(3), max_seq_len=32)
     [micro_batch] = PreferenceMiniBatch(macro, np.arange(6), rm_config(micro_token_budget=1000))

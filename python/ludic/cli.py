@@ -38,6 +38,7 @@ Hugging Face layout. Ctrl-C ends after the current step and keeps what was done.
 - `ludic train model=path/to/model` trains any causal model on disk, or a hub id
 - `ludic train model=path/to/model data=problems.jsonl reward=rewards:exact` trains it on prompts of yours, rewarded by the function
 `exact` of `rewards.py`
+- `ludic train inference=vllm` samples from a vLLM server, whose weights follow (`inference.url=URL` uses one that runs)
 - `ludic train --resume runs/NAME` goes on where an interrupted run stopped
 - `ludic train --json > summary.json` prints the summary alone
 """

@@ -1,4 +1,5 @@
-"""Every Python block of the README and of the pages in docs/ runs as it stands, block after block in one namespace a page."""
+"""Every `python` block of the README and of the pages in docs/ runs as it stands, block after block in one namespace a page.
+What needs a server that is not there is a block of `py`."""
 
 import re
 from pathlib import Path

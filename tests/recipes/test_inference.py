@@ -157,6 +157,40 @@ def test_an_overlapped_run_that_is_stopped_goes_on_with_the_prompts_that_follow(
     assert whole == expected
 
 
+class Checked:
+    """A publisher that refuses unchanged weights unless it is told to take them."""
+
+    def __init__(self):
+        self.inner, self.taken = self, []
+        self.allow_unchanged = False
+
+    def publish(self, state_dict, version=None):
+        self.taken.append((version, self.allow_unchanged))
+
+
+def test_unchanged_weights_are_an_error_from_the_first_gradient_on():
+    from training_samples import cpu_config, sorting_items, tiny_model
+
+    from ludic.recipes.sampler import LearningPublisher
+    from ludic.training import Trainer, make_grpo
+
+    class Source:
+        weights = iter([0.0, 1.0, 0.0])
+
+        async def next_batch(self):
+            from ludic.training import SAWBatch
+
+            return SAWBatch(sorting_items(4, weight=next(self.weights)), {})
+
+    checked = Checked()
+    publisher = LearningPublisher(checked)
+    publisher.trainer = Trainer(
+        model=tiny_model(), algo=make_grpo(group_size=4), batch_source=Source(), publisher=publisher, cfg=cpu_config()
+    )
+    publisher.trainer.train_sync(3)
+    assert checked.taken == [(1, True), (2, False), (3, False)]
+
+
 LINES = [
     {
         "mismatch/mean": 0.1, "mismatch/kl": 0.01, "mismatch/max": 0.5, "mismatch/ess": 0.9, "mismatch/tokens": 100.0,
@@ -191,13 +225,14 @@ def test_a_run_on_a_real_server_samples_what_the_trainer_has(tmp_path: Path):
         pytest.skip("LUDIC_VLLM_PYTHON names no interpreter with vLLM; `make vllm` builds one")
     train(
         *(f"output={tmp_path}", "name=run", f"inference.python={python}", "inference.max_lag=1", "threads=1"),
-        *("warmup.steps=20", "steps=4", "rollout.prompts=8", "rollout.group_size=4", "evaluation.prompts=8"),
+        *("warmup.steps=60", "steps=4", "rollout.prompts=8", "rollout.group_size=8", "evaluation.prompts=8"),
         *("rollout.temperature=0.8", "trainer.lr=1.0e-3"),
     )
     found = summary(tmp_path / "run")
     assert found["mismatch"]["preflight"]["mean"] < 1e-4
     assert found["weight_sync"]["pushes"] == 4
     assert found["mismatch"]["lag"] == 0.75
+    assert found["overlap"]["generation_s"] > 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     fresh = next(line for line in lines if line["phase"] == "reinforce" and line["step"] == 1)
-    assert fresh["mismatch/mean"] < 1e-4
+    assert fresh.get("mismatch/mean", 0.0) < 1e-4  # absent where no sample of the first batch had a weight

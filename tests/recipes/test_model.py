@@ -19,7 +19,7 @@ def test_a_tokenizer_may_lie_in_a_folder_without_a_model(tmp_path: Path) -> None
 
 
 def test_a_folder_with_neither_says_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no tokenizer_config\.json and no config\.json"):
+    with pytest.raises(ConfigError, match=r"has no tokenizer_config\.json and no config\.json and no adapter_config\.json"):
         load_tokenizer(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"has no config\.json; give a folder"):
+    with pytest.raises(ConfigError, match=r"has no config\.json and no adapter_config\.json; give a folder"):
         load_model(str(tmp_path), "float32")

@@ -112,7 +112,8 @@ def test_a_file_and_a_function_are_all_it_takes(here: Path, model: Path) -> None
     assert "the reward sees what vowels returned for the whole answer" in shown
     assert "demonstrations" not in shown
     assert list(summary()) == [
-        *("before", "after", "wall_s", "phases_s", "padding", "steps", "clip_fraction", "seed", "config_hash")
+        *("before", "after", "wall_s", "phases_s", "padding", "steps", "clip_fraction"),
+        *("mismatch", "weight_sync", "overlap", "seed", "config_hash"),
     ]
     assert set(summary()["before"]) == set(summary()["after"]) == {"sampled_reward", "greedy_accuracy"}
     assert summary()["steps"] == 2

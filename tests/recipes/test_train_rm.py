@@ -189,29 +189,17 @@ def test_adapters_are_saved_beside_the_merged_model(tiny: list[str], tmp_path: P
 
     train_rm(*tiny, "lora.rank=4", "trainer.lr=3e-2")
     run, text = tmp_path / "run", "high>98765"
-    torch.manual_seed(0)  # that of the run, before its weights were made
-    base = AutoModelForSequenceClassification.from_pretrained(run / "model")
-    merged = score(run, text)
-    tokenizer = make_byte_tokenizer()
-    ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
     adapter = load_file(run / "adapter" / "adapter_model.safetensors")
     assert any("score" in name for name in adapter)  # the head was trained, too
-    assert any("lora_A" in name for name in adapter)
-    recipe = compose_rm([*tiny, "lora.rank=4"])
-    base = _fresh_model(recipe)
-    adapted = PeftModel.from_pretrained(base, str(run / "adapter")).eval()
+    assert all(weight.any() for name, weight in adapter.items() if "lora_B" in name)  # none is as it was made
+    assert sum("lora_B" in name for name in adapter) == 2 * 7  # layers, and the projections of each
+    adapted = PeftModel.from_pretrained(
+        AutoModelForSequenceClassification.from_pretrained(run / "base"), str(run / "adapter")
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run / "adapter")
     with torch.no_grad():
-        assert float(adapted(ids).logits) == pytest.approx(merged, abs=1e-5)
-
-
-def _fresh_model(recipe: Any) -> Any:
-    """The model of the recipe before its adapters."""
-    from dataclasses import replace
-
-    from ludic.recipes.rm.model import reward_model_of
-
-    torch.manual_seed(recipe.seed)
-    return reward_model_of(replace(recipe, lora=replace(recipe.lora, rank=0)), pad_token_id=0)
+        given = float(adapted(torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])).logits)
+    assert given == pytest.approx(score(run, text), abs=1e-5)
 
 
 def test_conversations_and_text_go_through_the_template_of_the_model(tiny: list[str], tmp_path: Path, model: Path) -> None:
@@ -232,6 +220,15 @@ def test_conversations_and_text_go_through_the_template_of_the_model(tiny: list[
     ids = [[list(item.input_ids) for item in RMData.read(r, tokenizer, note=print).train] for r in (recipe, plain, rendered)]
     assert ids[0] == ids[2]
     assert ids[0] != ids[1]
+
+
+def test_columns_may_have_other_names_and_labels_be_soft(tiny: list[str], tmp_path: Path) -> None:
+    content = [{"q": f"{n}?", "better": "a", "worse": "b", "sure": 0.75} for n in range(3)]
+    named = ["columns.prompt=q", "columns.chosen=better", "columns.rejected=worse", "columns.label=sure", "heldout=0"]
+    recipe = compose_rm([*tiny, f"data={write_rows(tmp_path / 'data.jsonl', *content)}", *named])
+    chosen, rejected, *_ = RMData.read(recipe, make_byte_tokenizer(), note=print).train
+    assert make_byte_tokenizer().decode(list(chosen.input_ids)) == "0?a<eos>"
+    assert (chosen.meta["role"], rejected.meta["role"], chosen.meta["label"]) == ("chosen", "rejected", 0.75)
 
 
 def test_pairs_with_one_prompt_are_held_out_together(tiny: list[str], tmp_path: Path) -> None:

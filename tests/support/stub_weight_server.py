@@ -175,6 +175,9 @@ class StubWeightServer:
     def on_update_weight_version(self, _, body):
         self.version = body["new_version"]
 
+    def on_health(self, *_):
+        return ""
+
     def on_v1_models(self, *_):
         return {"data": [{"id": name} for name in ["tiny", *self.adapters]]}
 

@@ -129,6 +129,40 @@ def test_every_micro_batch_holds_whole_pairs_within_the_budget():
     assert stats["perf/padded_tokens_greedy"] >= stats["perf/real_tokens"] == sum(len(item.input_ids) for item in items)
 
 
+def test_recomputed_activations_change_nothing_in_either_pass():
+    algo = make_bradley_terry(lambda_regularization=0.1)  # whose norm takes a pass of its own
+    config = {"micro_token_budget": 64}
+    plain, checkpointed = (
+        trainer_of(algo=algo, config=config, model=reward_model(attention_dropout=0.2), enable_gradient_checkpointing=on)
+        for on in (False, True)
+    )
+    losses = []
+    for trainer in (plain, checkpointed):
+        torch.manual_seed(4)
+        losses.append(trainer.train_step_sync()["train/loss"])
+    assert losses[0] == losses[1]
+    assert_same_tensors(weights_of(plain.model), weights_of(checkpointed.model), atol=1e-7)
+
+
+def test_bf16_autocast_trains_and_evaluates_in_bf16():
+    seen = []
+
+    class Watching(BradleyTerryLoss):
+        def compute(self, logits, batch, *, shared=None):
+            seen.append(logits.dtype)
+            return super().compute(logits, batch, shared=shared)
+
+    config = {"mixed_precision_dtype": "bf16"}
+    trainer = trainer_of(algo=RLAlgorithm("bf16", ConstantCredit(1.0), Watching()), config=config, eval_items=sorted_pairs(6))
+    exact = trainer_of(eval_items=sorted_pairs(6)).evaluate()
+    found = trainer.evaluate()
+    assert found["eval_loss"] == pytest.approx(exact["eval_loss"], rel=0.05)
+    assert found["eval_loss"] != exact["eval_loss"]
+    trainer.train_step_sync()
+    assert set(seen) == {torch.bfloat16}
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+
+
 STEPS = 4
 
 

@@ -548,6 +548,13 @@ def test_training_stops_early_when_the_evaluation_no_longer_improves():
     assert trainer.current_step == 4
 
 
+def test_early_stopping_counts_evaluations_that_are_no_better():
+    trainer = trainer_of(config={"early_stopping_patience": 2, "early_stopping_min_delta": 0.1})
+    # the first is the best; 0.95 is better by less than 0.1; 0.5 is an improvement; two in a row are none
+    found = [trainer._check_early_stopping(value) for value in (1.0, 0.95, 0.5, 0.5, 0.45)]
+    assert found == [(False, True), (False, False), (False, True), (False, False), (True, False)]
+
+
 def test_an_unknown_early_stopping_metric_names_those_there_are():
     config = {"eval_every_n_steps": 1, "early_stopping_patience": 1, "early_stopping_metric": "eval_accuracy"}
     with pytest.raises(ConfigError, match=r"eval_accuracy.*loss"):

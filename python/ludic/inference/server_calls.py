@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ludic.errors import ServerError, ServerTimeoutError, ServerUnreachableError
+from ludic.inference.openai_client import is_loopback
 
 QUICK_TIMEOUT_S = 30.0
 """For calls that do not move weights."""
@@ -42,6 +43,7 @@ class ServerCalls:
 
         if self._session is None:
             self._session = requests.Session()
+            self._session.trust_env = not is_loopback(self.url)  # no proxy leads to this machine
         send = getattr(self._session, method)
         deadline = self.timeout_s if timeout_s is None else timeout_s
         body: dict[str, Any] = {} if method == "get" else {"json": json or {}}

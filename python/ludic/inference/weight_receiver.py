@@ -7,6 +7,7 @@ server, beside vLLM, so it needs torch and safetensors and nothing else of the t
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ c10d: Any = dist
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "U8": "uint8"}
 """What safetensors calls the dtypes that weights have."""
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 LOOPBACK = ("127.0.0.1", "localhost")
 
 
@@ -176,7 +178,7 @@ class WeightReceiver:
             lost = sorted((self._ever_loaded - set(staged)) & set(neighbours(self.checkpoint.weights, staged)))
             if lost:
                 raise WeightTransferError(
-                    f"{lost[0]!r} was part of earlier pushes and is missing in this one; push the same weights"
+                    f"{lost[0]!r} was part of earlier pushes and is missing in this one; push it too, or restart the server"
                 )
             staged.update(self.checkpoint.read(absent))
         self._staged = staged
@@ -228,16 +230,31 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def process_group(store: Any, rank: int, size: int, *, timeout: timedelta, kind: str, loopback: bool) -> Any:
-    """A group of its own, beside whatever groups this process has."""
+    """A group of its own, beside whatever groups this process has. Gloo uses the interface that GLOO_SOCKET_IFNAME names, or the host's
+    own; on loopback nothing else."""
     if kind == "nccl":
-        options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return c10d.ProcessGroupNCCL(store, rank, size, options)
-    gloo = c10d.ProcessGroupGloo
-    options = gloo._Options()
+        return _nccl_group(store, rank, size, timeout)
+    if not loopback:
+        return c10d.ProcessGroupGloo(store, rank, size, timeout)
+    options = c10d.ProcessGroupGloo._Options()
     options._timeout = timeout
-    options._devices = [gloo.create_device(hostname="127.0.0.1") if loopback else gloo.create_default_device()]
-    return gloo(store, rank, size, options)
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return c10d.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """With waits that raise at the deadline: by default NCCL's watchdog then ends the whole process."""
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"  # read while the group is made
+    try:
+        return c10d.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        if before is None:
+            del os.environ[BLOCKING_WAIT]
+        else:
+            os.environ[BLOCKING_WAIT] = before
 
 
 def broadcast(group: Any, tensor: Tensor, root: int = 0, *, refused: Callable[[], bool] | None = None) -> None:

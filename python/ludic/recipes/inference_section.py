@@ -26,6 +26,8 @@ class InferenceSection:
     """More arguments of the server, such as [--tensor-parallel-size,'2']."""
     weights: Optional[str] = None  # noqa: UP045
     """How a server that is started takes weights: gloo, ludic_nccl or disk. Null: gloo on a CPU, ludic_nccl on GPUs."""
+    trainer_address: str = "127.0.0.1"
+    """Where servers reach this process, for weights that are broadcast; its address on their network where they run elsewhere."""
     timeout_s: float = 600.0
     """Until a server that was started must be ready, and for each of its answers."""
     max_lag: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,8 @@ from ludic.recipes.inference_section import InferenceSection, convention, kind_o
 from ludic.recipes.schema import Recipe
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ludic.distributed.interfaces import PolicyPublisher
 
 logger = logging.getLogger(__name__)
@@ -23,6 +25,24 @@ logger = logging.getLogger(__name__)
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM 0.32 computes attention with on a CPU. A server with another is healthy until its first request."""
 SERVED_NAME = "policy"
+
+
+class LearningPublisher:
+    """Pushes to servers. Weights that are those of the push before are an error, unless nothing was learnt yet: the first batches of a
+    hard task may have no answer better than another."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.trainer: Any = None
+        """Whose optimizer says whether there ever was a gradient."""
+
+    def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
+        self.inner.inner.allow_unchanged = not self._has_learnt()
+        self.inner.publish(state_dict, version=version)
+
+    def _has_learnt(self) -> bool:
+        states = [] if self.trainer is None or self.trainer.optimizer is None else self.trainer.optimizer.state.values()
+        return any(bool(state["exp_avg"].any()) for state in states if "exp_avg" in state)
 
 
 @dataclass(frozen=True)
@@ -169,10 +189,14 @@ async def _connected(recipe: Recipe, tokenizer: Any, urls: list[str], folder: Pa
         if not pushes:
             yield Sampler(client, None, served[0], remote=True, backend="none")
             return
-        publisher: Any = await asyncio.to_thread(lambda: create_vllm_publisher(client, directory=folder.parent / "pushed"))
+        publisher: Any = await asyncio.to_thread(
+            lambda: create_vllm_publisher(
+                client, directory=folder.parent / "pushed", master_address=recipe.inference.trainer_address
+            )
+        )
         control = publisher.inner.control
         try:
-            yield Sampler(client, publisher, served[0], remote=True, backend=control.backend)
+            yield Sampler(client, LearningPublisher(publisher), served[0], remote=True, backend=control.backend)
         finally:
             await asyncio.to_thread(control.close)
 

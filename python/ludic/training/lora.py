@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -104,7 +106,16 @@ def apply_lora(model: nn.Module, settings: LoraSettings | LoraConfig | None = No
     given = LoraSettings() if settings is None else settings
     config = given.config() if isinstance(given, LoraSettings) else copy.deepcopy(given)
     _fill_in(config, model)
-    return peft.get_peft_model(model, config, autocast_adapter_dtype=adapters_in_float32)
+    with _peft_as_it_is():
+        return peft.get_peft_model(model, config, autocast_adapter_dtype=adapters_in_float32)
+
+
+@contextmanager
+def _peft_as_it_is() -> Iterator[None]:
+    """Without the warning that PEFT asks transformers for an attribute by its old name, which no user can mend."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
+        yield
 
 
 def _fill_in(config: LoraConfig, model: nn.Module) -> None:
@@ -192,7 +203,8 @@ def load_adapter(base: nn.Module, folder: str | Path, *, trainable: bool = False
     place = Path(folder)
     if not (place / ADAPTER).is_file():
         raise CheckpointError(f"{place} holds no {ADAPTER}; adapters in other formats can run code when they are read")
-    return require_peft().PeftModel.from_pretrained(base, str(place), is_trainable=trainable)
+    with _peft_as_it_is():
+        return require_peft().PeftModel.from_pretrained(base, str(place), is_trainable=trainable)
 
 
 def save_merged(model: Any, folder: str | Path) -> None:

@@ -171,7 +171,7 @@ def _adapter_options(model: Any) -> dict[str, bool]:
     """Whether embeddings are stored with the adapters: where they have some. PEFT would ask the hub."""
     if not hasattr(model, "get_base_model"):
         return {}
-    targets = model.peft_config["default"].target_modules if "default" in model.peft_config else None
+    targets = getattr(model.peft_config.get("default"), "target_modules", None)
     adapted = not isinstance(targets, str) and any(name in (targets or ()) for name in EMBEDDINGS)
     return {"save_embedding_layers": adapted}
 

@@ -187,6 +187,10 @@ class Trainer:
         stop = self.early_stopping.should_stop(metrics) if ranks.rank() == 0 else False
         return bool(ranks.max_over_ranks([float(stop)], self.cfg.model_device)[0])
 
+    def _check_early_stopping(self, metric: float) -> tuple[bool, bool]:
+        """Take note of an evaluation: whether to stop, and whether it is an improvement."""
+        return self.early_stopping.update(metric)
+
     def resume_schedule(self, schedule: LearningRateSchedule) -> None:
         """Go on with the schedule of the run that is resumed, which the next `train` does not stretch."""
         self.schedule, self._schedule_is_open = schedule, False

@@ -101,6 +101,13 @@ def test_a_conversation_keeps_its_own_system_message():
     assert both(CHAT, row, system_prompt="be brief")[0][0].startswith("<|im_start|>system\nbe long")
 
 
+def test_tools_and_arguments_of_a_row_reach_the_template():
+    shows = CHATML.replace("{% for", "{% if tools %}{{ tools[0].name }} {{ mood }}{% endif %}{% for", 1)
+    row = {"prompt": [PROMPT], "chosen": [GOOD], "rejected": [BAD], "tools": [{"name": "calc"}]}
+    [(prompt, _), _] = both(chat_tokenizer(shows), {**row, "chat_template_kwargs": {"mood": "calm"}})
+    assert prompt == "calc calm" + WRITTEN
+
+
 def test_an_end_token_is_not_written_twice():
     row = {"prompt": "a", "chosen": "b<|im_end|>", "rejected": "c"}
     assert both(CHAT, row) == [("a", "b<|im_end|>"), ("a", "c<|im_end|>")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -97,8 +97,18 @@ def _of_data(recipe: RMRecipe, tokenizer: Any) -> RMData:
 
 
 def _load(recipe: RMRecipe, tokenizer: Any, source: str, split: str, limit: int | None) -> Pairs:
-    which = {"config": recipe.data_config, "split": split, "limit": limit, "columns": recipe.columns or None}
-    return load_preference_items(source, tokenizer, **which, **_form(recipe))  # type: ignore[arg-type]
+    renamed = {name: column for name, column in asdict(recipe.columns).items() if column is not None}
+    label = renamed.pop("label", None)
+    return load_preference_items(
+        source,
+        tokenizer,
+        config=recipe.data_config,
+        split=split,
+        columns=renamed or None,
+        label_col=label,
+        limit=limit,
+        **_form(recipe),
+    )
 
 
 def _form(recipe: RMRecipe) -> dict[str, Any]:

@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ludic.errors import ConfigError
+from ludic.recipes.lora import with_adapters
 from ludic.recipes.model import check_dtype, place_of, small_config
-from ludic.recipes.rm.schema import LoraSection, RMRecipe
-from ludic.training.adapters import has_adapters
-from ludic.training.lora import LoraSettings, apply_lora, save_adapter, save_merged
+from ludic.recipes.rm.schema import RMRecipe
 
 
 def reward_model_of(recipe: RMRecipe, *, pad_token_id: int) -> Any:
     """The model that the recipe names, or a small one, with one score for a sequence, that of its last token before the padding.
 
-    A head that the model's files do not have is drawn from torch's global generator, seeded by the caller.
+    A head that the model's files do not have is drawn from torch's global generator, seeded by the caller. LoRA's adapters, if the recipe
+    asks for any, are in place.
     """
     model = _loaded(recipe.model, recipe.dtype) if recipe.model is not None else _small(recipe)
     model.config.pad_token_id = pad_token_id  # by which a classifier finds the last token
     model.config.get_text_config().pad_token_id = pad_token_id
-    return adapted(model, recipe.lora)
-
-
-def adapted(model: Any, section: LoraSection) -> Any:
-    """With LoRA's adapters, if the recipe asks for any. Raises ConfigError for target modules that the model does not have."""
-    if not section.rank:
-        return model
-    settings = LoraSettings(section.rank, section.alpha, section.dropout, section.target_modules)
     try:
-        return apply_lora(model, settings)
+        return with_adapters(model, recipe.lora, seed=recipe.seed)
+    except ConfigError:
+        raise
     except ValueError as error:  # PEFT's own, for names that no layer has
-        raise ConfigError(f"lora.target_modules ({section.target_modules or 'all'}): {error}") from error
-
-
-def save_reward_model(model: Any, tokenizer: Any, folder: Path, *, adapter: Path) -> None:
-    """Model and tokenizer in Hugging Face layout; of a model with adapters the merged weights, and the adapters in `adapter`."""
-    if has_adapters(model):
-        save_merged(model, folder)
-        save_adapter(model, adapter)
-    else:
-        model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+        raise ConfigError(f"lora.target_modules ({recipe.lora.target_modules or 'all'}): {error}") from error
 
 
 def _small(recipe: RMRecipe) -> Any:

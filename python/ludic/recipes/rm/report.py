@@ -129,6 +129,7 @@ def _files_of(run: RMRun) -> dict[Any, str]:
         directory.metrics: "every step",
         directory.pairs: "the pairs that were trained on",
         directory.heldout_pairs: "the pairs that were measured",
-        directory.adapter: "LoRA's adapters, as PEFT reads them",
         directory.model: "model and tokenizer in Hugging Face layout",
+        directory.adapter: "the adapters alone, in PEFT's layout; they are merged in model",
+        directory.base: "what the adapters adapt",
     }

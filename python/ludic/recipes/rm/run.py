@@ -14,9 +14,9 @@ from ludic.errors import CheckpointError, ConfigError
 from ludic.eval.preference_picture import draw_margins, draw_reliability
 from ludic.recipes.build import build_config
 from ludic.recipes.compose import to_yaml
-from ludic.recipes.model import tokenizer_of
+from ludic.recipes.model import keep_base, plain_place, save_policy, tokenizer_of
 from ludic.recipes.rm.data import RMData
-from ludic.recipes.rm.model import reward_model_of, save_reward_model
+from ludic.recipes.rm.model import reward_model_of
 from ludic.recipes.rm.schema import RMRecipe, compose_rm
 from ludic.recipes.run import latest_checkpoint
 from ludic.recipes.run_directory import Progress, RunDirectory, new_folder, write_text
@@ -46,7 +46,6 @@ class RMDirectory(RunDirectory):
         self.margins = path / "margins.png"
         self.pairs = path / "data.jsonl"
         self.heldout_pairs = path / "heldout.jsonl"
-        self.adapter = path / "adapter"
 
     @classmethod
     def begin(cls, recipe: RMRecipe) -> RMDirectory:
@@ -114,6 +113,7 @@ class RMRun:
             return
         if self.recipe.data is None and not self.directory.pairs.is_file():
             self.parts.data.write_rows(self.directory.pairs, self.directory.heldout_pairs)
+        keep_base(self.parts.model, self.recipe.model, self.directory.base)
         self.progress.after = self._measure(await self._train())
         self.progress.phase = DONE
         self.directory.write_progress(self.progress)
@@ -135,7 +135,7 @@ class RMRun:
             except RequestsExhausted:
                 trainer.save_checkpoint()
         self.progress.steps = trainer.current_step
-        save_reward_model(self.parts.model, self.parts.tokenizer, self.directory.model, adapter=self.directory.adapter)
+        save_policy(self.parts.model, self.parts.tokenizer, self.directory.model, base=plain_place(recipe.model))
         if self.stop and trainer.current_step < steps:
             self.directory.write_progress(self.progress)
             raise Interrupted

@@ -13,7 +13,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from ludic.errors import ConfigError
 from ludic.recipes.compose import LOADED_MODEL, Override, fill, parse_override, read_yaml
 from ludic.recipes.rm.flags import overrides_of_flags
-from ludic.recipes.schema import CheckpointSection, NetworkSection, TaskSection, trainer_section
+from ludic.recipes.schema import CheckpointSection, LoraSection, NetworkSection, TaskSection, trainer_section
 from ludic.training.rm_trainer import RMTrainerConfig
 
 
@@ -34,16 +34,14 @@ class LossSection:
 
 
 @dataclass
-class LoraSection:
-    """Adapters beside the weights, which are trained in their place; the reward head is always trained."""
+class ColumnsSection:
+    """Which column of the data has what, where it has another name."""
 
-    rank: int = MISSING
-    """0: all weights are trained."""
-    alpha: Optional[float] = MISSING  # noqa: UP045
-    """The adapters' part is scaled by alpha / rank; null: twice the rank."""
-    dropout: float = MISSING
-    target_modules: Any = MISSING
-    """Last parts of the names of the adapted layers, as a list; null: those of attention and feed-forward layers."""
+    prompt: Optional[str] = None  # noqa: UP045
+    chosen: Optional[str] = None  # noqa: UP045
+    rejected: Optional[str] = None  # noqa: UP045
+    label: Optional[str] = None  # noqa: UP045
+    """The probability that the chosen response is the better; null: 1 for every pair."""
 
 
 @dataclass
@@ -74,8 +72,7 @@ class RMRecipe:
     """Split of `heldout_data`, or of `data`, to measure on instead. Files have none."""
     heldout_limit: Optional[int] = MISSING  # noqa: UP045
     """Held-out pairs at most; null: all."""
-    columns: dict[str, Any] = field(default_factory=dict)
-    """Which column of the data has the prompt, the chosen and the rejected answer: `columns.prompt=question`."""
+    columns: ColumnsSection = field(default_factory=ColumnsSection)
     chat_template: bool = MISSING
     """Prompts and answers that are plain text go through the tokenizer's chat template as well; conversations always do."""
     system_prompt: Optional[str] = MISSING  # noqa: UP045

@@ -1,0 +1,30 @@
+"""The commands of docs/lora.md are ones that there are; its Python runs in `test_readme.py`."""
+
+import re
+import shlex
+from pathlib import Path
+
+from ludic.recipes.compose import compose
+from ludic.recipes.eval_settings import resolve
+from ludic.recipes.sft.schema import compose_sft
+
+PAGE = (Path(__file__).parents[2] / "docs" / "lora.md").read_text(encoding="utf-8")
+
+
+def test_the_commands_of_the_page_are_read() -> None:
+    [block] = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    found = [shlex.split(line)[1:] for line in block.splitlines()]
+    assert [arguments[0] for arguments in found] == ["train", "train", "sft", "sft", "eval"]
+    for name, *arguments in found:
+        if name == "eval":
+            assert resolve(arguments)[0].model == "runs/NAME/adapter"
+        else:
+            recipe = (compose if name == "train" else compose_sft)(arguments)
+            assert recipe.lora.rank in (8, 16)
+
+
+def test_the_settings_of_the_page_exist_with_these_defaults() -> None:
+    lora = compose().lora
+    assert (lora.rank, lora.alpha, lora.dropout, lora.target_modules) == (0, None, 0.0, None)
+    for given in re.findall(r"`((?:lora|trainer)\.\w+=[^`]+)`", PAGE):
+        compose(["lora.rank=2", given])

@@ -1,0 +1,70 @@
+"""The settings and commands of docs/servers.md exist, and its table of a fault is what the library says."""
+
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from seeded_faults import byte_policy, client_of, sampled_items, sampling
+from training_samples import cpu_config
+from typer.testing import CliRunner
+
+from ludic.cli import app
+from ludic.errors import MismatchError
+from ludic.recipes.build import build_algorithm
+from ludic.recipes.compose import compose
+from ludic.recipes.inference_section import InferenceSection, kind_of
+from ludic.recipes.sampler import HEAD_DIMS
+from ludic.training import make_grpo
+from ludic.training.backend import TorchBackend
+from ludic.training.loss.correction import CORRECTIONS
+from ludic.training.preflight import Preflight
+
+PAGE = (Path(__file__).parents[2] / "docs" / "servers.md").read_text(encoding="utf-8")
+
+
+def commands():
+    blocks = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def test_the_training_commands_of_the_page_are_recipes():
+    shown = [command[command.index("train") + 1 :] for command in commands() if "train" in command]
+    assert len(shown) == 8
+    for arguments in shown:
+        recipe = compose(arguments)
+        assert kind_of(recipe.inference) == "vllm"
+        build_algorithm(recipe)
+
+
+def test_the_other_commands_of_the_page_take_what_they_are_given():
+    for command in commands():
+        if "ludic" not in command:
+            continue
+        verb = command[command.index("ludic") + 1]
+        shown = CliRunner().invoke(app, [verb, "--help"], env={"COLUMNS": "200"}).output
+        own = command[: command.index("--")] if "--" in command else command  # what follows is vLLM's
+        for option in (argument for argument in own if argument.startswith("--")):
+            assert option in shown, (verb, option)
+
+
+def test_the_settings_of_the_page_are_those_of_the_section():
+    named = set(re.findall(r"`inference\.(\w+)", PAGE))
+    assert named == {item.name for item in fields(InferenceSection)} - {"kind", "python", "url"}
+    assert ", ".join(map(str, HEAD_DIMS[:-1])) in PAGE
+    assert set(re.findall(r"^\| `(\w+)` \| (?:min|w )", PAGE, re.MULTILINE)) == set(CORRECTIONS)
+
+
+async def test_the_fault_of_the_page_is_reported_as_it_stands_there():
+    params = sampling(temperature=0.6)
+    policy = byte_policy()
+    items = await sampled_items(client_of(*policy, logprobs_mode="raw"), params)
+    cfg = cpu_config(max_seq_len=128, micro_token_budget=4096, temperature=0.6)
+    with pytest.raises(MismatchError) as caught:
+        await Preflight(sampling=params, tokenizer=policy[1])(
+            TorchBackend(policy[0], cfg, algo=make_grpo(group_size=4)), cfg, items
+        )
+    shown = re.search(r"^```\n(the trainer and.*?)^completion ids", PAGE, re.DOTALL | re.MULTILINE)[1]
+    assert str(caught.value).startswith(shown)
