@@ -268,5 +268,17 @@ def test_frozen_weights_keep_their_values_and_a_tied_head_follows_its_embedding(
             partial.publish({trained: model.get_parameter(trained)}, version=3)
         assert worst(new, server) < CLOSE
         assert worst(model, server) > CHANGED
+        (link,) = partial.inner.control.links
+        send = link.send
+
+        def dies_mid_push(tensor):
+            stop_vllm_server(proc, timeout_s=0.1)
+            send(tensor)
+
+        link.send = dies_mid_push
+        with pytest.raises(PublishError, match=r"no server loaded anything of it.*" + server.url):
+            partial.publish(weights(model), version=4)
+        with pytest.raises(PublishError, match="is the server running"):
+            partial.publish(weights(model), version=5)
     finally:
         stop_vllm_server(proc)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Version = str | int | None
+ABANDONED = "the push was abandoned, and no server loaded anything of it"
 
 
 def server_urls(client: Any) -> list[str]:
@@ -139,11 +140,11 @@ class VllmControlPlane:
 
     def send(self, tensor: Tensor) -> None:
         """Broadcast a tensor to every server of the push."""
-        self._each(lambda link: link.send(tensor), "the push was abandoned, and every server serves what it served before")
+        self._each(lambda link: link.send(tensor), ABANDONED)
 
     def wait_staged(self) -> None:
         """Until every server has all of the push."""
-        self._each(ServerLink.wait_staged, "the push was abandoned, and every server serves what it served before")
+        self._each(ServerLink.wait_staged, ABANDONED)
 
     def finalize_update(self, version: Version = None) -> None:
         """Load what came on every server, under this version."""
@@ -217,7 +218,7 @@ def _publish_error(message: str, failures: Mapping[ServerLink, Exception]) -> Pu
 
 
 def _not_published(version: Version) -> str:
-    return f"version {version} was not published, and every server serves what it served before"
+    return f"version {version} was not published, and no server loaded anything of it"
 
 
 class VllmTensorCommunicator:
