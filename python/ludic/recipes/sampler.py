@@ -54,8 +54,6 @@ class Sampler:
     model_name: str
     remote: bool
     """It holds weights of its own from elsewhere, which must be replaced before the first answer."""
-    backend: str
-    """How weights travel: local, gloo, ludic_nccl or disk; none."""
 
 
 @asynccontextmanager
@@ -139,7 +137,7 @@ def _local(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
         copy_model=recipe.inference.max_lag > 0 or (has_adapters(model) and recipe.trainer.sync_every_steps > 0),
         logprobs_mode="processed" if spoken.processed else "raw",
     )
-    return Sampler(client, LocalPublisher(client), recipe.model or "small", remote=False, backend="local")
+    return Sampler(client, LocalPublisher(client), recipe.model or "small", remote=False)
 
 
 @asynccontextmanager
@@ -187,18 +185,16 @@ async def _connected(recipe: Recipe, tokenizer: Any, urls: list[str], folder: Pa
         if not served:
             raise ConfigError(f"{urls[0]} names no model that it serves; is it a vLLM server?")
         if not pushes:
-            yield Sampler(client, None, served[0], remote=True, backend="none")
+            yield Sampler(client, None, served[0], remote=True)
             return
+        by_folder = folder.parent / "pushed" if recipe.inference.weights == "disk" else None
         publisher: Any = await asyncio.to_thread(
-            lambda: create_vllm_publisher(
-                client, directory=folder.parent / "pushed", master_address=recipe.inference.trainer_address
-            )
+            lambda: create_vllm_publisher(client, directory=by_folder, master_address=recipe.inference.trainer_address)
         )
-        control = publisher.inner.control
         try:
-            yield Sampler(client, LearningPublisher(publisher), served[0], remote=True, backend=control.backend)
+            yield Sampler(client, LearningPublisher(publisher), served[0], remote=True)
         finally:
-            await asyncio.to_thread(control.close)
+            await asyncio.to_thread(publisher.inner.control.close)
 
 
 def _urls(section: InferenceSection) -> list[str]:
