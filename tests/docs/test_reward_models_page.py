@@ -51,6 +51,6 @@ def test_the_python_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     keys = {key.partition("@")[0] for key in summary}
     for named in re.findall(r"`((?:eval|train|bayes|latent)_\w+)(?:@0.5)?`", PAGE.partition("## The built-in task")[0]):
         assert named in keys | {"train_rm_isambard", "train_rm_bradley_terry", "train_sample"}, named
-    [code] = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    [code] = re.findall(r"^```python run\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     exec(code, {})
     assert 0 <= float(capsys.readouterr().out.splitlines()[-1]) <= 1
