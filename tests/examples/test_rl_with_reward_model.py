@@ -55,8 +55,8 @@ def test_the_policy_gets_better_by_the_true_reward(example: ModuleType) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        rounds = example.main(seed=1)
+        [(before, after)] = example.main(seed=0)
     finally:
         torch.set_num_threads(threads)
-    assert all(after.score > before.score for before, after in rounds[:1])
-    assert rounds[-1][1].right > rounds[0][0].right + 0.2
+    assert after.score > before.score + 1
+    assert after.right > before.right + 0.1

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ludic.errors import ConfigError, DataError, GradingError
+from ludic.inference.reward_types import ScoringInput
 from ludic.training.event_loop import awaited
 from ludic.training.reward_credit import CombineMode, check_mode, score_of, shares
 from ludic.training.types import RolloutScorer
@@ -18,7 +19,6 @@ from ludic.types import Message, Rollout
 logger = logging.getLogger(__name__)
 
 RenderFn = Callable[[Rollout], str]
-Sequence_ = str | tuple[int, ...]
 SCORE_INFO = "rewards/reward_model"
 TASK_REWARD_INFO = "rewards/task"
 
@@ -79,7 +79,7 @@ class RewardModelScorer:
     async def score(self, rollouts: Sequence[Rollout]) -> dict[str, Exception]:
         """Score the rollouts in place; why a rollout has no score, by its id."""
         errors: dict[str, Exception] = {}
-        inputs: dict[str, Sequence_] = {}
+        inputs: dict[str, ScoringInput] = {}
         for rollout in rollouts:
             rollout.meta.pop(self.score_key, None)
             try:
@@ -99,12 +99,12 @@ class RewardModelScorer:
                 rollout.meta[f"{self.score_key}_from"] = "text" if isinstance(given, str) else "tokens"
         return errors
 
-    async def _scores(self, inputs: Sequence[Sequence_]) -> dict[Sequence_, float | Exception]:
+    async def _scores(self, inputs: Sequence[ScoringInput]) -> dict[ScoringInput, float | Exception]:
         batches = [inputs[start : start + self.batch_size] for start in range(0, len(inputs), self.batch_size)]
         results = await asyncio.gather(*(self._batch(batch) for batch in batches))
         return dict(zip(inputs, (score for result in results for score in result), strict=True))
 
-    async def _batch(self, inputs: Sequence[Sequence_]) -> list[float | Exception]:
+    async def _batch(self, inputs: Sequence[ScoringInput]) -> list[float | Exception]:
         """A score or an error for each. Where the client refuses an input, halves of the batch are tried, down to the one it refuses."""
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -119,7 +119,7 @@ class RewardModelScorer:
         except Exception as error:
             return [_failure(error)] * len(inputs)
 
-    def _input_of(self, rollout: Rollout) -> Sequence_:
+    def _input_of(self, rollout: Rollout) -> ScoringInput:
         if not rollout.steps:
             raise DataError(f"rollout {rollout.id} has no step; there is nothing to score")
         if self.render_fn is not None:
