@@ -1,4 +1,4 @@
-"""What docs/publishing.md shows runs as it stands, and the options that it names are there."""
+"""What docs/publishing.md shows runs against a stub, and the options that it names are there."""
 
 import copy
 import inspect
@@ -15,7 +15,7 @@ from ludic.inference.vllm_utils import WeightBackend
 from ludic.training.lora import LoraSettings, apply_lora
 
 PAGE = (Path(__file__).parents[2] / "docs" / "publishing.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+BLOCKS = re.findall(r"^```py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 
 def test_the_code_of_the_page_runs(tmp_path):
