@@ -112,6 +112,30 @@ async def test_a_connection_that_was_cut_does_not_drain_a_server_that_passes_the
     assert len(pool.live) == 2
 
 
+async def test_two_servers_that_cut_a_request_and_pass_the_probe_are_asked_once_more_each_and_no_more():
+    async def probe(server):
+        return None
+
+    pool, _ = pool_of(2, probe)
+    tries = []
+
+    async def call(server):
+        tries.append(server.url)
+        raise ServerUnreachableError("cut")
+
+    with pytest.raises(ServerUnreachableError, match="cut"):
+        await pool.send(call)
+    assert len(tries) == 3
+
+
+async def test_without_a_probe_a_drained_server_is_not_taken_back():
+    pool, clock = pool_of(2)
+    pool.drain(pool.servers[0], "its last push failed")
+    clock.now = 100.0
+    assert not await pool.probe(pool.servers[0])
+    assert [server.url for server in pool.live] == ["http://s1"]
+
+
 async def test_a_drained_server_is_probed_after_a_rest_and_taken_back():
     alive = False
 

@@ -14,7 +14,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
 from ludic.cli import app
+from ludic.errors import DataError
 from ludic.recipes.rm.data import RMData
+from ludic.recipes.rm.model import with_own_padding
 from ludic.recipes.rm.schema import compose_rm
 from ludic.recipes.tokenizer import make_byte_tokenizer
 
@@ -239,6 +241,34 @@ def test_pairs_with_one_prompt_are_held_out_together(tiny: list[str], tmp_path: 
     assert (len(data.train), len(data.heldout)) == (64, 16)
     assert not prompts[0] & prompts[1]
     assert all(a.meta["pair_id"] == b.meta["pair_id"] for a, b in zip(data.train[::2], data.train[1::2], strict=True))
+
+
+def test_pairs_with_one_prompt_stay_together_however_they_were_cut(tiny: list[str], tmp_path: Path) -> None:
+    """A long prompt loses more of its beginning beside a long answer, so that what is left of it differs from pair to pair."""
+    content = [
+        {"prompt": f"{n // 4:03}" + "q" * 90, "chosen": "a" * (1 + n % 4), "rejected": "b" * (1 + n % 4)} for n in range(40)
+    ]
+    settings = ["heldout=0.2", "trainer.max_seq_len=32"]
+    recipe = compose_rm([*tiny, f"data={write_rows(tmp_path / 'data.jsonl', *content)}", *settings])
+    data = RMData.read(recipe, make_byte_tokenizer(), note=print)
+    prompts = [{item.meta["prompt_digest"] for item in part} for part in (data.train, data.heldout)]
+    assert (len(prompts[0]), len(prompts[1])) == (8, 2)
+    assert not prompts[0] & prompts[1]
+
+
+def test_a_label_that_is_no_probability_is_an_error_and_no_row_left_out(tiny: list[str], tmp_path: Path) -> None:
+    content = [{"prompt": "1?", "chosen": "a", "rejected": "b", "sure": sure} for sure in (1, 80)]
+    recipe = compose_rm([*tiny, f"data={write_rows(tmp_path / 'data.jsonl', *content)}", "columns.label=sure", "heldout=0"])
+    with pytest.raises(DataError, match=r"line 2 \(80\) must be in \[0, 1\]"):
+        RMData.read(recipe, make_byte_tokenizer(), note=print)
+
+
+def test_a_reward_model_does_not_pad_with_the_token_that_ends_a_response() -> None:
+    """A classifier reads its score from the last token that is not padding."""
+    tokenizer = make_byte_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    assert with_own_padding(tokenizer).pad_token == "<bos>"
+    assert with_own_padding(make_byte_tokenizer()).pad_token == "<pad>"
 
 
 def test_without_held_out_pairs_only_the_training_pairs_are_measured(tiny: list[str], tmp_path: Path) -> None:

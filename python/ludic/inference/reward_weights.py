@@ -9,7 +9,9 @@ from typing import TypeVar
 from ludic.errors import ConfigError
 from ludic.inference.reward_types import RewardModelTrainingMode
 
-HEAD_PARTS = ("score.", "classifier.", "lm_head.")
+HEAD_NAMES = ("score", "classifier", "classification_head", "lm_head", "reward_head", "v_head")
+"""Modules that make rewards or classes of hidden states, in the order in which they are looked for."""
+HEAD_PARTS = tuple(f"{name}." for name in HEAD_NAMES)
 """In the names of a head."""
 ADAPTER_PARTS = ("lora_", ".lora.")
 """In the names of adapters."""

@@ -101,7 +101,7 @@ class ServerPool:
 
     async def send(self, call: Callable[[Server], Awaitable[T]]) -> T:
         """What `call` gives at the first server that lives through it."""
-        again: Server | None = None
+        cut: set[str] = set()
         while True:
             self._look_after_drained()
             server = self._least_loaded()
@@ -111,12 +111,12 @@ class ServerPool:
                 return await call(server)
             except (EngineDeadError, ServerUnreachableError) as error:
                 server.failures += 1
-                if len(self.servers) == 1 or again is server:
+                if len(self.servers) == 1 or server.url in cut:
                     raise
                 if isinstance(error, EngineDeadError):
                     self.drain(server, str(error))
                 elif await self.probe(server):  # a connection that was cut, and no more
-                    again = server
+                    cut.add(server.url)
                 if not self.live:
                     raise
                 self.moved += 1
@@ -132,6 +132,8 @@ class ServerPool:
 
     async def probe(self, server: Server) -> bool:
         """Whether the server lives, found by one token; takes it back or drains it accordingly."""
+        if self._probe is None and server.drained is not None:
+            return False  # nothing says that it is what it was
         try:
             if self._probe is not None:
                 await self._probe(server)

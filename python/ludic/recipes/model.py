@@ -105,7 +105,7 @@ def load_model(source: str, dtype: str) -> Any:
     place = place_of(source)
     if not _holds_adapters(place):
         return _load_plain(source, place, dtype)
-    return load_adapter(load_model(_base_of(Path(place)), dtype), place).merge_and_unload()
+    return load_adapter(load_model(base_of(Path(place)), dtype), place).merge_and_unload()
 
 
 def plain_place(source: str | None) -> str | None:
@@ -126,7 +126,7 @@ def _holds_adapters(place: str) -> bool:
     return (Path(place) / ADAPTER_CONFIG).is_file() and not (Path(place) / "config.json").is_file()
 
 
-def _base_of(adapter: Path) -> str:
+def base_of(adapter: Path) -> str:
     """What the adapters were trained on; of a run that was moved, the `base` that moved with them."""
     named = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
     beside = base_beside(adapter)
@@ -152,7 +152,7 @@ def load_tokenizer(source: str) -> Any:
 
     place = place_of(source, "tokenizer_config.json", "config.json", ADAPTER_CONFIG)
     if _holds_adapters(place) and not (Path(place) / "tokenizer_config.json").is_file():
-        return load_tokenizer(_base_of(Path(place)))
+        return load_tokenizer(base_of(Path(place)))
     try:
         tokenizer = AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from ludic.envs.tasks.episodic import Played, Shown, Turn, share
 from ludic.errors import ConfigError
 from ludic.inference.local_reward import LocalRewardModel
 from ludic.parsers import Parser
-from ludic.recipes.model import check_dtype, load_tokenizer, place_of
+from ludic.recipes.model import base_of, check_dtype, load_tokenizer, place_of
 from ludic.training.reward_credit import CombineMode
 from ludic.training.reward_scorer import SCORE_INFO, TASK_REWARD_INFO, RewardModelReward, RewardModelScorer
 from ludic.training.types import RolloutScorer
@@ -184,10 +183,7 @@ def _classifier(source: str, dtype: str, *, headless: bool = False) -> Any:
 
 def _adapted_model(folder: Path) -> str:
     """What the adapters in the folder were trained on; its tokenizer is theirs."""
-    base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not base:
-        raise ConfigError(f"{folder / ADAPTER_CONFIG} does not say which model it adapts (base_model_name_or_path)")
-    return str(base)
+    return base_of(folder)
 
 
 def _adapter_folder(source: str) -> Path | None:

@@ -149,7 +149,7 @@ async def _started(recipe: Recipe, model: Any, folder: Path, log: Path, note: Ca
     section = recipe.inference
     python, port = server_python(section.python), free_port()
     cpu = section.device == "cpu" or (section.device == "auto" and is_cpu_build(python))
-    weights: Any = section.weights or ("gloo" if cpu else "ludic_nccl")
+    weights: Any = section.weights or "gloo"  # which two processes on one GPU can speak, and NCCL cannot
     spoken = convention(recipe.rollout.temperature, recipe.rollout.top_p)
     note(f"Starting a vLLM server from {python}; its output is in {log}")
     proc = start_vllm_server(
@@ -189,7 +189,9 @@ async def _connected(recipe: Recipe, tokenizer: Any, urls: list[str], folder: Pa
             return
         by_folder = folder.parent / "pushed" if recipe.inference.weights == "disk" else None
         publisher: Any = await asyncio.to_thread(
-            lambda: create_vllm_publisher(client, directory=by_folder, master_address=recipe.inference.trainer_address)
+            lambda: create_vllm_publisher(
+                client, directory=by_folder, master_address=recipe.inference.trainer_address, timeout_s=recipe.inference.timeout_s
+            )
         )
         try:
             yield Sampler(client, LearningPublisher(publisher), served[0], remote=True)

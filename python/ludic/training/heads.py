@@ -6,8 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import nn
 
-HEAD_NAMES = ("score", "classifier", "lm_head", "reward_head", "v_head")
-"""Of the modules, in the order in which they are looked for."""
+from ludic.inference.reward_weights import HEAD_NAMES
 
 
 @runtime_checkable

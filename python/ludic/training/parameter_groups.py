@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from ludic.errors import ConfigError
-from ludic.training.heads import HEAD_NAMES, find_head, in_module
+from ludic.inference.reward_weights import HEAD_NAMES
+from ludic.training.heads import find_head, in_module
 
 
 def parameter_groups(

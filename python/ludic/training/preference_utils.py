@@ -12,7 +12,7 @@ import numpy as np
 from ludic.data import DataSet, load_data
 from ludic.errors import DataError
 from ludic.training.batching.mini_batches import grouped
-from ludic.training.batching.preference import meta_value
+from ludic.training.batching.preference import check_label, meta_value
 from ludic.training.batching.preference_items import PreferenceItems, Row
 from ludic.training.types import SAWItem
 from ludic.types import Message
@@ -75,12 +75,20 @@ def preference_dataset_to_saw_items(
 
 
 def _items_of(
-    make: PreferenceItems, rows: Iterable[Row], where: Callable[[int], str], *, label_col: str | None, strict: bool = False
+    make: PreferenceItems,
+    rows: Iterable[Row],
+    where: Callable[[int], str],
+    *,
+    label_col: str | None,
+    strict: bool = False,
+    strict_labels: bool = False,
 ) -> list[SAWItem]:
     items: list[SAWItem] = []
     faults: list[str] = []
     for index, row in enumerate(rows):
         label: Any = 1.0 if label_col is None else row.get(label_col)
+        if strict_labels:
+            check_label(label, where(index))
         try:
             items.extend(make.of_row(row, where(index), pair_id=f"pref_{index}", label=label))
         except DataError as error:
@@ -112,12 +120,13 @@ def load_preference_items(
     or with two scored responses a row, as SHP has them.
 
     `columns` says which column is which (`{"chosen": "better"}`), `config` and `split` are for ids and folders, `limit` is the most rows
-    that are used, from the first. Raises DataError, naming file and row, for a row that is not of the format; a row of it that makes no
+    that are used, from the first. Raises DataError, naming file and row, for a row that is not of the format and for a label that is no
+    probability; a row of it that makes no
     pair is skipped with a warning (`preference_dataset_to_saw_items`).
     """
     data = load_data(source, kind="preference", columns=columns, config=config, split=split)
     make = PreferenceItems(tokenizer, use_chat_template, system_prompt, max_length, as_arrays=True)
-    return _items_of(make, data.rows[:limit], data.where, label_col=label_col)
+    return _items_of(make, data.rows[:limit], data.where, label_col=label_col, strict_labels=True)
 
 
 def shuffle_preference_pairs(items: Sequence[SAWItem], seed: int | None = None) -> list[SAWItem]:

@@ -175,8 +175,8 @@ def _chosen(items: Sequence[SAWItem], count: int, budget: int) -> list[SAWItem]:
     chosen: list[SAWItem] = []
     longest = 0
     for item in spread:
-        longest = max(longest, len(item.input_ids))
-        if longest * (len(chosen) + 1) > budget:
-            break
-        chosen.append(item)
+        widest = max(longest, len(item.input_ids))
+        if widest * (len(chosen) + 1) <= budget:
+            chosen.append(item)
+            longest = widest
     return chosen

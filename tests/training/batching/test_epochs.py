@@ -122,3 +122,10 @@ def test_wrong_settings_are_refused():
         ItemBatchSource(items_of(2), batch_size=0)
     with pytest.raises(ConfigError, match="leaves no batch"):
         ItemBatchSource(items_of(2), batch_size=3, drop_last=True)
+
+
+def test_other_labels_of_the_same_tokens_are_other_data():
+    """A preference's target is in its meta alone."""
+    before = ItemBatchSource(items_of(4, pair_id="p", role="chosen", label=1.0), batch_size=2).state_dict()
+    with pytest.raises(ConfigError, match="digest"):
+        ItemBatchSource(items_of(4, pair_id="p", role="chosen", label=0.5), batch_size=2).load_state_dict(before)

@@ -118,6 +118,7 @@ def test_an_end_token_is_not_written_twice():
 
 def test_samples_say_which_pair_they_are_of():
     chosen, rejected = create_preference_saw_items("2+2=", "4", "5", BYTES, label=0.75, pair_id="sum")
+    assert chosen.meta.pop("prompt_digest") == rejected.meta["prompt_digest"]
     assert chosen.meta == {"pair_id": "sum", "role": "chosen", "label": 0.75, "completion_length": 2, "prompt_length": 4}
     assert rejected.meta["role"] == "rejected"
     assert chosen.weight == 1.0

@@ -29,6 +29,24 @@ def reward_model_of(recipe: RMRecipe, *, pad_token_id: int) -> Any:
         raise ConfigError(f"lora.target_modules ({recipe.lora.target_modules or 'all'}): {error}") from error
 
 
+def with_own_padding(tokenizer: Any) -> Any:
+    """The tokenizer, padding with another token than the one that ends a response, if it has one that ends nothing.
+
+    A classifier of transformers reads its score from the last token that is not padding: where the end token pads, that is the token before
+    the end, while servers and `LocalRewardModel` read the end.
+    """
+    if tokenizer.pad_token_id != tokenizer.eos_token_id:
+        return tokenizer
+    special = [
+        token for token in tokenizer.all_special_tokens if tokenizer.convert_tokens_to_ids(token) != tokenizer.eos_token_id
+    ]
+    padding = [token for token in special if "pad" in token.lower()]
+    opening = [token for token in special if not any(part in token.lower() for part in ("end", "eos", "eot", "</s", "stop"))]
+    if padding or opening:
+        tokenizer.pad_token = (padding or opening)[0]
+    return tokenizer
+
+
 def _small(recipe: RMRecipe) -> Any:
     """Float32 where the type is `auto`."""
     from transformers import Qwen2ForSequenceClassification

@@ -16,7 +16,7 @@ from ludic.recipes.build import build_config
 from ludic.recipes.compose import to_yaml
 from ludic.recipes.model import keep_base, plain_place, save_policy, tokenizer_of
 from ludic.recipes.rm.data import RMData
-from ludic.recipes.rm.model import reward_model_of
+from ludic.recipes.rm.model import reward_model_of, with_own_padding
 from ludic.recipes.rm.schema import RMRecipe, compose_rm
 from ludic.recipes.run import latest_checkpoint
 from ludic.recipes.run_directory import Progress, RunDirectory, new_folder, write_text
@@ -86,7 +86,7 @@ class RMParts:
             torch.set_num_threads(recipe.threads)
         random.seed(recipe.seed)
         torch.manual_seed(recipe.seed)
-        tokenizer = tokenizer_of(recipe)
+        tokenizer = with_own_padding(tokenizer_of(recipe))
         algorithm = make_bradley_terry(**vars(recipe.loss))
         cfg = build_config(RMTrainerConfig, recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
         data = RMData.read(recipe, tokenizer, note=note)

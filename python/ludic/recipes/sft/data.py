@@ -105,7 +105,9 @@ def split_by_prompt(rows: Sequence[list[SAWItem]], share: float) -> tuple[list[S
 
 
 def _prompt(item: SAWItem) -> bytes:
-    """The tokens before the first that is trained."""
+    """The prompt of a pair, as its row gave it, or else the tokens before the first that is trained."""
+    if "prompt_digest" in item.meta:
+        return str(item.meta["prompt_digest"]).encode()
     return np.asarray(item.input_ids[: int(np.argmax(item.action_mask))]).tobytes()
 
 

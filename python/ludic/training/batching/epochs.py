@@ -119,12 +119,14 @@ class ItemBatchSource:
 
 
 def _digest(items: Sequence[SAWItem]) -> str:
-    """16 hex digits over the tokens, masks and weights of all samples."""
+    """16 hex digits over the tokens, masks and weights of all samples, and what makes pairs of them."""
     digest = hashlib.blake2b(digest_size=8)
     for item in items:
         digest.update(np.asarray(item.input_ids, dtype=np.int64).tobytes())
         digest.update(np.asarray(item.action_mask, dtype=np.uint8).tobytes())
         digest.update(np.float64(item.weight).tobytes())
+        if "pair_id" in item.meta:
+            digest.update(repr([item.meta.get(key) for key in ("pair_id", "role", "label")]).encode())
     return digest.hexdigest()
 
 

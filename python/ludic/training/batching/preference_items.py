@@ -14,6 +14,8 @@ template puts behind that is never sampled, and a reward model reads its score f
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -65,7 +67,8 @@ class PreferenceItems:
                 f"{where}: chosen and rejected must both be text or both be lists of messages, not {type(chosen).__name__} and "
                 f"{type(rejected).__name__}"
             )
-        metas = ({"pair_id": pair_id, "role": role, "label": label} for role in ("chosen", "rejected"))
+        told = {"pair_id": pair_id, "label": label, **_prompt_digest(row.get("prompt"))}
+        metas = ({**told, "role": role} for role in ("chosen", "rejected"))
         one, other = (_item(cut, meta, as_arrays=self.as_arrays) for cut, meta in zip(tokens, metas, strict=True))
         if same_tokens(one, other):
             within = f" within max_length ({self.max_length})" if "truncation" in one.meta or "truncation" in other.meta else ""
@@ -103,6 +106,14 @@ class PreferenceItems:
         template_args = row.get("chat_template_kwargs") or {}
         tokens = conversation_tokens(self.tokenizer, begun, answer, where, tools=row.get("tools"), **template_args)
         return cut_from_the_right(tokens, self.max_length, where)
+
+
+def _prompt_digest(prompt: object) -> dict[str, str]:
+    """What pairs of one prompt have in common, however their samples were cut; nothing where the prompt is not given."""
+    if not prompt:
+        return {}
+    written = json.dumps(prompt, sort_keys=True, default=str).encode()
+    return {"prompt_digest": hashlib.blake2b(written, digest_size=16).hexdigest()}
 
 
 @dataclass(frozen=True)
