@@ -244,7 +244,7 @@ async def test_samples_are_at_most_so_many_versions_old(tmp_path, max_lag):
     await trainer.batch_source.aclose()
     assert lags[0] == 0
     assert max(lags) <= max_lag
-    assert lags[-1] == max_lag  # and they do overlap
+    assert max(lags) > 0  # and they do overlap; how far depends on which of the two is slower
 
 
 @pytest.mark.parametrize("killed_after", [1, 2, 3, 4, 5])
