@@ -88,3 +88,12 @@ def test_a_server_that_was_restarted_gets_the_next_version(start, model, tmp_pat
     publisher.publish({}, version=2)
     assert list(server.adapters) == ["policy@2"]
     assert "policy@1 was not unloaded everywhere" in caplog.text
+
+
+def test_a_resumed_run_replaces_the_version_that_the_run_before_left(start, model, tmp_path):
+    """The servers live on; loading a name that they have is an error of theirs."""
+    server = start()
+    create_lora_publisher(server.url, model, directory=tmp_path / "before").publish({}, version=4)
+    resumed = create_lora_publisher(server.url, model, directory=tmp_path / "after")
+    resumed.publish({}, version=4)
+    assert server.adapters == {"policy@4": str(tmp_path / "after" / "version_4")}

@@ -291,6 +291,17 @@ def test_the_weights_that_sampled_are_named(server):
     assert (info["policy_version"], info["weight_versions"]) == (3, spans)  # as old as its oldest token
 
 
+def test_a_server_that_was_restarted_says_that_its_weights_are_the_first(server):
+    """Its samples were called those of the newest version, so that nothing told how old they were."""
+    server.fail(GENERATE, swapped(weight_versions=[{"version": "default", "start": 0, "end": 5}]))
+
+    async def scenario(client):
+        client.weights_changed(7)
+        return (await client.complete(rl()))[1]
+
+    assert run(server, scenario)["policy_version"] == 0
+
+
 def test_tools_that_the_model_would_not_see_are_refused(server):
     request = ChatCompletionRequest("tiny", MESSAGES, SamplingParams(max_tokens=4), tools=ToolRequest([TOOL]))
     with pytest.raises(ConfigError, match="leaves tools out"):

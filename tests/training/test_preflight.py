@@ -218,3 +218,22 @@ def test_settings_without_meaning_are_refused():
         Preflight(threshold=0.0)
     with pytest.raises(ConfigError, match="num_samples"):
         Preflight(num_samples=0)
+
+
+async def test_prompts_that_the_client_clipped_are_no_sign_of_another_template():
+    """The messages that a sample keeps are those that the agent gave; the client sent fewer characters of them."""
+    from types import SimpleNamespace
+
+    from ludic.training.mismatch_causes import Suspects
+
+    _, tokenizer = chat_policy()
+    message = {"role": "user", "content": "a long question"}
+    item = SimpleNamespace(
+        meta={"chat_prompt_messages": [message], "prompt_length": 3}, input_ids=[1, 2, 3, 4], action_mask=[0, 0, 0, 1]
+    )
+    found = SimpleNamespace(items=[item])
+    named = [
+        Suspects(None, None, None, tokenizer, SimpleNamespace(prompts_clipped=clipped)).wrong_prompts(found) for clipped in (0, 1)
+    ]
+    assert named[0] is not None
+    assert named[1] is None

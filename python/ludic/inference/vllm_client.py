@@ -219,6 +219,11 @@ class VLLMChatClient:
 
     # -- weights
 
+    @property
+    def prompts_clipped(self) -> int:
+        """Prompts of which less was sent than was given."""
+        return 0 if self._clipper is None else self._clipper.clipped
+
     async def get_policy_version(self) -> int:
         """The version that the server says it serves. What this client last committed where it does not say, 0 if that is nothing."""
         live = self._pool.live if self._pool is not None else []

@@ -89,7 +89,7 @@ class LoraPublisher:
     def _load(self, name: str, folder: str) -> None:
         if name in self._loaded:  # the same version again, after a resume
             self._unload(name)
-        failures = on_each(self.servers, lambda server: server.load_adapter(name, folder, timeout_s=self.timeout_s))
+        failures = on_each(self.servers, lambda server: self._load_at(server, name, folder))
         if failures:
             on_each([server for server in self.servers if server not in failures], lambda server: server.unload_adapter(name))
             raise PublishError(
@@ -97,6 +97,11 @@ class LoraPublisher:
                 f"{failed_servers(failures)}"
             ) from next(iter(failures.values()))
         self._loaded.append(name)
+
+    def _load_at(self, server: VllmEndpoints, name: str, folder: str) -> None:
+        if name in server.models():  # of the run that is resumed, or of a load whose answer was lost
+            server.unload_adapter(name)
+        server.load_adapter(name, folder, timeout_s=self.timeout_s)
 
     def _unload_old(self) -> None:
         while len(self._loaded) > self._keep:
