@@ -23,8 +23,7 @@ from ludic.agents import Agent
 from ludic.context import FullDialog
 from ludic.distributed.adapters.local import LocalPublisher
 from ludic.envs.tasks import DigitSort
-from ludic.inference import InferenceSpec, ReturnSpec, SamplingParams
-from ludic.inference.local import LocalChatClient
+from ludic.inference import InferenceSpec, LocalChatClient, ReturnSpec, SamplingParams
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import ParseResult
 from ludic.recipes.model import make_small_model

@@ -11,7 +11,7 @@ from stub_weight_server import StubWeightServer, same, weights
 from tiny_policy import make_tiny_policy
 
 from ludic.distributed import create_vllm_publisher
-from ludic.inference.vllm_utils import WeightBackend
+from ludic.inference.vllm.launch import WeightBackend
 from ludic.training.lora import LoraSettings, apply_lora
 
 PAGE = (Path(__file__).parents[2] / "docs" / "publishing.md").read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from tool_playing import TEMPLATE, call
 from ludic.errors import ConfigError
 from ludic.inference import ChatCompletionRequest, LocalChatClient, ReturnSpec, SamplingParams, ToolRequest
 from ludic.inference.chat_template import ChatTemplate, offered_tools
-from ludic.inference.local_decode import Completion
+from ludic.inference.local.decode import Completion
 from ludic.recipes.tokenizer import EOS_ID, make_byte_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
@@ -87,7 +87,7 @@ def client_that_says(text, monkeypatch, template=TEMPLATE, finish="stop"):
         ids = [*made.tokenizer(text, add_special_tokens=False)["input_ids"], *([EOS_ID] if finish == "stop" else [])]
         return [Completion(ids, [-0.1] * len(ids), [-0.1] * len(ids), finish) for _ in requests]
 
-    monkeypatch.setattr("ludic.inference.local.decode", decode)
+    monkeypatch.setattr("ludic.inference.local.client.decode", decode)
     return made
 
 

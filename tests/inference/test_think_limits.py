@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 import ludic
 from ludic.inference.think_limits import ThinkLimits, heeded, thought_limit
-from ludic.inference.vllm_server import server_command
+from ludic.inference.vllm.server import server_command
 
 CLOSING = [7, 8, 9]
 
@@ -99,7 +99,7 @@ def test_a_tokenizer_that_cannot_say_it_cannot_close_thoughts():
         ThinkLimits([])
 
 
-# -- `python -m ludic.inference.vllm_server`
+# -- `python -m ludic.inference.vllm.server`
 
 
 def test_the_servers_own_flags_win_and_the_rest_is_what_training_needs():
@@ -110,7 +110,7 @@ def test_the_servers_own_flags_win_and_the_rest_is_what_training_needs():
     assert command.count("--host") == 1
     assert "--logprobs-mode" not in command
     assert command[command.index("--generation-config") + 1] == "vllm"
-    assert command[command.index("--logits-processors") + 1] == "ludic.inference.vllm_think:GlobalThinkProcessor"
+    assert command[command.index("--logits-processors") + 1] == "ludic.inference.vllm.think:GlobalThinkProcessor"
     assert "--enable-scale-out" in command
     assert (variables["VLLM_BATCH_INVARIANT"], variables["VLLM_SERVER_DEV_MODE"]) == ("1", "0")
     command, variables = server_command([], {})
@@ -130,6 +130,6 @@ def test_the_module_becomes_the_server(tmp_path):
         "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(ludic.__file__).parents[1])]),
         "VLLM_SERVER_DEV_MODE": "0",
     }
-    command = [sys.executable, "-m", "ludic.inference.vllm_server", "--batch-invariant", "--model", "m"]
+    command = [sys.executable, "-m", "ludic.inference.vllm.server", "--batch-invariant", "--model", "m"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=True)
     assert found.stdout.split() == ["1", "0", "--model", "m"]

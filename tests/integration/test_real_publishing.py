@@ -16,7 +16,7 @@ from ludic.distributed import VllmControlPlane, create_lora_publisher, create_vl
 from ludic.distributed.server_weights import fitted
 from ludic.errors import InferenceError, PublishError
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMChatClient
-from ludic.inference.vllm_endpoints import VllmEndpoints
+from ludic.inference.vllm.endpoints import VllmEndpoints
 
 pytestmark = pytest.mark.integration
 PROMPT = list(range(10, 40))
@@ -237,7 +237,7 @@ def test_frozen_weights_keep_their_values_and_a_tied_head_follows_its_embedding(
     from real_vllm import READY_S
     from tiny_policy import make_tiny_policy, tiny_tokenizer
 
-    from ludic.inference.vllm_utils import free_port, start_vllm_server, stop_vllm_server, wait_for_vllm_health
+    from ludic.inference.vllm.launch import free_port, start_vllm_server, stop_vllm_server, wait_for_vllm_health
 
     config = make_tiny_policy().config
     config.tie_word_embeddings = True

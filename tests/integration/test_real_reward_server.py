@@ -13,12 +13,12 @@ from reward_models import EOS, reward_model, score_alone
 from ludic.distributed import create_rm_publisher
 from ludic.errors import ConfigError, DataError, InferenceError
 from ludic.inference import LocalRewardModel, ScoringRequest
-from ludic.inference.vllm_scoring import VLLMScoringClient
+from ludic.inference.vllm.scoring import VLLMScoringClient
 from ludic.recipes.tokenizer import make_byte_tokenizer
 
 pytestmark = pytest.mark.integration
 READY_S = 540.0
-WORKER = "ludic.inference.vllm_worker.WeightWorker"
+WORKER = "ludic.inference.vllm.worker.WeightWorker"
 WEIGHT_FLAGS = ["--worker-extension-cls", WORKER, "--weight-transfer-config", '{"backend": "gloo"}']
 
 
@@ -27,7 +27,7 @@ def served(tmp_path_factory):
     """(url, the same model here)."""
     if not os.environ.get("LUDIC_VLLM_PYTHON"):
         pytest.skip("LUDIC_VLLM_PYTHON names no interpreter with vLLM; `make vllm` builds one")
-    from ludic.inference.vllm_utils import free_port, start_vllm_server, stop_vllm_server, wait_for_vllm_health
+    from ludic.inference.vllm.launch import free_port, start_vllm_server, stop_vllm_server, wait_for_vllm_health
 
     folder, log, port = tmp_path_factory.mktemp("reward_model"), tmp_path_factory.mktemp("vllm") / "server.log", free_port()
     model = reward_model(seed=21)

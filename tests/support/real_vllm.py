@@ -42,7 +42,7 @@ def vllm_server(tmp_path_factory):
         pytest.skip("LUDIC_VLLM_PYTHON names no interpreter with vLLM; `make vllm` builds one")
     from tiny_policy import save_tiny_policy, tiny_tokenizer
 
-    from ludic.inference.vllm_utils import free_port, start_vllm_server, stop_vllm_server, wait_for_vllm_health
+    from ludic.inference.vllm.launch import free_port, start_vllm_server, stop_vllm_server, wait_for_vllm_health
 
     folder = tmp_path_factory.mktemp("policy")
     model = save_tiny_policy(folder)

@@ -14,8 +14,8 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 from safetensors.torch import save_file
 
-from ludic.inference.weight_fingerprint import fingerprint
-from ludic.inference.weight_receiver import Checkpoint, WeightReceiver
+from ludic.inference.vllm.weight_fingerprint import fingerprint
+from ludic.inference.vllm.weight_receiver import Checkpoint, WeightReceiver
 
 SHAPES = {
     "model.embed_tokens.weight": (12, 4),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ludic.distributed.server_weights import ServerManifest
 from ludic.errors import InferenceError, PublishError, PublishTimeoutError, ServerError
-from ludic.inference.vllm_endpoints import VllmEndpoints
+from ludic.inference.vllm.endpoints import VllmEndpoints
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ ANSWER_MARGIN_S = 15.0
 """What a call may take beyond the transfer that it waits for: a server gives up on a transfer before we give up on the server."""
 POLL_S = 0.0005
 """How often a broadcast looks whether the server still takes it."""
-NEEDS_EXTENSION = "start it as `ludic serve` does, with --worker-extension-cls ludic.inference.vllm_worker.WeightWorker"
+NEEDS_EXTENSION = "start it as `ludic serve` does, with --worker-extension-cls ludic.inference.vllm.worker.WeightWorker"
 
 
 class ServerLink:
@@ -101,7 +101,7 @@ class ServerLink:
 
     def _connect(self) -> None:
         """Open a group with the server's workers, of which the trainer is rank 0."""
-        from ludic.inference.weight_receiver import LOOPBACK, listening_store, process_group
+        from ludic.inference.vllm.weight_receiver import LOOPBACK, listening_store, process_group
 
         self._drop_group()
         size = 1 + self.endpoints.world_size()
@@ -135,7 +135,7 @@ class ServerLink:
 
     def send(self, tensor: Tensor) -> None:
         """Broadcast the next tensor."""
-        from ludic.inference.weight_receiver import broadcast
+        from ludic.inference.vllm.weight_receiver import broadcast
 
         if self._group is None:
             raise PublishError(f"there is no connection to {self.url}; VllmControlPlane.prepare() opens one")
@@ -208,7 +208,7 @@ class ServerLink:
 
     def _drop_group(self) -> None:
         if self._group is not None:
-            from ludic.inference.weight_receiver import leave
+            from ludic.inference.vllm.weight_receiver import leave
 
             left, self._group = [self._group], None
             leave(left)

@@ -45,7 +45,7 @@ def maybe_start_vllm(args: argparse.Namespace) -> Iterator[None]:
     """Do nothing unless `--start-server` was given. Starting a server is not there yet and raises MissingExtraError."""
     if getattr(args, "start_server", False):
         raise MissingExtraError(
-            "--start-server needs ludic.inference.vllm_utils, which this version of ludic does not have; start the server yourself "
+            "--start-server needs ludic.inference.vllm.launch, which this version of ludic does not have; start the server yourself "
             f"(vllm serve {args.model} --host {args.host} --port {args.port}) and leave --start-server out"
         )
     yield

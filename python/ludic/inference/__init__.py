@@ -13,13 +13,13 @@ from ludic.inference.reward_types import PoolingType, RewardModelTrainingMode, S
 from ludic.inference.sampling import SamplingConfig, SamplingParams
 
 if TYPE_CHECKING:
-    from ludic.inference.local import LocalChatClient
-    from ludic.inference.local_reward import LocalRewardModel
-    from ludic.inference.openai_client import OpenAIChatClient
-    from ludic.inference.vllm_client import VLLMChatClient
-    from ludic.inference.vllm_reward_client import VLLMClient
-    from ludic.inference.vllm_scoring import VLLMScoringClient
-    from ludic.inference.vllm_utils import start_vllm_server, wait_for_vllm_health
+    from ludic.inference.local.client import LocalChatClient
+    from ludic.inference.local.reward import LocalRewardModel
+    from ludic.inference.servers.openai_client import OpenAIChatClient
+    from ludic.inference.vllm.client import VLLMChatClient
+    from ludic.inference.vllm.launch import start_vllm_server, wait_for_vllm_health
+    from ludic.inference.vllm.reward_client import VLLMClient
+    from ludic.inference.vllm.scoring import VLLMScoringClient
 
 __all__ = [
     "BackendExtensions",
@@ -46,14 +46,14 @@ __all__ = [
     "wait_for_vllm_health",
 ]
 _LATE = {
-    "LocalChatClient": "local",
-    "LocalRewardModel": "local_reward",
-    "OpenAIChatClient": "openai_client",
-    "VLLMChatClient": "vllm_client",
-    "VLLMClient": "vllm_reward_client",
-    "VLLMScoringClient": "vllm_scoring",
-    "start_vllm_server": "vllm_utils",
-    "wait_for_vllm_health": "vllm_utils",
+    "LocalChatClient": "local.client",
+    "LocalRewardModel": "local.reward",
+    "OpenAIChatClient": "servers.openai_client",
+    "VLLMChatClient": "vllm.client",
+    "VLLMClient": "vllm.reward_client",
+    "VLLMScoringClient": "vllm.scoring",
+    "start_vllm_server": "vllm.launch",
+    "wait_for_vllm_health": "vllm.launch",
 }
 """Names that load more than the standard library -> their modules."""
 

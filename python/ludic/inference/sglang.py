@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, PublishError
-from ludic.inference.persistence import Persistence
 from ludic.inference.prompt_tokens import PromptTokens
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
-from ludic.inference.server_calls import ServerCalls
-from ludic.inference.server_errors import may_pass, meant
-from ludic.inference.server_pool import Server, ServerPool
-from ludic.inference.vllm_responses import AbortedError, version_number
+from ludic.inference.servers.calls import ServerCalls
+from ludic.inference.servers.errors import AbortedError, may_pass, meant
+from ludic.inference.servers.persistence import Persistence
+from ludic.inference.servers.pool import Server, ServerPool
+from ludic.inference.servers.weight_versions import version_number
 from ludic.types import ChatResponse, TokenTrace
 
 if TYPE_CHECKING:

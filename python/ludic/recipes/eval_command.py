@@ -189,7 +189,7 @@ def _local_client(recipe: Recipe) -> ChatClient:
         )
     import torch
 
-    from ludic.inference.local import LocalChatClient
+    from ludic.inference.local.client import LocalChatClient
     from ludic.recipes.build import build_trainer_config
     from ludic.recipes.model import make_policy
 

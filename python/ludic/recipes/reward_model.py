@@ -12,7 +12,7 @@ from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.envs.tasks import Episode, EpisodicTask
 from ludic.envs.tasks.episodic import Played, Shown, Turn, share
 from ludic.errors import ConfigError
-from ludic.inference.local_reward import LocalRewardModel
+from ludic.inference.local.reward import LocalRewardModel
 from ludic.parsers import Parser
 from ludic.recipes.model import base_of, check_dtype, load_tokenizer, place_of
 from ludic.training.reward_credit import CombineMode

@@ -13,7 +13,7 @@ from ludic.envs.tasks import Episode, EpisodicTask, Task, as_episodic
 from ludic.envs.tasks.episodic import OneTurn
 from ludic.errors import ConfigError
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
-from ludic.inference.local_sampler import check_sampling
+from ludic.inference.local.sampler import check_sampling
 from ludic.interaction import SingleAgentProtocol
 from ludic.recipes.data_task import DataTask
 from ludic.recipes.reward_model import JudgedTask

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ludic.envs.tasks import EpisodicTask
-from ludic.inference.local import LocalChatClient
+from ludic.inference.local.client import LocalChatClient
 from ludic.recipes.build import build_algorithm, build_trainer_config, check_numbers, task_of, with_reward_model
 from ludic.recipes.demonstrations import DemonstrationSource
 from ludic.recipes.evaluate import Evaluation, HeldOut

@@ -86,7 +86,7 @@ def check_inference(recipe: Recipe, model: Any) -> None:
     section = recipe.inference
     if kind_of(section) == "local" or section.url is not None:
         return
-    from ludic.inference.server_environment import is_cpu_build, server_python
+    from ludic.inference.vllm.environment import is_cpu_build, server_python
 
     python = server_python(section.python)
     if not _has_vllm(python):
@@ -126,7 +126,7 @@ def _local(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
     """The trainer's own model; with batches on their way, and with adapters, which it merges, weights of its own that change when they
     are published."""
     from ludic.distributed.adapters.local import LocalPublisher
-    from ludic.inference.local import LocalChatClient
+    from ludic.inference.local.client import LocalChatClient
     from ludic.training.adapters import has_adapters
 
     spoken = convention(recipe.rollout.temperature, recipe.rollout.top_p)
@@ -143,8 +143,8 @@ def _local(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
 @asynccontextmanager
 async def _started(recipe: Recipe, model: Any, folder: Path, log: Path, note: Callable[[str], None]) -> AsyncIterator[str]:
     """The address of a server that serves the policy in `folder`, in processes of its own."""
-    from ludic.inference.server_environment import is_cpu_build, server_python
-    from ludic.inference.vllm_utils import free_port, start_vllm_server, stop_vllm_server, wait_for_vllm_health
+    from ludic.inference.vllm.environment import is_cpu_build, server_python
+    from ludic.inference.vllm.launch import free_port, start_vllm_server, stop_vllm_server, wait_for_vllm_health
 
     section = recipe.inference
     python, port = server_python(section.python), free_port()
@@ -177,7 +177,7 @@ async def _started(recipe: Recipe, model: Any, folder: Path, log: Path, note: Ca
 async def _connected(recipe: Recipe, tokenizer: Any, urls: list[str], folder: Path, pushes: bool) -> AsyncIterator[Sampler]:
     """A client of the servers at `urls`, and what pushes weights to them."""
     from ludic.distributed.adapters.vllm import create_vllm_publisher
-    from ludic.inference.vllm_client import VLLMChatClient
+    from ludic.inference.vllm.client import VLLMChatClient
 
     client = await asyncio.to_thread(lambda: VLLMChatClient(urls=urls, tokenizer=tokenizer, timeout_s=recipe.inference.timeout_s))
     async with client:

@@ -13,9 +13,9 @@ from types import FrameType
 from typing import Any, Literal, cast
 
 from ludic.errors import ConfigError, InferenceError
-from ludic.inference.server_environment import is_cpu_build, server_python
-from ludic.inference.server_flags import WeightBackend
-from ludic.inference.vllm_utils import LogprobsMode, start_vllm_server, stop_vllm_server, wait_for_vllm_health
+from ludic.inference.vllm.environment import is_cpu_build, server_python
+from ludic.inference.vllm.flags import WeightBackend
+from ludic.inference.vllm.launch import LogprobsMode, start_vllm_server, stop_vllm_server, wait_for_vllm_health
 
 DEVICES = ("auto", "cpu", "cuda")
 WEIGHTS = ("auto", "gloo", "ludic_nccl", "disk", "none")

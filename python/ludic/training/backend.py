@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ludic.errors import ConfigError, NonFiniteError
-from ludic.inference.local_sampler import nucleus
+from ludic.inference.local.sampler import nucleus
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_logits
 from ludic.training.batching.micro_batching import MicroBatch

@@ -55,7 +55,7 @@ class SGLangPublisher:
         self._marks: dict[str, str] = {}
 
     def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
-        from ludic.inference.weight_fingerprint import fingerprint
+        from ludic.inference.vllm.weight_fingerprint import fingerprint
 
         if version is None:
             raise ConfigError("a checkpoint needs a version to be named by; publish(weights, version=...)")
@@ -100,7 +100,7 @@ def _manifest_of(model: Path) -> ServerManifest:
     """Names, shapes and dtypes of the weights in a folder."""
     import json
 
-    from ludic.inference.weight_receiver import Checkpoint
+    from ludic.inference.vllm.weight_receiver import Checkpoint
 
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     weights = Checkpoint(model).weights

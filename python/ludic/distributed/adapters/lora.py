@@ -15,7 +15,7 @@ from ludic.distributed.adapters.vllm import server_urls
 from ludic.distributed.checkpoint_folder import CheckpointFolder
 from ludic.distributed.fan_out import failed_servers, on_each
 from ludic.errors import ConfigError, PublishError
-from ludic.inference.vllm_endpoints import VllmEndpoints
+from ludic.inference.vllm.endpoints import VllmEndpoints
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -57,7 +57,7 @@ class LoraPublisher:
     def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
         """Load the model's adapters as `<name>@<version>` on all servers, or on none. They are taken from the model: in `state_dict`
         they are merged."""
-        from ludic.inference.weight_fingerprint import fingerprint
+        from ludic.inference.vllm.weight_fingerprint import fingerprint
         from ludic.training.lora import adapter_weights, save_adapter
 
         if version is None:

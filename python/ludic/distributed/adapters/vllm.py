@@ -25,7 +25,7 @@ from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPubli
 from ludic.distributed.server_link import ServerLink
 from ludic.distributed.server_weights import ServerManifest, check_fit, checkpoint_names, fitted
 from ludic.errors import ConfigError, PublishError, PublishTimeoutError
-from ludic.inference.vllm_endpoints import VllmEndpoints
+from ludic.inference.vllm.endpoints import VllmEndpoints
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -273,7 +273,7 @@ class CheckedPublisher:
         self._published: tuple[str, dict[str, str]] | None = None
 
     def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
-        from ludic.inference.weight_fingerprint import fingerprint
+        from ludic.inference.vllm.weight_fingerprint import fingerprint
 
         manifest = self.control.prepare()
         weights = fitted(state_dict, manifest, partial=self.control.partial)

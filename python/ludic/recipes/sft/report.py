@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ludic.inference.local import end_token_ids
+from ludic.inference.local.client import end_token_ids
 from ludic.recipes.curve import text_curve, write_picture
 from ludic.recipes.report import padding_line, padding_of, show_files
 from ludic.recipes.run_directory import write_text

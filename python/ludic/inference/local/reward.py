@@ -1,0 +1,227 @@
+"""A reward model in this process: scores of sequences from any sequence-classification model of transformers.
+
+Shapes: N sequences, B of them in a forward pass, T tokens of the longest, H hidden size, L labels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ludic import _core
+from ludic.errors import ConfigError, DataError, InferenceError
+from ludic.inference.local.decode import evaluating
+from ludic.inference.local.weights import copy_weights
+from ludic.inference.reward_types import PoolingType, RewardModelTrainingMode, ScoringRequest, ScoringResponse, scoring_input
+from ludic.inference.reward_weights import trained_weights
+from ludic.inference.tokenizers import reads_same_ids
+
+logger = logging.getLogger(__name__)
+
+
+class LocalRewardModel:
+    """Scores sequences with `model`, which it leaves as it is: evaluation mode and no gradients during a call, both as before after it.
+
+    Token ids are scored as they are. Text is tokenised by `tokenizer`, without special tokens unless `add_special_tokens`.
+
+    A decoder is read at the last token of each sequence, whatever its id. (The forward pass of transformers takes the last one that is
+    not `config.pad_token_id`, which is another one where a sequence ends with that id; a server of vLLM takes the last, as here.) An
+    encoder with a pooler of its own is read as it reads itself.
+
+    Sequences are packed by length into forward passes of at most `micro_token_budget` tokens, padding included, by the planner of the
+    trainer. The same inputs give the same scores; other neighbours in a pass may change the last digits of float32.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        micro_token_budget: int = 16384,
+        add_special_tokens: bool = False,
+        name: str = "reward_model",
+    ) -> None:
+        if micro_token_budget < 1:
+            raise ConfigError(f"micro_token_budget ({micro_token_budget}) must be >= 1")
+        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self._budget, self._add_special_tokens = micro_token_budget, add_special_tokens
+        self._config: Any = getattr(model, "config", None)
+        self._body, self._head = _body_and_head(model)
+        self._busy = threading.Lock()
+        """Held while sequences are scored and while weights are copied."""
+        self._version = 0
+        if self._head is not None and _ends_with_padding(self._config, tokenizer):
+            logger.warning(
+                "the end token of %s is also its padding token: here a sequence is scored at its end token, where the forward pass of "
+                "transformers takes the token before it; a model that was trained that way deserves a padding token of its own",
+                name,
+            )
+
+    def reads_ids_of(self, tokenizer: Any) -> bool:
+        """Whether ids of that tokenizer mean the same here, so that they need no text in between."""
+        return reads_same_ids(self.tokenizer, tokenizer)
+
+    async def score_batch(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        normalize: bool = True,
+        pooling_type: PoolingType | None = None,
+        n_labels: int = 1,
+    ) -> list[float]:
+        """[N] scores, computed in a worker thread; `normalize` takes the logistic function of each. `pooling_type` None: as the model
+        is made.
+
+        Raises DataError for a sequence that the model cannot read, InferenceError where it fails.
+        """
+        if n_labels != 1:
+            raise ConfigError(f"n_labels ({n_labels}) must be 1: a reward is one number; `score` gives several")
+        logits_NL = await asyncio.to_thread(self._logits, list(inputs), pooling_type)
+        if logits_NL.shape[1] != 1:
+            raise ConfigError(
+                f"{self.name} gives {logits_NL.shape[1]} labels a sequence, a reward is one number; use a model with one"
+            )
+        return _normalized(logits_NL, normalize)[:, 0].tolist()
+
+    async def score(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:
+        """What `score_batch` does, with all labels. The info carries `reward_model_version`."""
+        logits_NL = await asyncio.to_thread(self._logits, list(request.inputs), request.pooling_type)
+        return self._response(request, logits_NL), {"reward_model_version": self._version}
+
+    def score_sync(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:
+        """`score` in the calling thread."""
+        response = self._response(request, self._logits(list(request.inputs), request.pooling_type))
+        return response, {"reward_model_version": self._version}
+
+    async def get_reward_model_version(self) -> int:
+        return self._version
+
+    def sync_reward_weights(
+        self,
+        params: Mapping[str, Tensor],
+        *,
+        training_mode: RewardModelTrainingMode | str = RewardModelTrainingMode.FULL,
+        timeout_s: float = 600.0,
+        version: str | int | None = None,
+    ) -> str:
+        """Copy the weights that `training_mode` changes, by name and between two calls; returns the version now scored with."""
+        chosen = trained_weights(params, training_mode)
+        if not self._busy.acquire(timeout=timeout_s):
+            raise TimeoutError(f"sequences were still being scored after {timeout_s} s; the weights were not changed")
+        try:
+            copy_weights(self.model, chosen)
+            self._version = self._version + 1 if version is None else int(version)
+            return str(self._version)
+        finally:
+            self._busy.release()
+
+    def _response(self, request: ScoringRequest, logits_NL: Tensor) -> ScoringResponse:
+        if logits_NL.shape[1] != request.n_labels:
+            raise ConfigError(
+                f"{self.name} gives {logits_NL.shape[1]} labels a sequence, the request asks for {request.n_labels}"
+            )
+        scores = _normalized(logits_NL, request.normalize)
+        tokens = sum(len(ids) for ids in self._ids(request.inputs))
+        return ScoringResponse(
+            scores=(scores[:, 0] if request.n_labels == 1 else scores).tolist(),
+            model=self.name,
+            usage={"prompt_tokens": tokens, "total_tokens": tokens},
+            metadata={"pooling_type": request.pooling_type.value, "normalize": request.normalize},
+        )
+
+    def _logits(self, inputs: Sequence[str | Sequence[int]], pooling: PoolingType | None) -> Tensor:
+        """[N, L] float32 on the CPU."""
+        sequences = self._ids(inputs)
+        self._check(sequences, pooling)
+        if not sequences:
+            return torch.zeros(0, 1)
+        lengths = np.fromiter((len(ids) for ids in sequences), dtype=np.int32, count=len(sequences))
+        plan = _core.plan_optimal(lengths, max(self._budget, int(lengths.max())))
+        found: dict[int, Tensor] = {}
+        try:
+            with self._busy, evaluating(self.model), torch.no_grad():
+                for rows in plan.to_lists():
+                    found.update(zip(rows, self._forward([sequences[row] for row in rows], pooling).float().cpu(), strict=True))
+        except RuntimeError as error:
+            raise InferenceError(f"{self.name} failed: {type(error).__name__}: {error}") from error
+        return torch.stack([found[row] for row in range(len(sequences))])
+
+    def _forward(self, sequences: Sequence[Sequence[int]], pooling: PoolingType | None) -> Tensor:
+        """[B, L] of right-padded rows."""
+        device = next(self.model.parameters()).device
+        lengths_B = torch.tensor([len(ids) for ids in sequences])
+        ids_BT = torch.zeros(len(sequences), int(lengths_B.max()), dtype=torch.long)
+        for row, ids in enumerate(sequences):
+            ids_BT[row, : len(ids)] = torch.tensor(ids)
+        mask_BT = (torch.arange(ids_BT.shape[1]) < lengths_B[:, None]).long().to(device)
+        ids_BT, lengths_B = ids_BT.to(device), lengths_B.to(device)
+        if self._head is None or self._body is None:
+            logits_BL: Tensor = self.model(input_ids=ids_BT, attention_mask=mask_BT).logits
+            return logits_BL
+        hidden_BTH: Tensor = self._body(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).last_hidden_state
+        pooled: Tensor = self._head(_pooled(hidden_BTH, mask_BT, lengths_B, pooling or PoolingType.LAST))
+        return pooled
+
+    def _ids(self, inputs: Sequence[str | Sequence[int]]) -> list[Sequence[int]]:
+        checked = [scoring_input(given) for given in inputs]
+        if self.tokenizer is None and any(isinstance(given, str) for given in checked):
+            raise ConfigError(f"{self.name} has no tokenizer and was given text; give it one, or token ids")
+        return [
+            self.tokenizer(given, add_special_tokens=self._add_special_tokens)["input_ids"] if isinstance(given, str) else given
+            for given in checked
+        ]
+
+    def _check(self, sequences: Sequence[Sequence[int]], pooling: PoolingType | None) -> None:
+        if pooling is PoolingType.STEP:
+            raise ConfigError("pooling_type=step is reserved: nothing computes a score a step yet")
+        if self._head is None and pooling not in (None, PoolingType.CLS):
+            raise ConfigError(
+                f"{self.name} is an encoder that reads its score from its first token; ask for pooling_type=cls, or none"
+            )
+        vocabulary = getattr(self.model.get_input_embeddings(), "num_embeddings", None)  # type: ignore[operator]
+        room = getattr(self._config, "max_position_embeddings", None)
+        for index, ids in enumerate(sequences):
+            if not ids:
+                raise DataError(f"sequence {index} has no token; there is nothing to score")
+            if room is not None and len(ids) > room:
+                raise DataError(f"sequence {index} has {len(ids)} tokens, the context of {self.name} is {room}; shorten it")
+            if vocabulary is not None and not 0 <= min(ids) <= max(ids) < vocabulary:
+                raise DataError(
+                    f"sequence {index} has a token id outside 0..{vocabulary - 1}, the vocabulary of {self.name}; were these ids made "
+                    "by another tokenizer?"
+                )
+
+
+def _pooled(hidden_BTH: Tensor, mask_BT: Tensor, lengths_B: Tensor, pooling: PoolingType) -> Tensor:
+    """[B, H]"""
+    if pooling is PoolingType.CLS:
+        return hidden_BTH[:, 0]
+    if pooling is PoolingType.LAST:
+        return hidden_BTH[torch.arange(len(lengths_B), device=hidden_BTH.device), lengths_B - 1]
+    weights_BT1 = mask_BT[:, :, None].to(hidden_BTH.dtype)
+    return (hidden_BTH * weights_BT1).sum(1) / lengths_B[:, None].to(hidden_BTH.dtype)
+
+
+def _body_and_head(model: Any) -> tuple[nn.Module | None, nn.Module | None]:
+    """The decoder and the linear head on its hidden states; None and None for a model that pools in a way of its own."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    body, head = getattr(inner, getattr(inner, "base_model_prefix", "") or "-", None), getattr(inner, "score", None)
+    return (body, head) if isinstance(body, nn.Module) and isinstance(head, nn.Module) else (None, None)
+
+
+def _ends_with_padding(config: Any, tokenizer: Any) -> bool:
+    pad, end = getattr(config, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None)
+    return pad is not None and pad == end
+
+
+def _normalized(logits_NL: Tensor, normalize: bool) -> Tensor:
+    if not normalize:
+        return logits_NL
+    return torch.sigmoid(logits_NL) if logits_NL.shape[1] == 1 else torch.softmax(logits_NL, dim=1)

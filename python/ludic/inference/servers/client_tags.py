@@ -1,0 +1,136 @@
+"""Whose answer is this: the tag that a client sends to a server shared by several, and looks for in what comes back.
+
+The tag travels as the JSON field `client_tag` and the header `X-VLLM-Client-Tag`. vLLM drops both; a server that clients share behind
+something that fans requests in must be started with `ludic.inference.servers.client_tag_middleware.ClientTagMiddleware` (`ludic serve
+--client-tags`), which says them again. An answer without a tag is an error under `require_echo`, and taken for one's own under `lenient`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ludic.errors import ClientTagError, ConfigError
+
+TagPolicy = Literal["require_echo", "lenient"]
+HEADER = "X-VLLM-Client-Tag"
+FIELD = "client_tag"
+PLACES = ("metadata", "meta", "context", "extra", "request")
+"""Where an object may say its tag, if it does not at its top."""
+OUTER_LISTS = ("results", "choices")
+"""Where an answer has its groups; each may have `outputs`."""
+DEPTH = 5
+BREADTH = 8
+"""How far down, and how many elements of a list, a tag is looked for."""
+
+
+def resolve_client_tag(given: str | None = None, environment: Mapping[str, str] | None = None) -> str | None:
+    """The tag given, else `VLLM_CLIENT_TAG`, else `rank-I-of-N` of a launcher's variables (`rank-I` where N is unknown), else None."""
+    env = os.environ if environment is None else environment
+    for tag in (given, env.get("VLLM_CLIENT_TAG")):
+        if tag is not None and tag.strip():
+            return tag.strip()
+    rank = _first(env, "RANK", "LOCAL_RANK", "SLURM_PROCID")
+    if rank is None:
+        return None
+    size = _first(env, "WORLD_SIZE", "SLURM_NTASKS")
+    return f"rank-{rank}" if size is None else f"rank-{rank}-of-{size}"
+
+
+def find_tag(value: object, depth: int = DEPTH) -> str | None:
+    """The first tag in an answer: `client_tag` of an object, else one in its metadata."""
+    if depth < 0:
+        return None
+    if isinstance(value, list):
+        return next((tag for tag in (find_tag(element, depth - 1) for element in value[:BREADTH]) if tag), None)
+    if not isinstance(value, Mapping):
+        return None
+    own = value.get(FIELD)
+    if isinstance(own, str) and own.strip():
+        return own.strip()
+    return next((tag for tag in (find_tag(value.get(place), depth - 1) for place in PLACES) if tag), None)
+
+
+@dataclass
+class TagCounts:
+    """What the tags have done so far."""
+
+    filtered: int = 0
+    """Groups and outputs left out because they were another client's."""
+    untagged: int = 0
+    """Answers without any tag, taken under `lenient`."""
+    errors: int = 0
+
+
+@dataclass
+class ClientTag:
+    """One client's tag and how strict it is."""
+
+    tag: str
+    policy: TagPolicy = "lenient"
+    counts: TagCounts = field(default_factory=TagCounts)
+
+    def __post_init__(self) -> None:
+        if self.policy not in ("require_echo", "lenient"):
+            raise ConfigError(f"client_tag_policy ({self.policy!r}) must be 'require_echo' or 'lenient'")
+        if not self.tag.strip() or not self.tag.isprintable() or not self.tag.isascii():
+            raise ConfigError(f"client_tag ({self.tag!r}) must be printable ASCII: it travels in a header")
+
+    def headers(self) -> dict[str, str]:
+        return {HEADER: self.tag}
+
+    def mine(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """The payload without the groups and choices of others. ClientTagError if nothing is left, or no tag is where one must be."""
+        kept = dict(payload)
+        lists = [name for name in OUTER_LISTS if isinstance(payload.get(name), list)]
+        root = find_tag(payload)
+        if root is not None and root != self.tag and not lists:
+            raise self._error(f"the answer carries the client_tag {root!r} and not {self.tag!r}")
+        seen = root is not None
+        for name in lists:
+            groups, tagged = self._groups(payload[name], root)
+            seen = seen or tagged
+            if payload[name] and not groups:
+                raise self._error(f"every one of the {len(payload[name])} {name} carries another client_tag than {self.tag!r}")
+            kept[name] = groups
+        if not seen:
+            self._untagged()
+        return kept
+
+    def _groups(self, groups: list[Any], root: str | None) -> tuple[list[Any], bool]:
+        """(those that are mine, whether any tag was seen). A group that says nothing is what the whole answer says."""
+        mine, seen = [], False
+        for group in groups:
+            outputs = group.get("outputs") if isinstance(group, Mapping) else None
+            tag = find_tag(group)
+            seen = seen or tag is not None
+            if (tag or root or self.tag) != self.tag:
+                self.counts.filtered += 1
+                continue
+            if isinstance(outputs, list) and outputs:
+                kept, tagged = self._groups(outputs, tag)
+                seen = seen or tagged
+                if not kept:
+                    continue
+                group = {**group, "outputs": kept}
+            mine.append(group)
+        return mine, seen
+
+    def _untagged(self) -> None:
+        if self.policy == "require_echo":
+            raise self._error(
+                "the answer carries no client_tag. A shared server must echo it: start it with --middleware "
+                "ludic.inference.servers.client_tag_middleware.ClientTagMiddleware (`ludic serve --client-tags`), or set "
+                "client_tag_policy='lenient' if nobody else uses the server"
+            )
+        self.counts.untagged += 1
+
+    def _error(self, what: str) -> ClientTagError:
+        self.counts.errors += 1
+        return ClientTagError(what)
+
+
+def _first(env: Mapping[str, str], *names: str) -> str | None:
+    return next((env[name] for name in names if env.get(name, "").strip()), None)

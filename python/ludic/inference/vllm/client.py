@@ -1,0 +1,487 @@
+"""Models behind vLLM servers: chat completions, and token ids in, token ids out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+import requests
+
+from ludic.errors import ConfigError, InferenceError, ServerUnreachableError
+from ludic.inference.chat_template import offered_tools
+from ludic.inference.extensions import VLLMExtensions
+from ludic.inference.prompt_tokens import PromptTokens
+from ludic.inference.request import ChatCompletionRequest
+from ludic.inference.sampling import SamplingParams
+from ludic.inference.servers.client_tags import ClientTag, TagPolicy
+from ludic.inference.servers.errors import AbortedError, has_no_path, may_pass, meant
+from ludic.inference.servers.openai_client import open_client
+from ludic.inference.servers.persistence import Persistence
+from ludic.inference.servers.pool import Server, ServerPool
+from ludic.inference.servers.prompt_clipping import PromptClipper
+from ludic.inference.servers.weight_versions import version_number
+from ludic.inference.think_limits import heeded
+from ludic.inference.tool_calls import assistant_message, calls_made
+from ludic.inference.vllm.requests import (
+    SAMPLING_FIELDS,
+    chat_arguments,
+    check_fields,
+    check_sampling_params,
+    completions_body,
+    extension_fields,
+    generate_body,
+)
+from ludic.inference.vllm.responses import (
+    SampledTokens,
+    chat_response,
+    check_trace,
+    sampled_tokens,
+)
+from ludic.inference.vllm.session import open_session, read_context_lengths, read_version, server_url, wait_until_healthy
+from ludic.types import ChatResponse, TokenTrace
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+PROBE_TIMEOUT_S = 30.0
+VERSION_AGE_S = 1.0
+TOKEN_FIELDS = SAMPLING_FIELDS | {"vllm_xargs"}
+
+
+class Publisher(Protocol):
+    """Makes new weights those that are sampled from, as `ludic.distributed.PolicyPublisher` does."""
+
+    def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None: ...
+
+
+class VLLMChatClient:
+    """Chat completions and token continuations from one or more vLLM servers that serve the same model.
+
+    With `tokenizer`, the policy's own, prompts are rendered and encoded here and sent as token ids, to `/inference/v1/generate` where the
+    server has it (`--enable-scale-out`), else to `/v1/completions`; text is made of the ids that come back and is never tokenised again.
+    Without, messages go to `/v1/chat/completions` and the server renders them. What training needs comes back exactly: the ids read, the
+    ids sampled, one log-probability for each, and where the server says so the version of the weights that sampled them. An answer that
+    lacks any of it, or that is for another prompt, is an InferenceError.
+
+    A call takes at most `timeout_s`, all attempts included. Failed connections, 408, 409, 425, 429, 5xx and aborted requests are tried
+    again up to `max_retries` times: sampling changes nothing on the server. An engine that is gone is an EngineDeadError at once. Of
+    several servers (`urls`) each request goes to the one with the least to do; a dead one is drained and its requests move.
+
+    Settings without meaning are a ConfigError before anything is sent, as is a prompt and `max_tokens` that do not fit into the server's
+    context, which the server would clip silently; with `on_overflow="clip"` it is clipped here and counted. Fields of
+    `extra_body_overrides` that vLLM 0.32 does not know are refused unless `allow_unknown_fields`.
+
+    With `enable_weight_updates` it takes new weights by `sync_weights`, over the weight transfer that the servers were started with;
+    `publisher_settings` are keywords of `ludic.distributed.create_vllm_publisher`. `group_port` and `device` are taken and not needed:
+    the port is one that is free, and the device that of the weights.
+
+    `max_prompt_chars` cuts what the user says of longer prompts, which is counted; None and 0 leave prompts alone. `client_tag` says whose
+    requests these are. `shared_server_settings` reads both from the variables of a launcher.
+
+    The client waits for `/health` of every server, at most `connection_timeout_s`, and reads which models they serve. `host` 0.0.0.0
+    means this machine.
+    """
+
+    # what an instance has that was made without the constructor
+    _async_client: Any = None
+    _session: Any = None
+    _pool: ServerPool | None = None
+    _tokens: PromptTokens | None = None
+    _tag: ClientTag | None = None
+    _clipper: PromptClipper | None = None
+    _publisher: Publisher | None = None
+    _weight_control: Any = None
+    """Set by a publisher to these servers: it has their connections, and `drained`, those that it took out of service."""
+    _version = 0
+    _version_read_at = float("-inf")
+    enable_weight_updates = False
+    server_url = ""
+    server_urls: Sequence[str] = ()
+
+    def __init__(
+        self,
+        *,
+        host: str = "0.0.0.0",
+        port: int = 8000,
+        group_port: int = 51216,
+        connection_timeout_s: float = 60,
+        enable_weight_updates: bool = False,
+        device: Any = 0,
+        urls: Sequence[str] | None = None,
+        tokenizer: Any = None,
+        timeout_s: float = 600.0,
+        max_retries: int = 3,
+        backoff_s: float = 0.5,
+        backoff_growth: float = 2.0,
+        api_key: str = "local",
+        extra_headers: Mapping[str, str] | None = None,
+        client_tag: str | None = None,
+        client_tag_policy: TagPolicy = "lenient",
+        max_prompt_chars: int | None = None,
+        on_overflow: Literal["error", "clip"] = "error",
+        allow_unknown_fields: bool = False,
+        publisher_settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        if on_overflow not in ("error", "clip"):
+            raise ConfigError(f"on_overflow ({on_overflow!r}) must be 'error' or 'clip'")
+        addresses = [server_url(url) for url in urls] if urls is not None else [server_url(host, port)]
+        self._persistence = Persistence(timeout_s, max_retries, backoff_s, backoff_growth)
+        servers = [Server(url, api_key, timeout_s, headers=dict(extra_headers or {})) for url in addresses]
+        self._pool = ServerPool(servers, probe=self._probe)
+        self.server_url = addresses[0]
+        self.server_urls = addresses
+        self.host, self.port, self.group_port, self.device = host, port, group_port, device
+        self.enable_weight_updates = enable_weight_updates
+        self._publisher_settings = dict(publisher_settings or {})
+        self.served_names: dict[str, str] = {}
+        """Model asked for -> name under which its present weights are served, such as that of the newest adapter."""
+        self.counts: dict[str, int] = {"aborted": 0, "clipped_max_tokens": 0}
+        self._tokens = None if tokenizer is None else PromptTokens(tokenizer)
+        self._tag = None if client_tag is None else ClientTag(client_tag, client_tag_policy)
+        self._clipper = None if max_prompt_chars is None else PromptClipper(max_prompt_chars if max_prompt_chars > 0 else None)
+        self._on_overflow, self._allow_unknown_fields = on_overflow, allow_unknown_fields
+        self._without_generate: set[str] = set()
+        """Servers that take token ids on `/v1/completions` alone."""
+        self._session = open_session(addresses, api_key, extra_headers or {})
+        self._async_client = servers[0].spare = open_client(
+            f"{self.server_url}/v1", api_key=api_key, timeout_s=timeout_s, headers=extra_headers
+        )
+        wait_until_healthy(self._session, addresses, connection_timeout_s)
+        self._limits = read_context_lengths(self._session, self.server_url)
+        self._version, self._version_read_at = read_version(self._session, self.server_url) or 0, time.monotonic()
+
+    # -- completions
+
+    async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
+        """One completion. The info has `raw_response`, `used_args` and `policy_version`.
+
+        Raises ConfigError and ConfigTypeError for settings that make no sense, before anything is sent; TimeoutError after `timeout_s`;
+        InferenceError for an answer that is none, and its kinds EngineDeadError, ServerUnreachableError and ClientTagError.
+        """
+        arguments = chat_arguments(request)
+        if self._pool is None:
+            answer = await self._async_client.chat.completions.create(**arguments)
+            return chat_response(answer), {"raw_response": answer.model_dump(exclude_none=True), "used_args": arguments}
+        check_sampling_params(request.sampling)
+        if self._tokens is not None:
+            return await self._complete_rendered(request, self._tokens)
+        if not self._allow_unknown_fields:
+            check_fields(extension_fields(request.extensions))
+        return await self._complete_chat(request, arguments)
+
+    async def complete_tokens(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        seed: int | None = None,
+        model: str | None = None,
+    ) -> TokenTrace:
+        """Continue token ids as they are. `model` is the first that the server offers unless it is named."""
+        sampled, _ = await self._sample(
+            model or next(iter(self._limits), ""), prompt_token_ids, sampling or SamplingParams(), seed
+        )
+        return TokenTrace(list(prompt_token_ids), sampled.token_ids, sampled.logprobs, sampled.finish_reason)
+
+    def models(self) -> list[str]:
+        """Names of the models that the first server offers."""
+        return list(self._limits)
+
+    async def probe(self) -> dict[str, bool]:
+        """Ask every server for one token. Address -> whether it lives; the dead are drained, those that live again taken back."""
+        pool = self._servers()
+        return {server.url: await pool.probe(server) for server in pool.servers}
+
+    def metrics(self) -> dict[str, int]:
+        """Counts so far: of each server, requests moved, aborted and clipped, and what the tags filtered."""
+        found = {**self._servers().counts(), **self.counts}
+        if self._clipper is not None:
+            found["clipped_prompts"] = self._clipper.clipped
+        if self._tag is not None:
+            found.update({f"client_tag_{name}": count for name, count in vars(self._tag.counts).items()})
+        return found
+
+    async def aclose(self) -> None:
+        """Close the connections of the event loop that runs."""
+        await self._servers().aclose()
+
+    async def __aenter__(self) -> VLLMChatClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    # -- weights
+
+    @property
+    def prompts_clipped(self) -> int:
+        """Prompts of which less was sent than was given."""
+        return 0 if self._clipper is None else self._clipper.clipped
+
+    async def get_policy_version(self) -> int:
+        """The version that the server says it serves. What this client last committed where it does not say, 0 if that is nothing."""
+        live = self._pool.live if self._pool is not None else []
+        found = await asyncio.to_thread(read_version, self._session, live[0].url if live else self.server_url)
+        self._version_read_at = time.monotonic()
+        if found is not None:
+            self._version = found
+        return self._version
+
+    def sync_weights(self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
+        """Replace the servers' weights by name, on all or on none; the version now served.
+
+        Without a version it is one more than the last. Raises InferenceError for a client that was made for inference only, and what the
+        publisher raises.
+        """
+        if not self.enable_weight_updates:
+            raise InferenceError(
+                "this client is for inference only and cannot push weights; make it with enable_weight_updates=True, for servers that "
+                "were started to take them (`ludic serve --weights`)"
+            )
+        if self._publisher is None:
+            from ludic.distributed.adapters.vllm import create_vllm_publisher
+
+            settings = {"timeout_s": timeout_s, "allow_unchanged": True, **self._publisher_settings}
+            self._publisher = create_vllm_publisher(self, **settings)
+        committed = str(self._version + 1 if version is None else version)
+        self._publisher.publish(params, version=committed)
+        self.weights_changed(committed)
+        return committed
+
+    def weights_changed(self, version: str | int | None, *, lost: Sequence[str] = ()) -> None:
+        """Told by whoever pushed to these servers: what they serve from now on. Servers that the push lost get no more requests."""
+        number = version_number(version)
+        if number is not None:
+            self._version, self._version_read_at = number, time.monotonic()
+        drained = {*lost, *getattr(self._weight_control, "drained", ())}
+        for server in self._servers().servers:
+            if server.url in drained:
+                self._servers().drain(server, "its last push of weights could not be completed")
+
+    def close_communicator(self) -> None:
+        """Give up the connections over which weights are pushed, if there are any."""
+        control, self._weight_control, self._publisher = self._weight_control, None, None
+        if control is not None:
+            control.close()
+
+    def reset_prefix_cache(self) -> None:
+        """Make every server forget what it computed of earlier prompts. Raises InferenceError where that fails."""
+        for server in self._servers().servers:
+            try:
+                answer = self._session.post(f"{server.url}/reset_prefix_cache", timeout=60.0)
+            except requests.RequestException as error:
+                raise ServerUnreachableError(f"{server.url} could not reset its prefix cache: {error}") from error
+            if answer.status_code != 200:
+                raise InferenceError(
+                    f"{server.url} answered {answer.status_code} to /reset_prefix_cache; it must run with VLLM_SERVER_DEV_MODE=1"
+                )
+
+    def get_num_background_tasks(self) -> int:
+        """0: a push is over when it returns."""
+        return 0
+
+    # -- the rest is how
+
+    async def _complete_chat(
+        self, request: ChatCompletionRequest, arguments: dict[str, Any]
+    ) -> tuple[ChatResponse, dict[str, Any]]:
+        sent = {**arguments, "model": self.served_names.get(request.model, request.model)}
+        if self._clipper is not None:
+            sent["messages"] = self._clipper(request.messages)
+        if self._tag is not None:
+            sent["extra_body"] = {**sent.get("extra_body", {}), "client_tag": self._tag.tag}
+            sent["extra_headers"] = self._tag.headers()
+        version = await self._version_before()
+
+        async def at(server: Server) -> Any:
+            return await server.client().chat.completions.create(**sent)
+
+        def read(answer: Any) -> tuple[ChatResponse, dict[str, Any]]:
+            payload = _payload(answer, self.server_url)
+            if self._tag is not None:
+                payload = self._tag.mine(payload)
+            response = chat_response(payload)
+            asked = request.return_
+            check_trace(response, ids=asked.return_token_ids, logprobs=asked.return_chosen_logprobs)
+            self._check_clipped(request, response)
+            return response, payload
+
+        response, payload = await self._ask(at, read)
+        return response, {"raw_response": payload, "used_args": sent, "policy_version": version}
+
+    async def _version_before(self) -> int:
+        """The version that a request about to be made is sampled from, or an older one: endpoints that do not say it are asked for it
+        once a second at most."""
+        if time.monotonic() - self._version_read_at > VERSION_AGE_S:
+            self._version_read_at = time.monotonic()
+            await self.get_policy_version()
+        return self._version
+
+    def _check_clipped(self, request: ChatCompletionRequest, response: ChatResponse) -> None:
+        """The server renders the prompt, so only its answer tells that there was less room than `max_tokens`."""
+        prompt, answer = response.prompt_token_ids, response.completion_token_ids
+        if prompt is None or answer is None or response.finish_reason != "length" or len(answer) >= request.sampling.max_tokens:
+            return
+        self._overflow(request.model, len(prompt), request.sampling.max_tokens)
+
+    async def _complete_rendered(
+        self, request: ChatCompletionRequest, tokens: PromptTokens
+    ) -> tuple[ChatResponse, dict[str, Any]]:
+        tools = offered_tools(request.tools)
+        messages = request.messages if self._clipper is None else self._clipper(request.messages)
+        prompt_ids = tokens.encode(messages, tools)
+        fields = extension_fields(request.extensions)
+        if not self._allow_unknown_fields:
+            check_fields(fields, TOKEN_FIELDS)
+        asked = request.return_
+        sampled, info = await self._sample(
+            request.model, prompt_ids, request.sampling, request.seed, top_k=asked.top_logprobs_k, fields=fields
+        )
+        _check_thought(sampled.token_ids, request.extensions, tokens)
+        ids = sampled.token_ids[:-1] if sampled.ended_by_token else sampled.token_ids
+        text = tokens.text(ids)
+        if isinstance(sampled.stop_reason, str):
+            text = text.split(sampled.stop_reason, 1)[0]
+        message = assistant_message(text, first_id=calls_made(messages)) if tools else {"role": "assistant", "content": text}
+        tokens.answered(messages, tools, message, prompt_ids, sampled.token_ids)
+        called = "tool_calls" in message and sampled.finish_reason == "stop"
+        response = ChatResponse(
+            text=text,
+            completion_token_ids=sampled.token_ids if asked.return_token_ids else None,
+            completion_logprobs=sampled.logprobs if asked.return_chosen_logprobs else None,
+            finish_reason="tool_calls" if called else sampled.finish_reason,
+            prompt_token_ids=prompt_ids if asked.return_token_ids else None,
+        )
+        choice = {"index": 0, "message": message, "finish_reason": response.finish_reason}
+        return response, {"raw_response": {"choices": [choice]}, **info}
+
+    async def _sample(
+        self,
+        model: str,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        seed: int | None,
+        *,
+        top_k: int = 1,
+        fields: Mapping[str, Any] | None = None,
+    ) -> tuple[SampledTokens, dict[str, Any]]:
+        """One continuation, and `policy_version`, `weight_versions` and `used_args` without the prompt."""
+        check_sampling_params(sampling)
+        sampling = self._fitting(model, prompt_ids, sampling)
+        common = {"model": self.served_names.get(model, model), **({} if self._tag is None else {"client_tag": self._tag.tag})}
+        used = fields or {}
+        version = await self._version_before() if self._without_generate else self._version
+        arguments = {**common, **generate_body(prompt_ids, sampling, seed, top_k, used)}
+        other = {**common, **completions_body(prompt_ids, sampling, seed, top_k, used)}
+
+        async def at(server: Server) -> Any:
+            headers = None if self._tag is None else self._tag.headers()
+            if server.url not in self._without_generate:
+                try:
+                    return await server.post("/inference/v1/generate", arguments, headers=headers)
+                except Exception as error:
+                    if not has_no_path(error):
+                        raise
+                    self._without_generate.add(server.url)
+            return await server.post("/v1/completions", other, headers=headers)
+
+        def read(answer: Any) -> SampledTokens:
+            payload = _payload(answer, self.server_url)
+            return sampled_tokens(self._tag.mine(payload) if self._tag else payload, prompt_ids, name=self.server_url)
+
+        sampled = await self._ask(at, read)
+        numbers = [version_number(span.get("version")) for span in sampled.weight_versions]
+        known = [number for number in numbers if number is not None]
+        info: dict[str, Any] = {"policy_version": min(known) if known else version}
+        if known:
+            info["weight_versions"] = sampled.weight_versions
+        info["used_args"] = {key: value for key, value in arguments.items() if key != "token_ids"}
+        return sampled, info
+
+    async def _ask(self, at: Callable[[Server], Awaitable[Any]], read: Callable[[Any], T]) -> T:
+        """What `read` makes of what `at` gets from a live server, within the deadline."""
+        pool = self._servers()
+
+        async def once(server: Server) -> T:
+            answer = await meant(at(server), server.url, self._persistence.timeout_s)
+            try:
+                return read(answer)
+            except AbortedError:
+                self.counts["aborted"] += 1
+                raise
+
+        name = self.server_url if len(pool.servers) == 1 else f"none of {len(pool.servers)} servers"
+        return await self._persistence.carry_out(lambda: pool.send(once), name=name, again=may_pass)
+
+    def _fitting(self, model: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> SamplingParams:
+        """Sampling whose `max_tokens` fits behind the prompt."""
+        limit = self._limit(model)
+        if not prompt_ids:
+            raise InferenceError("the prompt has no tokens; a model continues one token at least")
+        if limit is None or len(prompt_ids) + sampling.max_tokens <= limit:
+            return sampling
+        if len(prompt_ids) >= limit:
+            raise InferenceError(
+                f"the prompt has {len(prompt_ids)} tokens and the server's context {limit}, which leaves no room for an answer; "
+                "shorten the prompt or start the server with a larger --max-model-len"
+            )
+        self._overflow(model, len(prompt_ids), sampling.max_tokens)
+        return replace(sampling, max_tokens=limit - len(prompt_ids))
+
+    def _overflow(self, model: str, prompt: int, max_tokens: int) -> None:
+        if self._on_overflow == "error":
+            raise ConfigError(
+                f"the prompt ({prompt} tokens) and max_tokens ({max_tokens}) must fit into the server's context ({self._limit(model)}), "
+                "which would clip the answer without a word; lower max_tokens, start the server with a larger --max-model-len, or set "
+                "on_overflow='clip'"
+            )
+        self.counts["clipped_max_tokens"] += 1
+
+    def _limit(self, model: str) -> int | None:
+        return self._limits.get(model, min(self._limits.values(), default=None))
+
+    def _servers(self) -> ServerPool:
+        if self._pool is None:
+            raise InferenceError("this client was made without its constructor and knows no server")
+        return self._pool
+
+    async def _probe(self, server: Server) -> None:
+        """One token, or the error that says why there is none. A server that came back with older weights is not taken."""
+        body = {"model": next(iter(self._limits), ""), "prompt": [[0]], "max_tokens": 1}
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            await meant(server.post("/v1/completions", body), server.url, PROBE_TIMEOUT_S)
+        found = await asyncio.to_thread(read_version, self._session, server.url)
+        if self._version and (found is None or found < self._version):
+            raise InferenceError(f"it serves version {found} of the weights and not {self._version}; push to it first")
+
+
+def _check_thought(ids: Sequence[int], extensions: object, tokens: PromptTokens) -> None:
+    """A server that does not know `max_think` ignores it without a word."""
+    limit = extensions.max_think if isinstance(extensions, VLLMExtensions) else None
+    if limit is not None and not heeded(ids, limit, tokens.tokenizer("</think>", add_special_tokens=False)["input_ids"]):
+        raise InferenceError(
+            f"the server let a thought go on after max_think ({limit}) tokens; start it with what heeds it (`ludic serve --think-limits`)"
+        )
+
+
+def _payload(answer: Any, url: str) -> dict[str, Any]:
+    """An answer as a JSON object."""
+    dump = getattr(answer, "model_dump", None)
+    payload = dump(exclude_none=True, warnings=False) if dump is not None else answer
+    if not isinstance(payload, dict):
+        raise InferenceError(f"{url} answered {str(answer)[:200]!r}, which is no JSON object; is this the right address?")
+    return payload
+
+
+def __getattr__(name: str) -> Any:
+    """`VLLMClient`, which builds on this module, is reachable from it too."""
+    if name == "VLLMClient":
+        from ludic.inference.vllm.reward_client import VLLMClient
+
+        return VLLMClient
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,97 @@
+"""The calls with which a vLLM server is paused, given weights and adapters, and asked what it serves.
+
+They need VLLM_SERVER_DEV_MODE=1 on the server, which guards none of them with a key: bind it to loopback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ludic.errors import InferenceError, ServerError
+from ludic.inference.servers.calls import ServerCalls
+
+NEEDS_ADAPTERS = (
+    "the server needs --enable-lora, a --max-lora-rank that is large enough and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and must see the "
+    "folder under the same path"
+)
+
+
+class VllmEndpoints(ServerCalls):
+    """One server.
+
+    >>> server = VllmEndpoints("http://127.0.0.1:8000")
+    >>> server.weight_version()
+    'default'
+    """
+
+    hint = "start the server with VLLM_SERVER_DEV_MODE=1, as `ludic serve` does"
+
+    def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> None:
+        """`keep` freezes requests until `resume`; `abort` ends those in flight. New ones wait."""
+        self.call("post", "/pause", params={"mode": mode}, timeout_s=timeout_s)
+
+    def resume(self, *, timeout_s: float | None = None) -> None:
+        self.call("post", "/resume", timeout_s=timeout_s)
+
+    def is_paused(self) -> bool:
+        return bool(self.call("get", "/is_paused")["is_paused"])
+
+    def world_size(self) -> int:
+        """Workers that take weights."""
+        return int(self.call("get", "/get_world_size")["world_size"])
+
+    def weight_version(self) -> str:
+        """What the last finished update was called; `default` before the first."""
+        return str(self.call("get", "/weight_info")["weight_version"])
+
+    def init_transfer(self, init_info: Mapping[str, Any], *, timeout_s: float) -> None:
+        self.call("post", "/init_weight_transfer_engine", json={"init_info": init_info}, timeout_s=timeout_s)
+
+    def start_update(self) -> None:
+        self.call("post", "/start_weight_update")
+
+    def update(self, update_info: Mapping[str, Any], *, timeout_s: float) -> None:
+        self.call("post", "/update_weights", json={"update_info": update_info}, timeout_s=timeout_s)
+
+    def finish_update(self, version: str | None = None, *, timeout_s: float | None = None) -> None:
+        """Load what came, and call it `version`."""
+        body = {} if version is None else {"weight_version": version}
+        self.call("post", "/finish_weight_update", json=body, timeout_s=timeout_s)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget keys and values of the old weights, those of frozen requests too, which are computed again."""
+        answer = self.call("post", "/reset_prefix_cache", params={"reset_running_requests": "true"})
+        if isinstance(answer, Mapping) and answer.get("success") is False:
+            raise InferenceError(
+                f"{self.url} could not reset its prefix cache; it would answer with keys and values of the old weights"
+            )
+
+    def rpc(self, name: str, *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """Call a method of every worker; what each answered."""
+        deadline = self.timeout_s if timeout_s is None else timeout_s
+        body = {"method": name, "args": [], "kwargs": kwargs, "timeout": deadline}
+        answer = self.call("post", "/collective_rpc", json=body, timeout_s=deadline)
+        return list(answer["results"]) if isinstance(answer, Mapping) else []
+
+    def models(self) -> list[str]:
+        """Names that requests may give as `model`."""
+        return [str(model["id"]) for model in self.call("get", "/v1/models")["data"]]
+
+    def set_weight_version(self, version: str) -> None:
+        """Call what is served `version`, without other weights."""
+        self.call("post", "/update_weight_version", json={"new_version": version})
+
+    def load_adapter(self, name: str, folder: str, *, timeout_s: float | None = None) -> None:
+        try:
+            self.call("post", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": folder}, timeout_s=timeout_s)
+        except ServerError as error:
+            raise ServerError(f"{error}; {NEEDS_ADAPTERS}", status=error.status) from error
+
+    def unload_adapter(self, name: str) -> None:
+        self.call("post", "/v1/unload_lora_adapter", json={"lora_name": name})
+
+    def probe(self, *, timeout_s: float | None = None) -> None:
+        """Sample one token: /health answers 200 also where the engine is dead."""
+        body = {"model": self.models()[0], "prompt": [1], "max_tokens": 1}
+        self.call("post", "/v1/completions", json=body, timeout_s=timeout_s)

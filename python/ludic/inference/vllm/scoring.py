@@ -1,0 +1,306 @@
+"""Scores from a reward model behind a stock vLLM server, started with `--runner pooling`.
+
+`POST /classify` with `use_activation: false` gives the model's own number for a sequence, of text or of token ids, read at its last token.
+What the server does otherwise than one would think, seen on 0.32.0:
+
+- `/score` compares pairs of texts and takes no single sequence; `/pooling` gives the same number as `/classify`.
+- Without `use_activation` the number has gone through the logistic function, or not, as `problem_type` in the model's configuration says.
+  A name that is misspelt is ignored.
+- One sequence that is too long, empty or outside the vocabulary refuses the whole request (400).
+- Text gets special tokens unless `add_special_tokens` is false.
+- The prefix cache is on, and new weights do not empty it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ludic.errors import ConfigError, DataError, InferenceError
+from ludic.inference.reward_types import PoolingType, RewardModelTrainingMode, ScoringInput, ScoringRequest, ScoringResponse
+from ludic.inference.reward_weights import trained_weights
+from ludic.inference.servers.errors import has_no_path, may_pass, meant
+from ludic.inference.servers.persistence import Persistence
+from ludic.inference.servers.pool import Server, ServerPool
+from ludic.inference.servers.weight_versions import version_number
+from ludic.inference.tokenizers import reads_same_ids
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+REFUSED_STATUS = frozenset({400, 413, 422})
+"""The server will not score this input, however often it is asked."""
+ANY_MODEL = "default"
+"""The name of a model that a server may call as it likes."""
+
+
+PROBE_TIMEOUT_S = 30.0
+
+
+class VLLMScoringClient:
+    """A reward model behind one or more vLLM servers, `http://host:port`.
+
+    A call takes at most `timeout_s`, all attempts included; failed connections and statuses that ask to come again are tried up to
+    `max_retries` times more, an engine that is gone is an EngineDeadError at once. Of several servers each call goes to the one with the
+    least to do; a dead one is drained and its calls move. With `tokenizer`, the server's own, rollouts are scored as the token ids that
+    were sampled. `pooling_type` is what the server was started with: no request can change it.
+    """
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        *,
+        model: str = ANY_MODEL,
+        tokenizer: Any = None,
+        pooling_type: PoolingType = PoolingType.LAST,
+        add_special_tokens: bool = False,
+        timeout_s: float = 120.0,
+        max_retries: int = 3,
+        backoff_s: float = 0.5,
+        api_key: str = "local",
+        publisher_settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`publisher_settings` are keywords of `ludic.distributed.create_vllm_publisher`, for servers that take new weights."""
+        urls = [_address(each) for each in ([url] if isinstance(url, str) else url)]
+        self._persistence = Persistence(timeout_s, max_retries, backoff_s)
+        self._pool = ServerPool([Server(each, api_key, timeout_s) for each in urls], probe=self._probe)
+        self.url = urls[0]
+        self.model, self.tokenizer, self.pooling_type = model, tokenizer, pooling_type
+        self._add_special_tokens = add_special_tokens
+        self._publisher_settings = dict(publisher_settings or {})
+        self._publishers: dict[bool, Any] = {}
+        """By whether they may leave weights out."""
+        self._version = 0
+
+    def reads_ids_of(self, tokenizer: Any) -> bool:
+        """Whether ids of that tokenizer mean the same at the server."""
+        return reads_same_ids(self.tokenizer, tokenizer)
+
+    async def score(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:
+        """The scores of a request, and in the info the server's answers as `raw_response` and the bodies sent as `used_args`.
+
+        Raises ConfigError for what this server cannot be asked, DataError for an input that it refuses, TimeoutError after `timeout_s`,
+        InferenceError for anything else that is no score.
+        """
+        self._check(request)
+        numbers: dict[int, list[float]] = {}
+        answers, bodies = [], []
+        for positions in _by_kind(request.inputs):
+            body = self._body(request, [request.inputs[position] for position in positions])
+            answer = await self._call("/classify", body)
+            numbers.update(zip(positions, _numbers(answer, len(positions), request.n_labels, self.url), strict=True))
+            answers.append(answer)
+            bodies.append(body)
+        rows = [numbers[position] for position in range(len(request.inputs))]
+        scores = [_normalized(row) for row in rows] if request.normalize else rows
+        response = ScoringResponse(
+            scores=[row[0] for row in scores] if request.n_labels == 1 else scores,
+            model=str(answers[0].get("model", request.model)) if answers else request.model,
+            usage=_usage(answers),
+            metadata={"pooling_type": request.pooling_type.value, "normalize": request.normalize},
+        )
+        return response, {"raw_response": answers, "used_args": bodies}
+
+    async def score_batch(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        normalize: bool = True,
+        pooling_type: PoolingType | None = None,
+        n_labels: int = 1,
+    ) -> list[float]:
+        """[N] one score for each text or list of token ids."""
+        if n_labels != 1:
+            raise ConfigError(f"n_labels ({n_labels}) must be 1: a reward is one number; `score` gives several")
+        pooling = self.pooling_type if pooling_type is None else pooling_type
+        request = ScoringRequest.from_list(self.model, inputs, pooling_type=pooling, normalize=normalize)
+        return (await self.score(request))[0].scores
+
+    def score_sync(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:
+        """`score` for code that cannot await."""
+        return _blocking(lambda: self._closing(self.score(request)))
+
+    async def get_reward_model_version(self) -> int:
+        """The number of the weights last pushed; 0 before the first. InferenceError where the server does not say."""
+        answer = await self._call("/weight_info")
+        return version_number(answer.get("weight_version")) or 0
+
+    async def get_server_info(self, server: str = "scoring") -> dict[str, Any]:
+        """`url`, `models`, `max_model_len` and vLLM's `version` of the server."""
+        if server != "scoring":
+            raise ConfigError(f"server ({server!r}) must be 'scoring': {type(self).__name__} knows no other")
+        models, version = await self._call("/v1/models"), await self._call("/version")
+        served = models.get("data") or []
+        return {
+            "url": self.url,
+            "models": [model.get("id") for model in served],
+            "max_model_len": served[0].get("max_model_len") if served else None,
+            "version": version.get("version"),
+        }
+
+    @property
+    def server_urls(self) -> list[str]:
+        """Addresses of all servers."""
+        return [server.url for server in self._pool.servers]
+
+    def sync_reward_weights(
+        self,
+        params: Mapping[str, Tensor],
+        *,
+        training_mode: RewardModelTrainingMode | str = RewardModelTrainingMode.FULL,
+        timeout_s: float = 600.0,
+        version: str | int | None = None,
+    ) -> str:
+        """Replace the weights that `training_mode` changes, on all servers or on none; the version now served.
+
+        Exactly these are announced and sent. Without a version it is one more than the last. Raises ConfigError where there are none, and
+        what the publisher raises.
+        """
+        from ludic.distributed.adapters.vllm import create_vllm_publisher
+
+        chosen = trained_weights(params, training_mode)
+        partial = RewardModelTrainingMode(training_mode) is not RewardModelTrainingMode.FULL
+        if partial not in self._publishers:
+            settings = {"timeout_s": timeout_s, "allow_unchanged": True, **self._publisher_settings}
+            self._publishers[partial] = create_vllm_publisher(self.server_urls, partial=partial, **settings)
+        committed = str(self._version + 1 if version is None else version)
+        self._publishers[partial].publish(chosen, version=committed)
+        self._version = version_number(committed) or self._version
+        return committed
+
+    def close_communicator(self) -> None:
+        """Give up the connections over which weights are pushed; the servers keep their weights."""
+        publishers, self._publishers = self._publishers, {}
+        for publisher in publishers.values():
+            publisher.inner.control.close()
+
+    async def aclose(self) -> None:
+        """Close the connections of this event loop."""
+        await self._pool.aclose()
+
+    async def __aenter__(self) -> VLLMScoringClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def _check(self, request: ScoringRequest) -> None:
+        if request.pooling_type is PoolingType.STEP:
+            raise ConfigError("pooling_type=step is reserved: nothing computes a score a step yet")
+        if request.pooling_type is not self.pooling_type:
+            raise ConfigError(
+                f"pooling_type ({request.pooling_type.value}) cannot be asked of a server that pools {self.pooling_type.value}; start it "
+                f'with --pooler-config \'{{"pooling_type": "{request.pooling_type.name}"}}\', and give the client the same pooling_type'
+            )
+
+    def _body(self, request: ScoringRequest, inputs: Sequence[ScoringInput]) -> dict[str, Any]:
+        """Every field is sent: the server ignores what it does not know, and has defaults of its own."""
+        named = request.model if request.model != ANY_MODEL else self.model
+        return {
+            **({} if named == ANY_MODEL else {"model": named}),
+            "input": [each if isinstance(each, str) else list(each) for each in inputs],
+            "use_activation": False,
+            "add_special_tokens": self._add_special_tokens,
+        }
+
+    async def _call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The JSON object that a live server answers, asked for as often as allowed."""
+
+        async def once(server: Server) -> Any:
+            asked: Awaitable[Any]
+            if body is None:
+                asked = server.client().get(f"{server.url}{path}", cast_to=object)
+            else:
+                asked = server.post(path, body)
+            try:
+                return await meant(asked, server.url, self._persistence.timeout_s)
+            except InferenceError as error:
+                raise _in_our_words(error, f"{server.url}{path}") from error
+
+        answer = await self._persistence.carry_out(lambda: self._pool.send(once), name=f"{self.url}{path}", again=may_pass)
+        if not isinstance(answer, dict):
+            raise InferenceError(
+                f"{self.url}{path} answered {str(answer)[:200]!r}, which is no JSON object; is this the right url?"
+            )
+        return answer
+
+    async def _probe(self, server: Server) -> None:
+        """One token scored, or the error that says why there is no score."""
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            await meant(server.post("/classify", {"input": [[0]], "use_activation": False}), server.url, PROBE_TIMEOUT_S)
+
+    async def _closing(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await work
+        finally:
+            await self.aclose()
+
+
+def _by_kind(inputs: Sequence[ScoringInput]) -> list[list[int]]:
+    """Positions of the texts and of the lists of ids: a request has one kind."""
+    texts = [position for position, given in enumerate(inputs) if isinstance(given, str)]
+    ids = [position for position, given in enumerate(inputs) if not isinstance(given, str)]
+    return [positions for positions in (texts, ids) if positions]
+
+
+def _numbers(answer: Mapping[str, Any], expected: int, n_labels: int, url: str) -> list[list[float]]:
+    """[N][L] as the model gave them, in the order of the inputs."""
+    data = answer.get("data")
+    if not isinstance(data, list) or len(data) != expected or not all(isinstance(entry, Mapping) for entry in data):
+        raise InferenceError(
+            f"{url} answered {str(dict(answer))[:200]} to {expected} inputs; there must be an entry of data for each"
+        )
+    rows: dict[int, list[float]] = {}
+    for entry in data:
+        row = entry.get("probs")
+        if not isinstance(row, list) or not all(isinstance(x, int | float) and math.isfinite(x) for x in row):
+            raise InferenceError(f"{url} answered the scores {str(row)[:200]}; they must be finite numbers")
+        if len(row) != n_labels:
+            raise ConfigError(
+                f"the model of {url} gives {len(row)} labels a sequence, {n_labels} are asked for; a reward is one number"
+            )
+        rows[int(entry.get("index", len(rows)))] = [float(x) for x in row]
+    if sorted(rows) != list(range(expected)):
+        raise InferenceError(f"{url} answered for the inputs {sorted(rows)} of {expected}; there must be one score for each")
+    return [rows[index] for index in range(expected)]
+
+
+def _normalized(row: Sequence[float]) -> list[float]:
+    """The logistic function of one number, the softmax of several."""
+    if len(row) == 1:
+        z = math.exp(-abs(row[0]))
+        return [1 / (1 + z) if row[0] >= 0 else z / (1 + z)]
+    largest = max(row)
+    powers = [math.exp(number - largest) for number in row]
+    return [power / math.fsum(powers) for power in powers]
+
+
+def _usage(answers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    usages = [answer.get("usage") or {} for answer in answers]
+    return {name: sum(int(usage.get(name) or 0) for usage in usages) for name in ("prompt_tokens", "total_tokens")}
+
+
+def _in_our_words(error: InferenceError, where: str) -> Exception:
+    """A refusal of the input is a DataError; a server that scores nothing is told from one that has no such model."""
+    cause: Any = error.__cause__
+    if getattr(cause, "status_code", None) in REFUSED_STATUS:
+        return DataError(f"{where} refused the input: {cause.message}")
+    if cause is not None and has_no_path(cause):
+        return InferenceError(f"{error}; is it a server of a reward model, started with --runner pooling?")
+    return error
+
+
+def _address(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"url ({url}) must begin with http:// or https://, such as http://127.0.0.1:8001")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _blocking(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run on an event loop of its own in a thread of its own, so that it works inside a running loop too."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="ludic-scoring") as pool:
+        return pool.submit(lambda: asyncio.run(make())).result()

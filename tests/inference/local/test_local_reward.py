@@ -1,0 +1,160 @@
+"""Scores in this process equal those of transformers, sequence by sequence."""
+
+import asyncio
+import logging
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from playing import tokenizer
+from reward_models import EOS, PAD, reward_model, score_alone
+
+from ludic.errors import ConfigError, DataError
+from ludic.inference import LocalRewardModel, PoolingType, ScoringRequest
+from ludic.recipes.tokenizer import make_line_tokenizer
+
+IDS = st.lists(st.integers(0, 271), min_size=1, max_size=60)
+
+
+def scores(client, inputs, **options):
+    return asyncio.run(client.score_batch(inputs, normalize=False, **options))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(IDS, min_size=1, max_size=12), st.integers(1, 400))
+def test_every_sequence_has_the_score_it_has_alone_whatever_its_neighbours(sequences, budget):
+    """Padding ids within and at the end of a sequence are tokens like others."""
+    model = reward_model()
+    got = scores(LocalRewardModel(model, micro_token_budget=budget), sequences)
+    assert got == pytest.approx([score_alone(model, ids) for ids in sequences], abs=1e-5)
+
+
+def test_it_equals_the_forward_pass_of_transformers_where_no_sequence_ends_with_padding():
+    model = reward_model()
+    sequences = [[53, 46, 53, 64, 55, EOS], [100, 101], [5]]
+    with torch.no_grad():
+        expected = [model(torch.tensor([ids])).logits.item() for ids in sequences]
+    assert scores(LocalRewardModel(model), sequences) == pytest.approx(expected, abs=1e-5)
+    assert len({round(score, 3) for score in expected}) == 3
+
+
+def test_a_sequence_that_ends_with_the_padding_id_is_scored_there_and_not_before():
+    model = reward_model(pad=EOS)
+    with torch.no_grad():
+        transformers_takes = model(torch.tensor([[53, 46, EOS]])).logits.item()
+    got = scores(LocalRewardModel(model), [[53, 46, EOS], [53, 46]])
+    assert got[1] == pytest.approx(transformers_takes, abs=1e-5)
+    assert abs(got[0] - got[1]) > 1e-2
+
+
+def test_an_end_token_that_is_the_padding_token_is_warned_of(caplog):
+    with caplog.at_level(logging.WARNING):
+        LocalRewardModel(reward_model(pad=PAD), tokenizer())
+        assert not caplog.records
+        LocalRewardModel(reward_model(pad=EOS), tokenizer())
+    assert "end token" in caplog.text
+
+
+def test_text_is_its_token_ids():
+    client = LocalRewardModel(reward_model(), tokenizer())
+    text, ids, other = scores(client, ["2+2=4", list(tokenizer()("2+2=4")["input_ids"]), "2+2=5"])
+    assert text == pytest.approx(ids, abs=1e-5)  # rows of one batch may differ in the last bits
+    assert abs(text - other) > 1e-3
+
+
+def test_normalised_is_the_logistic_function():
+    client = LocalRewardModel(reward_model())
+    raw = scores(client, [[5, 6], [7, 8, 9]])
+    assert asyncio.run(client.score_batch([[5, 6], [7, 8, 9]])) == pytest.approx([1 / (1 + math.exp(-x)) for x in raw])
+
+
+def test_the_mean_and_the_first_token_may_be_asked_for():
+    model, ids = reward_model(), [53, 46, 53]
+    client = LocalRewardModel(model)
+    with torch.no_grad():
+        by_token = model.score(model.model(torch.tensor([ids])).last_hidden_state)[0, :, 0]
+    other = [7] * 9  # longer, so that the first is padded
+    assert scores(client, [ids, other], pooling_type=PoolingType.MEAN)[0] == pytest.approx(by_token.mean().item(), abs=1e-5)
+    assert scores(client, [ids, other], pooling_type=PoolingType.CLS)[0] == pytest.approx(by_token[0].item(), abs=1e-5)
+    with pytest.raises(ConfigError, match="reserved"):
+        scores(client, [ids], pooling_type=PoolingType.STEP)
+
+
+def test_an_encoder_is_read_as_it_reads_itself():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "num_labels": 1}
+    model = BertForSequenceClassification(BertConfig(vocab_size=300, initializer_range=0.3, **sizes)).eval()
+    client = LocalRewardModel(model)
+    with torch.no_grad():
+        expected = [model(torch.tensor([ids])).logits.item() for ids in ([1, 2, 3], [4, 5, 6, 7, 8])]
+    assert scores(client, [[1, 2, 3], [4, 5, 6, 7, 8]]) == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(ConfigError, match="cls"):
+        scores(client, [[1]], pooling_type=PoolingType.LAST)
+
+
+def test_several_labels_are_scored_but_are_no_reward():
+    client = LocalRewardModel(reward_model(labels=3))
+    response, info = client.score_sync(ScoringRequest.from_list("rm", [[5, 6]], n_labels=3))
+    assert math.fsum(response.scores[0]) == pytest.approx(1.0)
+    assert (response.usage["prompt_tokens"], info["reward_model_version"]) == (2, 0)
+    with pytest.raises(ConfigError, match="3 labels"):
+        scores(client, [[5, 6]])
+    with pytest.raises(ConfigError, match="asks for 1"):
+        asyncio.run(client.score(ScoringRequest.from_list("rm", [[5, 6]])))
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [([], "no token"), ([272], "outside 0..271"), ([-1], "outside 0..271"), ([5] * 129, "context of rm is 128")],
+)
+def test_what_the_model_cannot_read_is_refused_by_name(ids, message):
+    with pytest.raises(DataError, match=f"sequence 1 .*{message}|sequence 1 has {message}"):
+        scores(LocalRewardModel(reward_model(), name="rm"), [[5], ids])
+
+
+def test_text_without_a_tokenizer_is_refused():
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        scores(LocalRewardModel(reward_model()), ["a"])
+
+
+def test_no_input_is_no_score():
+    assert scores(LocalRewardModel(reward_model()), []) == []
+
+
+def test_scoring_leaves_the_model_as_it_was():
+    model = reward_model(seed=3)
+    model.train()
+    model.model.layers[0].eval()
+    scores(LocalRewardModel(model), [[5, 6]])
+    assert model.training
+    assert not model.model.layers[0].training
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_ids_pass_between_tokenizers_whose_ids_mean_the_same():
+    client = LocalRewardModel(reward_model(), tokenizer())
+    assert client.reads_ids_of(tokenizer())
+    assert client.reads_ids_of(make_line_tokenizer())
+    more = make_line_tokenizer()
+    more.add_tokens(["<new>"])
+    assert not client.reads_ids_of(more)
+    assert LocalRewardModel(reward_model(), more).reads_ids_of(tokenizer())
+    assert not LocalRewardModel(reward_model()).reads_ids_of(tokenizer())
+
+
+def test_new_weights_are_scored_with_and_a_head_alone_is_enough():
+    client = LocalRewardModel(reward_model(seed=4))
+    before = scores(client, [[5, 6]])[0]
+    negated = {name: -p.detach() for name, p in client.model.named_parameters()}
+    assert client.sync_reward_weights(negated, training_mode="head_only", version=7) == "7"
+    assert scores(client, [[5, 6]])[0] == pytest.approx(-before)
+    assert asyncio.run(client.get_reward_model_version()) == 7
+
+
+def test_weights_wait_for_the_batch_that_is_being_scored():
+    client = LocalRewardModel(reward_model(seed=5))
+    with client._busy, pytest.raises(TimeoutError, match="not changed"):
+        client.sync_reward_weights(dict(client.model.named_parameters()), timeout_s=0.01)

@@ -1,0 +1,123 @@
+"""Sampling: the stream of a request, and the distribution that it inverts."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from ludic.inference import SamplingParams
+from ludic.inference.local.sampler import BLOCK, Sampler, stream
+
+CPU = torch.device("cpu")
+
+
+def sampler(params, count, prompt=(1,)):
+    return Sampler([params] * count, [stream(seed, prompt) for seed in range(count)], CPU)
+
+
+@given(st.integers(-(2**70), 2**70), st.lists(st.integers(0, 2**40), max_size=5))
+def test_seed_and_prompt_decide_the_stream(seed, prompt):
+    first, second = stream(seed, prompt).random(3), stream(seed, list(prompt)).random(3)
+    assert (first == second).all()
+    assert (first != stream(seed + 1, prompt).random(3)).all()
+    assert (first != stream(seed, [*prompt, 0]).random(3)).all()
+
+
+def test_without_a_seed_a_stream_is_fresh():
+    assert (stream(None, [1]).random(3) != stream(None, [1]).random(3)).all()
+
+
+def test_neighbouring_seeds_and_prompts_are_uncorrelated():
+    # 64 x 64 streams of 64 uniforms. The mean of 64 products of centred, scaled uniforms has standard deviation 1/8; over the 4032
+    # pairs of neighbours, 1/8/sqrt(4032) = 0.002 if they are independent. Equal streams would give 1.
+    drawn = np.array([[stream(seed, [prompt]).random(64) for seed in range(64)] for prompt in range(64)])
+    centred = (drawn - 0.5) * np.sqrt(12)
+    assert abs((centred[1:] * centred[:-1]).mean()) < 0.012
+    assert abs((centred[:, 1:] * centred[:, :-1]).mean()) < 0.012
+    assert (
+        abs((centred[1:, :-1] * centred[:-1, 1:]).mean()) < 0.012
+    )  # seed + 1 on one prompt, seed on the next: groups overlap so
+
+
+def test_the_uniforms_of_a_row_go_on_from_block_to_block_and_stay_with_it():
+    whole = stream(5, [1]).random(3 * BLOCK)
+    rows = sampler(SamplingParams(temperature=1.0), 8)
+    got = []
+    for position in range(3 * BLOCK):
+        rows.draw(torch.zeros(len(rows.uniforms), 4), position)
+        row = {8: 5, 4: 2, 1: 0}[len(rows.uniforms)]
+        got.append(rows.uniforms[row, position % BLOCK].item())
+        if position == 10:
+            rows.keep(torch.tensor([0, 4, 5, 7]))
+        if position == BLOCK + 3:
+            rows.keep(torch.tensor([2]))
+    assert got == whole.tolist()
+
+
+@given(st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=6), st.floats(0.05, 1.0))
+def test_top_p_keeps_the_smallest_set_that_reaches_it(logits, top_p):
+    logits = torch.tensor(logits)
+    p = torch.softmax(logits, -1).double()
+    ordered = p.sort(descending=True).values
+    before = ordered.cumsum(0) - ordered
+    if ((before - top_p).abs() < 1e-6).any():
+        return  # within rounding of the rule's edge
+    size = int((before < top_p).sum())
+    tokens, _, drawn = sampler(SamplingParams(temperature=1.0, top_p=top_p), 64).draw(logits.repeat(64, 1), 0)
+    smallest = ordered[size - 1]
+    assert all(p[token] >= smallest - 1e-9 for token in tokens)
+    expected = (p / ordered[:size].sum()).log()[tokens]
+    if len(set(ordered.tolist())) == len(ordered):  # equal probabilities may be cut in any order
+        torch.testing.assert_close(drawn.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.25, 0.5, 0.75, np.nextafter(1.0, 0.0)])
+def test_a_token_of_probability_zero_is_never_drawn(uniform):
+    rows = sampler(SamplingParams(temperature=1.0), 1)
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
+    rows.draw(logits, 0)
+    rows.uniforms[:] = uniform
+    # Probabilities 0, 1/2, 0, 1/2, 0: below 1/2 it is token 1, from 1/2 on token 3.
+    assert rows.draw(logits, 1)[0].item() == (1 if uniform < 0.5 else 3)
+
+
+def test_the_inverse_of_the_distribution_is_exact():
+    # Probabilities 0.1, 0.2, 0.3, 0.4 have boundaries 0.1, 0.3, 0.6.
+    logits = torch.log(torch.tensor([[0.1, 0.2, 0.3, 0.4]]))
+    rows = sampler(SamplingParams(temperature=1.0), 1)
+    rows.draw(logits, 0)
+    for uniform, token in [(0.0999, 0), (0.1001, 1), (0.2999, 1), (0.3001, 2), (0.5999, 2), (0.6001, 3), (0.9999, 3)]:
+        rows.uniforms[:] = uniform
+        assert rows.draw(logits, 1)[0].item() == token
+
+
+def test_temperature_divides_the_logits():
+    # Odds 1 : 4 at temperature 1 are 1 : 2 at temperature 2 and 1 : 16 at one half.
+    logits = torch.log(torch.tensor([[1.0, 4.0]])).repeat(200, 1)
+    for temperature, share in [(2.0, 1 / 3), (0.5, 1 / 17)]:
+        tokens, raw, drawn = sampler(SamplingParams(temperature=temperature), 200).draw(logits, 0)
+        torch.testing.assert_close(drawn.exp(), torch.where(tokens == 0, share, 1 - share))
+        torch.testing.assert_close(raw.exp(), torch.where(tokens == 0, 0.2, 0.8))
+
+
+def test_penalties_are_subtracted_once_and_for_each_time():
+    # Greedy over logits 1.0 and 0.0, frequency penalty 0.4: after n draws token 0 has 1 - 0.4 n, so 0, 0, 0, then 1 (-0.2 < 0).
+    rows = sampler(SamplingParams(temperature=0.0, frequency_penalty=0.4), 1)
+    assert [rows.draw(torch.tensor([[1.0, 0.0]]), i)[0].item() for i in range(4)] == [0, 0, 0, 1]
+    # Presence penalty 0.6, and 1.2: after one draw token 0 has 0.4, and -0.2; more draws change nothing.
+    rows = sampler(SamplingParams(temperature=0.0, presence_penalty=0.6), 1)
+    assert [rows.draw(torch.tensor([[1.0, 0.0]]), i)[0].item() for i in range(4)] == [0, 0, 0, 0]
+    rows = sampler(SamplingParams(temperature=0.0, presence_penalty=1.2), 1)
+    assert [rows.draw(torch.tensor([[1.0, 0.0]]), i)[0].item() for i in range(3)] == [0, 1, 0]
+
+
+def test_large_vocabularies_are_worked_on_in_parts(monkeypatch):
+    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
+    params = SamplingParams(temperature=0.8, top_p=0.9, presence_penalty=0.3)
+    results = []
+    for elements in (1 << 22, 100):  # all rows at once, two rows at once
+        monkeypatch.setattr("ludic.inference.local.sampler.CHUNK_ELEMENTS", elements)
+        rows = sampler(params, 7)
+        results.append([torch.stack([part.double() for part in rows.draw(logits, i)]) for i in range(3)])
+    for whole, parts in zip(*results, strict=True):
+        torch.testing.assert_close(whole, parts)

@@ -1,0 +1,280 @@
+"""Scores from a server: the numbers that it gives, refusals, retries and deadlines."""
+
+import asyncio
+import math
+from types import SimpleNamespace
+
+import pytest
+from playing import tokenizer
+from reward_models import rollout
+from stub_reward_server import StubRewardServer
+from stub_vllm import CUT, DEAD, HANG, StubVLLM
+
+from ludic.errors import ConfigError, DataError, EngineDeadError, InferenceError, ServerUnreachableError
+from ludic.inference import PoolingType, ScoringRequest, VLLMClient
+from ludic.inference.vllm.scoring import VLLMScoringClient
+from ludic.training import RewardModelScorer
+
+
+@pytest.fixture
+def server():
+    with StubRewardServer(lambda ids: sum(ids) / 100) as running:
+        yield running
+
+
+def client(server, **settings):
+    return VLLMScoringClient(server.url, **{"timeout_s": 5.0, "backoff_s": 0.001, **settings})
+
+
+async def scored(using, inputs, **options):
+    async with using:
+        return await using.score_batch(inputs, **{"normalize": False, **options})
+
+
+async def test_a_score_is_the_models_own_number_in_the_order_of_the_inputs(server):
+    assert await scored(client(server), [[10, 20], [5]]) == [0.3, 0.05]
+    assert server.asked("/classify") == [{"input": [[10, 20], [5]], "use_activation": False, "add_special_tokens": False}]
+
+
+async def test_texts_and_ids_go_in_requests_of_their_own(server):
+    ids = tokenizer()("ab")["input_ids"]
+    mixed = await scored(client(server), ["ab", ids, "a", [7]])
+    assert mixed == [sum(ids) / 100, sum(ids) / 100, ids[0] / 100, 0.07]
+    assert [len(body["input"]) for body in server.asked("/classify")] == [2, 2]
+
+
+async def test_special_tokens_are_added_to_text_where_that_is_asked_for(server):
+    assert await scored(client(server, add_special_tokens=True), ["a"]) == [(1 + 100) / 100]
+
+
+async def test_normalised_is_the_logistic_function_computed_here(server):
+    server.judge = lambda ids: {1: -800.0, 2: 0.5, 3: 800.0}[len(ids)]
+    scores = await scored(client(server), [[5], [5, 5], [5, 5, 5]], normalize=True)
+    assert scores == [0.0, pytest.approx(1 / (1 + math.exp(-0.5))), 1.0]
+    assert server.asked("/classify")[0]["use_activation"] is False
+
+
+async def test_the_model_is_named_where_it_has_a_name(server):
+    await scored(client(server, model="rm"), [[5]])
+    assert server.asked("/classify")[0]["model"] == "rm"
+    with pytest.raises(InferenceError, match="`other` does not exist") as caught:
+        await scored(client(server, model="other"), [[5]])
+    assert "pooling" not in str(caught.value)
+
+
+async def test_a_request_says_what_was_sent_and_used(server):
+    async with client(server) as using:
+        response, info = await using.score(ScoringRequest.from_list("default", ["ab", [7]], normalize=False))
+    assert (response.model, response.usage) == ("rm", {"prompt_tokens": 3, "total_tokens": 3})
+    assert response.metadata == {"pooling_type": "last", "normalize": False}
+    assert len(info["raw_response"]) == len(info["used_args"]) == 2
+
+
+async def test_several_labels_are_a_softmax_and_no_reward(server):
+    server.judge = lambda ids: [0.0, math.log(3)]
+    async with client(server) as using:
+        response, _ = await using.score(ScoringRequest.from_list("rm", [[5]], n_labels=2))
+        assert response.scores == [pytest.approx([0.25, 0.75])]
+        with pytest.raises(ConfigError, match="2 labels"):
+            await using.score_batch([[5]])
+        with pytest.raises(ConfigError, match="n_labels"):
+            await using.score_batch([[5]], n_labels=2)
+
+
+async def test_nothing_to_score_asks_nothing(server):
+    assert await scored(client(server), []) == []
+    assert server.requests == []
+
+
+def test_scoring_works_without_and_within_a_running_loop(server):
+    using, request = client(server), ScoringRequest.from_list("rm", [[10]], normalize=False)
+    assert using.score_sync(request)[0].scores == [0.1]
+
+    async def inside():
+        return using.score_sync(request)[0].scores
+
+    assert asyncio.run(inside()) == [0.1]
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"), [([], "cannot be empty"), ([272], "out of vocabulary"), ([5] * 513, "context length is 512")]
+)
+async def test_what_the_server_refuses_is_a_fault_of_the_data_and_not_asked_again(server, ids, message):
+    with pytest.raises(DataError, match=message):
+        await scored(client(server), [[5], ids])
+    assert len(server.asked("/classify")) == 1
+
+
+async def test_one_sequence_too_long_costs_one_rollout_of_a_batch(server):
+    using = client(server, tokenizer=tokenizer())
+    scorer = RewardModelScorer(using, policy_tokenizer=tokenizer(), normalize=False)
+    rollouts = [rollout(str(i), ("q", "a"), ids=([5] * (513 if i == 3 else i + 1), [6])) for i in range(6)]
+    async with using:
+        errors = await scorer.score(rollouts)
+    assert list(errors) == ["3"]
+    assert [r.meta.get("rm_score") for r in rollouts] == [
+        None if i == 3 else pytest.approx((5 * (i + 1) + 6) / 100) for i in range(6)
+    ]
+    assert all(r.meta.get("rm_score_from") == "tokens" for r in rollouts if r.id != "3")
+
+
+@pytest.mark.parametrize("fault", [(503, {"detail": "later"}), (429, {"detail": "later"}), CUT])
+async def test_what_may_pass_is_asked_again(server, fault):
+    server.fail("/classify", fault, fault)
+    assert await scored(client(server), [[10]]) == [0.1]
+    assert len(server.asked("/classify")) == 3
+
+
+async def test_retries_end(server):
+    server.fail("/classify", *[(503, {"detail": "later"})] * 4)
+    with pytest.raises(InferenceError, match="503"):
+        await scored(client(server, max_retries=1), [[10]])
+    assert len(server.asked("/classify")) == 2
+
+
+async def test_a_server_that_says_nothing_is_given_up_on_at_the_deadline(server):
+    server.fail("/classify", HANG, HANG)
+    with pytest.raises(TimeoutError, match="no answer within"):
+        await scored(client(server, timeout_s=0.2), [[10]])
+
+
+async def test_a_dead_engine_is_said_at_once(server):
+    server.fail("/classify", (500, {"error": {"message": DEAD, "type": "InternalServerError", "code": 500}}))
+    with pytest.raises(EngineDeadError):
+        await scored(client(server), [[10]])
+    assert len(server.asked("/classify")) == 1
+
+
+async def test_nobody_there_is_said(server):
+    server.close()
+    with pytest.raises(ServerUnreachableError):
+        await scored(client(server, max_retries=0), [[10]])
+
+
+async def test_calls_move_from_a_server_that_is_dead_to_one_that_lives(server):
+    with StubRewardServer(lambda ids: -1.0) as dead:
+        dead.fail("/classify", (500, {"error": {"message": DEAD}}))
+        using = VLLMScoringClient([dead.url, server.url], timeout_s=5.0)
+        assert await scored(using, [[10]]) == [0.1]
+
+
+async def test_a_server_of_a_policy_is_told_from_one_of_a_reward_model():
+    with StubVLLM() as policy, pytest.raises(InferenceError, match="--runner pooling"):
+        await scored(client(policy), [[10]])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "an entry of data for each"),
+        ([{"index": 0, "probs": [None]}], "finite"),
+        ([{"index": 0, "probs": "high"}], "finite"),
+        ([{"index": 3, "probs": [1.0]}], "one score for each"),
+        (None, "an entry of data for each"),
+    ],
+)
+async def test_an_answer_that_is_no_score_is_an_error_and_never_a_zero(server, data, message):
+    server.fail("/classify", (200, {"data": data}))
+    with pytest.raises(InferenceError, match=message):
+        await scored(client(server), [[10]])
+
+
+async def test_answers_out_of_order_are_put_in_order(server):
+    def turned(answer):
+        return {**answer, "data": answer["data"][::-1]}
+
+    server.fail("/classify", turned)
+    assert await scored(client(server), [[10], [20]]) == [0.1, 0.2]
+
+
+async def test_pooling_that_the_server_does_not_do_is_refused_here(server):
+    with pytest.raises(ConfigError, match="pooler-config"):
+        await scored(client(server), [[5]], pooling_type=PoolingType.MEAN)
+    assert await scored(client(server, pooling_type=PoolingType.MEAN), [[5]]) == [0.05]
+    with pytest.raises(ConfigError, match="reserved"):
+        await scored(client(server, pooling_type=PoolingType.STEP), [[5]])
+
+
+async def test_the_server_is_described(server):
+    async with client(server) as using:
+        info = await using.get_server_info()
+        assert info == {"url": server.url, "models": ["rm"], "max_model_len": 512, "version": "0.32.0"}
+        assert await using.get_reward_model_version() == 0
+        server.weight_version = "7"
+        assert await using.get_reward_model_version() == 7
+        with pytest.raises(ConfigError, match="scoring"):
+            await using.get_server_info("policy")
+
+
+@pytest.fixture
+def pushed(monkeypatch):
+    """What reaches the publisher: (settings, names, version)."""
+    seen = []
+
+    def make(urls, **settings):
+        control = SimpleNamespace(close=lambda: seen.append("closed"))
+        push = lambda params, version: seen.append((urls, settings, sorted(params), version))  # noqa: E731
+        return SimpleNamespace(publish=push, inner=SimpleNamespace(control=control))
+
+    monkeypatch.setattr("ludic.distributed.adapters.vllm.create_vllm_publisher", make)
+    return seen
+
+
+def test_weights_of_the_mode_are_sent_and_no_others(server, pushed):
+    using, params = client(server, publisher_settings={"directory": "/d"}), {"model.norm.weight": 1, "score.weight": 2}
+    assert using.sync_reward_weights(params, training_mode="head_only", version=3, timeout_s=9.0) == "3"
+    assert using.sync_reward_weights(params) == "4"
+    using.close_communicator()
+    common = {"allow_unchanged": True, "directory": "/d"}
+    assert pushed == [
+        ([server.url], {"partial": True, "timeout_s": 9.0, **common}, ["score.weight"], "3"),
+        ([server.url], {"partial": False, "timeout_s": 600.0, **common}, ["model.norm.weight", "score.weight"], "4"),
+        "closed",
+        "closed",
+    ]
+
+
+def test_an_address_without_its_scheme_is_refused():
+    with pytest.raises(ConfigError, match="http://"):
+        VLLMScoringClient("127.0.0.1:8001")
+
+
+# Two servers behind one client
+
+
+class Policy(StubVLLM):
+    def answer(self, method, path, query, body):
+        return (200, {"version": "0.32.0"}) if path == "/version" else super().answer(method, path, query, body)
+
+
+async def test_one_client_completes_at_one_server_and_scores_at_the_other(server):
+    with Policy() as policy:
+        using = VLLMClient(host="127.0.0.1", policy_port=policy.port, scoring_port=server.port, timeout_s=5.0)
+        assert await using.score_batch([[10]], normalize=False) == [0.1]
+        assert (await using.complete_tokens([5, 6])).prompt_token_ids == [5, 6]
+        assert (await using.get_server_info())["models"] == ["rm"]
+        assert (await using.get_server_info("policy"))["url"] == policy.url
+        assert await using.get_reward_model_version() == 0
+        assert (await using.score(ScoringRequest.from_list("rm", [[10]], normalize=False)))[0].scores == [0.1]
+        assert using.score_sync(ScoringRequest.from_list("rm", [[10]], normalize=False))[0].scores == [0.1]
+        with pytest.raises(ConfigError, match="policy"):
+            await using.get_server_info("other")
+        with pytest.raises(InferenceError, match="inference only"):
+            using.sync_reward_weights({"score.weight": 1})
+        assert not using.reads_ids_of(tokenizer())
+        await using.close_async_session()
+
+
+async def test_one_port_is_a_server_that_scores(server):
+    using = VLLMClient(host="127.0.0.1", port=server.port, scoring_tokenizer=tokenizer())
+    assert await using.score_batch([[10]], normalize=False) == [0.1]
+    assert using.reads_ids_of(tokenizer())
+    await using.close_async_session()
+
+
+async def test_a_client_made_without_its_constructor_has_no_scores():
+    using = object.__new__(VLLMClient)
+    with pytest.raises(InferenceError, match="knows no scoring server"):
+        await using.score_batch([[10]])
+    using.close_communicator()
+    await using.close_async_session()

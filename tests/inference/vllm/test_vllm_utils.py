@@ -1,0 +1,320 @@
+"""Servers as processes: how they are started, when they are ready, what is said when they are not, and that nothing is left of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import fake_vllm
+import pytest
+from stub_vllm import StubVLLM
+
+import ludic
+from ludic.errors import ConfigError, EngineDeadError
+from ludic.inference.vllm.environment import package_root, server_python, server_variables
+from ludic.inference.vllm.launch import (
+    collect_proc_output,
+    free_port,
+    start_vllm_server,
+    stop_vllm_server,
+    wait_for_vllm_health,
+)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts the fake server; (process, port, a function that gives what it was started with)."""
+    running = []
+    python = fake_vllm.install(tmp_path / "venv")
+
+    def begin(mode="ok", **settings):
+        facts, port = tmp_path / f"facts-{len(running)}.json", free_port()
+        env = {"FAKE_VLLM": mode, "FAKE_VLLM_FACTS": str(facts), **settings.pop("env", {})}
+        proc = start_vllm_server("tiny", "127.0.0.1", port, env=env, **{"python": python, "stream_output": False, **settings})
+        running.append(proc)
+
+        def read():
+            while not facts.exists() or not facts.read_text():
+                assert proc.poll() is None
+                time.sleep(0.01)
+            return json.loads(facts.read_text())
+
+        return proc, port, read
+
+    yield begin
+    for proc in running:
+        stop_vllm_server(proc, timeout_s=0.1)
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
+
+
+def until_gone(pid):
+    for _ in range(1000):
+        if not is_running(pid):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_server_is_ready_when_it_has_sampled_and_nothing_is_left_when_it_stops(start):
+    proc, port, facts = start()
+    wait_for_vllm_health("127.0.0.1", port, proc, timeout_s=60)
+    child = facts()["child"]
+    assert is_running(child)
+    stop_vllm_server(proc)
+    assert proc.returncode is not None
+    assert until_gone(child)
+
+
+def test_a_server_that_does_not_end_when_asked_is_ended(start):
+    proc, _, facts = start("stubborn")
+    child = facts()["child"]
+    assert stop_vllm_server(proc, timeout_s=0.2) == -signal.SIGKILL
+    assert until_gone(child)
+
+
+def test_one_that_ends_by_itself_is_an_error_with_what_it_said(start):
+    proc, port, _ = start("exit")
+    with pytest.raises(RuntimeError, match=r"(?s)ended with status 3.*no such model"):
+        wait_for_vllm_health("127.0.0.1", port, proc, timeout_s=60)
+
+
+def test_so_is_one_whose_output_went_to_a_file(start, tmp_path):
+    log = tmp_path / "server.log"
+    proc, port, _ = start("exit", log_path=log)
+    with pytest.raises(RuntimeError, match=r"(?s)server\.log\):.*no such model"):
+        wait_for_vllm_health("127.0.0.1", port, proc, timeout_s=60)
+    assert "no such model" in log.read_text()
+
+
+def test_one_that_is_not_ready_in_time_is_stopped(start):
+    proc, port, facts = start("deaf")
+    child = facts()["child"]
+    with pytest.raises(RuntimeError, match=r"not ready within 0\.2 s and was stopped"):
+        wait_for_vllm_health("127.0.0.1", port, proc, timeout_s=0.2)
+    assert proc.poll() is not None
+    assert until_gone(child)
+
+
+def test_healthy_is_not_ready_while_the_engine_cannot_sample(start):
+    """An engine with a head size that it does not know is healthy until the first request kills it."""
+    proc, port, _ = start("sick")
+    with pytest.raises(EngineDeadError, match="healthy and cannot sample"):
+        wait_for_vllm_health("127.0.0.1", port, proc, timeout_s=60)
+    assert proc.poll() is not None
+
+
+def test_a_server_without_models_is_ready_when_it_is_healthy(start):
+    proc, _, _ = start("deaf")
+    with StubVLLM() as stub:
+        stub.fail("/v1/models", (404, {"detail": "Not Found"}))
+        wait_for_vllm_health("127.0.0.1", stub.port, proc, timeout_s=5)
+    assert proc.poll() is None
+
+
+def test_output_is_read_as_it_comes_so_that_no_pipe_fills(start):
+    """A server writes more than a pipe holds before it listens."""
+    proc, port, _ = start()
+    wait_for_vllm_health("127.0.0.1", port, proc, timeout_s=60)
+    out, err = collect_proc_output(proc, timeout=0)
+    assert (len(out), err) == (200_001, "")
+    stop_vllm_server(proc)
+    assert len(collect_proc_output(proc)[0]) == 200_001
+
+
+def test_the_output_of_any_other_process_is_collected_too():
+    proc = subprocess.Popen([sys.executable, "-c", "print('a')"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert collect_proc_output(proc, timeout=30) == ("a\n", "")
+    silent = subprocess.Popen([sys.executable, "-c", "pass"])
+    assert collect_proc_output(silent) == ("", "")
+
+
+def after(arguments, flag):
+    return arguments[arguments.index(flag) + 1]
+
+
+def test_on_a_cpu_the_flags_are_those_that_work_there(start):
+    _, port, facts = start(max_model_len=128, client_tags=True, weights="disk", served_model_name="policy")
+    arguments, env = facts()["arguments"], facts()["environment"]
+    assert arguments[:4] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "tiny"]
+    expected = {
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--served-model-name": "policy",
+        "--max-model-len": "128",
+        "--dtype": "float32",
+        "--generation-config": "vllm",
+        "--logprobs-mode": "processed_logprobs",
+        "--kv-cache-memory-bytes": str(64 * 2**20),
+        "--worker-extension-cls": "ludic.inference.vllm.worker.WeightWorker",
+        "--weight-transfer-config": '{"backend": "disk"}',
+        "--middleware": "ludic.inference.servers.client_tag_middleware.ClientTagMiddleware",
+    }
+    assert {flag: after(arguments, flag) for flag in expected} == expected
+    assert {"--enforce-eager", "--enable-scale-out"} <= set(arguments)
+    assert "--gpu-memory-utilization" not in arguments
+    assert (env["VLLM_SERVER_DEV_MODE"], env["VLLM_USE_V1"], env["VLLM_ENABLE_V1_MULTIPROCESSING"]) == ("1", "1", "0")
+
+
+def test_on_a_gpu_the_model_chooses_its_type(tmp_path, start):
+    python = fake_vllm.install(tmp_path / "gpu", cpu=False)
+    _, _, facts = start(python=python, gpu_memory_utilization=0.5, enforce_eager=False)
+    arguments = facts()["arguments"]
+    assert after(arguments, "--gpu-memory-utilization") == "0.5"
+    assert not {"--dtype", "--enforce-eager", "--kv-cache-memory-bytes", "--middleware", "--worker-extension-cls"} & set(
+        arguments
+    )
+
+
+def test_what_the_caller_says_wins(start):
+    given = ["--generation-config", "auto", "--dtype=bfloat16", "--max-num-seqs", "8"]
+    _, _, facts = start(extra_args=given, env={"VLLM_SERVER_DEV_MODE": "0"})
+    arguments = facts()["arguments"]
+    assert arguments[-5:] == given
+    for flag in ("--generation-config", "--dtype", "--max-num-seqs"):
+        assert sum(argument.split("=")[0] == flag for argument in arguments) == 1
+    assert facts()["environment"]["VLLM_SERVER_DEV_MODE"] == "0"
+
+
+def test_a_port_that_is_taken_is_refused():
+    """Whoever listens there would be taken for the server."""
+    with StubVLLM() as stub, pytest.raises(ConfigError, match=f"port {stub.port}"):
+        start_vllm_server("tiny", "127.0.0.1", stub.port)
+
+
+def test_the_interpreter_is_the_given_one_else_the_environments_else_the_one_built_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert server_python(None, {}) == sys.executable
+    built = fake_vllm.install(tmp_path / ".venv-vllm")
+    assert server_python(None, {}) == built
+    other = fake_vllm.install(tmp_path / "other")
+    assert server_python(None, {"LUDIC_VLLM_PYTHON": other}) == other
+    assert server_python(built, {"LUDIC_VLLM_PYTHON": other}) == built
+    with pytest.raises(ConfigError, match="make vllm"):
+        server_python(tmp_path / "nothing", {})
+
+
+def test_a_server_finds_this_package_and_nothing_that_lies_beside_it(monkeypatch):
+    """What is installed beside it fits this interpreter, not the server's."""
+    root = Path(package_root())
+    assert [path.name for path in root.iterdir()] == ["ludic"]
+    assert (root / "ludic").resolve() == Path(ludic.__file__).resolve().parent
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    monkeypatch.setenv("PYTHONHOME", "/home")
+    env = server_variables("/elsewhere/bin/python", cpu=True, given={"PYTHONPATH": "/given"})
+    assert env["PYTHONPATH"] == os.pathsep.join([str(root), "/given"])
+    assert "PYTHONHOME" not in env
+    assert server_variables(sys.executable, cpu=False)["PYTHONPATH"] == os.pathsep.join([str(root), "/ours"])
+
+
+def test_what_the_server_loads_needs_the_standard_library_alone():
+    """Its environment has none of this package's dependencies but those that vLLM brings."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); before = set(sys.modules)\n"
+        "import ludic.inference.servers.client_tag_middleware, ludic.inference.think_limits, ludic.inference.vllm.server\n"
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-S", "-c", code, package_root()], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert found.stdout.split() == ["ludic"]
+
+
+def test_servers_that_are_left_running_end_with_the_process_that_started_them(tmp_path):
+    facts = tmp_path / "facts.json"
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from ludic.inference.vllm.launch import start_vllm_server, free_port\n"
+        "proc = start_vllm_server('tiny', '127.0.0.1', free_port(), python=sys.argv[1], stream_output=False)\n"
+        "facts = Path(sys.argv[2])\n"
+        "while not facts.exists() or not facts.read_text(): time.sleep(0.01)\n"
+    )
+    env = {**os.environ, "FAKE_VLLM": "deaf", "FAKE_VLLM_FACTS": str(facts), "PYTHONPATH": str(Path(ludic.__file__).parents[1])}
+    python = fake_vllm.install(tmp_path / "venv")
+    subprocess.run([sys.executable, "-c", code, python, str(facts)], env=env, timeout=60, check=True)
+    assert until_gone(json.loads(facts.read_text())["child"])
+
+
+# -- `ludic serve`
+
+
+def serving(tmp_path, mode, *options):
+    """`ludic serve` as a process, and what its server was started with."""
+    facts = tmp_path / "facts.json"
+    env = {**os.environ, "FAKE_VLLM": mode, "FAKE_VLLM_FACTS": str(facts), "PYTHONPATH": str(Path(ludic.__file__).parents[1])}
+    port = free_port()
+    python = fake_vllm.install(tmp_path / "venv")
+    command = [sys.executable, "-m", "ludic.cli", "serve", "tiny", "--port", str(port), "--python", python, *options]
+    return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True), facts, port
+
+
+def test_serve_says_when_it_is_ready_and_ctrl_c_stops_everything(tmp_path):
+    options = ["--lora-rank", "8", "--weights", "disk", "--client-tags", "--", "--seed", "7"]
+    proc, facts, port = serving(tmp_path, "ok", *options)
+    said = []
+    deadline = threading.Timer(90, proc.kill)
+    deadline.start()
+    try:
+        for line in proc.stderr:
+            said.append(line)
+            if line.startswith("ready"):
+                break
+        found = json.loads(facts.read_text())
+        proc.send_signal(signal.SIGINT)
+        rest = proc.stderr.read()
+        assert proc.wait() == 0
+    finally:
+        deadline.cancel()
+        proc.kill()
+        proc.stderr.close()
+    assert f"http://127.0.0.1:{port}" in said[-1]
+    assert "Traceback" not in rest
+    assert found["arguments"][-2:] == ["--seed", "7"]
+    assert after(found["arguments"], "--max-lora-rank") == "8"
+    assert until_gone(found["child"])
+
+
+def test_serve_is_an_error_when_the_server_does_not_come_up(tmp_path):
+    proc, _, _ = serving(tmp_path, "exit")
+    _, err = proc.communicate(timeout=90)
+    assert proc.returncode == 1
+    assert "ended with status 3" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("cpu", "settings", "backend"),
+    [
+        (True, {}, "gloo"),
+        (False, {}, "ludic_nccl"),
+        (False, {"device": "cpu"}, "gloo"),
+        (True, {"weights": "disk"}, "disk"),
+        (True, {"weights": "none"}, None),
+    ],
+)
+def test_weights_come_as_the_device_has_it_unless_it_is_said(tmp_path, cpu, settings, backend):
+    from ludic.recipes.serve_command import ServeSettings, _weights
+
+    python = fake_vllm.install(tmp_path / "venv", cpu=cpu)
+    assert _weights(ServeSettings("tiny", python=python, **settings)) == backend
+
+
+@pytest.mark.parametrize("option", [["--device", "tpu"], ["--weights", "carrier"], ["--logprobs-mode", "some"]])
+def test_serve_refuses_what_it_does_not_know(option):
+    from typer.testing import CliRunner
+
+    from ludic.cli import app
+
+    result = CliRunner().invoke(app, ["serve", "tiny", *option])
+    assert result.exit_code == 2
+    assert "must be one of" in result.output

@@ -1,0 +1,166 @@
+"""What runs inside a server: pushes are taken aside and checked, and need nothing of the trainer's environment."""
+
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from safetensors.torch import save_file
+from stub_weight_server import SHAPES, same, weights
+
+from ludic.inference.vllm.weight_fingerprint import SAMPLED_ELEMENTS, fingerprint, tensor_mark
+from ludic.inference.vllm.weight_receiver import Checkpoint, WeightReceiver, WeightTransferError, listening_store, neighbours
+
+QUERY, KEY = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
+
+
+def folder_with(tmp_path, name, tensors):
+    folder = tmp_path / name
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def receiver(tmp_path):
+    return WeightReceiver(Checkpoint(folder_with(tmp_path, "own", weights(0))))
+
+
+def test_it_needs_nothing_of_the_trainers_environment():
+    """The server's has vLLM, torch and safetensors."""
+    absent = [
+        "openai",
+        "msgspec",
+        "tenacity",
+        "transformers",
+        "requests",
+        "httpx2",
+        "peft",
+        "rich",
+        "typer",
+        "hydra",
+        "ludic._core",
+    ]
+    code = f"""
+import sys
+sys.modules.update({{name: None for name in {absent!r}}})
+import ludic.inference.vllm.weight_receiver, ludic.inference.vllm.weight_fingerprint
+print(*sorted(name for name in sys.modules if name.startswith('ludic.training')))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_a_checkpoint_says_shapes_and_dtypes_without_reading_tensors(tmp_path):
+    stored = {"a": torch.zeros(2, 3, dtype=torch.bfloat16), "b": torch.zeros(4)}
+    checkpoint = Checkpoint(folder_with(tmp_path, "c", stored))
+    assert checkpoint.weights == {"a": {"shape": [2, 3], "dtype": "bfloat16"}, "b": {"shape": [4], "dtype": "float32"}}
+    assert dict(checkpoint.read(["b"])).keys() == {"b"}
+
+
+def test_an_index_may_not_lead_out_of_its_folder(tmp_path):
+    folder = folder_with(tmp_path, "c", weights(0))
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../own/model.safetensors"}}')
+    with pytest.raises(WeightTransferError, match="outside its folder"):
+        Checkpoint(folder)
+    with pytest.raises(WeightTransferError, match="no folder here"):
+        Checkpoint(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(WeightTransferError, match=r"holds no \*\.safetensors"):
+        Checkpoint(tmp_path / "empty")
+
+
+def test_a_push_is_taken_once_and_leaves_its_fingerprint(receiver, tmp_path):
+    receiver.start()
+    receiver.read(str(folder_with(tmp_path, "new", weights(1))))
+    assert receiver.staged == len(SHAPES)
+    assert same(dict(receiver.take()), weights(1))
+    assert receiver.marks == fingerprint(weights(1))
+    assert (receiver.take(), receiver.open) == ([], False)
+
+
+def test_a_discarded_push_loads_nothing(receiver, tmp_path):
+    receiver.start()
+    receiver.read(str(folder_with(tmp_path, "new", weights(1))))
+    receiver.discard()
+    assert receiver.take() == []
+    assert receiver.marks == {}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({QUERY: torch.zeros(4, 5)}, r"came with shape \[4, 5\], the model's is \[4, 4\]"),
+        ({"other": torch.zeros(1)}, "no weight 'other'"),
+    ],
+)
+def test_what_is_not_the_models_is_refused(receiver, tmp_path, changed, message):
+    receiver.start()
+    with pytest.raises(WeightTransferError, match=message):
+        receiver.read(str(folder_with(tmp_path, "new", {**weights(1), **changed})))
+    assert (receiver.staged, receiver.open) == (0, False)
+
+
+def test_the_rest_of_a_layer_comes_from_the_servers_checkpoint(receiver, tmp_path):
+    """A server fuses queries, keys and values: of one that is loaded in part the rest would be whatever lay in memory."""
+    receiver.start()
+    receiver.read(str(folder_with(tmp_path, "new", {QUERY: weights(1)[QUERY]})))
+    assert same(dict(receiver.take()), {QUERY: weights(1)[QUERY], KEY: weights(0)[KEY]})
+    receiver.start()
+    receiver.read(str(folder_with(tmp_path, "newer", {QUERY: weights(2)[QUERY]})))
+    assert same(dict(receiver.take()), {QUERY: weights(2)[QUERY], KEY: weights(0)[KEY]})
+
+
+def test_layers_are_told_apart():
+    known = ["model.layers.1.a.weight", "model.layers.10.a.weight", "model.layers.1.mlp.experts.10.up.weight", "model.norm.weight", "lm_head.weight"]  # fmt: skip  # noqa: E501
+    assert neighbours(dict.fromkeys(known), {"model.layers.1.a.weight": 0}) == [known[0], known[2]]
+    assert neighbours(dict.fromkeys(known), {"lm_head.weight": 0}) == ["lm_head.weight"]
+
+
+def test_nothing_is_received_without_a_connection(receiver):
+    with pytest.raises(WeightTransferError, match="no trainer is connected"):
+        receiver.receive(["a"], ["float32"], [[1]])
+
+
+def test_dtypes_are_those_of_torch_and_nothing_else(receiver):
+    receiver.checkpoint = None
+    receiver._group, receiver.group_id = Group(), "g"
+    with pytest.raises(WeightTransferError, match="'save' is no dtype"):
+        receiver.receive(["a"], ["save"], [[1]])
+    assert receiver.group_id is None  # the stream was left in the middle: the trainer must connect again
+
+
+class Group:
+    def abort(self):
+        pass
+
+
+def test_the_store_listens_on_one_address_alone():
+    _, port = listening_store("127.0.0.1", 2, timedelta(seconds=5))
+    with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
+        probe.connect(("127.0.0.2", port))
+
+
+@given(st.lists(st.integers(0, 6), min_size=0, max_size=3), st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
+def test_equal_bytes_shape_and_dtype_give_equal_marks(shape, dtype):
+    tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape).to(dtype)
+    assert tensor_mark(tensor) == tensor_mark(tensor.clone())
+    assert tensor_mark(tensor) != tensor_mark(tensor.reshape(1, *shape))
+    assert tensor_mark(tensor.to(torch.float64)) != tensor_mark(tensor)
+    if tensor.ndim == 2:
+        assert tensor_mark(tensor.T.contiguous().T) == tensor_mark(tensor)
+    if tensor.numel():
+        assert tensor_mark(tensor + 1) != tensor_mark(tensor)
+
+
+def test_a_mark_reads_elements_from_all_of_a_large_tensor():
+    large = torch.zeros(4 * SAMPLED_ELEMENTS)
+    marks = {tensor_mark(large)}
+    for place in (0, 2 * SAMPLED_ELEMENTS, 4 * (SAMPLED_ELEMENTS - 1)):
+        other = large.clone()
+        other[place] = 1
+        marks.add(tensor_mark(other))
+    assert len(marks) == 4
