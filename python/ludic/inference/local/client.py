@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.chat_template import ChatTemplate, offered_tools
+from ludic.inference.episode import Episode, current_episode
 from ludic.inference.local.decode import Bounds, Completion, DecodeRequest, decode
+from ludic.inference.local.prefixes import PrefixCache
 from ludic.inference.local.sampler import check_sampling
 from ludic.inference.local.weights import copy_weights, own_copy
 from ludic.inference.request import ChatCompletionRequest
@@ -65,6 +67,7 @@ class _Job:
     sampling: SamplingParams
     seed: int | None
     answer: asyncio.Future[_Answer]
+    episode: Episode | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -94,6 +97,9 @@ class LocalChatClient:
     `logprobs_mode="raw"` returns log-probabilities of the model as it is, which are the trainer's; `"processed"` those of the
     distribution drawn from, after penalties, temperature and top-p. At temperature 1 and top-p 1 they are the same.
 
+    The turns of an episode that a `RolloutEngine` plays go on from the keys and values of the turns before, as long as the weights stay
+    as they are; at most `prefix_cache_bytes` are kept for that.
+
     With `copy_model` the client holds weights of its own, on `device` and of type `dtype` where given, which change with
     `sync_weights` alone; without, it samples from `model` itself and sees every optimizer step at once.
     """
@@ -108,9 +114,14 @@ class LocalChatClient:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         logprobs_mode: LogprobsMode = "raw",
+        prefix_cache_bytes: int = 256 * 2**20,
     ) -> None:
         if max_batch_size < 1:
             raise ConfigError(f"max_batch_size ({max_batch_size}) must be >= 1")
+        if prefix_cache_bytes < 0:
+            raise ConfigError(
+                f"prefix_cache_bytes ({prefix_cache_bytes}) must be >= 0; 0 keeps nothing between the turns of an episode"
+            )
         if logprobs_mode not in ("raw", "processed"):
             raise ConfigError(f"logprobs_mode ({logprobs_mode!r}) must be 'raw' or 'processed'")
         if not copy_model and (device is not None or dtype is not None):
@@ -129,6 +140,7 @@ class LocalChatClient:
         """Held while a batch is decoded and while weights are copied."""
         self._lines: dict[asyncio.AbstractEventLoop, _Line] = {}
         self._prompts: OrderedDict[str, list[int]] = OrderedDict()
+        self._prefixes = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
 
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
         """One completion. The info carries `policy_version`, the weights it was sampled from.
@@ -185,6 +197,8 @@ class LocalChatClient:
             raise TimeoutError(f"a batch was still being decoded after {timeout_s} s; the weights were not changed")
         try:
             copy_weights(self.model, params)
+            if self._prefixes is not None:
+                self._prefixes.clear()
             self._version = self._version + 1 if number is None else number
             return str(self._version)
         finally:
@@ -200,7 +214,7 @@ class LocalChatClient:
         for other in [other for other in self._lines if other.is_closed()]:
             del self._lines[other]
         line = self._lines.setdefault(loop, _Line())
-        job = _Job(prompt, sampling, seed, loop.create_future())
+        job = _Job(prompt, sampling, seed, loop.create_future(), current_episode())
         line.jobs.append(job)
         if line.worker is None:
             line.worker = loop.create_task(self._work(line))
@@ -240,7 +254,8 @@ class LocalChatClient:
             except Exception as error:
                 answers[i] = _as_inference_error(error)
         if requests:
-            completions = decode(self.model, list(requests.values()), eos_ids=self._eos_ids, pad_id=self._pad_id)
+            asked = list(requests.values())
+            completions = decode(self.model, asked, eos_ids=self._eos_ids, pad_id=self._pad_id, prefixes=self._prefixes)
             texts = self._texts(completions)
             for i, completion, text in zip(requests, completions, texts, strict=True):
                 text = _before_stop(text, batch[i].stops)
@@ -257,6 +272,7 @@ class LocalChatClient:
             seed=job.seed,
             stopped=_stop_test(self.tokenizer, job.stops) if job.stops else None,
             abandoned=job.answer.done,
+            episode=job.episode,
         )
 
     def _texts(self, completions: Sequence[Completion]) -> list[str]:

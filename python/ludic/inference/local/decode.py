@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ludic.errors import InferenceError
+from ludic.inference.episode import Episode
+from ludic.inference.local.prefixes import Match, Prefix, PrefixCache, Snapshot, is_plain, joined
 from ludic.inference.local.sampler import Sampler, stream
 from ludic.inference.sampling import SamplingParams
 
@@ -32,6 +34,8 @@ class DecodeRequest:
     """Whether the completion so far contains a stop string; asked after each token."""
     abandoned: Callable[[], bool] | None = None
     """Whether nobody waits for it any more; asked after each token, possibly from another thread than the one that answers."""
+    episode: Episode | None = None
+    """Whose next turn may begin with this one."""
 
 
 @dataclass
@@ -80,13 +84,35 @@ class Bounds:
         return self.context - len(prompt_ids)
 
 
-def decode(model: nn.Module, requests: Sequence[DecodeRequest], *, eos_ids: frozenset[int], pad_id: int) -> list[Completion]:
+def decode(
+    model: nn.Module,
+    requests: Sequence[DecodeRequest],
+    *,
+    eos_ids: frozenset[int],
+    pad_id: int,
+    prefixes: PrefixCache | None = None,
+) -> list[Completion]:
     """Continue every request until its end token, its stop string or its limit.
 
-    The model runs in evaluation mode and without gradients; both are as they were afterwards, module by module.
+    The model runs in evaluation mode and without gradients; both are as they were afterwards, module by module. With `prefixes`, a
+    request of an episode goes on from what the model read in its turns before.
     """
     with evaluating(model), torch.no_grad():  # what inference mode made could not be part of a later backward pass
-        return _Decoding(model, requests, eos_ids, pad_id).run()
+        if prefixes is None or not any(request.episode for request in requests):
+            return _Decoding(model, requests, eos_ids, pad_id).run()
+        prefixes.hold_to(model)
+        matches = [None if r.episode is None else prefixes.longest(r.episode, r.prompt_ids) for r in requests]
+        answers: dict[int, Completion] = {}
+        for known in (False, True):
+            rows = [i for i, match in enumerate(matches) if (match is not None) == known]
+            if rows:
+                some, found = [requests[i] for i in rows], [match for i in rows if (match := matches[i])]
+                decoding = _Decoding(model, some, eos_ids, pad_id, found, room=prefixes.max_bytes)
+                answers.update(zip(rows, decoding.run(), strict=True))
+                for episode, prefix in decoding.read():
+                    prefixes.keep(episode, prefix)
+                prefixes.shrink()
+        return [answers[i] for i in range(len(requests))]
 
 
 @contextmanager
@@ -113,8 +139,18 @@ def _keywords(model: Any) -> frozenset[str]:
 class _Decoding:
     """The state of one batch. Row i of the tensors is request `rows[i]`; rows that ended are dropped when they are the majority."""
 
-    def __init__(self, model: nn.Module, requests: Sequence[DecodeRequest], eos_ids: frozenset[int], pad_id: int) -> None:
-        self.model, self.requests = model, requests
+    def __init__(
+        self,
+        model: nn.Module,
+        requests: Sequence[DecodeRequest],
+        eos_ids: frozenset[int],
+        pad_id: int,
+        matches: Sequence[Match] = (),
+        *,
+        room: int = 0,
+    ) -> None:
+        """`matches`: what is known of each prompt, or nothing. `room`: bytes of what is read that may be kept, for `read`."""
+        self.model, self.requests, self.room = model, requests, room
         self.keywords = _keywords(model)
         self.device = next(model.parameters()).device
         self.results = [Completion() for _ in requests]
@@ -129,8 +165,15 @@ class _Decoding:
         number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         self.distinct = torch.tensor([number[prompt] for prompt in prompts], device=self.device)
         """[N] which of the different prompts each row has. Each of them is read once, and what was read is shared out."""
-        self.ids, self.mask = self._padded(list(number), pad_id)
+        if matches:  # each row has a cache of its own
+            self.cache, known = joined(matches)
+            self.ids, mask = self._padded([p[match.length :] for p, match in zip(prompts, matches, strict=True)], pad_id)
+            self.mask = torch.cat([known, mask], dim=1)
+        else:
+            self.ids, self.mask = self._padded(list(number), pad_id)
         self.ragged = not bool(self.mask.all())
+        self.left: list[tuple[Snapshot, list[int], int]] = []
+        """Caches, the requests of their rows, and how many sampled tokens they hold."""
         self.watched = any(request.stopped for request in requests)
         self.drawn: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -146,23 +189,23 @@ class _Decoding:
             alive = self._wanted(alive & (self.limit > step + 1))
             living = int(alive.sum())
             if living == 0:
+                self._leave(step)
                 break
             self._extend(token)
             if living * 2 <= len(self.rows):
-                alive = self._compact(alive)
+                alive = self._compact(alive, step)
         self._flush()
         return [self._finished(result, limit) for result, limit in zip(self.results, self.limits, strict=True)]
 
     def _forward(self) -> Tensor:
         """Logits [N, V] of each row's next token, float32."""
-        whole = self.cache is None
         given: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
         if self.ragged:
             position = (self.mask.cumsum(dim=1) - 1).clamp(min=0)
             given["attention_mask"] = self.mask
-            given["position_ids"] = position if whole else position[:, -1:]
+            given["position_ids"] = position[:, -self.ids.shape[1] :]
         given = {name: value for name, value in given.items() if name in self.keywords}
-        output = self.model(input_ids=self.ids if whole else self.ids[:, -1:], **given)
+        output = self.model(input_ids=self.ids, **given)
         self.cache = getattr(output, "past_key_values", None)
         logits: Tensor = output.logits[:, -1].float()
         return logits
@@ -180,8 +223,7 @@ class _Decoding:
         """What was drawn is read next. Without a cache the whole row is."""
         column = token[:, None]
         self.ids = column if self.cache is not None else torch.cat([self.ids, column], dim=1)
-        if self.ragged:
-            self.mask = torch.cat([self.mask, torch.ones_like(column)], dim=1)
+        self.mask = torch.cat([self.mask, torch.ones_like(column)], dim=1)
 
     def _flush(self) -> None:
         """Append what was drawn since the last flush to the results, one transfer each, and forget it."""
@@ -195,9 +237,10 @@ class _Decoding:
             result.drawn_logprobs += drawn
         self.drawn.clear()
 
-    def _compact(self, alive: Tensor) -> Tensor:
-        """Go on with the rows that are still alive."""
+    def _compact(self, alive: Tensor, read: int) -> Tensor:
+        """Go on with the rows that are still alive. The cache has `read` tokens of those that were sampled."""
         self._flush()
+        self._leave(read)
         keep = alive.nonzero().squeeze(1)
         self.rows = [self.rows[i] for i in keep.tolist()]
         self.ids, self.mask, self.limit = (t[keep] for t in (self.ids, self.mask, self.limit))
@@ -205,6 +248,25 @@ class _Decoding:
         if self.cache is not None:
             self.cache.batch_select_indices(keep)
         return alive[keep]
+
+    def _leave(self, read: int) -> None:
+        """Put aside what the cache has of the rows that are about to go."""
+        if not self.room or not is_plain(self.model, self.cache):
+            return
+        snapshot = Snapshot.of(self.cache, self.mask[:, : self.cache.get_seq_length()])
+        if snapshot.nbytes <= self.room:
+            self.room -= snapshot.nbytes
+            self.left.append((snapshot, list(self.rows), read))
+
+    def read(self) -> Iterator[tuple[Episode, Prefix]]:
+        """After the run: what the model read of each episode's dialogue."""
+        done = set[int]()
+        for snapshot, rows, read in reversed(self.left):  # a row is in every snapshot before its last one
+            for i, row in enumerate(rows):
+                request = self.requests[row]
+                if row not in done and request.episode is not None:
+                    done.add(row)
+                    yield request.episode, Prefix(snapshot, i, [*request.prompt_ids, *self.results[row].token_ids[:read]])
 
     def _watch(self, alive: Tensor) -> Tensor:
         """End the rows whose text now contains a stop string."""

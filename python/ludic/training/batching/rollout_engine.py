@@ -13,6 +13,7 @@ from typing import Any
 
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, LudicError, RolloutError
+from ludic.inference.episode import new_episode
 from ludic.inference.request import ReturnSpec
 from ludic.interaction.base import InteractionProtocol
 from ludic.training.algorithm import RLAlgorithm
@@ -176,7 +177,7 @@ class RolloutEngine:
         async with gate:
             while True:
                 try:
-                    with _cancelled_within_is_an_error():
+                    with _cancelled_within_is_an_error(), new_episode():
                         episode.rollouts = await self._play_once(episode, max_steps, timeout_s)
                     return
                 except Exception as error:

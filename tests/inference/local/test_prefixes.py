@@ -1,0 +1,268 @@
+"""What was read in earlier turns of an episode is not read again, and changes nothing but the work."""
+
+import asyncio
+import gc
+from random import Random
+
+import pytest
+import torch
+from decoding import KINDS, assert_trainable, model_of
+from hypothesis import given, settings, strategies as st
+from playing import FOR_RL, Counting, play, protocol, tiny_model, tokenizer
+
+from ludic.errors import ConfigError
+from ludic.inference import ChatCompletionRequest, LocalChatClient, SamplingParams
+from ludic.inference.episode import Episode, current_episode, new_episode
+from ludic.inference.local.decode import DecodeRequest, decode
+from ludic.inference.local.prefixes import PrefixCache, _common
+from ludic.training.batching.rollout_engine import RolloutEngine
+from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest
+
+ROOM = 1 << 24
+
+
+def fresh(rng, least=1, most=6):
+    return [rng.randrange(2, 99) for _ in range(rng.randint(least, most))]
+
+
+class Dialogues:
+    """Episodes whose turns are decoded together, some of them less often than others."""
+
+    def __init__(self, model, seed, *, episodes=5, room=ROOM):
+        self.model, self.rng = model, Random(seed)
+        self.prefixes = PrefixCache(room) if room else None
+        self.episodes = [Episode() for _ in range(episodes)]
+        self.texts = [fresh(self.rng, 2, 9) for _ in self.episodes]
+
+    def turn(self, playing=None, eos_ids=frozenset({5, 17, 40})):
+        """(requests, completions) of one batch; each dialogue goes on with its answer and what it is told."""
+        playing = range(len(self.episodes)) if playing is None else playing
+        requests = [
+            DecodeRequest(
+                list(self.texts[i]), SamplingParams(), limit=1 + self.rng.randrange(6), seed=i, episode=self.episodes[i]
+            )
+            for i in playing
+        ]
+        completions = decode(self.model, requests, eos_ids=eos_ids, pad_id=0, prefixes=self.prefixes)
+        for i, completion in zip(playing, completions, strict=True):
+            self.texts[i] += completion.token_ids + fresh(self.rng)
+        return requests, completions
+
+
+class TokensRead:
+    """Columns that the model is given, summed over its forward passes."""
+
+    def __init__(self, model):
+        self.columns = []
+        model.register_forward_pre_hook(lambda _m, _a, given: self.columns.append(given["input_ids"].shape[1]), with_kwargs=True)
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6), turns=st.integers(2, 5))
+def test_answers_are_those_of_a_model_that_reads_everything(seed, turns):
+    model = model_of("Llama")
+    known, plain, rng = Dialogues(model, seed), Dialogues(model, seed, room=0), Random(seed)
+    for _ in range(turns):
+        playing = sorted(rng.sample(range(5), rng.randint(1, 5)))
+        requests, completions = known.turn(playing)
+        _, expected = plain.turn(playing)
+        assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
+        for got, wanted in zip(completions, expected, strict=True):
+            assert got.logprobs == pytest.approx(wanted.logprobs, abs=2e-5)
+        assert_trainable(model, requests, completions)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model_answers_as_without(kind):
+    model = model_of(kind)
+    known, plain = Dialogues(model, 3), Dialogues(model, 3, room=0)
+    for _ in range(4):
+        assert [c.token_ids for c in known.turn()[1]] == [c.token_ids for c in plain.turn()[1]]
+    assert (known.prefixes.nbytes > 0) == (kind == "Llama")
+
+
+def test_a_second_turn_reads_what_is_new():
+    model = model_of("Llama")
+    episode, prefixes, read = Episode(), PrefixCache(ROOM), TokensRead(model)
+
+    def ask(ids):
+        read.columns.clear()
+        asked = [DecodeRequest(ids, SamplingParams(temperature=0), limit=1, seed=0, episode=episode)]
+        return decode(model, asked, eos_ids=frozenset(), pad_id=0, prefixes=prefixes)[0].token_ids
+
+    first = ask([7, 8, 9, 10])
+    assert read.columns == [4]
+    ask([7, 8, 9, 10, *first, 20, 21])
+    assert read.columns == [3]  # the answer was drawn and never read
+    ask([7, 8, 9, 10, *first, 20, 22])
+    assert read.columns == [1]  # all but the last token is known
+    ask([7, 8, 9, 10, *first, 20, 22])
+    assert read.columns == [1]  # the last token is read again, for its logits
+    ask([7, 30, 31, 32, 33])
+    assert read.columns == [5]  # a fifth of it is known: not worth it
+
+
+def change_in_place(model):
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+
+
+def change_behind_the_counters(model):
+    for parameter in model.parameters():
+        parameter.data.mul_(1.1)
+
+
+def take_an_optimizer_step(model):
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(input_ids=torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]])).loss.backward()
+    optimizer.step()
+
+
+def load_others(model):
+    torch.manual_seed(9)
+    model.load_state_dict(type(model)(model.config).state_dict())
+
+
+@pytest.mark.parametrize("change", [change_in_place, change_behind_the_counters, take_an_optimizer_step, load_others])
+def test_other_weights_read_everything_anew(change):
+    model = model_of("Llama")
+    dialogues = Dialogues(model, 1)
+    dialogues.turn()
+    change(model)
+    requests, completions = dialogues.turn()
+    assert_trainable(model, requests, completions)
+
+
+def test_weights_that_stay_are_not_taken_for_others():
+    model = model_of("Llama")
+    prefixes = PrefixCache(ROOM)
+    prefixes.hold_to(model)
+    episode = Episode()
+    decode(
+        model,
+        [DecodeRequest([7, 8, 9], SamplingParams(), 2, 0, episode=episode)],
+        eos_ids=frozenset(),
+        pad_id=0,
+        prefixes=prefixes,
+    )
+    prefixes.hold_to(model)
+    assert prefixes.longest(episode, [7, 8, 9, 10]).length == 3
+
+
+def test_what_was_read_goes_with_its_episode():
+    dialogues = Dialogues(model_of("Llama"), 1)
+    dialogues.turn()
+    assert dialogues.prefixes.nbytes > 0
+    dialogues.episodes.clear()
+    gc.collect()
+    assert dialogues.prefixes.nbytes == 0
+
+
+def test_no_more_is_kept_than_allowed_and_the_oldest_goes_first():
+    model = model_of("Llama")
+    one = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size of a head, bytes: of one token
+    prefixes = PrefixCache(10 * one)
+    episodes = [Episode() for _ in range(3)]
+
+    def read(episode, ids):
+        asked = [DecodeRequest(ids, SamplingParams(), 1, 0, episode=episode)]
+        decode(model, asked, eos_ids=frozenset(), pad_id=0, prefixes=prefixes)
+
+    read(episodes[0], [7, 8, 9, 10])
+    read(episodes[1], [7, 8, 9, 10])
+    assert prefixes.nbytes == 8 * one
+    read(episodes[2], [7, 8, 9, 10])
+    assert prefixes.nbytes == 8 * one
+    assert [prefixes.longest(e, [7, 8, 9, 10, 11]) is not None for e in episodes] == [False, True, True]
+    read(episodes[0], [7] * 11)  # more than may be kept at all
+    assert prefixes.longest(episodes[0], [7] * 12) is None
+
+
+def test_two_dialogues_of_one_episode_are_both_known():
+    model, prefixes, episode = model_of("Llama"), PrefixCache(ROOM), Episode()
+    for ids in ([7, 8, 9], [20, 21, 22]):
+        asked = [DecodeRequest(ids, SamplingParams(temperature=0), 1, 0, episode=episode)]
+        decode(model, asked, eos_ids=frozenset(), pad_id=0, prefixes=prefixes)
+    assert [prefixes.longest(episode, [*ids, 50]).length for ids in ([7, 8, 9], [20, 21, 22])] == [3, 3]
+    assert prefixes.longest(Episode(), [7, 8, 9, 50]) is None
+
+
+@given(a=st.lists(st.integers(0, 2), max_size=6), b=st.lists(st.integers(0, 2), max_size=6))
+def test_the_common_beginning(a, b):
+    length = _common(a, b)
+    assert a[:length] == b[:length]
+    assert length == min(len(a), len(b)) or a[length] != b[length]
+
+
+def test_an_episode_is_that_of_the_running_task():
+    async def play():
+        with new_episode() as mine:
+            inner = asyncio.create_task(ask())
+            return mine, current_episode(), await inner
+
+    async def ask():
+        return current_episode()
+
+    async def two():
+        return await asyncio.gather(play(), play())
+
+    (a, a_now, a_inner), (b, b_now, b_inner) = asyncio.run(two())
+    assert a is a_now is a_inner
+    assert b is b_now is b_inner
+    assert a is not b
+    assert current_episode() is None
+
+
+def played(client, *, seed=0, episodes=12):
+    """Tokens and log-probabilities of every turn of some episodes that an engine plays."""
+    engine = RolloutEngine(
+        env_registry={"count": lambda: Counting(goal=4)},
+        protocol_registry={"one": lambda: protocol(client, reject_incomplete_completions=False)},
+    )
+    asked = [
+        RolloutRequest(
+            env=EnvSpec(kind="count"), protocol=ProtocolSpec(kind="one"), sampling_seed=seed + i, env_seed=i, inference=FOR_RL
+        )
+        for i in range(episodes)
+    ]
+    rollouts = play(engine.generate_rollouts(requests=asked, max_steps=4))
+    return [
+        [(s.trace.prompt_token_ids, s.trace.completion_token_ids, s.trace.completion_logprobs) for s in r.steps] for r in rollouts
+    ]
+
+
+def test_episodes_of_an_engine_are_the_same_and_read_less():
+    model = tiny_model()
+    with_cache, without = LocalChatClient(model, tokenizer()), LocalChatClient(model, tokenizer(), prefix_cache_bytes=0)
+    read = TokensRead(model)
+    expected = played(without)
+    whole = sum(read.columns)
+    read.columns.clear()
+    got = played(with_cache)
+    assert sum(read.columns) < 0.7 * whole
+    for mine, other in zip(got, expected, strict=True):
+        assert [turn[:2] for turn in mine] == [turn[:2] for turn in other]
+        for (*_, a), (*_, b) in zip(mine, other, strict=True):
+            assert a == pytest.approx(b, abs=1e-4)
+    gc.collect()
+    assert with_cache._prefixes.nbytes == 0  # the episodes are over
+
+
+def test_a_push_forgets_what_was_read():
+    model = tiny_model()
+    client = LocalChatClient(model, tokenizer(), copy_model=True)
+    with new_episode() as episode:
+        request = ChatCompletionRequest(
+            model="m", messages=[{"role": "user", "content": "abc"}], sampling=FOR_RL.sampling, seed=0
+        )
+        play(client.complete(request))
+        assert client._prefixes.nbytes > 0
+        client.sync_weights({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        assert client._prefixes.longest(episode, [1, 2, 3]) is None
+        assert client._prefixes.nbytes == 0
+
+
+def test_a_negative_size_is_refused():
+    with pytest.raises(ConfigError, match="prefix_cache_bytes"):
+        LocalChatClient(tiny_model(), None, prefix_cache_bytes=-1)
