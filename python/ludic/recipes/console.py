@@ -63,8 +63,10 @@ def play_out(run: Playable, *, command: str, started: float) -> int:
 
     `started` is when the command began, by `time.perf_counter`; `command` is what goes on with the run.
     """
+    from ludic.recipes.process import settle_memory
     from ludic.recipes.watch import Interrupted
 
+    settle_memory()
     try:
         asyncio.run(run.play())
     except Interrupted:

@@ -1,0 +1,41 @@
+"""How a run's process keeps its memory."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = """
+import gc, resource
+import torch
+from ludic.recipes.process import YOUNG_OBJECTS, settle_memory
+settle_memory()
+assert gc.get_freeze_count() > 100_000
+assert gc.get_threshold()[0] == YOUNG_OBJECTS
+torch.set_num_threads(1)
+def step():
+    for size in (1, 2, 4):
+        kept = [torch.ones(size << 17) for _ in range(32)]
+        kept.append(torch.ones(9 << 20))
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(**variables):
+    """Page faults of a step that makes tensors of several sizes and frees them, once earlier steps have done the same."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run([sys.executable, "-c", FAULTS], env={**clean, **variables}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
+def test_freed_tensors_do_not_go_back_to_the_system_unless_variables_say_so():
+    returned = faults(MALLOC_TRIM_THRESHOLD_="131072")  # what is set decides
+    assert returned > 10_000
+    assert faults() < 0.1 * returned
