@@ -303,14 +303,6 @@ def _train_until(step: int, arguments: list[str]) -> int:
         return CliRunner().invoke(app, ["sft", *arguments]).exit_code
 
 
-def test_folders_of_the_two_commands_are_told_apart(tiny: list[str], tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    assert "not the folder of a run" in refused("--resume", str(tmp_path / "run"))
-    (tmp_path / "run" / "config.yaml").write_text("{}")
-    (tmp_path / "run" / "progress.json").write_text('{"phase": "warm_up"}')
-    assert "ludic train --resume" in refused("--resume", str(tmp_path / "run"))
-
-
 def test_a_loaded_model_gets_the_rates_of_loaded_models_and_the_command_line_outranks_them() -> None:
     small, loaded, chosen = compose_sft(), compose_sft(["model=x"]), compose_sft(["model=x", "trainer.lr=1"])
     assert (small.trainer.lr, loaded.trainer.lr, chosen.trainer.lr) == (3e-3, 2e-5, 1.0)

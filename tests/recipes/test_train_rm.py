@@ -362,14 +362,6 @@ def test_other_data_under_the_same_name_is_refused_on_resume(tiny: list[str], tm
     assert "would not be those of the run that is resumed" in refused("--resume", str(tmp_path / "run"))
 
 
-def test_folders_of_other_commands_are_told_apart(tiny: list[str], tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    assert "not the folder of a run" in refused("--resume", str(tmp_path / "run"))
-    (tmp_path / "run" / "config.yaml").write_text("{}")
-    (tmp_path / "run" / "progress.json").write_text('{"phase": "sft"}')
-    assert "another command" in refused("--resume", str(tmp_path / "run"))
-
-
 def test_a_loaded_model_gets_the_rates_of_loaded_models_and_the_command_line_outranks_them() -> None:
     small, loaded, chosen = compose_rm(), compose_rm(["model=x"]), compose_rm(["--model", "x", "--lr", "1"])
     assert (small.trainer.lr, loaded.trainer.lr, chosen.trainer.lr) == (3e-3, 5e-6, 1.0)

@@ -35,9 +35,9 @@ def _train(arguments: Sequence[str], resume: Path | None, console: Console, star
     if resume is not None and arguments:
         raise ConfigError(f"--resume goes on with the recipe of {resume}; it takes no other setting ({' '.join(arguments)})")
     console.print("Loading torch and transformers", highlight=False)
-    opened = RunDirectory.open(resume) if resume is not None else None
-    recipe = opened[1] if opened else compose(arguments)
-    run = _set_up(recipe, opened[0] if opened else None, console, started)
+    directory = RunDirectory.go_on(resume) if resume is not None else None
+    recipe = compose(arguments if directory is None else [str(directory.config)])
+    run = _set_up(recipe, directory, console, started)
     with run.stop:
         code = play_out(run, command="train", started=started)
         return code, _conclude(run, console)

@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from ludic.errors import CheckpointError
-from ludic.recipes.compose import compose, to_yaml
+from ludic.recipes.compose import to_yaml
 from ludic.recipes.schema import Recipe
 
 
@@ -20,7 +20,9 @@ class Progress:
     """How far a run has come. Written whenever a phase ends or the run is interrupted."""
 
     phase: str = "warm_up"
-    """The phase to go on with: warm_up, reinforce or done."""
+    """The phase to go on with: of `ludic train` warm_up or reinforce, of `ludic sft` sft, of `ludic train-rm` rm; done at the end."""
+    command: str = "train"
+    """Of `ludic`: what made the folder and can go on with it."""
     before: dict[str, Any] | None = None
     """The evaluation before reinforcement, with sampled answers."""
     after: dict[str, Any] | None = None
@@ -35,6 +37,9 @@ class Progress:
 
 class RunDirectory:
     """Paths and small files of `output/name`."""
+
+    command: ClassVar[str] = "train"
+    """Of `ludic`: what makes such folders."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,12 +63,17 @@ class RunDirectory:
         return directory
 
     @classmethod
-    def open(cls, path: Path) -> tuple[RunDirectory, Recipe]:
-        """An interrupted run, with the recipe that it was started with."""
+    def go_on(cls, path: Path) -> Self:
+        """The folder of an interrupted run, whose recipe is in `config`. Raises CheckpointError where another command made it."""
         directory = cls(path)
         if not directory.config.is_file() or not directory._progress.is_file():
             raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml and progress.json")
-        return directory, compose([str(directory.config)])
+        made_by = directory.read_progress().command
+        if made_by != cls.command:
+            raise CheckpointError(
+                f"{path} is the folder of a run of `ludic {made_by}`; go on with `ludic {made_by} --resume {path}`"
+            )
+        return directory
 
     def read_progress(self) -> Progress:
         return Progress(**json.loads(self._progress.read_text(encoding="utf-8")))

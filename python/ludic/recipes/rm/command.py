@@ -49,7 +49,8 @@ def _set_up(arguments: Sequence[str], resume: Path | None, console: Console, sta
     from ludic.recipes.watch import StopRequest
 
     quiet_libraries()
-    directory, recipe = RMDirectory.go_on(resume) if resume is not None else (None, compose_rm(arguments))
+    directory = RMDirectory.go_on(resume) if resume is not None else None
+    recipe = compose_rm(arguments if directory is None else [str(directory.config)])
     screen = Screen(console, every=recipe.log_every)
     parts = RMParts.build(recipe, note=screen.note)
     run = RMRun(recipe, parts, directory or RMDirectory.begin(recipe), screen, StopRequest(screen.note))

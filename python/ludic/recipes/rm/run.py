@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from ludic.errors import CheckpointError, ConfigError
+from ludic.errors import ConfigError
 from ludic.eval.preference_picture import draw_margins, draw_reliability
 from ludic.recipes.build import build_config
 from ludic.recipes.compose import to_yaml
 from ludic.recipes.model import keep_base, plain_place, save_policy, tokenizer_of
 from ludic.recipes.rm.data import RMData
 from ludic.recipes.rm.model import reward_model_of, with_own_padding
-from ludic.recipes.rm.schema import RMRecipe, compose_rm
+from ludic.recipes.rm.schema import RMRecipe
 from ludic.recipes.run import latest_checkpoint
 from ludic.recipes.run_directory import Progress, RunDirectory, new_folder, write_text
 from ludic.recipes.screen import Screen
@@ -39,6 +39,8 @@ KEYS = ["train/loss", "train/accuracy", "train/margin", "train/grad_norm"]
 class RMDirectory(RunDirectory):
     """The folder of a reward-model run."""
 
+    command = "train-rm"
+
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.picture = path / "training.png"
@@ -53,18 +55,8 @@ class RMDirectory(RunDirectory):
         data = recipe.task.kind.rpartition(":")[2] if recipe.data is None else Path(recipe.data).stem
         directory = cls(new_folder(recipe.output, recipe.name, f"rm-{data}-seed{recipe.seed}"))
         write_text(directory.config, to_yaml(recipe))
-        directory.write_progress(Progress(phase=PHASE))
+        directory.write_progress(Progress(phase=PHASE, command=cls.command))
         return directory
-
-    @classmethod
-    def go_on(cls, path: Path) -> tuple[RMDirectory, RMRecipe]:
-        """An interrupted run, with the recipe that it was started with."""
-        directory = cls(path)
-        if not directory.config.is_file() or not (path / "progress.json").is_file():
-            raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml and progress.json")
-        if directory.read_progress().phase not in (PHASE, DONE):
-            raise CheckpointError(f"{path} is the folder of another command than `ludic train-rm`; go on with that")
-        return directory, compose_rm([str(directory.config)])
 
 
 @dataclass

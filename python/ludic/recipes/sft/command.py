@@ -49,7 +49,8 @@ def _set_up(arguments: Sequence[str], resume: Path | None, console: Console, sta
     from ludic.recipes.watch import StopRequest
 
     quiet_libraries()
-    directory, recipe = SFTDirectory.go_on(resume) if resume is not None else (None, compose_sft(arguments))
+    directory = SFTDirectory.go_on(resume) if resume is not None else None
+    recipe = compose_sft(arguments if directory is None else [str(directory.config)])
     screen = Screen(console, every=recipe.log_every)
     parts = SFTParts.build(recipe)
     run = SFTRun(recipe, parts, directory or SFTDirectory.begin(recipe), screen, StopRequest(screen.note))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ludic.errors import CheckpointError, ConfigError
+from ludic.errors import ConfigError
 from ludic.recipes.build import build_trainer_config
 from ludic.recipes.compose import to_yaml
 from ludic.recipes.lora import trained_share, with_adapters
@@ -18,7 +18,7 @@ from ludic.recipes.run import latest_checkpoint
 from ludic.recipes.run_directory import Progress, RunDirectory, new_folder, write_text
 from ludic.recipes.screen import Screen
 from ludic.recipes.sft.data import SFTData, write_demonstrations
-from ludic.recipes.sft.schema import SFTRecipe, compose_sft, paths_of
+from ludic.recipes.sft.schema import SFTRecipe, paths_of
 from ludic.recipes.watch import Interrupted, PhaseLogger, StoppableSource, StopRequest, Stopwatch
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.requests_from_dataset import RequestsExhausted
@@ -36,6 +36,8 @@ KEYS = ["train/loss", "train/grad_norm", "train/seq_len_truncated_rate"]
 class SFTDirectory(RunDirectory):
     """The folder of a supervised run."""
 
+    command = "sft"
+
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.picture = path / "loss.png"
@@ -47,18 +49,8 @@ class SFTDirectory(RunDirectory):
         data = recipe.task.kind.rpartition(":")[2] if recipe.data is None else paths_of(recipe.data, "data")[0].stem
         directory = cls(new_folder(recipe.output, recipe.name, f"sft-{data}-seed{recipe.seed}"))
         write_text(directory.config, to_yaml(recipe))
-        directory.write_progress(Progress(phase=PHASE))
+        directory.write_progress(Progress(phase=PHASE, command=cls.command))
         return directory
-
-    @classmethod
-    def go_on(cls, path: Path) -> tuple[SFTDirectory, SFTRecipe]:
-        """An interrupted run, with the recipe that it was started with."""
-        directory = cls(path)
-        if not directory.config.is_file() or not (path / "progress.json").is_file():
-            raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml and progress.json")
-        if directory.read_progress().phase not in (PHASE, DONE):
-            raise CheckpointError(f"{path} is the folder of `ludic train`; go on with `ludic train --resume {path}`")
-        return directory, compose_sft([str(directory.config)])
 
 
 @dataclass
