@@ -12,7 +12,9 @@ from typing import Any, ClassVar, Self
 
 from ludic.errors import CheckpointError
 from ludic.recipes.compose import to_yaml
-from ludic.recipes.schema import Recipe
+
+DONE = "done"
+"""The phase of a run that is at its end."""
 
 
 @dataclass
@@ -40,6 +42,7 @@ class RunDirectory:
 
     command: ClassVar[str] = "train"
     """Of `ludic`: what makes such folders."""
+    first_phase: ClassVar[str] = "warm_up"
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,11 +58,11 @@ class RunDirectory:
         self._progress = path / "progress.json"
 
     @classmethod
-    def create(cls, recipe: Recipe) -> RunDirectory:
-        """A new folder, named by the recipe, the algorithm and the seed unless the recipe has a name."""
-        directory = cls(new_folder(recipe.output, recipe.name, f"{recipe.recipe}-{recipe.algorithm}-seed{recipe.seed}"))
+    def begin(cls, recipe: Any, otherwise: str) -> Self:
+        """A new folder with the recipe in it, named as the recipe says; `otherwise` names it where that has no name."""
+        directory = cls(new_folder(recipe.output, recipe.name, otherwise))
         write_text(directory.config, to_yaml(recipe))
-        directory.write_progress(Progress())
+        directory.write_progress(Progress(phase=cls.first_phase, command=cls.command))
         return directory
 
     @classmethod
@@ -91,6 +94,31 @@ class RunDirectory:
             if line.get("phase") == phase:
                 by_step.setdefault(line["step"], {}).update(line)  # a step that was evaluated has two lines
         return [by_step[step] for step in sorted(by_step)]
+
+
+class SFTDirectory(RunDirectory):
+    """The folder of a supervised run."""
+
+    command, first_phase = "sft", "sft"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.picture = path / "loss.png"
+        self.demonstrations = path / "data.jsonl"
+
+
+class RMDirectory(RunDirectory):
+    """The folder of a reward-model run."""
+
+    command, first_phase = "train-rm", "rm"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.picture = path / "training.png"
+        self.reliability = path / "reliability.png"
+        self.margins = path / "margins.png"
+        self.pairs = path / "data.jsonl"
+        self.heldout_pairs = path / "heldout.jsonl"
 
 
 def new_folder(output: str, name: str | None, otherwise: str, *, resumes: bool = True) -> Path:
