@@ -13,6 +13,7 @@ from commands import NETWORK, same_weights, summary_of, write_rows
 from training_samples import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ludic.recipes.epochs_run import take_steps
 from ludic.recipes.sft.data import split_by_prompt
 from ludic.recipes.sft.schema import compose_sft
 from ludic.training import SAWItem
@@ -234,6 +235,42 @@ def test_a_run_stopped_anywhere_and_resumed_is_the_run(tiny: list[str], tmp_path
     lines = len((tmp_path / "parts" / "metrics.jsonl").read_text().splitlines())
     sft("--resume", str(tmp_path / "parts"))  # a finished run only reports
     assert len((tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()) == lines
+
+
+ENDED_BY_ITS_EVALUATION = [
+    *("epochs=9", "trainer.eval_every_n_steps=2", "trainer.early_stopping_patience=1"),
+    "trainer.early_stopping_min_delta=100",  # nothing counts as improvement: step 4 is the last
+]
+
+
+def test_ctrl_c_while_the_last_evaluation_runs_ends_nothing_early(tiny: list[str], tmp_path: Path) -> None:
+    """There is nothing to go on with: the run says that it is at its end, and is."""
+    sft(*tiny, "name=whole", *ENDED_BY_ITS_EVALUATION)
+    assert train_until(4, [*tiny, "name=parts", *ENDED_BY_ITS_EVALUATION]) == 0
+    whole, parts = (summary_of(tmp_path / name) for name in ("whole", "parts"))
+    assert (parts["after"], parts["steps"]) == (whole["after"], 4)
+    assert same_weights(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.parametrize("every", [0, 1, 3])
+def test_a_run_that_its_evaluation_ended_stays_ended_when_resumed(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    """It is stopped at once where it measures for the last time, wherever its last checkpoint is."""
+    given = [*tiny, *ENDED_BY_ITS_EVALUATION, f"checkpoint.every_n_steps={every}"]
+    sft(*given, "name=whole")
+    with monkeypatch.context() as patch:
+        patch.setattr("ludic.recipes.sft.run.take_steps", _then_interrupted)
+        assert commands.exit_status("sft", *given, "name=parts") == 130
+    sft("--resume", str(tmp_path / "parts"))
+    whole, parts = (summary_of(tmp_path / name) for name in ("whole", "parts"))
+    assert (parts["after"], parts["steps"]) == (whole["after"], 4)
+    assert same_weights(tmp_path / "whole", tmp_path / "parts")
+
+
+async def _then_interrupted(*args: Any, **options: Any) -> None:
+    await take_steps(*args, **options)
+    raise KeyboardInterrupt
 
 
 def test_other_data_under_the_same_name_is_refused_on_resume(tiny: list[str], tmp_path: Path) -> None:

@@ -24,6 +24,10 @@ def ludic(command: str, *arguments: str) -> str:
     return result.stdout
 
 
+def exit_status(command: str, *arguments: str) -> int:
+    return CliRunner().invoke(app, [command, *arguments]).exit_code
+
+
 def refused(command: str, *arguments: str) -> str:
     """What is said of a wrong setting, row or folder."""
     result = CliRunner().invoke(app, [command, *arguments])
@@ -33,19 +37,22 @@ def refused(command: str, *arguments: str) -> str:
 
 
 def train_until(command: str, step: int, arguments: list[str], *, phase: str | None = None) -> int:
-    """Interrupt this process, as Ctrl-C would, when the metrics of that step (of that phase) are written; the exit status."""
+    """Interrupt this process once, as Ctrl-C would, when the metrics of that step (of that phase) are written; the exit status."""
     from ludic.training.loggers import JSONLLogger
+
+    interrupted: list[int] = []
 
     class Interrupting(JSONLLogger):
         def log(self, number: int, stats: Any) -> None:
             super().log(number, stats)
-            if number == step and phase in (None, stats["phase"]):
+            if number == step and phase in (None, stats["phase"]) and not interrupted:
+                interrupted.append(number)
                 os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.MonkeyPatch.context() as patch:
         for module in ("run", "epochs_run"):
             patch.setattr(f"ludic.recipes.{module}.JSONLLogger", Interrupting)
-        return CliRunner().invoke(app, [command, *arguments]).exit_code
+        return exit_status(command, *arguments)
 
 
 def summary_of(run: Path) -> dict[str, Any]:

@@ -43,14 +43,15 @@ async def take_steps(run: TrainingRun, trainer_of: Callable[..., T], source: Ite
             "train_logger": TeeLogger(PhaseLogger(written, phase), shown),
             "total_training_steps": max(1, parts.steps),
         }
-        trainer = trainer_of(**options)
+        trainer, is_stopped = trainer_of(**options), False
         try:
             await trainer.train(parts.steps - trainer.current_step)
-        except RequestsExhausted:
+        except RequestsExhausted:  # a stop was asked for, and steps are left that no evaluation has called off
+            is_stopped = True
             trainer.save_checkpoint()
     run.progress.steps = trainer.current_step
     save_policy(parts.model, parts.tokenizer, directory.model, base=plain_place(recipe.model))
-    if run.stop and trainer.current_step < parts.steps:
+    if is_stopped:
         directory.write_progress(run.progress)
         raise Interrupted
     return trainer
