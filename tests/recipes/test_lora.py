@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import train_until
 from safetensors.torch import load_file
-from stopping import train_until
 from training_samples import TOKENIZER, tiny_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -180,7 +180,7 @@ def test_a_stopped_run_goes_on_as_it_would_have(
 ) -> None:
     whole = request.getfixturevalue("loaded_run" if loaded else "run")
     given = [*tiny, *LORA, *([f"model={request.getfixturevalue('model_on_disk')}"] if loaded else [])]
-    assert train_until(phase, step, given) == 130
+    assert train_until("train", step, given, phase=phase) == 130
     ludic("train", "--resume", str(tmp_path / "run"))
     for file in ("adapter/adapter_model.safetensors", "model/model.safetensors"):
         expected, resumed = (load_file(folder / file) for folder in (whole, tmp_path / "run"))
@@ -190,7 +190,7 @@ def test_a_stopped_run_goes_on_as_it_would_have(
 def test_supervised_runs_take_adapters_too(tmp_path: Path, model_on_disk: Path) -> None:
     where = [f"output={tmp_path}", f"model={model_on_disk}"]
     shown = ludic("sft", *SFT, *where, *LORA, "name=run")
-    assert "LoRA: " in shown
+    assert "9,920 parameters, 1,024 of them trained" in shown
     run = tmp_path / "run"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["after"]["loss"] < summary["before"]["loss"]

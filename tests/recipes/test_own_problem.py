@@ -1,14 +1,12 @@
 """`ludic train model=... data=... reward=...`: whole runs on models on disk, tiny ones."""
 
 import json
-import os
-import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from commands import train_until
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -188,7 +186,7 @@ def test_gsm8k_from_a_file_needs_no_python_at_all(here: Path, model: Path, monke
 def test_a_run_stopped_and_resumed_is_the_run(here: Path, model: Path) -> None:
     given = [f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:vowels", "steps=4", "trainer.lr=1e-2"]
     trained(*given, "name=whole")
-    assert train_until(2, *given, "name=parts") == 130
+    assert train_until("train", 2, [*TINY, "output=.", *given, "name=parts"]) == 130
     result = CliRunner().invoke(app, ["train", "--resume", "parts"])
     assert result.exit_code == 0, result.output
     one, two = (load_file(Path(name, "model", "model.safetensors")) for name in ("whole", "parts"))
@@ -196,21 +194,6 @@ def test_a_run_stopped_and_resumed_is_the_run(here: Path, model: Path) -> None:
     assert summary("parts")["after"] == summary("whole")["after"] != summary("whole")["before"]
     flat = [[line["meta"]["problem_id"] for line in rollouts(run)] for run in ("whole", "parts")]
     assert flat[0] == flat[1]
-
-
-def train_until(step: int, *arguments: str) -> int:
-    """Interrupt this process, as Ctrl-C would, when the metrics of that step are written; the exit status."""
-    from ludic.training.loggers import JSONLLogger
-
-    class Interrupting(JSONLLogger):
-        def log(self, number: int, stats: Any) -> None:
-            super().log(number, stats)
-            if number == step:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ludic.recipes.run.JSONLLogger", Interrupting)
-        return train(*arguments).exit_code
 
 
 # ---- errors --------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from commands import train_until
 from safetensors.torch import load_file
-from stopping import train_until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -252,7 +252,7 @@ def test_runs_without_a_name_get_folders_of_their_own_even_within_a_second(tmp_p
 )
 def test_a_run_stopped_anywhere_and_resumed_is_the_run(tiny: list[str], tmp_path: Path, phase: str, step: int) -> None:
     train(*tiny, "name=whole")
-    code = train_until(phase, step, [*tiny, "name=parts"])
+    code = train_until("train", step, [*tiny, "name=parts"], phase=phase)
     assert code == 130
     interrupted = json.loads((tmp_path / "parts" / "summary.json").read_text())
     assert interrupted["after"] is None

@@ -1,75 +1,31 @@
 """`ludic sft`: what a run leaves, that it repeats, resumes and stops, and that every kind of row is trained."""
 
 import json
-import os
-import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 import torch
 from chat_tokenizers import CHATML, chat_tokenizer
-from safetensors.torch import load_file
+from commands import NETWORK, same_weights, summary_of, write_rows
 from training_samples import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from ludic.cli import app
+from ludic.recipes.epochs_run import take_steps
 from ludic.recipes.sft.data import split_by_prompt
 from ludic.recipes.sft.schema import compose_sft
 from ludic.training import SAWItem
 
-TINY = [
-    "threads=1",
-    "rows=40",
-    "batch_size=8",
-    "epochs=1",
-    "heldout=0.1",
-    "network.hidden_size=16",
-    "network.num_heads=2",
-    "network.num_kv_heads=1",
-    "network.intermediate_size=16",
-]
+TINY = [*NETWORK, "threads=1", "rows=40", "batch_size=8", "epochs=1", "heldout=0.1"]
 SUMMARY_KEYS = ["before", "after", "wall_s", "phases_s", "padding", "steps", "epochs", "data", "seed", "config_hash"]
+sft, refused, train_until = (partial(do, "sft") for do in (commands.ludic, commands.refused, commands.train_until))
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> list[str]:
     return [*TINY, f"output={tmp_path}", "name=run"]
-
-
-def sft(*arguments: str) -> str:
-    """Standard output of `ludic sft`, which must succeed."""
-    result = CliRunner().invoke(app, ["sft", *arguments])
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def refused(*arguments: str) -> str:
-    """What is said of a wrong setting or row."""
-    result = CliRunner().invoke(app, ["sft", *arguments])
-    assert result.exit_code in (1, 2)
-    assert "Traceback" not in result.output
-    return result.stderr
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "model" / "model.safetensors")
-
-
-def same_weights(one: Path, two: Path) -> bool:
-    first, second = weights(one), weights(two)
-    return all(torch.equal(first[name], second[name]) for name in first)
-
-
-def summary_of(run: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
-    return summary
-
-
-def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def pairs(count: int) -> list[dict[str, Any]]:
@@ -242,7 +198,7 @@ def test_rows_with_one_prompt_are_held_out_together() -> None:
         (["rows.jsonl"], "write data=rows.jsonl for a data file"),
         (["data=/nowhere.jsonl"], "does not exist"),
         (["data=3"], "must be the path of a file"),
-        (["heldout=1.0"], "share of the rows"),
+        (["heldout=1.0"], "share of the data"),
         (["batch_size=0"], "batch_size (0) must be at least 1"),
         (["assistant_turns=some"], "all, last, each"),
         (["trainer.micro_token_budget=8"], "micro_token_budget"),
@@ -268,7 +224,7 @@ def test_a_wrong_row_is_named_before_anything_is_written(tiny: list[str], tmp_pa
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_run_stopped_anywhere_and_resumed_is_the_run(tiny: list[str], tmp_path: Path, step: int) -> None:
     sft(*tiny, "name=whole", "epochs=2")
-    assert _train_until(step, [*tiny, "name=parts", "epochs=2"]) == 130
+    assert train_until(step, [*tiny, "name=parts", "epochs=2"]) == 130
     interrupted = summary_of(tmp_path / "parts")
     assert (interrupted["after"], interrupted["steps"]) == (None, step)
     assert (tmp_path / "parts" / "model" / "model.safetensors").is_file()
@@ -281,34 +237,47 @@ def test_a_run_stopped_anywhere_and_resumed_is_the_run(tiny: list[str], tmp_path
     assert len((tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()) == lines
 
 
+ENDED_BY_ITS_EVALUATION = [
+    *("epochs=9", "trainer.eval_every_n_steps=2", "trainer.early_stopping_patience=1"),
+    "trainer.early_stopping_min_delta=100",  # nothing counts as improvement: step 4 is the last
+]
+
+
+def test_ctrl_c_while_the_last_evaluation_runs_ends_nothing_early(tiny: list[str], tmp_path: Path) -> None:
+    """There is nothing to go on with: the run says that it is at its end, and is."""
+    sft(*tiny, "name=whole", *ENDED_BY_ITS_EVALUATION)
+    assert train_until(4, [*tiny, "name=parts", *ENDED_BY_ITS_EVALUATION]) == 0
+    whole, parts = (summary_of(tmp_path / name) for name in ("whole", "parts"))
+    assert (parts["after"], parts["steps"]) == (whole["after"], 4)
+    assert same_weights(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.parametrize("every", [0, 1, 3])
+def test_a_run_that_its_evaluation_ended_stays_ended_when_resumed(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    """It is stopped at once where it measures for the last time, wherever its last checkpoint is."""
+    given = [*tiny, *ENDED_BY_ITS_EVALUATION, f"checkpoint.every_n_steps={every}"]
+    sft(*given, "name=whole")
+    with monkeypatch.context() as patch:
+        patch.setattr("ludic.recipes.sft.run.take_steps", _then_interrupted)
+        assert commands.exit_status("sft", *given, "name=parts") == 130
+    sft("--resume", str(tmp_path / "parts"))
+    whole, parts = (summary_of(tmp_path / name) for name in ("whole", "parts"))
+    assert (parts["after"], parts["steps"]) == (whole["after"], 4)
+    assert same_weights(tmp_path / "whole", tmp_path / "parts")
+
+
+async def _then_interrupted(*args: Any, **options: Any) -> None:
+    await take_steps(*args, **options)
+    raise KeyboardInterrupt
+
+
 def test_other_data_under_the_same_name_is_refused_on_resume(tiny: list[str], tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data.jsonl", *pairs(30))
-    assert _train_until(2, [*tiny, f"data={data}"]) == 130
+    assert train_until(2, [*tiny, f"data={data}"]) == 130
     write_rows(data, *reversed(pairs(30)))
     assert "would not be those of the run that is resumed" in refused("--resume", str(tmp_path / "run"))
-
-
-def _train_until(step: int, arguments: list[str]) -> int:
-    """Interrupt this process, as Ctrl-C would, when the metrics of that step are written; the exit status."""
-    from ludic.training.loggers import JSONLLogger
-
-    class Interrupting(JSONLLogger):
-        def log(self, number: int, stats: Any) -> None:
-            super().log(number, stats)
-            if number == step:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ludic.recipes.sft.run.JSONLLogger", Interrupting)
-        return CliRunner().invoke(app, ["sft", *arguments]).exit_code
-
-
-def test_folders_of_the_two_commands_are_told_apart(tiny: list[str], tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    assert "not the folder of a run" in refused("--resume", str(tmp_path / "run"))
-    (tmp_path / "run" / "config.yaml").write_text("{}")
-    (tmp_path / "run" / "progress.json").write_text('{"phase": "warm_up"}')
-    assert "ludic train --resume" in refused("--resume", str(tmp_path / "run"))
 
 
 def test_a_loaded_model_gets_the_rates_of_loaded_models_and_the_command_line_outranks_them() -> None:

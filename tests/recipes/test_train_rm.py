@@ -1,72 +1,36 @@
 """`ludic train-rm`: what a run leaves, that it repeats, resumes and stops, in flags and in settings, with adapters and without."""
 
 import json
-import os
-import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 import torch
 from chat_tokenizers import CHATML, chat_tokenizer
+from commands import NETWORK, same_weights, summary_of, write_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
-from typer.testing import CliRunner
 
-from ludic.cli import app
 from ludic.errors import DataError
 from ludic.recipes.rm.data import RMData
 from ludic.recipes.rm.model import with_own_padding
 from ludic.recipes.rm.schema import compose_rm
 from ludic.recipes.tokenizer import make_byte_tokenizer
 
-NETWORK = [
-    "network.hidden_size=16",
-    "network.num_heads=2",
-    "network.num_kv_heads=1",
-    "network.intermediate_size=16",
-]
 TINY = [*NETWORK, "threads=1", "pairs=40", "batch_size=8", "train_sample=16", "task.args.num_heldout=20"]
 EVALUATED = {
     *("eval_loss", "eval_pairwise_accuracy", "eval_mean_margin", "eval_margin_std", "eval_negative_margin_rate", "eval_roc_auc"),
     *("eval_ece", "eval_fpr@0.5", "eval_fnr@0.5", "eval_margin_p50", "eval_num_pairs"),
 }
 PROMISED = {"train_pairwise_accuracy", "bayes_accuracy", "wall_s", "seed", "pairs_per_s", "padding", "steps", "config_hash"}
+train_rm, refused, train_until = (partial(do, "train-rm") for do in (commands.ludic, commands.refused, commands.train_until))
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> list[str]:
     return [*TINY, f"output={tmp_path}", "name=run"]
-
-
-def train_rm(*arguments: str) -> str:
-    """Standard output of `ludic train-rm`, which must succeed."""
-    result = CliRunner().invoke(app, ["train-rm", *arguments])
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def refused(*arguments: str) -> str:
-    """What is said of a wrong setting or row."""
-    result = CliRunner().invoke(app, ["train-rm", *arguments])
-    assert result.exit_code in (1, 2)
-    assert "Traceback" not in result.output
-    return result.stderr
-
-
-def same_weights(one: Path, two: Path, *, file: str = "model/model.safetensors") -> bool:
-    first, second = load_file(one / file), load_file(two / file)
-    return all(torch.equal(first[name], second[name]) for name in first)
-
-
-def summary_of(run: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
-    return summary
-
-
-def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def rows(count: int) -> list[dict[str, Any]]:
@@ -295,7 +259,7 @@ def test_the_evaluation_can_end_the_training(tiny: list[str], tmp_path: Path) ->
         (["--eval-evry", "3"], "did you mean --eval-every"),
         (["pairs.jsonl"], "write data=pairs.jsonl for a data file"),
         (["data=/nowhere.jsonl"], "does not exist"),
-        (["heldout=1.0"], "share of the pairs"),
+        (["heldout=1.0"], "share of the data"),
         (["batch_size=0"], "batch_size (0) must be at least 1"),
         (["heldout_split=test"], "are for data of your own"),
         (["trainer.micro_token_budget=300"], "2 * max_seq_len (256)"),
@@ -325,7 +289,7 @@ def test_a_wrong_row_is_named_before_anything_is_written(tiny: list[str], tmp_pa
 @pytest.mark.parametrize(("step", "settings"), [(1, ["lora.rank=2"]), (3, [])])
 def test_a_run_stopped_anywhere_and_resumed_is_the_run(tiny: list[str], tmp_path: Path, step: int, settings: list[str]) -> None:
     train_rm(*tiny, "name=whole", *settings)
-    assert _train_until(step, [*tiny, "name=parts", *settings]) == 130
+    assert train_until(step, [*tiny, "name=parts", *settings]) == 130
     interrupted = summary_of(tmp_path / "parts")
     assert interrupted["steps"] == step
     assert "eval_loss" not in interrupted
@@ -340,34 +304,11 @@ def test_a_run_stopped_anywhere_and_resumed_is_the_run(tiny: list[str], tmp_path
     assert len((tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()) == lines
 
 
-def _train_until(step: int, arguments: list[str]) -> int:
-    """Interrupt this process, as Ctrl-C would, when the metrics of that step are written; the exit status."""
-    from ludic.training.loggers import JSONLLogger
-
-    class Interrupting(JSONLLogger):
-        def log(self, number: int, stats: Any) -> None:
-            super().log(number, stats)
-            if number == step:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ludic.recipes.rm.run.JSONLLogger", Interrupting)
-        return CliRunner().invoke(app, ["train-rm", *arguments]).exit_code
-
-
 def test_other_data_under_the_same_name_is_refused_on_resume(tiny: list[str], tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data.jsonl", *rows(30))
-    assert _train_until(2, [*tiny, f"data={data}"]) == 130
+    assert train_until(2, [*tiny, f"data={data}"]) == 130
     write_rows(data, *reversed(rows(30)))
     assert "would not be those of the run that is resumed" in refused("--resume", str(tmp_path / "run"))
-
-
-def test_folders_of_other_commands_are_told_apart(tiny: list[str], tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    assert "not the folder of a run" in refused("--resume", str(tmp_path / "run"))
-    (tmp_path / "run" / "config.yaml").write_text("{}")
-    (tmp_path / "run" / "progress.json").write_text('{"phase": "sft"}')
-    assert "another command" in refused("--resume", str(tmp_path / "run"))
 
 
 def test_a_loaded_model_gets_the_rates_of_loaded_models_and_the_command_line_outranks_them() -> None:

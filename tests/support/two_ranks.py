@@ -77,6 +77,7 @@ def main(rank, store, out, wrapping):
     )
     stats = trainer.train_step_sync()
     resumed = resumes_exactly(own, wrapping, Path(out).parent / "adam")
+    assert stop_of(own, wrapping) == (3, True)  # on both
     if rank == 0:
         Path(out).write_text(json.dumps({**compared(items, publisher.weights, wrapping), "stats": stats, "resumed": resumed}))
     dist.barrier()
@@ -105,6 +106,28 @@ def resumes_exactly(items, wrapping, folder):
     if dist.get_rank() != 0:
         return True
     return all(torch.equal(weight, again.weights[name]) for name, weight in publisher.weights.items())
+
+
+class Flat:
+    """The same on every evaluation, which rank 0 alone sees."""
+
+    async def eval(self, **_):
+        assert dist.get_rank() == 0
+        return [], {"loss": 1.0}
+
+
+def stop_of(items, wrapping):
+    """Where early stopping ends a run, and that it stays ended."""
+    trainer = Trainer(
+        model=made(wrapping),
+        algo=ALGO,
+        batch_source=ListSource(items),
+        cfg=cpu_config(eval_every_n_steps=1, early_stopping_patience=2),
+        evaluator=Flat(),
+    )
+    trainer.train_sync(9)
+    trainer.train_sync(1)
+    return trainer.current_step, trainer.early_stopping.stopped
 
 
 def compared(items, weights, wrapping):

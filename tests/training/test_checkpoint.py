@@ -314,3 +314,15 @@ def test_bfloat16_weights_come_back_exactly(tmp_path):
     assert_same_tensors(weights_of(other), weights_of(model))
     for index, entries in optimizer.state_dict()["state"].items():
         assert_same_tensors(restored.state_dict()["state"][index], entries)
+
+
+def test_only_the_checkpoint_saved_last_is_amended(tmp_path):
+    model = tiny_model()
+    CheckpointManager(CheckpointConfig(tmp_path)).save(model, optimizer=None, step=4, metadata={"kept": 1})
+    manager = CheckpointManager(CheckpointConfig(tmp_path, max_to_keep=5))
+    manager.amend(4, {"of": "another run"})
+    manager.save(model, optimizer=None, step=5, metadata={"kept": 1, "found": None})
+    manager.amend(4, {"found": 2})
+    manager.amend(5, {"found": 2})
+    states = [json.loads((tmp_path / f"step_00000{step}" / "trainer_state.json").read_text()) for step in (4, 5)]
+    assert states == [{"step": 4, "kept": 1}, {"step": 5, "kept": 1, "found": 2}]

@@ -1,39 +1,17 @@
 """A step on two ranks, with unlike numbers of samples, is the step on one."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from rank_processes import on_two_ranks
 from safetensors.torch import load_file
 from training_samples import sorting_items, tiny_model, weights_of
 
 from ludic.training import CheckpointConfig, CheckpointManager, ranks
 
-SCRIPT = Path(__file__).parents[1] / "support" / "two_ranks.py"
-
 
 @pytest.mark.integration
 @pytest.mark.parametrize("wrapping", ["none", "ddp", "fsdp", "lora", "ddp_lora", "fsdp_lora"])
 def test_two_ranks_take_the_step_of_one(tmp_path, wrapping):
-    out = tmp_path / "result.json"
-    paths = [str(SCRIPT.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(tmp_path / "store"), str(out), wrapping],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=180)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
-    result = json.loads(out.read_text())
+    result = on_two_ranks("two_ranks.py", tmp_path, wrapping)
     assert result["difference"] < 1e-6
     assert result["stats"]["train/loss"] == pytest.approx(result["loss"], rel=1e-5)
     assert result["stats"]["train/num_samples"] == 12

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable
 from dataclasses import asdict
 from difflib import get_close_matches
-from functools import reduce
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from ludic.envs.tasks import Addition, DigitSort, EpisodicTask, Task, TicTacToe, Tools, as_episodic
 from ludic.errors import ConfigError
+from ludic.recipes.compose import check_least
 from ludic.recipes.data_task import DataTask
 from ludic.recipes.importing import import_named
 from ludic.recipes.reward_model import judged_by
@@ -18,6 +21,9 @@ from ludic.recipes.schema import Recipe, TaskSection
 from ludic.training import presets
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.config import TrainerConfig
+
+if TYPE_CHECKING:
+    from ludic.recipes.epochs_schema import EpochsRecipe
 
 C = TypeVar("C", bound=TrainerConfig)
 
@@ -47,10 +53,15 @@ _LEAST = {
 
 def check_numbers(recipe: Recipe) -> None:
     """Raise `ConfigError` for a count that is too small to mean anything."""
-    for path, least in _LEAST.items():
-        value = reduce(getattr, path.split("."), recipe)
-        if value is not None and value < least:  # type: ignore[operator]
-            raise ConfigError(f"{path} ({value}) must be at least {least}")
+    check_least(recipe, _LEAST)
+
+
+def seed_everything(recipe: Recipe | EpochsRecipe) -> None:
+    """Every generator that weights, data and sampling are drawn from, and torch's threads: two runs of one recipe are the same."""
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    random.seed(recipe.seed)
+    torch.manual_seed(recipe.seed)
 
 
 def build_task(

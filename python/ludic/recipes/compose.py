@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
+from functools import reduce
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
@@ -60,12 +61,20 @@ def compose(arguments: Sequence[str] = ()) -> Recipe:
     return cast(Recipe, fill(_schema(), _layers(source, overrides), overrides))
 
 
-def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[Override]]:
-    """(recipe or file, overrides)."""
-    sources = [argument for argument in arguments if _is_source(argument)]
+def split_arguments(arguments: Sequence[str | Override]) -> tuple[str | None, list[Override]]:
+    """(recipe or file, overrides in their order). Overrides that are parsed already pass through."""
+    sources: list[str] = []
+    overrides: list[Override] = []
+    for argument in arguments:
+        if isinstance(argument, Override):
+            overrides.append(argument)
+        elif _is_source(argument):
+            sources.append(argument)
+        else:
+            overrides.append(parse_override(argument))
     if len(sources) > 1:
         raise ConfigError(f"one recipe at a time, not {' and '.join(sources)}; a setting is written key=value")
-    return (sources[0] if sources else None), [parse_override(argument) for argument in arguments if not _is_source(argument)]
+    return (sources[0] if sources else None), overrides
 
 
 def fill(tree: DictConfig, layers: Iterable[tuple[str, DictConfig]], overrides: Sequence[Override]) -> Any:
@@ -77,6 +86,14 @@ def fill(tree: DictConfig, layers: Iterable[tuple[str, DictConfig]], overrides: 
     for override in overrides:
         _apply(tree, override)
     return OmegaConf.to_object(tree)
+
+
+def check_least(recipe: Any, least: Mapping[str, int]) -> None:
+    """Raise `ConfigError` for a count that is too small to mean anything. `least`: path of the setting to its smallest value."""
+    for path, smallest in least.items():
+        value = reduce(getattr, path.split("."), recipe)
+        if value is not None and value < smallest:
+            raise ConfigError(f"{path} ({value}) must be at least {smallest}")
 
 
 def parse_override(text: str) -> Override:

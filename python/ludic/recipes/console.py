@@ -1,20 +1,14 @@
-"""What every command shares: where its words go, what Ctrl-C does, and how a run that can be stopped ends."""
+"""What every command shares: where its words go, and what Ctrl-C does where nothing else was asked for."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from ludic.recipes.run_directory import Progress, RunDirectory
-    from ludic.recipes.screen import Screen
-    from ludic.recipes.watch import StopRequest, Stopwatch
 
 INTERRUPTED = 130
 
@@ -42,40 +36,6 @@ def carry_out(work: Callable[[Console], tuple[int, str]], *, json_only: bool) ->
     if json_only:
         print(summary, end="")
     return code
-
-
-class Playable(Protocol):
-    """A run in its folder."""
-
-    progress: Progress
-    screen: Screen
-    stop: StopRequest
-    watch: Stopwatch
-
-    @property
-    def directory(self) -> RunDirectory: ...
-
-    async def play(self) -> None: ...
-
-
-def play_out(run: Playable, *, command: str, started: float) -> int:
-    """Play `run` to its end or to a stop, and keep where it stands either way: 0, or 128 and the signal's number.
-
-    `started` is when the command began, by `time.perf_counter`; `command` is what goes on with the run.
-    """
-    from ludic.recipes.process import settle_memory
-    from ludic.recipes.watch import Interrupted
-
-    settle_memory()
-    try:
-        asyncio.run(run.play())
-    except Interrupted:
-        run.screen.note(f"Stopped; go on with `ludic {command} --resume {run.directory.path}`")
-        return 128 + (run.stop.signum or 0)
-    finally:
-        run.watch.add("wall", time.perf_counter() - started)
-        run.directory.write_progress(run.progress)
-    return 0
 
 
 def quiet_libraries() -> None:

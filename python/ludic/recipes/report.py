@@ -87,7 +87,7 @@ def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, 
         before=before.rates() if before else None,
         after=after.rates() if after else None,
         wall_s=round(progress.seconds.get("wall", 0.0), 2),
-        phases_s=_phases(progress.seconds, reinforce),
+        phases_s=phases_of(progress.seconds, reinforce, own=("set_up", "warm_up", "evaluate"), timed=_TRAINER_PHASES),
         padding=padding_of([*warm_up, *reinforce]),
         steps=progress.steps,
         clip_fraction=sum(clipped) / len(clipped) if clipped else None,
@@ -108,10 +108,16 @@ def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, 
     )
 
 
-def _phases(seconds: Mapping[str, float], reinforce: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds of set-up, warm-up and evaluation, and of the parts of reinforcement as the trainer timed them."""
-    whole = {name: seconds.get(name, 0.0) for name in ("set_up", "warm_up", "evaluate")}
-    parts = {name: sum(line.get(f"perf/{name}_s", 0.0) for line in reinforce) for name in _TRAINER_PHASES}
+def phases_of(
+    seconds: Mapping[str, float],
+    lines: Sequence[Mapping[str, float]],
+    *,
+    own: Sequence[str] = ("set_up", "evaluate"),
+    timed: Sequence[str] = ("batching", "forward_backward", "optimizer", "checkpoint"),
+) -> dict[str, float]:
+    """Seconds of the run's `own` phases (set-up reads the data), of the parts of its steps as the trainer `timed` them, and of the rest."""
+    whole = {name: seconds.get(name, 0.0) for name in own}
+    parts = {name: sum(line.get(f"perf/{name}_s", 0.0) for line in lines) for name in timed}
     rest = seconds.get("wall", 0.0) - sum(whole.values()) - sum(parts.values())
     return {name: round(value, 2) for name, value in {**whole, **parts, "other": max(0.0, rest)}.items()}
 
@@ -149,7 +155,7 @@ def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> 
         console.print(_answers_table(outcome.before.answers, outcome.after.answers))
     for line in text_curve(outcome.rewards):
         console.print(line, highlight=False, markup=False)
-    console.print(_timings_line(outcome.summary), highlight=False)
+    console.print(seconds_line(outcome.summary.wall_s, outcome.summary.phases_s), highlight=False)
     console.print(padding_line(outcome.summary.padding), highlight=False)
     console.print(_honest_line(outcome), highlight=False)
     show_files(console, directory, _files_of(directory))
@@ -193,9 +199,9 @@ def _shortened(text: str, limit: int = 240) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
-def _timings_line(summary: Summary) -> str:
-    phases = ", ".join(f"{name.replace('_', ' ')} {seconds:.1f}" for name, seconds in summary.phases_s.items())
-    return f"[bold]Seconds[/]: {summary.wall_s:.1f} in all; {phases}"
+def seconds_line(wall_s: float, phases_s: Mapping[str, float]) -> str:
+    phases = ", ".join(f"{name.replace('_', ' ')} {seconds:.1f}" for name, seconds in phases_s.items())
+    return f"[bold]Seconds[/]: {wall_s:.1f} in all; {phases}"
 
 
 def padding_line(padding: Mapping[str, float]) -> str:

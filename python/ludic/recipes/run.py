@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ludic.envs.tasks import EpisodicTask
-from ludic.inference.local.client import LocalChatClient
-from ludic.recipes.build import build_algorithm, build_trainer_config, check_numbers, task_of, with_reward_model
+from ludic.inference.local import LocalChatClient
+from ludic.recipes.build import build_algorithm, build_trainer_config, check_numbers, seed_everything, task_of, with_reward_model
 from ludic.recipes.demonstrations import DemonstrationSource
 from ludic.recipes.evaluate import Evaluation, HeldOut
 from ludic.recipes.inference_section import convention
@@ -28,7 +25,7 @@ from ludic.recipes.rollouts import (
     training_inference,
     training_requests,
 )
-from ludic.recipes.run_directory import RunDirectory
+from ludic.recipes.run_directory import DONE, RunDirectory
 from ludic.recipes.sampler import LearningPublisher, Sampler, check_inference, open_sampler
 from ludic.recipes.schema import Recipe
 from ludic.recipes.screen import Screen
@@ -48,7 +45,7 @@ from ludic.training.state_files import read_model
 from ludic.training.stats import SAMPLED_REWARD, default_reducers
 from ludic.training.trainer import Trainer
 
-WARM_UP, REINFORCE, DONE = "warm_up", "reinforce", "done"
+WARM_UP, REINFORCE = "warm_up", "reinforce"
 WARM_UP_KEYS = ["train/loss", "train/grad_norm"]
 REINFORCE_KEYS = [f"train/{SAMPLED_REWARD}", "train/loss", "train/grad_norm", "train/clip_frac"]
 
@@ -66,14 +63,11 @@ class Parts:
 
     @classmethod
     def build(cls, recipe: Recipe) -> Parts:
-        """Seeds every generator, so that two runs of one recipe are the same."""
+        """Seeds every generator first (`seed_everything`)."""
         check_numbers(recipe)
         task, algorithm = task_of(recipe), build_algorithm(recipe)
         check_rollouts(recipe, task)
-        if recipe.threads is not None:
-            torch.set_num_threads(recipe.threads)
-        random.seed(recipe.seed)
-        torch.manual_seed(recipe.seed)
+        seed_everything(recipe)
         lora_settings(recipe.lora)  # a wrong one costs nothing
         model, tokenizer = make_policy(recipe)
         task = with_reward_model(recipe, task, tokenizer)
@@ -114,6 +108,10 @@ class Run:
             read_model(model, directory.adapter)
             return model
         return load_model(str(directory.base if self.recipe.lora.rank else directory.model), self.recipe.dtype)
+
+    @property
+    def title(self) -> str:
+        return self.recipe.recipe
 
     async def play(self) -> None:
         """The phases that are left. Raises `Interrupted` after a stop."""

@@ -8,11 +8,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from ludic.errors import CheckpointError
-from ludic.recipes.compose import compose, to_yaml
-from ludic.recipes.schema import Recipe
+from ludic.recipes.compose import to_yaml
+
+DONE = "done"
+"""The phase of a run that is at its end."""
 
 
 @dataclass
@@ -20,7 +22,9 @@ class Progress:
     """How far a run has come. Written whenever a phase ends or the run is interrupted."""
 
     phase: str = "warm_up"
-    """The phase to go on with: warm_up, reinforce or done."""
+    """The phase to go on with: of `ludic train` warm_up or reinforce, of `ludic sft` sft, of `ludic train-rm` rm; done at the end."""
+    command: str = "train"
+    """Of `ludic`: what made the folder and can go on with it."""
     before: dict[str, Any] | None = None
     """The evaluation before reinforcement, with sampled answers."""
     after: dict[str, Any] | None = None
@@ -36,6 +40,10 @@ class Progress:
 class RunDirectory:
     """Paths and small files of `output/name`."""
 
+    command: ClassVar[str] = "train"
+    """Of `ludic`: what makes such folders."""
+    first_phase: ClassVar[str] = "warm_up"
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.yaml"
@@ -50,20 +58,25 @@ class RunDirectory:
         self._progress = path / "progress.json"
 
     @classmethod
-    def create(cls, recipe: Recipe) -> RunDirectory:
-        """A new folder, named by the recipe, the algorithm and the seed unless the recipe has a name."""
-        directory = cls(new_folder(recipe.output, recipe.name, f"{recipe.recipe}-{recipe.algorithm}-seed{recipe.seed}"))
+    def begin(cls, recipe: Any, otherwise: str) -> Self:
+        """A new folder with the recipe in it, named as the recipe says; `otherwise` names it where that has no name."""
+        directory = cls(new_folder(recipe.output, recipe.name, otherwise))
         write_text(directory.config, to_yaml(recipe))
-        directory.write_progress(Progress())
+        directory.write_progress(Progress(phase=cls.first_phase, command=cls.command))
         return directory
 
     @classmethod
-    def open(cls, path: Path) -> tuple[RunDirectory, Recipe]:
-        """An interrupted run, with the recipe that it was started with."""
+    def go_on(cls, path: Path) -> Self:
+        """The folder of an interrupted run, whose recipe is in `config`. Raises CheckpointError where another command made it."""
         directory = cls(path)
         if not directory.config.is_file() or not directory._progress.is_file():
             raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml and progress.json")
-        return directory, compose([str(directory.config)])
+        made_by = directory.read_progress().command
+        if made_by != cls.command:
+            raise CheckpointError(
+                f"{path} is the folder of a run of `ludic {made_by}`; go on with `ludic {made_by} --resume {path}`"
+            )
+        return directory
 
     def read_progress(self) -> Progress:
         return Progress(**json.loads(self._progress.read_text(encoding="utf-8")))
@@ -81,6 +94,31 @@ class RunDirectory:
             if line.get("phase") == phase:
                 by_step.setdefault(line["step"], {}).update(line)  # a step that was evaluated has two lines
         return [by_step[step] for step in sorted(by_step)]
+
+
+class SFTDirectory(RunDirectory):
+    """The folder of a supervised run."""
+
+    command, first_phase = "sft", "sft"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.picture = path / "loss.png"
+        self.demonstrations = path / "data.jsonl"
+
+
+class RMDirectory(RunDirectory):
+    """The folder of a reward-model run."""
+
+    command, first_phase = "train-rm", "rm"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.picture = path / "training.png"
+        self.reliability = path / "reliability.png"
+        self.margins = path / "margins.png"
+        self.pairs = path / "data.jsonl"
+        self.heldout_pairs = path / "heldout.jsonl"
 
 
 def new_folder(output: str, name: str | None, otherwise: str, *, resumes: bool = True) -> Path:

@@ -65,6 +65,7 @@ class CheckpointManager:
         self.cfg = cfg
         self.root = Path(cfg.output_dir)
         self.root.mkdir(parents=True, exist_ok=True)
+        self._saved: Path | None = None
 
     def should_save(self, step: int) -> bool:
         """Whether `step` is one of every `every_n_steps`."""
@@ -98,8 +99,15 @@ class CheckpointManager:
                 write_optimizer(optimizer, model, folder)
             if folder is not None:
                 write_json(folder / "trainer_state.json", content)
+        self._saved = target
         ranks.barrier()
         return target if ranks.rank() == 0 else None
+
+    def amend(self, step: int, metadata: Mapping[str, Any]) -> None:
+        """Replace some of the metadata of the checkpoint that was saved last, if it is of `step`: what became known only afterwards."""
+        if ranks.rank() == 0 and self._saved is not None and _step_of(self._saved) == step:
+            state = self._saved / "trainer_state.json"
+            write_json(state, {**read_json(state), **metadata})
 
     @contextmanager
     def _written_aside(self, target: Path) -> Iterator[Path | None]:

@@ -13,16 +13,24 @@ if TYPE_CHECKING:
 
 
 def run_state(trainer: Trainer) -> dict[str, Any]:
-    """Schedule, random generators, early stopping, last evaluation, and the batch source's state if it has one."""
+    """Schedule, random generators, early stopping, last evaluation and its step, and the batch source's state if it has one."""
     state: dict[str, Any] = {
         "scheduler_state_dict": trainer.schedule.state_dict(trainer.current_step),
-        "early_stopping": trainer.early_stopping.state_dict(),
-        "last_eval": trainer.last_eval,
+        **evaluation_state(trainer),
         "rng_state": rng_state(),
     }
     if hasattr(trainer.batch_source, "state_dict"):
         state["batch_source"] = trainer.batch_source.state_dict()
     return state
+
+
+def evaluation_state(trainer: Trainer) -> dict[str, Any]:
+    """What an evaluation changes of it."""
+    return {
+        "early_stopping": trainer.early_stopping.state_dict(),
+        "last_eval": trainer.last_eval,
+        "evaluated_step": trainer.evaluated_step,
+    }
 
 
 def restore_run(trainer: Trainer, metadata: Mapping[str, Any]) -> None:
@@ -33,6 +41,7 @@ def restore_run(trainer: Trainer, metadata: Mapping[str, Any]) -> None:
     if "early_stopping" in metadata:
         trainer.early_stopping.load_state_dict(metadata["early_stopping"])
     trainer.last_eval = dict(metadata.get("last_eval", {}))
+    trainer.evaluated_step = metadata.get("evaluated_step")
     if "batch_source" in metadata and hasattr(trainer.batch_source, "load_state_dict"):
         trainer.batch_source.load_state_dict(metadata["batch_source"])
     if "rng_state" in metadata:

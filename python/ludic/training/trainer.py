@@ -34,7 +34,7 @@ from ludic.training.loss.base import reads_shared_only, zero_weight_is_zero_grad
 from ludic.training.preflight import Preflight
 from ludic.training.proximal import with_proximal_logps
 from ludic.training.rng import preserved_rng
-from ludic.training.run_state import restore_run, run_state
+from ludic.training.run_state import evaluation_state, restore_run, run_state
 from ludic.training.schedule import LearningRateSchedule
 from ludic.training.stats import Reducer, default_reducers, distinct_rollouts, group_keys
 from ludic.training.step_record import StepRecord
@@ -111,6 +111,8 @@ class Trainer:
         self._step = 0
         self.last_eval: Stats = {}
         """What the last evaluation gave; logged with every step."""
+        self.evaluated_step: int | None = None
+        """Of the last evaluation that `eval_at_start` or `eval_every_n_steps` asked for."""
         self._event_loop = EventLoop()
         self._publish_first = False
         if resume_from is not None:
@@ -158,15 +160,14 @@ class Trainer:
     ) -> None:
         """Take `num_steps` steps; None: until the source raises RequestsExhausted or StopAsyncIteration.
 
-        `log_fn` gets the statistics of every `log_every`-th step, `eval_log_fn` those of each evaluation.
+        `log_fn` gets the statistics of every `log_every`-th step, `eval_log_fn` those of each evaluation. A run that was killed before it
+        evaluated its last step does so first; one that early stopping ended takes no step, unless it is given more patience.
         """
         if num_steps is not None and self._schedule_is_open and self.cfg.lr_scheduler_type is not None:
             self.schedule = LearningRateSchedule.from_config(self.cfg, self._step + num_steps)
         self._schedule_is_open = False
-        if self.cfg.eval_at_start and self._step == 0:
-            await self.eval(log_fn=eval_log_fn)
         last = None if num_steps is None else self._step + num_steps
-        while last is None or self._step < last:
+        while not await self._evaluated_enough(eval_log_fn) and (last is None or self._step < last):
             try:
                 stats = await self.train_step()
             except (RequestsExhausted, StopAsyncIteration):
@@ -175,17 +176,26 @@ class Trainer:
                 raise
             if log_fn is not None and self._step % log_every == 0:
                 await awaited(log_fn(stats))
-            if await self._evaluated_enough(eval_log_fn):
-                return
 
     async def _evaluated_enough(self, log_fn: LogFn | None) -> bool:
-        """Evaluate if it is time; whether training should stop."""
+        """Evaluate if it is time and this step has not been; whether training is to stop."""
+        if self._owes_evaluation:
+            if self._publish_first:
+                await self.publish()  # an evaluator may ask those who were given the weights
+            metrics = (await self.eval(log_fn=log_fn))["metrics"]
+            if self._step > 0:
+                self.early_stopping.heed(metrics, self.cfg.model_device)
+            self.evaluated_step = self._step
+            if self.checkpointer is not None:
+                self.checkpointer.amend(self._step, evaluation_state(self))
+        return self.early_stopping.stopped
+
+    @property
+    def _owes_evaluation(self) -> bool:
+        """A checkpoint is written before its step is evaluated; a run that was killed in between makes up for it."""
         every = self.cfg.eval_every_n_steps
-        if every is None or self._step % every:
-            return False
-        metrics = (await self.eval(log_fn=log_fn))["metrics"]
-        stop = self.early_stopping.should_stop(metrics) if ranks.rank() == 0 else False
-        return bool(ranks.max_over_ranks([float(stop)], self.cfg.model_device)[0])
+        due = self.cfg.eval_at_start if self._step == 0 else every is not None and self._step % every == 0
+        return due and self.evaluated_step != self._step
 
     def _check_early_stopping(self, metric: float) -> tuple[bool, bool]:
         """Take note of an evaluation: whether to stop, and whether it is an improvement."""

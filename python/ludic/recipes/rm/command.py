@@ -1,61 +1,45 @@
-"""`ludic train-rm`: resolve, run, report; and what happens on Ctrl-C."""
+"""`ludic train-rm`: a reward model from preference pairs."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludic.errors import ConfigError
-from ludic.recipes.compose import config_hash, to_yaml
-from ludic.recipes.console import carry_out, play_out, quiet_libraries
+from ludic.recipes.compose import config_hash
+from ludic.recipes.run_directory import RMDirectory
+from ludic.recipes.training_command import run_command
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ludic.recipes.rm.run import RMRun
-
-
-def train_rm_command(arguments: Sequence[str], *, resume: Path | None, json_only: bool, print_config: bool) -> int:
-    """The exit status: 0, or 128 and the signal's number after a stop. Errors of the user's are raised as `LudicError`."""
-    started = time.perf_counter()
-    if print_config:
-        from ludic.recipes.rm.schema import compose_rm
-
-        print(to_yaml(compose_rm(arguments)), end="")
-        return 0
-    return carry_out(lambda console: _train(arguments, resume, console, started), json_only=json_only)
-
-
-def _train(arguments: Sequence[str], resume: Path | None, console: Console, started: float) -> tuple[int, str]:
-    """The exit status and the summary."""
-    if resume is not None and arguments:
-        raise ConfigError(f"--resume goes on with the settings of {resume}; it takes no other ({' '.join(arguments)})")
-    console.print("Loading torch and transformers", highlight=False)
-    run = _set_up(arguments, resume, console, started)
-    with run.stop:
-        code = play_out(run, command="train-rm", started=started)
-        from ludic.recipes.rm.report import conclude
-
-        return code, conclude(run, console, config_hash=config_hash(run.recipe))
-
-
-def _set_up(arguments: Sequence[str], resume: Path | None, console: Console, started: float) -> RMRun:
-    """Everything is built, and every pair read, before the folder is made."""
-    from ludic.recipes.rm.run import RMDirectory, RMParts, RMRun
-    from ludic.recipes.rm.schema import compose_rm
+    from ludic.recipes.rm.schema import RMRecipe
     from ludic.recipes.screen import Screen
     from ludic.recipes.watch import StopRequest
 
-    quiet_libraries()
-    directory, recipe = RMDirectory.go_on(resume) if resume is not None else (None, compose_rm(arguments))
-    screen = Screen(console, every=recipe.log_every)
-    parts = RMParts.build(recipe, note=screen.note)
-    run = RMRun(recipe, parts, directory or RMDirectory.begin(recipe), screen, StopRequest(screen.note))
-    sizes = [parameter.numel() for parameter in parts.model.parameters()]
-    trained = sum(parameter.numel() for parameter in parts.model.parameters() if parameter.requires_grad)
-    of_which = f", {trained:,} of them trained" if trained < sum(sizes) else ""
-    screen.note(f"train-rm: {sum(sizes):,} parameters{of_which}, seed {recipe.seed}, writing to {run.directory.path}/")
-    run.watch.add("set_up", time.perf_counter() - started)
-    return run
+
+def train_rm_command(arguments: Sequence[str], *, resume: Path | None, json_only: bool, print_config: bool) -> int:
+    """The exit status, as `run_command` has it."""
+    return run_command(_TrainRM(), arguments, resume=resume, json_only=json_only, print_config=print_config)
+
+
+class _TrainRM:
+    directory = RMDirectory
+
+    def compose(self, arguments: Sequence[str]) -> RMRecipe:
+        from ludic.recipes.rm.schema import compose_rm
+
+        return compose_rm(arguments)
+
+    def set_up(self, recipe: RMRecipe, directory: RMDirectory | None, screen: Screen, stop: StopRequest) -> RMRun:
+        from ludic.recipes.rm.run import RMParts, RMRun
+
+        parts = RMParts.build(recipe, note=screen.note)
+        data = recipe.task.kind.rpartition(":")[2] if recipe.data is None else Path(recipe.data).stem
+        return RMRun(recipe, parts, directory or RMDirectory.begin(recipe, f"rm-{data}-seed{recipe.seed}"), screen, stop)
+
+    def conclude(self, run: RMRun, console: Console) -> str:
+        from ludic.recipes.rm.report import conclude
+
+        return conclude(run, console, config_hash=config_hash(run.recipe))

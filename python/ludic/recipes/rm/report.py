@@ -7,15 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ludic.recipes.curve import write_picture
-from ludic.recipes.report import padding_line, padding_of, show_files
+from ludic.recipes.report import padding_line, padding_of, phases_of, seconds_line, show_files
 from ludic.recipes.run_directory import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ludic.recipes.rm.run import RMRun
-
-_TRAINER_PHASES = ("batching", "forward_backward", "optimizer", "checkpoint")
 
 CRITERIA: dict[str, tuple[str, Callable[[Mapping[str, float]], float], Callable[[float], bool]]] = {
     "held-out accuracy": ("over 60 %", lambda found: found["eval_pairwise_accuracy"], lambda value: value > 0.6),
@@ -54,7 +52,7 @@ def summary_of(run: RMRun, lines: Sequence[Mapping[str, float]], *, config_hash:
         "bayes_accuracy": data.bayes_accuracy,
         "latent_accuracy": data.latent_accuracy,
         "wall_s": round(run.progress.seconds.get("wall", 0.0), 2),
-        "phases_s": _phases(run.progress.seconds, lines),
+        "phases_s": phases_of(run.progress.seconds, lines),
         "pairs_per_s": round(pairs / seconds, 1) if seconds else None,
         "padding": padding_of(lines),
         "steps": steps,
@@ -65,14 +63,6 @@ def summary_of(run: RMRun, lines: Sequence[Mapping[str, float]], *, config_hash:
         "seed": run.recipe.seed,
         "config_hash": config_hash,
     }
-
-
-def _phases(seconds: Mapping[str, float], lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds of set-up (which reads the pairs) and measurement, and of the parts of training as the trainer timed them."""
-    whole = {name: seconds.get(name, 0.0) for name in ("set_up", "evaluate")}
-    parts = {name: sum(line.get(f"perf/{name}_s", 0.0) for line in lines) for name in _TRAINER_PHASES}
-    rest = seconds.get("wall", 0.0) - sum(whole.values()) - sum(parts.values())
-    return {name: round(value, 2) for name, value in {**whole, **parts, "other": max(0.0, rest)}.items()}
 
 
 def _draw(run: RMRun, summary: Mapping[str, Any], lines: Sequence[Mapping[str, float]]) -> None:
@@ -99,9 +89,8 @@ def _show(run: RMRun, console: Console, summary: Mapping[str, Any]) -> None:
         f"{data['heldout_pairs']:,} held out",
         highlight=False,
     )
-    phases = ", ".join(f"{name.replace('_', ' ')} {seconds:.1f}" for name, seconds in summary["phases_s"].items())
     speed = f"; {summary['pairs_per_s']:,.0f} pairs a second in training" if summary["pairs_per_s"] else ""
-    console.print(f"[bold]Seconds[/]: {summary['wall_s']:.1f} in all; {phases}{speed}", highlight=False)
+    console.print(f"{seconds_line(summary['wall_s'], summary['phases_s'])}{speed}", highlight=False)
     console.print(padding_line(summary["padding"]), highlight=False)
     show_files(console, run.directory, _files_of(run))
 

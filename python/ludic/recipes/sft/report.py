@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from ludic.inference.local.client import end_token_ids
 from ludic.recipes.curve import text_curve, write_picture
-from ludic.recipes.report import padding_line, padding_of, show_files
+from ludic.recipes.report import padding_line, padding_of, phases_of, seconds_line, show_files
 from ludic.recipes.run_directory import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ludic.recipes.sft.run import SFTRun
-
-_TRAINER_PHASES = ("batching", "forward_backward", "optimizer", "checkpoint")
 
 
 def conclude(run: SFTRun, console: Console, *, config_hash: str) -> str:
@@ -38,7 +36,7 @@ def summary_of(run: SFTRun, lines: Sequence[dict[str, Any]], *, config_hash: str
         "before": run.progress.before,
         "after": run.progress.after,
         "wall_s": round(run.progress.seconds.get("wall", 0.0), 2),
-        "phases_s": _phases(run, lines),
+        "phases_s": phases_of(run.progress.seconds, lines),
         "padding": padding_of(lines),
         "steps": run.progress.steps,
         "epochs": round(run.progress.steps * run.recipe.batch_size / len(run.parts.data.train), 3),
@@ -46,15 +44,6 @@ def summary_of(run: SFTRun, lines: Sequence[dict[str, Any]], *, config_hash: str
         "seed": run.recipe.seed,
         "config_hash": config_hash,
     }
-
-
-def _phases(run: SFTRun, lines: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Seconds of set-up (which reads the data) and measurement, and of the parts of training as the trainer timed them."""
-    seconds = run.progress.seconds
-    whole = {name: seconds.get(name, 0.0) for name in ("set_up", "evaluate")}
-    parts = {name: sum(line.get(f"perf/{name}_s", 0.0) for line in lines) for name in _TRAINER_PHASES}
-    rest = seconds.get("wall", 0.0) - sum(whole.values()) - sum(parts.values())
-    return {name: round(value, 2) for name, value in {**whole, **parts, "other": max(0.0, rest)}.items()}
 
 
 def _draw(run: SFTRun, summary: dict[str, Any], losses: Sequence[float]) -> None:
@@ -83,8 +72,7 @@ def _show(run: SFTRun, console: Console, summary: dict[str, Any], losses: Sequen
         )
     for line in text_curve(losses):
         console.print(line, highlight=False, markup=False)
-    phases = ", ".join(f"{name.replace('_', ' ')} {seconds:.1f}" for name, seconds in summary["phases_s"].items())
-    console.print(f"[bold]Seconds[/]: {summary['wall_s']:.1f} in all; {phases}", highlight=False)
+    console.print(seconds_line(summary["wall_s"], summary["phases_s"]), highlight=False)
     console.print(padding_line(summary["padding"]), highlight=False)
     files = {
         run.directory.summary: "this, for programs",

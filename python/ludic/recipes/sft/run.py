@@ -2,63 +2,28 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ludic.errors import CheckpointError, ConfigError
-from ludic.recipes.build import build_trainer_config
-from ludic.recipes.compose import to_yaml
-from ludic.recipes.lora import trained_share, with_adapters
-from ludic.recipes.model import keep_base, model_of, plain_place, save_policy, tokenizer_of
-from ludic.recipes.run import latest_checkpoint
-from ludic.recipes.run_directory import Progress, RunDirectory, new_folder, write_text
+from ludic.errors import ConfigError
+from ludic.recipes.build import build_trainer_config, seed_everything
+from ludic.recipes.epochs_run import take_steps
+from ludic.recipes.lora import with_adapters
+from ludic.recipes.model import model_of, tokenizer_of
+from ludic.recipes.run_directory import DONE, SFTDirectory
 from ludic.recipes.screen import Screen
 from ludic.recipes.sft.data import SFTData, write_demonstrations
-from ludic.recipes.sft.schema import SFTRecipe, compose_sft, paths_of
-from ludic.recipes.watch import Interrupted, PhaseLogger, StoppableSource, StopRequest, Stopwatch
+from ludic.recipes.sft.schema import SFTRecipe
+from ludic.recipes.watch import StopRequest, Stopwatch
 from ludic.training.batching.epochs import ItemBatchSource
-from ludic.training.batching.requests_from_dataset import RequestsExhausted
-from ludic.training.checkpoint import CheckpointConfig
 from ludic.training.config import TrainerConfig
 from ludic.training.heldout_loss import HeldOutLoss
-from ludic.training.loggers import JSONLLogger, TeeLogger
 from ludic.training.presets import make_sft
 from ludic.training.trainer import Trainer
 
-PHASE, DONE = "sft", "done"
 KEYS = ["train/loss", "train/grad_norm", "train/seq_len_truncated_rate"]
-
-
-class SFTDirectory(RunDirectory):
-    """The folder of a supervised run."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.picture = path / "loss.png"
-        self.demonstrations = path / "data.jsonl"
-
-    @classmethod
-    def begin(cls, recipe: SFTRecipe) -> SFTDirectory:
-        """A new folder, named by the data and the seed unless the recipe has a name."""
-        data = recipe.task.kind.rpartition(":")[2] if recipe.data is None else paths_of(recipe.data, "data")[0].stem
-        directory = cls(new_folder(recipe.output, recipe.name, f"sft-{data}-seed{recipe.seed}"))
-        write_text(directory.config, to_yaml(recipe))
-        directory.write_progress(Progress(phase=PHASE))
-        return directory
-
-    @classmethod
-    def go_on(cls, path: Path) -> tuple[SFTDirectory, SFTRecipe]:
-        """An interrupted run, with the recipe that it was started with."""
-        directory = cls(path)
-        if not directory.config.is_file() or not (path / "progress.json").is_file():
-            raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml and progress.json")
-        if directory.read_progress().phase not in (PHASE, DONE):
-            raise CheckpointError(f"{path} is the folder of `ludic train`; go on with `ludic train --resume {path}`")
-        return directory, compose_sft([str(directory.config)])
 
 
 @dataclass
@@ -75,11 +40,8 @@ class SFTParts:
 
     @classmethod
     def build(cls, recipe: SFTRecipe) -> SFTParts:
-        """Seeds every generator, so that two runs of one recipe are the same."""
-        if recipe.threads is not None:
-            torch.set_num_threads(recipe.threads)
-        random.seed(recipe.seed)
-        torch.manual_seed(recipe.seed)
+        """Seeds every generator first (`seed_everything`)."""
+        seed_everything(recipe)
         tokenizer = _tokenizer(recipe)
         data = SFTData.read(recipe, tokenizer)
         cfg = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
@@ -94,11 +56,12 @@ class SFTParts:
 class SFTRun:
     """A recipe on its way, in its folder."""
 
+    title = "sft"
+
     def __init__(self, recipe: SFTRecipe, parts: SFTParts, directory: SFTDirectory, screen: Screen, stop: StopRequest) -> None:
         self.recipe, self.parts, self.directory, self.screen, self.stop = recipe, parts, directory, screen, stop
         self.progress = directory.read_progress()
         self.watch = Stopwatch(self.progress.seconds)
-        keep_base(parts.model, recipe.model, directory.base)
 
     async def play(self) -> None:
         """What is left to do. Raises `Interrupted` after a stop."""
@@ -116,42 +79,12 @@ class SFTRun:
 
     async def _train(self) -> None:
         """All steps that are left, or those until a stop; the model is kept."""
-        recipe, steps = self.recipe, self.parts.steps
-        if self.parts.heldout is None:
+        recipe, parts = self.recipe, self.parts
+        if parts.heldout is None:
             self.screen.note("No rows are held out; nothing is measured")
-        self.screen.note(f"Training on {len(self.parts.data.train):,} samples: {steps} steps of {recipe.batch_size}")
-        if recipe.lora.rank:
-            self.screen.note(trained_share(self.parts.model))
-        with (
-            JSONLLogger(self.directory.metrics) as written,
-            self.screen.logger(PHASE, keys=KEYS, spark_key="loss", last_step=steps) as shown,
-            self.watch.measure("train"),
-        ):
-            trainer = self._trainer(TeeLogger(PhaseLogger(written, PHASE), shown))
-            try:
-                await trainer.train(steps - trainer.current_step)
-            except RequestsExhausted:
-                trainer.save_checkpoint()
-        self.progress.steps = trainer.current_step
-        self._save_model()
-        if self.stop and trainer.current_step < steps:
-            self.directory.write_progress(self.progress)
-            raise Interrupted
-
-    def _trainer(self, logger: TeeLogger) -> Trainer:
-        """The public trainer; it goes on from the last checkpoint, if there is one."""
-        checkpoints, section = self.directory.checkpoints, self.recipe.checkpoint
-        return Trainer(
-            model=self.parts.model,
-            algo=make_sft(normalizer="tokens"),
-            batch_source=StoppableSource(_source(self.parts.data, self.recipe), self.stop),
-            cfg=self.parts.cfg,
-            checkpoint_config=CheckpointConfig(checkpoints, every_n_steps=section.every_n_steps, max_to_keep=section.max_to_keep),
-            resume_from=latest_checkpoint(checkpoints),
-            train_logger=logger,
-            evaluator=self.parts.heldout,
-            total_training_steps=self.parts.steps,
-        )
+        self.screen.note(f"Training on {len(parts.data.train):,} samples: {parts.steps} steps of {recipe.batch_size}")
+        trainer_of = partial(Trainer, algo=make_sft(normalizer="tokens"), evaluator=parts.heldout)
+        await take_steps(self, trainer_of, _source(parts.data, recipe), keys=KEYS)
 
     def _measure(self) -> dict[str, float] | None:
         if self.parts.heldout is None:
@@ -160,10 +93,6 @@ class SFTRun:
             measured = self.parts.heldout.measure()
         self.screen.note(f"Held-out loss {measured['loss']:.4f} on {len(self.parts.data.heldout):,} samples")
         return measured
-
-    def _save_model(self) -> None:
-        """Model and tokenizer, in Hugging Face layout."""
-        save_policy(self.parts.model, self.parts.tokenizer, self.directory.model, base=plain_place(self.recipe.model))
 
 
 def _source(data: SFTData, recipe: SFTRecipe) -> ItemBatchSource:

@@ -1,0 +1,95 @@
+"""The fields that `ludic sft` and `ludic train-rm` both have, of a run over data that is there already, and how they are resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Optional, TypeVar, cast
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from ludic.errors import ConfigError
+from ludic.recipes.compose import LOADED_MODEL, Override, check_least, fill, read_yaml, split_arguments
+from ludic.recipes.schema import CheckpointSection, LoraSection, NetworkSection, TaskSection
+
+
+@dataclass
+class EpochsRecipe:
+    """One run: data, a model, and as many passes over the data as `epochs` says."""
+
+    name: Optional[str] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
+    """The run's folder is `output/name`; null: the data's name and the seed, and the time if that exists."""
+    output: str = MISSING
+    """Folder of all runs."""
+    seed: int = MISSING
+    """Of a small model's weights, of a new head, of the order of the data, and of data that is generated."""
+    threads: Optional[int] = MISSING  # noqa: UP045
+    """Threads of torch; null: as many as torch takes."""
+    data: Any = MISSING
+    """What is trained on; null: what `task` generates."""
+    heldout: float = MISSING
+    """Share of the data that is kept out of training and measured; which rows does not depend on the seed."""
+    model: Optional[str] = MISSING  # noqa: UP045
+    """Folder in Hugging Face layout, or hub id; null: a small model made from `network`."""
+    tokenizer: Optional[str] = MISSING  # noqa: UP045
+    """Null: that of `model`, or the byte tokenizer."""
+    dtype: str = MISSING
+    """Of the weights: float32, bfloat16, float16, or auto: as a loaded model has them."""
+    epochs: int = MISSING
+    """Passes over the data."""
+    steps: Optional[int] = MISSING  # noqa: UP045
+    """Batches; null: as many as `epochs` have."""
+    batch_size: int = MISSING
+    """Samples or pairs a step, packed into micro-batches by `trainer.packing` and `trainer.micro_token_budget`."""
+    log_every: int = MISSING
+    """Without a terminal, a line is printed every so many steps. metrics.jsonl has every step."""
+    task: TaskSection = field(default_factory=TaskSection)
+    """What generates the data where there is no `data`."""
+    network: NetworkSection = field(default_factory=NetworkSection)
+    lora: LoraSection = field(default_factory=LoraSection)
+    trainer: Any = MISSING
+    """Fields of the trainer's config."""
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+
+
+R = TypeVar("R", bound=EpochsRecipe)
+
+_LEAST = {"seed": 0, "threads": 1, "epochs": 1, "steps": 0, "batch_size": 1, "log_every": 1}
+
+
+def compose_epochs(
+    recipe: type[R],
+    arguments: Sequence[str | Override],
+    *,
+    package: str,
+    trainer: type[Any],
+    least: Mapping[str, int],
+) -> R:
+    """`arguments`: at most one YAML file, and any number of `key=value`, as for `ludic train`. Later wins: `defaults.yaml` of `package`,
+    its values for a loaded model, the file, the command line in its order. `trainer`: what `trainer_section` makes of the trainer's
+    config. `least`: the smallest values of the recipe's own counts."""
+    source, overrides = split_arguments(arguments)
+    tree = cast(DictConfig, OmegaConf.structured(recipe))
+    tree.trainer = OmegaConf.structured(trainer)
+    found = cast(R, fill(tree, _layers(package, source, overrides), overrides))
+    check_least(found, {**_LEAST, **least})
+    if not 0.0 <= found.heldout < 1.0:
+        raise ConfigError(f"heldout ({found.heldout}) must be a share of the data, from 0 to less than 1")
+    return found
+
+
+def _layers(package: str, source: str | None, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:
+    if source is not None and not source.endswith((".yaml", ".yml")):
+        raise ConfigError(
+            f"{source!r} is no setting and no file of settings; write data={source} for a data file, FILE.yaml for one of settings"
+        )
+    base = cast(DictConfig, OmegaConf.create((files(package) / "defaults.yaml").read_text(encoding="utf-8")))
+    user = read_yaml(Path(source).expanduser()) if source else OmegaConf.create({})
+    model = {override.key: override.value for override in overrides}.get("model", user.get("model", base.model))
+    for where, layer in (("defaults", base), (str(source), user)):
+        loaded = layer.pop(LOADED_MODEL, OmegaConf.create({}))
+        yield where, layer
+        if model is not None:
+            yield f"{where}, {LOADED_MODEL}", loaded

@@ -1,0 +1,36 @@
+"""A run's folder says which command made it, and only that one goes on with it."""
+
+from pathlib import Path
+
+import pytest
+from commands import NETWORK, ludic, refused
+
+SHORTEST = {
+    "train": ["warmup.steps=0", "steps=0", "evaluation.prompts=1", "evaluation.samples_per_prompt=1"],
+    "sft": ["steps=0", "rows=10"],
+    "train-rm": ["steps=0", "pairs=4", "task.args.num_heldout=4"],
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of each command, by its name."""
+    parent = tmp_path_factory.mktemp("runs")
+    for command, settings in SHORTEST.items():
+        ludic(command, *settings, *NETWORK, "threads=1", f"output={parent}", f"name={command}")
+    return parent
+
+
+@pytest.mark.parametrize("command", SHORTEST)
+@pytest.mark.parametrize("made_by", SHORTEST)
+def test_a_folder_of_another_command_is_refused_with_the_command_that_made_it(folders: Path, made_by: str, command: str) -> None:
+    given = ["--resume", str(folders / made_by)]
+    if command == made_by:
+        assert f"Written to {folders / made_by}" in ludic(command, *given)
+    else:
+        assert f"go on with `ludic {made_by} --resume {folders / made_by}`" in refused(command, *given)
+
+
+@pytest.mark.parametrize("command", SHORTEST)
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, command: str) -> None:
+    assert "is not the folder of a run" in refused(command, "--resume", str(tmp_path))
