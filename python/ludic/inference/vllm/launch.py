@@ -125,10 +125,12 @@ def wait_for_vllm_health(host: str, port: int, proc: subprocess.Popen[Any], time
             raise
 
 
-def stop_vllm_server(proc: subprocess.Popen[Any], timeout_s: float = GRACE_S) -> int | None:
+def stop_vllm_server(
+    proc: subprocess.Popen[Any], timeout_s: float = GRACE_S, *, ask: signal.Signals = signal.SIGTERM
+) -> int | None:
     """End a server and every process that it started: asked first, ended after `timeout_s`. The exit status, None if it stays."""
     if proc.poll() is None:
-        _signal(proc, signal.SIGTERM)
+        _signal(proc, ask)
         with contextlib.suppress(subprocess.TimeoutExpired):
             proc.wait(timeout_s)
     _signal(proc, signal.SIGKILL)  # children may outlive the process that started them
