@@ -109,8 +109,10 @@ def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, 
 
 
 def _phases(seconds: Mapping[str, float], reinforce: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds of set-up, warm-up and evaluation, and of the parts of reinforcement as the trainer timed them."""
+    """Seconds of set-up, warm-up, evaluation and a server's start where there was one, and of the parts of reinforcement as the trainer
+    timed them."""
     whole = {name: seconds.get(name, 0.0) for name in ("set_up", "warm_up", "evaluate")}
+    whole |= {name: seconds[name] for name in ("server_start",) if name in seconds}
     parts = {name: sum(line.get(f"perf/{name}_s", 0.0) for line in reinforce) for name in _TRAINER_PHASES}
     rest = seconds.get("wall", 0.0) - sum(whole.values()) - sum(parts.values())
     return {name: round(value, 2) for name, value in {**whole, **parts, "other": max(0.0, rest)}.items()}
