@@ -1,13 +1,19 @@
 """What evaluation scripts share: flags, an engine, an inference specification."""
 
 import argparse
+import json
+import signal
 
+import fake_vllm
 import pytest
+import requests
 from playing import Counting, ScriptedClient, play
+from processes import until_gone
 
 from ludic.context import TruncatedThinkingContext
-from ludic.errors import MissingExtraError
+from ludic.errors import InferenceError
 from ludic.eval import add_common_eval_args, build_single_agent_engine, inference_spec_from_cli, maybe_start_vllm, run_eval
+from ludic.inference.vllm import launch
 from ludic.parsers import ParseResult
 from ludic.training import EnvSpec, ProtocolSpec, RolloutRequest
 
@@ -43,11 +49,51 @@ def test_sampling_is_as_the_flags_say_and_tokens_come_back():
     assert (spec.return_.return_token_ids, spec.return_.return_chosen_logprobs) == (True, False)
 
 
-def test_no_server_is_started_unless_asked_and_then_the_error_says_what_is_missing():
+@pytest.fixture
+def servers(tmp_path, monkeypatch):
+    """Servers started from here on are fakes; those that were."""
+    started = []
+    start = launch.start_vllm_server
+    monkeypatch.setattr(launch, "start_vllm_server", lambda *given, **more: started.append(start(*given, **more)) or started[-1])
+    monkeypatch.setenv("LUDIC_VLLM_PYTHON", fake_vllm.install(tmp_path / "venv"))
+    monkeypatch.setenv("FAKE_VLLM_FACTS", str(tmp_path / "facts.json"))
+    yield started
+    for proc in started:
+        launch.stop_vllm_server(proc, 0.1)
+
+
+def test_no_server_is_started_unless_asked(servers):
     with maybe_start_vllm(arguments()):
-        pass
-    asked = arguments("--start-server", "--model", "org/model", "--port", "9")
-    with pytest.raises(MissingExtraError, match=r"vllm serve org/model --host 127.0.0.1 --port 9"), maybe_start_vllm(asked):
+        assert servers == []
+    with maybe_start_vllm(argparse.Namespace()):
+        assert servers == []
+
+
+def test_a_server_that_was_asked_for_is_ready_within_and_interrupted_after(servers, tmp_path):
+    port = launch.free_port()
+    asked = arguments("--start-server", "--model", "org/model", "--port", str(port), "--max-model-len", "99")
+    with maybe_start_vllm(asked):
+        assert requests.get(f"http://127.0.0.1:{port}/health", timeout=30).status_code == 200
+        (proc,) = servers
+        assert proc.poll() is None
+    assert proc.returncode == -signal.SIGINT
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert until_gone(facts["child"])
+    given = facts["arguments"]
+    assert given[given.index("--model") + 1] == "org/model"
+    assert given[given.index("--max-model-len") + 1] == "99"
+
+
+def test_it_is_stopped_when_what_runs_within_fails(servers):
+    with pytest.raises(KeyError, match="mine"), maybe_start_vllm(arguments("--start-server", "--port", str(launch.free_port()))):
+        raise KeyError("mine")
+    assert servers[0].returncode == -signal.SIGINT
+
+
+def test_one_that_does_not_come_up_is_an_error_and_nothing_runs_within(servers, monkeypatch):
+    monkeypatch.setenv("FAKE_VLLM", "exit")
+    asked = arguments("--start-server", "--port", str(launch.free_port()))
+    with pytest.raises(InferenceError, match="ended with status 3"), maybe_start_vllm(asked):
         pytest.fail("the body must not run")
 
 
@@ -57,8 +103,8 @@ def picky(text):
 
 def run(client, **settings):
     engine = build_single_agent_engine(client=client, model="m", parser=picky, env_registry={"count": Counting}, **settings)
-    requests = [RolloutRequest(EnvSpec("count", {"goal": 2}), ProtocolSpec("single_agent")) for _ in range(2)]
-    return play(run_eval(engine=engine, requests=requests, reducers={}, max_steps=3, concurrency=1))[0]
+    asked = [RolloutRequest(EnvSpec("count", {"goal": 2}), ProtocolSpec("single_agent")) for _ in range(2)]
+    return play(run_eval(engine=engine, requests=asked, reducers={}, max_steps=3, concurrency=1))[0]
 
 
 def test_the_engine_plays_with_one_agent_and_a_context_of_its_own_for_each_episode():

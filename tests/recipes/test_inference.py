@@ -4,7 +4,9 @@ import json
 import os
 from pathlib import Path
 
+import fake_vllm
 import pytest
+import requests
 from typer.testing import CliRunner
 
 from ludic.cli import app
@@ -12,9 +14,11 @@ from ludic.errors import ConfigError
 from ludic.recipes.compose import compose, to_yaml
 from ludic.recipes.inference_section import LogprobConvention, convention, kind_of
 from ludic.recipes.model import make_small_model
+from ludic.recipes.report import _phases
 from ludic.recipes.run import Parts
-from ludic.recipes.sampler import check_inference
+from ludic.recipes.sampler import _started, check_inference
 from ludic.recipes.sampling_report import mismatch_of, overlap_of, weight_sync_of
+from ludic.recipes.watch import Stopwatch
 
 
 def train(*arguments):
@@ -152,8 +156,8 @@ def test_an_overlapped_run_that_is_stopped_goes_on_with_the_prompts_that_follow(
     from ludic.recipes.rollouts import training_requests
 
     recipe = compose([argument for argument in arguments if not argument.startswith(("output", "name"))])
-    requests = training_requests(task_of(recipe), recipe.rollout, seed=recipe.seed)
-    expected = [sorted({request.meta["problem_id"] for request in requests()}) for _ in range(4)]
+    prompts = training_requests(task_of(recipe), recipe.rollout, seed=recipe.seed)
+    expected = [sorted({request.meta["problem_id"] for request in prompts()}) for _ in range(4)]
     assert whole == expected
 
 
@@ -189,6 +193,24 @@ def test_unchanged_weights_are_an_error_from_the_first_gradient_on():
     )
     publisher.trainer.train_sync(3)
     assert checked.taken == [(1, True), (2, False), (3, False)]
+
+
+async def test_the_start_of_a_server_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_VLLM_FACTS", str(tmp_path / "facts.json"))
+    recipe = compose([f"inference.python={fake_vllm.install(tmp_path / 'venv')}"])
+    watch, notes = Stopwatch({}), []
+    async with _started(recipe, None, tmp_path, tmp_path / "log", notes.append, watch) as url:
+        assert requests.get(f"{url}/health", timeout=30).status_code == 200
+    assert watch.seconds["server_start"] > 0
+    assert len(notes) == 1
+
+
+def test_the_start_of_a_server_has_a_name_of_its_own_among_the_seconds():
+    seconds = {"wall": 100.0, "set_up": 1.0, "warm_up": 2.0, "evaluate": 3.0}
+    lines = [{"perf/rollout_s": 10.0}, {"perf/rollout_s": 20.0}]
+    assert _phases({**seconds, "server_start": 30.0}, lines)["server_start"] == 30.0
+    assert _phases({**seconds, "server_start": 30.0}, lines)["other"] == 34.0  # 100 - 1 - 2 - 3 - 30 - 10 - 20
+    assert "server_start" not in _phases(seconds, lines)
 
 
 LINES = [
@@ -233,6 +255,7 @@ def test_a_run_on_a_real_server_samples_what_the_trainer_has(tmp_path: Path):
     assert found["weight_sync"]["pushes"] == 4
     assert 0 < found["mismatch"]["lag"] <= 0.75
     assert found["overlap"]["generation_s"] > 0
+    assert found["phases_s"]["server_start"] > found["phases_s"]["other"]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     fresh = next(line for line in lines if line["phase"] == "reinforce" and line["step"] == 1)
     assert fresh.get("mismatch/mean", 0.0) < 1e-4  # absent where no sample of the first batch had a weight

@@ -31,6 +31,7 @@ def main():
     if mode == "exit":
         print("ValueError: no such model", file=sys.stderr, flush=True)
         return 3
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had its children ignore it
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 from ludic.agents import Agent
 from ludic.context import FullDialog
 from ludic.context.base import ContextStrategy
-from ludic.errors import MissingExtraError
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import Parser
@@ -20,6 +20,10 @@ from ludic.training.batching.rollout_engine import EnvFactory, RolloutEngine
 from ludic.training.batching.rollout_log import write_json_lines
 
 PROTOCOL_KIND = "single_agent"
+READY_S = 600.0
+"""What a server may take until it samples, a download of the model included."""
+STOP_S = 30.0
+"""Between asking it to end and ending it."""
 ContextFactory = Callable[..., ContextStrategy]
 """Takes the system prompt, or nothing."""
 
@@ -42,13 +46,28 @@ def add_common_eval_args(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def maybe_start_vllm(args: argparse.Namespace) -> Iterator[None]:
-    """Do nothing unless `--start-server` was given. Starting a server is not there yet and raises MissingExtraError."""
-    if getattr(args, "start_server", False):
-        raise MissingExtraError(
-            "--start-server needs ludic.inference.vllm.launch, which this version of ludic does not have; start the server yourself "
-            f"(vllm serve {args.model} --host {args.host} --port {args.port}) and leave --start-server out"
-        )
-    yield
+    """With `--start-server`, a vLLM server of `--model` at `--host` and `--port` that is ready within, and stopped after. Else nothing.
+
+    It runs in the interpreter that `start_vllm_server` finds. Raises ConfigError for a port that is taken, and InferenceError with the
+    end of the server's output where it does not come up.
+    """
+    if not getattr(args, "start_server", False):
+        yield
+        return
+    from ludic.inference.vllm.launch import start_vllm_server, stop_vllm_server, wait_for_vllm_health
+
+    proc = start_vllm_server(
+        args.model,
+        args.host,
+        args.port,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        max_model_len=args.max_model_len,
+    )
+    try:
+        wait_for_vllm_health(args.host, args.port, proc, READY_S)
+        yield
+    finally:
+        stop_vllm_server(proc, STOP_S, ask=signal.SIGINT)
 
 
 def build_single_agent_engine(

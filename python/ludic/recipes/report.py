@@ -115,8 +115,10 @@ def phases_of(
     own: Sequence[str] = ("set_up", "evaluate"),
     timed: Sequence[str] = ("batching", "forward_backward", "optimizer", "checkpoint"),
 ) -> dict[str, float]:
-    """Seconds of the run's `own` phases (set-up reads the data), of the parts of its steps as the trainer `timed` them, and of the rest."""
+    """Seconds of the run's `own` phases (set-up reads the data), of a server's start where there was one, of the parts of its steps as the
+    trainer `timed` them, and of the rest."""
     whole = {name: seconds.get(name, 0.0) for name in own}
+    whole |= {name: seconds[name] for name in ("server_start",) if name in seconds}
     parts = {name: sum(line.get(f"perf/{name}_s", 0.0) for line in lines) for name in timed}
     rest = seconds.get("wall", 0.0) - sum(whole.values()) - sum(parts.values())
     return {name: round(value, 2) for name, value in {**whole, **parts, "other": max(0.0, rest)}.items()}

@@ -158,7 +158,13 @@ class Run:
         self.screen.note(f"Reinforcement with {recipe.algorithm}: {recipe.steps} steps of {each}")
         keys = [*REINFORCE_KEYS, *(f"train/{name}" for name in logged_names(parts.task))]
         async with open_sampler(
-            recipe, parts.model, parts.tokenizer, self.directory.model, log=self.directory.server_log, note=self.screen.note
+            recipe,
+            parts.model,
+            parts.tokenizer,
+            self.directory.model,
+            log=self.directory.server_log,
+            note=self.screen.note,
+            watch=self.watch,
         ) as sampler:
             with self._logger(REINFORCE, keys=keys, spark_key=SAMPLED_REWARD, steps=recipe.steps) as logger:
                 source = self._rollouts(sampler)

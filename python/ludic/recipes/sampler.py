@@ -14,6 +14,7 @@ from ludic.errors import ConfigError
 from ludic.inference.client import ChatClient
 from ludic.recipes.inference_section import InferenceSection, convention, kind_of
 from ludic.recipes.schema import Recipe
+from ludic.recipes.watch import Stopwatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,9 +67,10 @@ async def open_sampler(
     log: Path,
     note: Callable[[str], None],
     pushes: bool = True,
+    watch: Stopwatch | None = None,
 ) -> AsyncIterator[Sampler]:
     """`folder` has the policy in Hugging Face layout, for a server to start from. A server that is started is stopped here. Without
-    `pushes`, one that runs already samples from the weights that it has."""
+    `pushes`, one that runs already samples from the weights that it has. `watch` measures `server_start`."""
     if kind_of(recipe.inference) == "local":
         yield _local(recipe, model, tokenizer)
         return
@@ -77,7 +79,10 @@ async def open_sampler(
             note(f"Sampling from {', '.join(_urls(recipe.inference))}")
             yield sampler
         return
-    async with _started(recipe, model, folder, log, note) as url, _connected(recipe, tokenizer, [url], folder, pushes) as sampler:
+    async with (
+        _started(recipe, model, folder, log, note, watch or Stopwatch({})) as url,
+        _connected(recipe, tokenizer, [url], folder, pushes) as sampler,
+    ):
         yield sampler
 
 
@@ -141,7 +146,9 @@ def _local(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
 
 
 @asynccontextmanager
-async def _started(recipe: Recipe, model: Any, folder: Path, log: Path, note: Callable[[str], None]) -> AsyncIterator[str]:
+async def _started(
+    recipe: Recipe, model: Any, folder: Path, log: Path, note: Callable[[str], None], watch: Stopwatch
+) -> AsyncIterator[str]:
     """The address of a server that serves the policy in `folder`, in processes of its own."""
     from ludic.inference.vllm.environment import is_cpu_build, server_python
     from ludic.inference.vllm.launch import free_port, start_vllm_server, stop_vllm_server, wait_for_vllm_health
@@ -167,7 +174,8 @@ async def _started(recipe: Recipe, model: Any, folder: Path, log: Path, note: Ca
         log_path=log,
     )
     try:
-        await asyncio.to_thread(wait_for_vllm_health, "127.0.0.1", port, proc, section.timeout_s)
+        with watch.measure("server_start"):
+            await asyncio.to_thread(wait_for_vllm_health, "127.0.0.1", port, proc, section.timeout_s)
         yield f"http://127.0.0.1:{port}"
     finally:
         await asyncio.to_thread(stop_vllm_server, proc)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import fake_vllm
 import pytest
+from processes import is_running, until_gone
 from stub_vllm import StubVLLM
 
 import ludic
@@ -48,22 +49,6 @@ def start(tmp_path):
     yield begin
     for proc in running:
         stop_vllm_server(proc, timeout_s=0.1)
-
-
-def is_running(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
-
-
-def until_gone(pid):
-    for _ in range(1000):
-        if not is_running(pid):
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def test_a_server_is_ready_when_it_has_sampled_and_nothing_is_left_when_it_stops(start):

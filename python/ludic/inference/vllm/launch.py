@@ -29,6 +29,7 @@ from ludic.inference.vllm.flags import (
     missing_flags,
     weight_flags,
 )
+from ludic.inference.vllm.guard import Guard
 from ludic.inference.vllm.session import server_url
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ def start_vllm_server(
     env: Mapping[str, str] | None = None,
     log_path: str | os.PathLike[str] | None = None,
 ) -> subprocess.Popen[Any]:
-    """A server as a child process in a process group of its own. It is stopped when this process ends, if not before.
+    """A server as a child process in a process group of its own. It is stopped when this process ends, if not before, and also where that
+    is killed: a guard beside the server sees to it.
 
     It runs in `python`, else in what `LUDIC_VLLM_PYTHON` names, else in ./.venv-vllm, else in this interpreter. `device="auto"` is the
     CPU if vLLM's build for CPUs is installed there: then weights are float32, as bfloat16 kills the worker on machines that only claim to
@@ -123,15 +125,19 @@ def wait_for_vllm_health(host: str, port: int, proc: subprocess.Popen[Any], time
             raise
 
 
-def stop_vllm_server(proc: subprocess.Popen[Any], timeout_s: float = GRACE_S) -> int | None:
+def stop_vllm_server(
+    proc: subprocess.Popen[Any], timeout_s: float = GRACE_S, *, ask: signal.Signals = signal.SIGTERM
+) -> int | None:
     """End a server and every process that it started: asked first, ended after `timeout_s`. The exit status, None if it stays."""
     if proc.poll() is None:
-        _signal(proc, signal.SIGTERM)
+        _signal(proc, ask)
         with contextlib.suppress(subprocess.TimeoutExpired):
             proc.wait(timeout_s)
     _signal(proc, signal.SIGKILL)  # children may outlive the process that started them
     with contextlib.suppress(subprocess.TimeoutExpired):
         proc.wait(timeout_s)
+    if proc.poll() is not None and (guard := _GUARDS.pop(proc.pid, None)) is not None:
+        guard.dismiss()
     return proc.poll()
 
 
@@ -188,6 +194,8 @@ class _Output:
 _OUTPUT: weakref.WeakKeyDictionary[subprocess.Popen[Any], _Output] = weakref.WeakKeyDictionary()
 _LOGS: weakref.WeakKeyDictionary[subprocess.Popen[Any], Path] = weakref.WeakKeyDictionary()
 _RUNNING: weakref.WeakSet[subprocess.Popen[Any]] = weakref.WeakSet()
+_GUARDS: dict[int, Guard] = {}
+"""By the server's process. One whose `Popen` nobody holds any more is guarded all the same."""
 
 
 @atexit.register
@@ -201,6 +209,21 @@ def _start(
     command: list[str], env: dict[str, str], *, stream_output: bool, log_path: str | os.PathLike[str] | None
 ) -> subprocess.Popen[Any]:
     logger.info("starting %s", " ".join(command))
+    guard = Guard(grace_s=GRACE_S)
+    try:
+        proc = _process(command, env, stream_output=stream_output, log_path=log_path)
+    except BaseException:
+        guard.dismiss()
+        raise
+    guard.watch(proc.pid)
+    _GUARDS[proc.pid] = guard
+    _RUNNING.add(proc)
+    return proc
+
+
+def _process(
+    command: list[str], env: dict[str, str], *, stream_output: bool, log_path: str | os.PathLike[str] | None
+) -> subprocess.Popen[Any]:
     proc: subprocess.Popen[Any]
     if log_path is not None:
         with open(log_path, "ab") as log:
@@ -219,7 +242,6 @@ def _start(
             start_new_session=True,
         )
         _OUTPUT[proc] = _Output(proc)
-    _RUNNING.add(proc)
     return proc
 
 
