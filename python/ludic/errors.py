@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 
 class LudicError(Exception):
     """The root of all errors that ludic raises on purpose."""
@@ -21,6 +23,17 @@ class BudgetError(ConfigError):
 
 class DataError(LudicError, ValueError):
     """A sample whose content breaks a rule; the message names the sample."""
+
+
+RowFault = Literal["empty_response", "same_responses", "same_responses_when_cut", "prompt_too_long"]
+
+
+class RowError(DataError):
+    """A row that is well formed and says nothing. `reason` is by what such rows are counted."""
+
+    def __init__(self, message: str, *, reason: RowFault) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class DataTypeError(LudicError, TypeError):

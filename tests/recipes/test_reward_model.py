@@ -132,7 +132,7 @@ def test_a_policy_is_no_reward_model(tmp_path: Path) -> None:
 
     tiny_model().save_pretrained(tmp_path)
     make_byte_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"no weights for score\.weight"):
+    with pytest.raises(ConfigError, match=r"a Qwen2ForCausalLM and has no weights for score\.weight"):
         load_reward_model(str(tmp_path))
 
 
@@ -143,23 +143,100 @@ def test_a_classifier_of_several_labels_is_no_reward_model(tmp_path: Path) -> No
         load_reward_model(str(tmp_path))
 
 
-def test_adapters_are_merged_into_the_model_they_were_trained_on(tmp_path: Path) -> None:
+# ---- adapters ------------------------------------------------------------------------------------------------------
+
+
+def adapters(folder: Path, base: Any, task: str | None, *, named: Path | None = None, **settings: Any) -> Any:
+    """`base` saved into `folder/base`, and adapters of it that change something into `folder/adapters`; the adapted model."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
-    base = reward_model(seed=9)
-    base.save_pretrained(tmp_path / "base")
-    make_byte_tokenizer().save_pretrained(tmp_path / "base")
-    settings = LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"], modules_to_save=["score"], init_lora_weights=False)
-    adapted = get_peft_model(deepcopy(base), settings).eval()
-    adapted.base_model.model.score.modules_to_save["default"].weight.data.neg_()
-    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
-    adapted.save_pretrained(tmp_path / "adapters")
-    client = load_reward_model(str(tmp_path / "adapters"))
+    base.save_pretrained(folder / "base")
+    make_byte_tokenizer().save_pretrained(folder / "base")
+    config = LoraConfig(task_type=task, target_modules=["q_proj"], init_lora_weights=False, **settings)
+    adapted = get_peft_model(deepcopy(base), config).eval()
+    if "modules_to_save" in settings:
+        adapted.base_model.model.score.modules_to_save["default"].weight.data.neg_()
+    adapted.peft_config["default"].base_model_name_or_path = str(named or folder / "base")
+    adapted.save_pretrained(folder / "adapters")
+    return adapted
+
+
+def assert_scores_as(client: Any, adapted: Any, base: Any) -> None:
     with torch.no_grad():
         expected = adapted(input_ids=torch.tensor([[53, 46, 53]])).logits.item()
     assert asyncio.run(client.score_batch([[53, 46, 53]], normalize=False)) == pytest.approx([expected], abs=1e-4)
-    assert abs(expected - score_alone(base, [53, 46, 53])) > 1e-2
+    assert abs(expected - score_alone(base, [53, 46, 53])) > 1e-3
+
+
+def test_adapters_are_merged_into_the_model_they_were_trained_on(tmp_path: Path) -> None:
+    base = reward_model(seed=9)
+    adapted = adapters(tmp_path, base, "SEQ_CLS", modules_to_save=["score"])
+    assert_scores_as(load_reward_model(str(tmp_path / "adapters")), adapted, base)
+
+
+def test_adapters_without_a_head_of_their_own_take_that_of_their_model(tmp_path: Path) -> None:
+    base = reward_model(seed=9)
+    adapted = adapters(tmp_path, base, None)
+    assert_scores_as(load_reward_model(str(tmp_path / "adapters")), adapted, base)
+
+
+def test_adapters_with_a_head_may_be_of_a_model_without_one(tmp_path: Path) -> None:
+    base = reward_model(seed=9)
+    policy(base).save_pretrained(tmp_path / "policy")
+    make_byte_tokenizer().save_pretrained(tmp_path / "policy")
+    adapted = adapters(tmp_path, base, "SEQ_CLS", modules_to_save=["score"], named=tmp_path / "policy")
+    assert_scores_as(load_reward_model(str(tmp_path / "adapters")), adapted, base)
+
+
+def policy(base: Any) -> Any:
+    """A language model with the layers of `base`."""
+    from transformers import Qwen2ForCausalLM
+
+    made = Qwen2ForCausalLM(base.config)
+    made.model.load_state_dict(base.model.state_dict())
+    return made
+
+
+def test_adapters_of_a_language_model_are_no_reward_model(tmp_path: Path) -> None:
+    adapters(tmp_path, policy(reward_model(seed=9)), "CAUSAL_LM")
+    said = r"holds adapters of a language model \(CAUSAL_LM\).*name a reward model, such as the folder of a `ludic train-rm` run"
+    with pytest.raises(ConfigError, match=said):
+        load_reward_model(str(tmp_path / "adapters"))
+
+
+def test_adapters_of_a_language_model_do_not_fit_a_reward_model_either(tmp_path: Path) -> None:
+    reward_model(seed=9).save_pretrained(tmp_path / "rm")
+    make_byte_tokenizer().save_pretrained(tmp_path / "rm")
+    adapters(tmp_path, policy(reward_model(seed=9)), "CAUSAL_LM", named=tmp_path / "rm")
+    with pytest.raises(ConfigError, match=r"holds adapters of a language model \(CAUSAL_LM\)"):
+        load_reward_model(str(tmp_path / "adapters"))
+
+
+def test_adapters_without_a_head_of_a_model_without_one_are_no_reward_model(tmp_path: Path) -> None:
+    """Nothing says that these are a language model's, but that neither folder has a head."""
+    adapters(tmp_path, policy(reward_model(seed=9)), None)
+    with pytest.raises(ConfigError, match=r"adapters without weights for score\.weight.*nor has their base .*base"):
+        load_reward_model(str(tmp_path / "adapters"))
+
+
+def test_adapters_that_do_not_fit_their_model_are_an_error_of_the_users(tmp_path: Path) -> None:
+    reward_model(seed=9, hidden_size=32).save_pretrained(tmp_path / "other")
+    make_byte_tokenizer().save_pretrained(tmp_path / "other")
+    adapters(tmp_path, reward_model(seed=9), "SEQ_CLS", modules_to_save=["score"], named=tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"do not fit .*other.*size mismatch"):
+        load_reward_model(str(tmp_path / "adapters"))
+
+
+def test_a_run_against_adapters_of_a_language_model_is_refused_in_a_line(tiny: list[str], tmp_path: Path) -> None:
+    adapters(tmp_path, policy(reward_model(seed=9)), "CAUSAL_LM")
+    result = train("sort", *tiny, f"reward_model={tmp_path / 'adapters'}")
+    assert result.exit_code == 2
+    assert "adapters of a language model" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+# ---- tasks ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_judged_task_is_a_task_of_episodes_and_keeps_what_the_task_is(folder: Path) -> None:

@@ -220,6 +220,51 @@ def test_pairs_with_one_prompt_stay_together_however_they_were_cut(tiny: list[st
     assert not prompts[0] & prompts[1]
 
 
+def test_rows_that_make_no_pair_are_counted_by_reason(tiny: list[str], tmp_path: Path, model: Path) -> None:
+    def talk(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
+        said = [[{"role": "assistant", "content": text}] for text in (chosen, rejected)]
+        return {"prompt": [{"role": "user", "content": prompt}], "chosen": said[0], "rejected": said[1]}
+
+    long = "q" * 200
+    faulty = [
+        *[talk("same?", "a", "a")] * 3,
+        *[talk("late?", long + "a", long + "b")] * 2,
+        talk(long, "a", "b"),
+    ]
+    data = write_rows(tmp_path / "data.jsonl", *faulty, *(talk(f"{n}?", "a", "b") for n in range(6)))
+    held = write_rows(tmp_path / "held.jsonl", {"prompt": "same", "chosen": "b", "rejected": "b"}, *rows(5))
+    shown = train_rm(*tiny, f"model={model}", f"data={data}", f"heldout_data={held}", "trainer.max_seq_len=64", "batch_size=2")
+    counts = summary_of(tmp_path / "run")["data"]
+    assert counts["left_out"] == {"same_responses": 3, "same_responses_when_cut": 2, "prompt_too_long": 1}
+    assert counts["heldout_left_out"] == {"same_responses": 1}
+    assert (counts["pairs"], counts["heldout_pairs"]) == (6, 5)
+    table = [line.strip("│ ").split("│") for line in shown.splitlines() if line.startswith("│")]
+    cells = {row[0].strip(): (int(row[1]), int(row[2])) for row in table if len(row) == 3}
+    assert cells == {
+        "same responses": (3, 1),
+        "same responses when cut": (2, 0),
+        "prompt too long": (1, 0),
+    }
+
+
+def test_a_run_that_leaves_nothing_out_says_nothing_of_it(tiny: list[str], tmp_path: Path) -> None:
+    shown = train_rm(*tiny)
+    assert "no pair" not in shown
+    assert summary_of(tmp_path / "run")["data"]["left_out"] == {}
+
+
+def test_responses_of_equal_worth_are_counted_as_far_as_the_data_is_read(tiny: list[str], tmp_path: Path) -> None:
+    shp = [
+        {"history": f"{n}", "human_ref_A": "a", "human_ref_B": f"b{n}", "score_A": n, "score_B": 3 * (n // 3)} for n in range(12)
+    ]
+    data = write_rows(tmp_path / "shp.jsonl", *shp)  # rows 0, 3, 6 and 9 have equal scores
+    counts = []
+    for limit in ("null", "1", "2", "3", "8"):
+        recipe = compose_rm([*tiny, f"data={data}", f"limit={limit}", "heldout=0"])
+        counts.append(RMData.read(recipe, make_byte_tokenizer(), note=print).left_out["equal_scores"])
+    assert counts == [4, 1, 2, 2, 4]
+
+
 def test_a_label_that_is_no_probability_is_an_error_and_no_row_left_out(tiny: list[str], tmp_path: Path) -> None:
     content = [{"prompt": "1?", "chosen": "a", "rejected": "b", "sure": sure} for sure in (1, 80)]
     recipe = compose_rm([*tiny, f"data={write_rows(tmp_path / 'data.jsonl', *content)}", "columns.label=sure", "heldout=0"])

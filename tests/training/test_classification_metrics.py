@@ -38,7 +38,7 @@ def test_accuracy_counts_ties_as_wrong_and_turns_with_the_label():
     # margins 1, -1, 0, -1, 1 with labels 1, 1, 1, 0, 0: right, wrong, tie, right, wrong
     found = computed([1, 0, 0, 0, 1], [0, 1, 0, 1, 0], [1, 1, 1, 0, 0])
     assert found["pairwise_accuracy"] == pytest.approx(2 / 5)
-    assert found["negative_margin_rate"] == pytest.approx(2 / 5)
+    assert found["negative_margin_rate"] == pytest.approx(2 / 5)  # of 1, -1, 0, 1, -1: the last two reversed
 
 
 def test_margins_by_hand():
@@ -53,6 +53,28 @@ def test_margins_by_hand():
 def test_the_area_under_the_curve_by_hand():
     # chosen 3, 2 against rejected 1, 2: 3 > 1, 3 > 2, 2 > 1, 2 = 2: (3 + 1/2) / 4
     assert computed([3.0, 2.0], [1.0, 2.0])["roc_auc"] == pytest.approx(0.875)
+
+
+def test_labels_that_are_probabilities_by_hand():
+    # y = 1, 0, 3/4: margins 2 (weight 1), 3 reversed to -3 (1), 4 (3/4) and -4 (1/4)
+    found = computed([2.0, 3.0, 4.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.75], thresholds=(2.5,), thresholds_on="responses")
+    assert found["mean_margin"] == pytest.approx((2 - 3 + 3 - 1) / 3)
+    assert found["margin_std"] == pytest.approx(math.sqrt((4 + 9 + 16) / 3 - (1 / 3) ** 2))
+    assert found["negative_margin_rate"] == pytest.approx((1 + 0.25) / 3)
+    # laid end to end: -4 to 1/4, -3 to 5/4, 2 to 9/4, 4 to 3; units: -4/4 - 9/4, -3/4 + 6/4, 2/4 + 12/4
+    assert found["margin_p50"] == pytest.approx(0.75)
+    assert found["margin_p25"] == pytest.approx((-3.25 + 0.75) / 2)
+    assert found["margin_p95"] == pytest.approx(0.1 * 0.75 + 0.9 * 3.5)
+    # positives: 2 (1), 4 (3/4), 0 (0 + 1 + 1/4); negatives: 3 (1), 4 (1/4), 0 (1 + 0 + 3/4)
+    won = 1 * 1.75 + 0.75 * (1.75 + 1 + 0.125) + 1.25 * 1.75 / 2
+    assert found["roc_auc"] == pytest.approx(won / 9)
+    assert (found["fpr@2.5"], found["fnr@2.5"], found["tpr@2.5"]) == pytest.approx((1.25 / 3, 2.25 / 3, 0.75 / 3))
+
+
+def test_a_model_that_states_the_probability_of_its_labels_is_calibrated():
+    margins, labels = [math.log(3), 0.0, -math.log(9)], [0.75, 0.5, 0.1]
+    assert computed(margins, [0.0] * 3, labels)["ece"] == pytest.approx(0.0, abs=1e-12)
+    assert computed(margins, [0.0] * 3, labels, both_orders=True)["ece"] == pytest.approx(0.0, abs=1e-12)
 
 
 def test_calibration_by_hand():
@@ -123,6 +145,8 @@ def test_wrong_scores_are_refused():
         metrics.update([1.0, 2.0], [1.0], [1, 1])
     with pytest.raises(DataError, match="1 of 2 rejected_scores are not finite"):
         metrics.update([1.0, 2.0], [1.0, float("nan")], [1, 1])
+    with pytest.raises(DataError, match=r"1 of 2 labels are outside \[0, 1\]"):
+        metrics.update([1.0, 2.0], [1.0, 1.0], [1, 1.5])
     for settings in ({"calibration_bins": 0}, {"beta": 0.0}, {"thresholds_on": "tokens"}):
         with pytest.raises(ConfigError, match=next(iter(settings))):
             PreferenceMetrics(**settings)
@@ -160,15 +184,58 @@ pairs = st.lists(st.tuples(scores, scores, st.sampled_from([0.0, 0.25, 0.5, 0.75
 @given(pairs)
 def test_the_area_is_the_share_of_comparisons_won(drawn):
     chosen, rejected, labels = zip(*drawn, strict=True)
-    won = sum(Fraction(1) if c > r else Fraction(c == r, 2) for c in chosen for r in rejected)
+    positives = [(score, Fraction(y)) for c, r, y in drawn for score, y in ((c, y), (r, 1 - y))]
+    negatives = [(score, 1 - y) for score, y in positives]
+    won = sum(y * z * (1 if s > t else Fraction(s == t, 2)) for s, y in positives for t, z in negatives)
     assert computed(chosen, rejected, labels)["roc_auc"] == pytest.approx(float(won / len(drawn) ** 2), abs=1e-12)
+
+
+@given(pairs, st.booleans(), st.sampled_from(["pairs", "responses"]))
+def test_a_pair_reversed_with_its_label_is_the_pair(drawn, both_orders, thresholds_on):
+    """But not for the calibration of one order alone, the decision on a label of 1/2, and rates of pairs, whose classes change places."""
+    chosen, rejected, labels = zip(*drawn, strict=True)
+    settings = {"both_orders": both_orders, "thresholds_on": thresholds_on}
+    found = computed(chosen, rejected, labels, **settings)
+    reversed_ = computed(rejected, chosen, [1 - y for y in labels], **settings)
+    ordered = set() if both_orders else {"ece"}
+    ordered |= {"pairwise_accuracy"} if 0.5 in labels else set()
+    ordered |= {name for name in found if "@" in name} if thresholds_on == "pairs" else set()
+    same = found.keys() - ordered
+    assert {name: reversed_[name] for name in same} == pytest.approx({name: found[name] for name in same}, abs=1e-9)
+
+
+@given(pairs)
+def test_a_pair_of_label_three_quarters_is_four_pairs_of_which_three_are_as_it_is(drawn):
+    chosen, rejected, labels = zip(*drawn, strict=True)
+    settings = {"both_orders": True, "thresholds_on": "responses"}
+    found = computed(chosen, rejected, labels, **settings)
+    hard = [float(quarter < 4 * y) for y in labels for quarter in range(4)]
+    repeated = computed(np.repeat(chosen, 4), np.repeat(rejected, 4), hard, **settings)
+    same = {name for name in found if name != "pairwise_accuracy" and "margin_p" not in name}
+    assert {name: found[name] for name in same} == pytest.approx({name: repeated[name] for name in same}, abs=1e-9)
+
+
+@given(st.lists(st.tuples(scores, scores, st.sampled_from([0.0, 1.0])), min_size=1, max_size=30))
+def test_percentiles_of_plain_labels_are_those_of_the_margins(drawn):
+    margins = [c - r if y else r - c for c, r, y in drawn]
+    found = computed(*zip(*drawn, strict=True))
+    assert [found[f"margin_p{q}"] for q in (5, 25, 50, 75, 95)] == pytest.approx(np.percentile(margins, (5, 25, 50, 75, 95)))
+
+
+@given(pairs)
+def test_percentiles_move_with_the_labels_without_a_jump(drawn):
+    chosen, rejected, labels = zip(*drawn, strict=True)
+    near = [min(max(y + 1e-9, 1e-9), 1 - 1e-9) for y in labels]
+    one, other = computed(chosen, rejected, labels), computed(chosen, rejected, near)
+    names = [name for name in one if "margin_p" in name]
+    assert {name: other[name] for name in names} == pytest.approx({name: one[name] for name in names}, abs=1e-5)
 
 
 @given(pairs, st.integers(1, 12), st.booleans())
 def test_calibration_is_that_of_predictions_put_into_bins_one_by_one(drawn, bins, both_orders):
-    predictions = [(sigma(c - r), label > 0.5) for c, r, label in drawn]
+    predictions = [(sigma(c - r), label) for c, r, label in drawn]
     if both_orders:
-        predictions += [(sigma(r - c), not label > 0.5) for c, r, label in drawn]
+        predictions += [(sigma(r - c), 1 - label) for c, r, label in drawn]
     error = 0.0
     for k in range(bins):
         inside = [(p, y) for p, y in predictions if k / bins <= p < (k + 1) / bins]
@@ -206,6 +273,29 @@ def test_every_prediction_is_in_one_bin(predictions, bins):
 # --- against scikit-learn and torchmetrics
 
 
+@given(pairs, st.sampled_from([-0.5, 0.25, 1.0]))
+def test_labels_are_the_sample_weights_of_scikit_learn(drawn, threshold):
+    sklearn_metrics = pytest.importorskip("sklearn.metrics", reason="pip install 'ludic[metrics]'")
+    chosen, rejected, labels = (np.array(column) for column in zip(*drawn, strict=True))
+    found = computed(chosen, rejected, labels, thresholds=[threshold], thresholds_on="responses")
+    # each response twice: as a positive and as a negative
+    scores = np.concatenate([chosen, rejected, chosen, rejected])
+    target = np.repeat([1, 0], 2 * len(drawn))
+    weight = np.concatenate([labels, 1 - labels, 1 - labels, labels])
+    area = sklearn_metrics.roc_auc_score(target, scores, sample_weight=weight)
+    assert found["roc_auc"] == pytest.approx(area, abs=1e-9)
+    (tn, fp), (fn, tp) = sklearn_metrics.confusion_matrix(target, scores > threshold, labels=[0, 1], sample_weight=weight)
+    rates = {f"fpr@{threshold}": fp / (fp + tn), f"fnr@{threshold}": fn / (fn + tp), f"tpr@{threshold}": tp / (fn + tp)}
+    assert {name: found[name] for name in rates} == pytest.approx(rates, abs=1e-9)
+    # margins: each pair in both orders; a margin of 0 is an error in neither
+    margins, orders = np.concatenate([chosen - rejected, rejected - chosen]), np.concatenate([labels, 1 - labels])
+    negative = sklearn_metrics.zero_one_loss(np.ones(2 * len(drawn)), margins >= 0, sample_weight=orders)
+    assert found["negative_margin_rate"] == pytest.approx(negative, abs=1e-9)
+    zeros = np.zeros(2 * len(drawn))
+    squares = sklearn_metrics.mean_squared_error(zeros, margins, sample_weight=orders)
+    assert found["margin_std"] ** 2 + found["mean_margin"] ** 2 == pytest.approx(squares, abs=1e-9)
+
+
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.slow
 def test_the_metrics_are_those_of_scikit_learn_and_torchmetrics(seed):
@@ -220,7 +310,7 @@ def test_the_metrics_are_those_of_scikit_learn_and_torchmetrics(seed):
     beta, bins = float(draw.uniform(0.2, 3.0)), int(draw.integers(2, 20))
     thresholds = sorted(draw.uniform(0.05, 0.95, 3).tolist())
     found = computed(chosen, rejected, labels, calibration_bins=bins, beta=beta, thresholds=thresholds)
-    pooled, roles = np.concatenate([chosen, rejected]), np.repeat([1, 0], count)
+    pooled, roles = np.concatenate([chosen, rejected]), np.concatenate([labels, 1 - labels]).astype(int)
     assert found["roc_auc"] == pytest.approx(sklearn_metrics.roc_auc_score(roles, pooled), abs=1e-9)
     probability = 1 / (1 + np.exp(-beta * (chosen - rejected)))
     target = torch.tensor(labels > 0.5).long()

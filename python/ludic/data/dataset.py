@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ludic.data.formats import (
@@ -87,10 +87,10 @@ def load_data(
             f"{source} has the columns {', '.join(rows[0])}; kind {found} needs {' and '.join(REQUIRED[found])}; "
             "say which column is which with columns={'prompt': 'question'}"
         )
-    table = Table(table.name, table.unit, rows, table.numbers)
+    table = replace(table, rows=rows)
     conversational = is_conversational(found, rows[0])
     _check(table, found, conversational)
-    return DataSet(found, conversational, Table(table.name, table.unit, [_plain(found, row) for row in rows], table.numbers))
+    return DataSet(found, conversational, replace(table, rows=[_plain(found, row) for row in rows]))
 
 
 def _filled(rows: Sequence[Row]) -> list[Row]:

@@ -40,16 +40,19 @@ def preferences_of_scores(table: Table) -> Table:
     """The rows with `prompt`, `chosen` and `rejected`. Raises DataError, naming the row, for one without scores and label."""
     rows: list[Row] = []
     numbers: list[int] = []
+    equal: list[int] = []
     for index, row in enumerate(table.rows):
         first_is_better = _first_is_better(row, table.where(index))
         if first_is_better is not None:
             rows.append(_preference(row, first_is_better))
             numbers.append(table.numbers[index])
-    if len(rows) < len(table.rows):
-        logger.warning("%s: left out %d rows whose two scores are equal", table.name, len(table.rows) - len(rows))
+        else:
+            equal.append(table.numbers[index])
+    if equal:
+        logger.warning("%s: left out %d rows whose two scores are equal", table.name, len(equal))
     if not rows:
         raise DataError(f"{table.name}: the two scores are equal in every row; there is no preference to learn")
-    return Table(table.name, table.unit, rows, numbers)
+    return Table(table.name, table.unit, rows, numbers, equal)
 
 
 def _first_is_better(row: Row, where: str) -> bool | None:

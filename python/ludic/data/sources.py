@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ class Table:
     """What `numbers` counts: `line` of the file (the first is 1) or `row` (likewise)."""
     rows: list[Row]
     numbers: list[int]
+    equal_scores: list[int] = field(default_factory=list)
+    """Numbers of the rows that were left out because their two responses were worth the same."""
 
     def where(self, index: int) -> str:
         """Such as `problems.jsonl, line 17`."""

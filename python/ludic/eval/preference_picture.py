@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ludic.errors import DataError
-from ludic.training.classification_metrics import CalibrationBins, PreferenceMetrics
+from ludic.training.classification_metrics import CalibrationBins, PreferenceMetrics, margins_in_both_orders, percentiles
 
 _MARGIN_BINS = 40
 
@@ -33,19 +33,22 @@ def draw_reliability(path: Path, metrics: PreferenceMetrics, *, title: str) -> N
 
 def draw_margins(path: Path, metrics: PreferenceMetrics, *, title: str) -> None:
     """A histogram of the margins, the preferred response's score less that of the other, written as PNG; those below 0 in another
-    colour. Raises DataError without scores."""
+    colour. A pair whose label is a probability counts in both orders, with their weights. Raises DataError without scores."""
     _check(metrics)
     chosen, rejected, labels = metrics.scores
-    margins = np.where(labels > 0.5, chosen - rejected, rejected - chosen)
+    margins, weights = margins_in_both_orders(chosen - rejected, labels)
     figure = _figure((7, 4))
     axes = figure.subplots()
     edges = _edges(margins)
     for part, colour, name in ((margins > 0, "C0", "right"), (margins < 0, "C3", "wrong")):
-        axes.hist(margins[part], bins=edges, color=colour, alpha=0.6, label=f"{name}: {part.mean():.1%}")
-    median = float(np.median(margins))
+        share = weights[part].sum() / weights.sum()
+        axes.hist(margins[part], bins=edges, weights=weights[part], color=colour, alpha=0.6, label=f"{name}: {share:.1%}")
+    median = percentiles(chosen - rejected, labels)["margin_p50"]
     axes.axvline(0.0, color="black", linewidth=1)
     axes.axvline(median, color="black", linewidth=1, linestyle="--", label=f"median {median:.2f}")
-    axes.set(xlabel="score of the preferred response less that of the other", ylabel="pairs", title=f"{len(margins):,} pairs")
+    axes.set(
+        xlabel="score of the preferred response less that of the other", ylabel="pairs", title=f"{metrics.num_pairs:,} pairs"
+    )
     axes.legend(loc="best")
     _finish(figure, (axes,), path, title)
 

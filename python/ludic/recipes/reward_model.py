@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.envs.tasks import Episode, EpisodicTask
@@ -15,12 +17,13 @@ from ludic.errors import ConfigError
 from ludic.inference.local.reward import LocalRewardModel
 from ludic.parsers import Parser
 from ludic.recipes.model import base_of, check_dtype, load_tokenizer, place_of
+from ludic.training.adapters import WRAPPING
+from ludic.training.lora import load_adapter
 from ludic.training.reward_credit import CombineMode
 from ludic.training.reward_scorer import SCORE_INFO, TASK_REWARD_INFO, RewardModelReward, RewardModelScorer
+from ludic.training.state_files import ADAPTER, ADAPTER_CONFIG, read_json
 from ludic.training.types import RolloutScorer
 from ludic.types import Rollout
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 
 class JudgedTask:
@@ -144,46 +147,70 @@ def load_reward_model(
 ) -> LocalRewardModel:
     """A model with one label: a folder in Hugging Face layout, that of a `ludic train-rm` run, a folder of adapters, or a hub id.
 
-    Weights are read from safetensors only. Raises ConfigError for a model without a head, which would score by chance.
+    Weights are read from safetensors only. Raises ConfigError for a model without a head, or adapters of one, which would score by chance.
     """
     check_dtype(dtype)
-    adapters = _adapter_folder(source)
-    base = source if adapters is None else _adapted_model(adapters)
-    model = _classifier(base, dtype, headless=adapters is not None)
-    if adapters is not None:
-        from ludic.training.lora import load_adapter
-
-        model = load_adapter(model, adapters).merge_and_unload()
+    folder = _adapter_folder(source)
+    base, model = (source, _classifier(source, dtype)) if folder is None else _merged(source, folder, dtype)
     return LocalRewardModel(
         model.requires_grad_(False).to(device).eval(), load_tokenizer(base), micro_token_budget=micro_token_budget, name=source
     )
 
 
-def _classifier(source: str, dtype: str, *, headless: bool = False) -> Any:
-    """`headless`: the head comes with the adapters."""
-    from transformers import AutoModelForSequenceClassification
+_REMEDY = "name a reward model, such as the folder of a `ludic train-rm` run"
 
-    options = {"num_labels": 1} if headless else {}
-    try:
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            place_of(source), dtype=dtype, use_safetensors=True, output_loading_info=True, **options
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"reward_model ({source}) could not be loaded: {error}") from error
-    missing = sorted(loading["missing_keys"])
-    if missing and not headless:
-        raise ConfigError(
-            f"reward_model ({source}) has no weights for {', '.join(missing[:3])}; name a reward model, such as the folder of a "
-            "`ludic train-rm` run"
-        )
+
+def _classifier(source: str, dtype: str) -> Any:
+    """A model whose folder has its head."""
+    model, missing = _loaded(source, dtype, f"reward_model ({source})")
+    if missing:
+        kind = " or ".join(model.config.architectures or [model.config.model_type])
+        raise ConfigError(f"reward_model ({source}) is a {kind} and has no weights for {_some(missing)}; {_REMEDY}")
     if model.config.num_labels != 1:
         raise ConfigError(f"reward_model ({source}) gives {model.config.num_labels} labels; a reward is one number")
     return model
 
 
-def _adapted_model(folder: Path) -> str:
-    """What the adapters in the folder were trained on; its tokenizer is theirs."""
-    return base_of(folder)
+def _merged(source: str, adapters: Path, dtype: str) -> tuple[str, Any]:
+    """What the adapters were trained on, and that with them in it. The head is theirs or their base's."""
+    base = base_of(adapters)
+    kind = read_json(adapters / ADAPTER_CONFIG).get("task_type")
+    if kind == "CAUSAL_LM":
+        raise ConfigError(
+            f"reward_model ({source}) holds adapters of a language model ({kind}), which has no head for rewards; {_REMEDY}"
+        )
+    model, missing = _loaded(base, dtype, f"the base of reward_model ({source}), {base},", num_labels=1)
+    try:
+        with safe_open(adapters / ADAPTER, framework="pt") as stored:
+            theirs = {name.removeprefix(WRAPPING) for name in stored.keys()}  # noqa: SIM118  it is no mapping
+        if not theirs.issuperset(missing):
+            raise ConfigError(
+                f"reward_model ({source}) holds adapters without weights for {_some(missing - theirs)}, nor has their base "
+                f"({base}) any; {_REMEDY}"
+            )
+        return base, load_adapter(model, adapters).merge_and_unload()
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        said = " ".join(str(error).split())
+        raise ConfigError(f"the adapters of reward_model ({source}) do not fit {base}: {said[:300]}") from error
+
+
+def _loaded(source: str, dtype: str, called: str, **options: Any) -> tuple[Any, set[str]]:
+    """The classifier, and the names of the weights that its files do not have."""
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            place_of(source), dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{called} could not be loaded: {error}") from error
+    return model, set(loading["missing_keys"])
+
+
+def _some(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)[:3])
 
 
 def _adapter_folder(source: str) -> Path | None:

@@ -2,6 +2,11 @@
 
 P pairs, each with a score for the chosen and one for the rejected response and a label y, the probability that the chosen one is the
 better; m is the margin, chosen less rejected. All is computed in float64 from the scores of single responses.
+
+A label counts as what it says. A pair stands for two: (chosen, rejected) with weight y, (rejected, chosen) with weight 1 - y. So 1 is the
+pair as it is, 0 the pair reversed, and 0.75 three such pairs of four. Margins, the area under the curve, calibration and rates of responses
+are means with these weights, as scikit-learn has them with `sample_weight`. What decides on a pair (accuracy, and rates of pairs) is held
+against the likelier order: the chosen response where y > 1/2, else the rejected one.
 """
 
 from __future__ import annotations
@@ -37,11 +42,11 @@ class PreferenceMetrics:
     beta: float = 1.0
     """sigma(beta m) is the probability that the chosen response is the better."""
     thresholds_on: Literal["pairs", "responses"] = field(default="pairs", kw_only=True)
-    """What a threshold divides. `pairs`: sigma(beta m) > t, against y > 1/2. `responses`: score > t, the chosen responses being
-    the positives and the rejected ones the negatives; `tpr@t` as well."""
+    """What a threshold divides. `pairs`: sigma(beta m) > t, against y > 1/2. `responses`: score > t, the preferred responses being
+    the positives and the others the negatives; `tpr@t` as well."""
     both_orders: bool = field(default=False, kw_only=True)
-    """Calibrate over each pair in both orders, p against y > 1/2 and 1 - p against the contrary. Without it, data whose chosen response is
-    always the preferred one have no negatives, and their `ece` is the mean of 1 - p."""
+    """Calibrate over each pair in both orders, p against y and 1 - p against 1 - y. Without it, data whose chosen response is always the
+    preferred one have no negatives, and their `ece` is the mean of 1 - p."""
 
     def __post_init__(self) -> None:
         if self.calibration_bins < 1:
@@ -58,7 +63,7 @@ class PreferenceMetrics:
 
     def update(self, chosen_scores: Any, rejected_scores: Any, labels: Any = None) -> None:
         """Add pairs: tensors, arrays or lists [P] of numbers; without labels the chosen responses are the better ones. Raises DataError
-        for another number of them, and for scores that are not finite."""
+        for another number of them, for scores that are not finite, and for labels that are no probabilities."""
         chosen, rejected = as_floats(chosen_scores), as_floats(rejected_scores)
         label = np.ones_like(chosen) if labels is None else as_floats(labels)
         if not len(chosen) == len(rejected) == len(label):
@@ -70,6 +75,12 @@ class PreferenceMetrics:
                 raise DataError(
                     f"{int((~np.isfinite(values)).sum())} of {len(values)} {name} are not finite; nothing can be said of them"
                 )
+        outside = (label < 0) | (label > 1)
+        if outside.any():
+            raise DataError(
+                f"{int(outside.sum())} of {len(label)} labels are outside [0, 1]; a label is the probability that the chosen response is "
+                "the better"
+            )
         self._columns.append((chosen, rejected, label))
 
     @property
@@ -85,42 +96,50 @@ class PreferenceMetrics:
 
     def compute(self) -> dict[str, float]:
         """`pairwise_accuracy`, `mean_margin`, `margin_std`, `negative_margin_rate`, `roc_auc` and `ece`, then `margin_p5` to `margin_p95`,
-        and `fpr@t` and `fnr@t` of each threshold. Without any pair, the first six, each 0."""
+        and `fpr@t` and `fnr@t` of each threshold. Without any pair, the first six, each 0.
+
+        - `pairwise_accuracy`: share of pairs with m > 0 where y > 1/2, m < 0 where it is not; a tie is wrong.
+        - `mean_margin`, `margin_std` (population), `negative_margin_rate` (margins below 0): of the margins m with weight y and -m with
+          weight 1 - y.
+        - `margin_pQ`: the Q-th percentile of these; see `percentiles`.
+        - `roc_auc`: over all responses of all pairs, chosen ones being positives with weight y and negatives with weight 1 - y, rejected
+          ones the contrary; see `roc_auc`.
+        - `ece`: of the predictions sigma(beta m), which come true with frequency y; see `calibration_error`.
+        - `fpr@t`, `fnr@t`, `tpr@t`: shares of the negatives above t, and of the positives that are not and that are. Of pairs, or of
+          responses with the weights of `roc_auc`, as `thresholds_on` says; 0 where there are none.
+        """
         chosen, rejected, labels = self.scores
-        better = labels > 0.5
         metrics = {
-            "pairwise_accuracy": pairwise_accuracy(chosen, rejected, better),
-            **_spread(chosen - rejected),
-            "roc_auc": roc_auc(chosen, rejected),
-            "ece": calibration_error(self._calibration()),
+            "pairwise_accuracy": pairwise_accuracy(chosen, rejected, labels > 0.5),
+            **_spread(*margins_in_both_orders(chosen - rejected, labels)),
+            "roc_auc": roc_auc(*_responses(chosen, rejected, labels)),
+            "ece": calibration_error(self.calibration()),
         }
         if len(chosen):
-            metrics |= percentiles(chosen - rejected)
+            metrics |= percentiles(chosen - rejected, labels)
             for threshold in self.thresholds or ():
-                metrics |= self._at(threshold, chosen, rejected, better)
+                metrics |= self._at(threshold, chosen, rejected, labels)
         return metrics
 
     def calibration(self) -> CalibrationBins:
         """What a reliability diagram shows."""
-        return self._calibration()
-
-    def _calibration(self) -> CalibrationBins:
         chosen, rejected, labels = self.scores
-        probability, better = preference_probability(chosen, rejected, self.beta), labels > 0.5
+        probability = preference_probability(chosen, rejected, self.beta)
         if self.both_orders:
-            mirrored = preference_probability(rejected, chosen, self.beta)
-            probability, better = np.concatenate([probability, mirrored]), np.concatenate([better, ~better])
-        return calibration_bins(probability, better, self.calibration_bins)
+            probability = np.concatenate([probability, preference_probability(rejected, chosen, self.beta)])
+            labels = np.concatenate([labels, 1.0 - labels])
+        return calibration_bins(probability, labels, self.calibration_bins)
 
-    def _at(self, threshold: float, chosen: Floats, rejected: Floats, better: NDArray[np.bool]) -> dict[str, float]:
+    def _at(self, threshold: float, chosen: Floats, rejected: Floats, labels: Floats) -> dict[str, float]:
         if self.thresholds_on == "pairs":
-            above = preference_probability(chosen, rejected, self.beta) > threshold
+            above, better = preference_probability(chosen, rejected, self.beta) > threshold, labels > 0.5
             return {f"fpr@{threshold}": _share(above[~better]), f"fnr@{threshold}": _share(~above[better])}
-        missed = _share(chosen <= threshold)
+        scores, positive, negative = _responses(chosen, rejected, labels)
+        above = scores > threshold
         return {
-            f"fpr@{threshold}": _share(rejected > threshold),
-            f"fnr@{threshold}": missed,
-            f"tpr@{threshold}": 1.0 - missed if len(chosen) else 0.0,
+            f"fpr@{threshold}": float(negative[above].sum() / negative.sum()),
+            f"fnr@{threshold}": float(positive[~above].sum() / positive.sum()),
+            f"tpr@{threshold}": float(positive[above].sum() / positive.sum()),
         }
 
 
@@ -130,10 +149,12 @@ def compute_pairwise_accuracy(chosen_scores: Any, rejected_scores: Any) -> float
     return pairwise_accuracy(chosen, rejected, np.ones(len(chosen), dtype=bool))
 
 
-def compute_margin_stats(chosen_scores: Any, rejected_scores: Any) -> dict[str, float]:
-    """`mean_margin`, `margin_std` (population), `negative_margin_rate`, and the percentiles."""
+def compute_margin_stats(chosen_scores: Any, rejected_scores: Any, labels: Any = None) -> dict[str, float]:
+    """`mean_margin`, `margin_std` (population), `negative_margin_rate`, and the percentiles; without labels the chosen responses are the
+    better ones."""
     margins = as_floats(chosen_scores) - as_floats(rejected_scores)
-    return {**_spread(margins), **percentiles(margins)}
+    label = np.ones_like(margins) if labels is None else as_floats(labels)
+    return {**_spread(*margins_in_both_orders(margins, label)), **percentiles(margins, label)}
 
 
 def pairwise_accuracy(chosen: Floats, rejected: Floats, better: NDArray[np.bool]) -> float:
@@ -154,14 +175,33 @@ def preference_loss(chosen: Floats, rejected: Floats, labels: Floats, beta: floa
     return _mean(losses)
 
 
-def roc_auc(positive: Floats, negative: Floats) -> float:
-    """Area under the ROC curve: the probability that a positive scores higher than a negative, half of ties included (the
-    Mann-Whitney statistic; Hanley and McNeil 1982). 0.0 where either is empty."""
-    if not len(positive) or not len(negative):
+def margins_in_both_orders(margins: Floats, labels: Floats) -> tuple[Floats, Floats]:
+    """[N] margins of the preferred response less the other, and [N] their weights: m with weight y, -m with weight 1 - y, and none of
+    weight 0. The weights sum to the number of pairs."""
+    signed, weights = np.concatenate([margins, -margins]), np.concatenate([labels, 1.0 - labels])
+    return signed[weights > 0], weights[weights > 0]
+
+
+def _responses(chosen: Floats, rejected: Floats, labels: Floats) -> tuple[Floats, Floats, Floats]:
+    """[2P] scores, and their weights as positives and as negatives, which sum to 1 for each."""
+    positive = np.concatenate([labels, 1.0 - labels])
+    return np.concatenate([chosen, rejected]), positive, 1.0 - positive
+
+
+def roc_auc(scores: Floats, positive: Floats, negative: Floats) -> float:
+    """Area under the ROC curve: the probability that a positive scores higher than a negative, half of ties included (the Mann-Whitney
+    statistic; Hanley and McNeil 1982), where score i is drawn as positive in proportion to `positive[i]`, as negative to `negative[i]`.
+
+        sum_ij positive_i negative_j ([s_i > s_j] + [s_i = s_j] / 2) / (sum positive * sum negative)
+
+    0.0 where either sum is 0.
+    """
+    if not positive.sum() or not negative.sum():
         return 0.0
-    ordered = np.sort(negative)
-    below, upto = np.searchsorted(ordered, positive, "left"), np.searchsorted(ordered, positive, "right")
-    return float((below + upto).sum()) / (2 * len(positive) * len(negative))
+    values, place = np.unique(scores, return_inverse=True)
+    at, against = (np.bincount(place, weights, len(values)) for weights in (positive, negative))
+    below = np.cumsum(against) - against
+    return float((at * (below + against / 2)).sum() / (positive.sum() * negative.sum()))
 
 
 @dataclass(frozen=True)
@@ -175,11 +215,11 @@ class CalibrationBins:
     confidence: Floats
     """[K] mean prediction; 0 where there is none."""
     frequency: Floats
-    """[K] how often it came true; 0 where there is none."""
+    """[K] how often they came true; 0 where there is none."""
 
 
-def calibration_bins(probability: Floats, came_true: NDArray[np.bool], bins: int = 10) -> CalibrationBins:
-    """[N] predictions in [0, 1], and [N] what happened."""
+def calibration_bins(probability: Floats, came_true: NDArray[Any], bins: int = 10) -> CalibrationBins:
+    """[N] predictions in [0, 1], and [N] how often each came true: booleans, or shares in [0, 1]."""
     edges = np.linspace(0.0, 1.0, bins + 1)
     place = np.clip(np.searchsorted(edges, probability, "right") - 1, 0, bins - 1)
     counts = np.bincount(place, minlength=bins)
@@ -199,9 +239,19 @@ def calibration_error(found: CalibrationBins) -> float:
     return float((found.counts * np.abs(found.confidence - found.frequency)).sum() / total) if total else 0.0
 
 
-def percentiles(margins: Floats) -> dict[str, float]:
-    """`margin_p5` to `margin_p95`, interpolated between neighbours; 0 without margins."""
-    values = np.percentile(margins, PERCENTILES) if len(margins) else np.zeros(len(PERCENTILES))
+def percentiles(margins: Floats, labels: Floats) -> dict[str, float]:
+    """`margin_p5` to `margin_p95` of P margins in both orders, interpolated between neighbours; 0 without margins.
+
+    Sorted, with their weights laid end to end, they reach from 0 to P; the k-th smallest margin is the mean from k - 1 to k. Where every
+    label is 0 or 1 that is the k-th of the margins.
+    """
+    signed, weights = margins_in_both_orders(margins, labels)
+    order = np.argsort(signed, kind="stable")
+    ranked, heights = signed[order], weights[order]
+    if (heights != 1.0).any():
+        sums = np.interp(np.arange(len(margins) + 1), np.cumsum([0.0, *heights]), np.cumsum([0.0, *(heights * ranked)]))
+        ranked = np.diff(sums)
+    values = np.percentile(ranked, PERCENTILES) if len(ranked) else np.zeros(len(PERCENTILES))
     return {f"margin_p{percent}": float(value) for percent, value in zip(PERCENTILES, values, strict=True)}
 
 
@@ -212,11 +262,14 @@ def as_floats(values: Any) -> Floats:
     return np.asarray(values, dtype=np.float64).reshape(-1)
 
 
-def _spread(margins: Floats) -> dict[str, float]:
+def _spread(margins: Floats, weights: Floats) -> dict[str, float]:
+    if not len(margins):
+        return dict.fromkeys(("mean_margin", "margin_std", "negative_margin_rate"), 0.0)
+    mean = np.average(margins, weights=weights)
     return {
-        "mean_margin": _mean(margins),
-        "margin_std": float(margins.std()) if len(margins) > 1 else 0.0,
-        "negative_margin_rate": _share(margins < 0),
+        "mean_margin": float(mean),
+        "margin_std": float(np.sqrt(np.average((margins - mean) ** 2, weights=weights))),
+        "negative_margin_rate": float(weights[margins < 0].sum() / weights.sum()),
     }
 
 

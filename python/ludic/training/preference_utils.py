@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ludic.data import DataSet, load_data
-from ludic.errors import DataError
+from ludic.errors import DataError, RowError
 from ludic.training.batching.mini_batches import grouped
 from ludic.training.batching.preference import check_label, meta_value
 from ludic.training.batching.preference_items import PreferenceItems, Row
@@ -60,18 +62,20 @@ def preference_dataset_to_saw_items(
     use_chat_template: bool = False,
     system_prompt: str | None = None,
     strict: bool = False,
+    left_out: Counter[str] | None = None,
 ) -> list[SAWItem]:
     """The samples of all rows, chosen and rejected in turn. Row i is pair `pref_i`.
 
     A row that makes no pair (an empty response, two that are the same, a prompt that fills `max_length`) is skipped; a warning counts these
-    and names the first. With `strict` it is a DataError that names the row, as it is where no row is left.
+    and names the first, and `left_out` is told how many there are for each reason (`RowFault`, or `malformed`). With `strict` it is a
+    DataError that names the row, as it is where no row is left.
     """
     make = PreferenceItems(tokenizer, use_chat_template, system_prompt, max_length)
     names = {"prompt": prompt_col, "chosen": chosen_col, "rejected": rejected_col}
     source: Iterable[Row] = dataset.rows if isinstance(dataset, DataSet) else dataset
     rows = ({**row, **{name: row.get(column) for name, column in names.items()}} for row in source)
     where = dataset.where if isinstance(dataset, DataSet) else lambda index: f"row {index}"
-    return _items_of(make, rows, where, label_col=label_col, strict=strict)
+    return _items_of(make, rows, where, label_col=label_col, strict=strict, left_out=left_out)
 
 
 def _items_of(
@@ -82,9 +86,11 @@ def _items_of(
     label_col: str | None,
     strict: bool = False,
     strict_labels: bool = False,
+    left_out: Counter[str] | None = None,
 ) -> list[SAWItem]:
     items: list[SAWItem] = []
     faults: list[str] = []
+    reasons: Counter[str] = Counter() if left_out is None else left_out
     for index, row in enumerate(rows):
         label: Any = 1.0 if label_col is None else row.get(label_col)
         if strict_labels:
@@ -95,6 +101,7 @@ def _items_of(
             if strict:
                 raise
             faults.append(str(error))
+            reasons[error.reason if isinstance(error, RowError) else "malformed"] += 1
     if faults:
         report = f"{len(faults)} rows make no pair: {'; '.join(faults[:SHOWN_FAULTS])}"
         if not items:
@@ -115,18 +122,23 @@ def load_preference_items(
     max_length: int | None = None,
     use_chat_template: bool = False,
     system_prompt: str | None = None,
+    left_out: Counter[str] | None = None,
 ) -> list[SAWItem]:
     """The samples of a JSONL, JSON, CSV or parquet file, a folder, or an id for the `datasets` library, in one of TRL's preference formats
     or with two scored responses a row, as SHP has them.
 
     `columns` says which column is which (`{"chosen": "better"}`), `config` and `split` are for ids and folders, `limit` is the most rows
     that are used, from the first. Raises DataError, naming file and row, for a row that is not of the format and for a label that is no
-    probability; a row of it that makes no
-    pair is skipped with a warning (`preference_dataset_to_saw_items`).
+    probability; a row of it that makes no pair is skipped with a warning and counted in `left_out` (`preference_dataset_to_saw_items`), and
+    so is one whose two scores are equal (`equal_scores`).
     """
     data = load_data(source, kind="preference", columns=columns, config=config, split=split)
     make = PreferenceItems(tokenizer, use_chat_template, system_prompt, max_length, as_arrays=True)
-    return _items_of(make, data.rows[:limit], data.where, label_col=label_col, strict_labels=True)
+    rows = data.rows[:limit]
+    if left_out is not None and data.table.equal_scores:
+        end = data.table.numbers[len(rows)] if len(rows) < len(data) else math.inf
+        left_out["equal_scores"] += sum(number < end for number in data.table.equal_scores)
+    return _items_of(make, rows, data.where, label_col=label_col, strict_labels=True, left_out=left_out)
 
 
 def shuffle_preference_pairs(items: Sequence[SAWItem], seed: int | None = None) -> list[SAWItem]:

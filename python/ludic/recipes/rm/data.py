@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -41,6 +42,10 @@ class RMData:
     rows: Sequence[Row] = ()
     """What was drawn to train on."""
     heldout_rows: Sequence[Row] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Rows of `data` that make no pair, by reason; those that would have been held out are among them where the data was divided."""
+    heldout_left_out: Mapping[str, int] = field(default_factory=dict)
+    """The same of rows that were to be measured on."""
 
     @classmethod
     def read(cls, recipe: RMRecipe, tokenizer: Any, *, note: Callable[[str], None]) -> RMData:
@@ -56,8 +61,8 @@ class RMData:
         """The first training pairs."""
         return self.train[: 2 * pairs]
 
-    def counts(self) -> dict[str, int]:
-        """Pairs and tokens, and how many pairs have a sample that was longer than `max_seq_len`."""
+    def counts(self) -> dict[str, Any]:
+        """Pairs and tokens, how many pairs have a sample that was longer than `max_seq_len`, and the rows that were left out."""
         return {
             "pairs": len(self.train) // 2,
             "heldout_pairs": len(self.heldout) // 2,
@@ -65,6 +70,8 @@ class RMData:
             "pairs_cut": sum(
                 any("truncation" in item.meta for item in pair) for pair in zip(self.train[::2], self.train[1::2], strict=True)
             ),
+            "left_out": dict(self.left_out),
+            "heldout_left_out": dict(self.heldout_left_out),
         }
 
     def write_rows(self, train: Path, heldout: Path) -> None:
@@ -86,20 +93,21 @@ def _of_task(recipe: RMRecipe, tokenizer: Any) -> RMData:
 
 def _of_data(recipe: RMRecipe, tokenizer: Any) -> RMData:
     data = str(recipe.data)
-    train = _load(recipe, tokenizer, data, recipe.split, recipe.limit)
-    if recipe.heldout_data is not None:
-        split = recipe.heldout_split or recipe.split
-        return RMData(train, _load(recipe, tokenizer, recipe.heldout_data, split, recipe.heldout_limit))
-    if recipe.heldout_split is not None and not _is_file(data):
-        return RMData(train, _load(recipe, tokenizer, data, recipe.heldout_split, recipe.heldout_limit))
+    train, left_out = _load(recipe, tokenizer, data, recipe.split, recipe.limit)
+    if recipe.heldout_data is not None or (recipe.heldout_split is not None and not _is_file(data)):
+        source, split = recipe.heldout_data or data, recipe.heldout_split or recipe.split
+        heldout, heldout_left_out = _load(recipe, tokenizer, source, split, recipe.heldout_limit)
+        return RMData(train, heldout, left_out=left_out, heldout_left_out=heldout_left_out)
     kept, heldout = split_by_prompt([list(pair) for pair in zip(train[::2], train[1::2], strict=True)], recipe.heldout)
-    return RMData(kept, heldout if recipe.heldout_limit is None else heldout[: 2 * recipe.heldout_limit])
+    return RMData(kept, heldout if recipe.heldout_limit is None else heldout[: 2 * recipe.heldout_limit], left_out=left_out)
 
 
-def _load(recipe: RMRecipe, tokenizer: Any, source: str, split: str, limit: int | None) -> Pairs:
+def _load(recipe: RMRecipe, tokenizer: Any, source: str, split: str, limit: int | None) -> tuple[Pairs, Counter[str]]:
+    """The pairs, and the rows that make none, by reason."""
+    left_out: Counter[str] = Counter()
     renamed = {name: column for name, column in asdict(recipe.columns).items() if column is not None}
     label = renamed.pop("label", None)
-    return load_preference_items(
+    pairs = load_preference_items(
         source,
         tokenizer,
         config=recipe.data_config,
@@ -107,8 +115,10 @@ def _load(recipe: RMRecipe, tokenizer: Any, source: str, split: str, limit: int 
         columns=renamed or None,
         label_col=label,
         limit=limit,
+        left_out=left_out,
         **_form(recipe),
     )
+    return pairs, left_out
 
 
 def _form(recipe: RMRecipe) -> dict[str, Any]:

@@ -89,10 +89,24 @@ def _show(run: RMRun, console: Console, summary: Mapping[str, Any]) -> None:
         f"{data['heldout_pairs']:,} held out",
         highlight=False,
     )
+    if data["left_out"] or data["heldout_left_out"]:
+        console.print(_left_out_table(data))
     speed = f"; {summary['pairs_per_s']:,.0f} pairs a second in training" if summary["pairs_per_s"] else ""
     console.print(f"{seconds_line(summary['wall_s'], summary['phases_s'])}{speed}", highlight=False)
     console.print(padding_line(summary["padding"]), highlight=False)
     show_files(console, run.directory, _files_of(run))
+
+
+def _left_out_table(data: Mapping[str, Any]) -> Any:
+    from rich.table import Table
+
+    table = Table(title="Rows that make no pair", title_justify="left")
+    for column in ("", "left out", "of the held-out data"):
+        table.add_column(column, justify="right" if column else "left")
+    trained, heldout = data["left_out"], data["heldout_left_out"]
+    for reason in sorted({*trained, *heldout}):
+        table.add_row(reason.replace("_", " "), f"{trained.get(reason, 0):,}", f"{heldout.get(reason, 0):,}")
+    return table
 
 
 def _criteria_table(summary: Mapping[str, Any]) -> Any:

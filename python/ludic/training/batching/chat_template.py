@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError, DataError, RowError
 from ludic.types import Message
 
 AssistantTurns = Literal["all", "last", "each"]
@@ -98,7 +98,9 @@ class _Rendering:
             start = self._prompt_length(upto, messages, index)
             end = end_of_turn(self.tokenizer, upto, start)
             if end == start:
-                raise DataError(f"{self.where}: assistant message {index} has no tokens; leave it out of the data")
+                raise RowError(
+                    f"{self.where}: assistant message {index} has no tokens; leave it out of the data", reason="empty_response"
+                )
             mask[start:end] = [1] * (end - start)
         return ChatTokens(full, mask)
 

@@ -22,7 +22,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError, DataError, RowError
 from ludic.training.batching.chat_template import ChatTokenizer, ChatTokens
 from ludic.training.batching.preference import check_label, same_tokens
 from ludic.training.batching.text_tokens import ended, prompt_and_completion, text_ids
@@ -55,7 +55,8 @@ class PreferenceItems:
 
     def of_row(self, row: Row, where: str, *, pair_id: str | int, label: float = 1.0) -> tuple[SAWItem, SAWItem]:
         """(chosen, rejected) samples with `pair_id`, `role` and `label` in their `meta`. Raises DataError, naming the row, for one that is
-        none of the forms above, has an empty response, or whose two responses are the same tokens."""
+        none of the forms above; RowError for one that has an empty response, two that are the same tokens, or a prompt that leaves no room
+        for a response."""
         label = check_label(label, where)
         chosen, rejected = row.get("chosen"), row.get("rejected")
         if isinstance(chosen, str) and isinstance(rejected, str):
@@ -72,7 +73,8 @@ class PreferenceItems:
         one, other = (_item(cut, meta, as_arrays=self.as_arrays) for cut, meta in zip(tokens, metas, strict=True))
         if same_tokens(one, other):
             within = f" within max_length ({self.max_length})" if "truncation" in one.meta or "truncation" in other.meta else ""
-            raise DataError(f"{where}: chosen and rejected are the same{within}; such a pair says nothing")
+            message = f"{where}: chosen and rejected are the same{within}; such a pair says nothing"
+            raise RowError(message, reason="same_responses_when_cut" if within else "same_responses")
         return one, other
 
     def _texts(self, row: Row, chosen: str, rejected: str, where: str) -> list[CutTokens]:
@@ -161,14 +163,15 @@ def cut_from_the_left(tokens: ChatTokens, max_length: int | None) -> CutTokens:
 
 
 def cut_from_the_right(tokens: ChatTokens, max_length: int | None, where: str) -> CutTokens:
-    """The first `max_length` tokens. Raises DataError where no token of the completion is among them."""
+    """The first `max_length` tokens. Raises RowError where no token of the completion is among them."""
     total, prompt = len(tokens.input_ids), tokens.action_mask.index(1)
     if max_length is None or total <= max_length:
         return CutTokens(tokens, {})
     if prompt >= max_length:
-        raise DataError(
+        message = (
             f"{where}: its prompt has {prompt} tokens and fills max_length ({max_length}); raise max_length or leave the row out"
         )
+        raise RowError(message, reason="prompt_too_long")
     kept = ChatTokens(tokens.input_ids[:max_length], tokens.action_mask[:max_length])
     return CutTokens(kept, _cut_facts(total, max_length, prompt=False, completion=True))
 
@@ -199,7 +202,7 @@ def _split_where_they_part(both: list[list[int]]) -> list[ChatTokens]:
 
 def _spoken(text: str, role: str, where: str) -> Message:
     if not text:
-        raise DataError(f"{where} has an empty {role} response; leave the row out")
+        raise RowError(f"{where} has an empty {role} response; leave the row out", reason="empty_response")
     return {"role": "assistant", "content": text}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ludic.errors import DataError
+from ludic.errors import RowError
 from ludic.training.batching.chat_template import ChatTokens
 
 
@@ -21,10 +21,10 @@ def ended(tokenizer: Any, ids: list[int]) -> list[int]:
 
 def prompt_and_completion(tokenizer: Any, prompt: str, completion: str, where: str) -> ChatTokens:
     """Prompt, completion and end token, of which the latter two are the action. Where the tokenizer merges across the border, the two
-    are tokenised apart: the policy, too, sees the prompt alone. Raises DataError, naming the row, for an empty completion."""
+    are tokenised apart: the policy, too, sees the prompt alone. Raises RowError, naming the row, for an empty completion."""
     before, joint = text_ids(tokenizer, prompt), text_ids(tokenizer, prompt + completion)
     after = joint[len(before) :] if joint[: len(before)] == before else text_ids(tokenizer, completion)
     if not after:
-        raise DataError(f"{where} has an empty completion; leave the row out")
+        raise RowError(f"{where} has an empty completion; leave the row out", reason="empty_response")
     after = ended(tokenizer, after)
     return ChatTokens([*before, *after], [0] * len(before) + [1] * len(after))
