@@ -495,12 +495,33 @@ def test_a_client_is_told_what_is_served_and_whom_not_to_ask(start):
     told = []
     servers = [start(), start()]
     client = SimpleNamespace(server_urls=[server.url for server in servers])
-    client.weights_changed = lambda version: told.append((version, client._weight_control.drained))
+    client.weights_changed = lambda version, lost: told.append((version, client._weight_control.drained))
     push = create_vllm_publisher(client, tolerate_lost_servers=True, timeout_s=5.0)
     push.publish(weights(1), version=1)
     servers[1].faults["/finish_weight_update"] = refuse("")
     push.publish(weights(2), version=2)
     assert told == [("1", []), ("2", [servers[1].url])]
+
+
+def test_a_server_that_hears_neither_pause_nor_resume_is_named_and_gets_no_requests(start):
+    """Whether it is paused is not known: it may hear of both later, in whatever order."""
+    told = []
+    servers = [start(), start()]
+    client = SimpleNamespace(server_urls=[server.url for server in servers])
+    client.weights_changed = lambda version, lost: told.append((version, lost))
+    push = create_vllm_publisher(client, timeout_s=5.0)
+    for path in ("/pause", "/resume"):
+        servers[1].faults[path] = refuse("asleep")
+    with pytest.raises(PublishError, match=f"no server loaded anything of it.*may stay paused.*{servers[1].url}/resume.*asleep"):
+        push.publish(weights(1), version=1)
+    assert told == [(None, [servers[1].url])]
+    serves(servers[0], "default", 0)
+    servers[1].faults.clear()
+    servers[1].paused = "keep"
+    push.publish(weights(2), version=2)
+    assert told[1:] == [("2", ())]
+    for server in servers:
+        serves(server, "2", 2)
 
 
 def test_a_push_without_a_version_gets_one(start):

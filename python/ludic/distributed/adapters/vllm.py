@@ -177,13 +177,14 @@ class VllmControlPlane:
             self._open = True
             stuck = on_each(self._live, ServerLink.resume)
             if stuck:
+                self._tell_client(lost=[link.url for link in stuck])
                 raise _publish_error(f"{error}; {STAY_PAUSED}: {failed_servers(stuck)}", stuck) from error
             raise
 
-    def _tell_client(self) -> None:
-        """Which version it samples from now. It finds in `drained` whom not to ask."""
-        if self.version is not None and hasattr(self._client, "weights_changed"):
-            self._client.weights_changed(self.version)
+    def _tell_client(self, lost: Sequence[str] = ()) -> None:
+        """Which version it samples from now. It finds in `drained`, and in `lost`, whom not to ask."""
+        if (self.version is not None or lost) and hasattr(self._client, "weights_changed"):
+            self._client.weights_changed(self.version, lost=lost)
 
     def _report_lost(self, version: str, failures: Mapping[ServerLink, Exception]) -> None:
         message = (
