@@ -6,9 +6,9 @@ Threads that wait spin for a moment, then sleep (see `ludic.cli.main`).
 import os
 
 from hypothesis import settings
-from real_vllm import vllm_server
+from real_vllm import vllm_server, vllm_server_to_change
 
-__all__ = ["vllm_server"]
+__all__ = ["vllm_server", "vllm_server_to_change"]
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch is loaded: spinning threads make busy machines crawl
 

@@ -1,5 +1,8 @@
 """A push to vLLM servers: what is served before, during and after it, when it succeeds and when anything in it fails."""
 
+import logging
+import os
+import signal
 import threading
 from types import SimpleNamespace
 
@@ -306,6 +309,97 @@ def test_a_cache_that_cannot_be_reset_takes_the_server_out_of_service(start):
     out_of_service(server)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("step", "served"),
+    [("start_update", 1), ("pause", 2), ("finish_update", 2), ("reset_prefix_cache", 2), ("resume", 2)],
+)
+def test_ctrl_c_leaves_the_old_version_everywhere_or_the_new(start, step, served, count):
+    """From pause to resume it waits: a server that was let go on in the middle would answer with keys and values of the old weights."""
+    servers = [start() for _ in range(count)]
+    push = publisher(*servers)
+    push.publish(weights(1), version=1)
+    endpoints = push.inner.control.links[-1].endpoints
+    call, calls = getattr(endpoints, step), []
+
+    def interrupted(*given, **more):
+        call(*given, **more)
+        calls.append(step)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    setattr(endpoints, step, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        push.publish(weights(2), version=2)
+    for server in servers:
+        serves(server, str(served), served)
+    push.publish(weights(3), version=3)
+    for server in servers:
+        serves(server, "3", 3)
+
+
+def test_a_second_ctrl_c_is_raised_at_once(start):
+    server = start()
+    push = publisher(server)
+    link = push.inner.control.links[0]
+    commit, held = link.commit, threading.Event()
+
+    def slow(*given):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert held.wait(60)
+        commit(*given)
+
+    class Again(logging.Handler):
+        """Presses it again when the first is said to have been heard."""
+
+        def emit(self, record):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    link.commit = slow
+    handler = Again()
+    logging.getLogger("ludic.distributed.fan_out").addHandler(handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            push.publish(weights(1), version=1)
+    finally:
+        logging.getLogger("ludic.distributed.fan_out").removeHandler(handler)
+    assert server.paused == "keep"
+    held.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("ludic-servers"):
+            thread.join(60)  # what was begun goes on
+    serves(server, "1", 1)
+
+
+def test_what_a_server_cached_before_is_forgotten_before_it_goes_on(start):
+    """A push that another trainer left in the middle of: the server is paused, and its cache is of weights that it had."""
+    servers = [start(), start()]
+    push = publisher(*servers)
+    servers[0].paused, servers[0].cache_is_stale = "abort", True
+    servers[1].faults["/pause"] = refuse("a fault")
+    with pytest.raises(PublishError, match=r"no server loaded anything of it.*a fault"):
+        push.publish(weights(1), version=1)
+    for server in servers:
+        serves(server, "default", 0)
+
+
+def test_where_the_cache_cannot_be_forgotten_the_server_stays_paused_and_the_error_says_so(start):
+    servers = [start(), start()]
+    push = publisher(*servers)
+    servers[0].on_reset_prefix_cache = lambda *_: {"success": False}
+    servers[1].faults["/pause"] = refuse("a fault")
+    said = f"a fault.*may stay paused.*{servers[0].url}.*could not reset its prefix cache"
+    with pytest.raises(PublishError, match=said):
+        push.publish(weights(1), version=1)
+    assert servers[0].paused == "keep"
+    serves(servers[1], "default", 0)
+    del servers[0].on_reset_prefix_cache
+    servers[1].faults.clear()
+    push.publish(weights(2), version=2)
+    for server in servers:
+        serves(server, "2", 2)
+
+
 @pytest.fixture(scope="module")
 def two_servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")
@@ -401,12 +495,33 @@ def test_a_client_is_told_what_is_served_and_whom_not_to_ask(start):
     told = []
     servers = [start(), start()]
     client = SimpleNamespace(server_urls=[server.url for server in servers])
-    client.weights_changed = lambda version: told.append((version, client._weight_control.drained))
+    client.weights_changed = lambda version, lost: told.append((version, client._weight_control.drained))
     push = create_vllm_publisher(client, tolerate_lost_servers=True, timeout_s=5.0)
     push.publish(weights(1), version=1)
     servers[1].faults["/finish_weight_update"] = refuse("")
     push.publish(weights(2), version=2)
     assert told == [("1", []), ("2", [servers[1].url])]
+
+
+def test_a_server_that_hears_neither_pause_nor_resume_is_named_and_gets_no_requests(start):
+    """Whether it is paused is not known: it may hear of both later, in whatever order."""
+    told = []
+    servers = [start(), start()]
+    client = SimpleNamespace(server_urls=[server.url for server in servers])
+    client.weights_changed = lambda version, lost: told.append((version, lost))
+    push = create_vllm_publisher(client, timeout_s=5.0)
+    for path in ("/pause", "/resume"):
+        servers[1].faults[path] = refuse("asleep")
+    with pytest.raises(PublishError, match=f"no server loaded anything of it.*may stay paused.*{servers[1].url}/resume.*asleep"):
+        push.publish(weights(1), version=1)
+    assert told == [(None, [servers[1].url])]
+    serves(servers[0], "default", 0)
+    servers[1].faults.clear()
+    servers[1].paused = "keep"
+    push.publish(weights(2), version=2)
+    assert told[1:] == [("2", ())]
+    for server in servers:
+        serves(server, "2", 2)
 
 
 def test_a_push_without_a_version_gets_one(start):

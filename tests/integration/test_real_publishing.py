@@ -2,14 +2,14 @@
 
 import asyncio
 import copy
-import os
 import statistics
 import threading
 import time
 
 import pytest
-import requests
 import torch
+from real_vllm import READY_S, vllm_or_skip
+from served_weights import CHANGED, CLOSE, changed, differences, generate, running, version, weights, worst
 from transformers import AutoModelForCausalLM
 
 from ludic.distributed import VllmControlPlane, create_lora_publisher, create_vllm_publisher
@@ -19,56 +19,11 @@ from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, V
 from ludic.inference.vllm.endpoints import VllmEndpoints
 
 pytestmark = pytest.mark.integration
-PROMPT = list(range(10, 40))
-CLOSE = 1e-4
-CHANGED = 0.1
 
 
 @pytest.fixture
-def server(vllm_server):
-    """The server, with its own weights again when the test is over."""
-    yield vllm_server
-    create_vllm_publisher(vllm_server.url, allow_unchanged=True).publish(dict(vllm_server.model.named_parameters()), version=0)
-
-
-def changed(model, seed, scale=0.1):
-    """The model after a step too large to overlook."""
-    other = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
-    return other
-
-
-def weights(model):
-    return dict(model.named_parameters())
-
-
-def generate(server, max_tokens=32, prompt=PROMPT, model="tiny"):
-    """Sampled ids, their log-probabilities as the server says them, and spans of weight versions."""
-    params = {"max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0, "seed": 1, "ignore_eos": True}
-    body = {"model": model, "token_ids": prompt, "sampling_params": params}
-    answer = requests.post(f"{server.url}/inference/v1/generate", json=body, timeout=120)
-    answer.raise_for_status()
-    (choice,) = answer.json()["choices"]
-    return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]], choice["weight_versions"]
-
-
-def differences(model, ids, logprobs, prompt=PROMPT):
-    """[C] how far each log-probability is from the model's here."""
-    with torch.no_grad():
-        logps = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-    return (logps.gather(-1, torch.tensor(ids)[:, None])[:, 0] - torch.tensor(logprobs)).abs()
-
-
-def worst(model, server, /, **options):
-    ids, logprobs, _ = generate(server, **options)
-    return differences(model, ids, logprobs, options.get("prompt", PROMPT)).max().item()
-
-
-def version(server):
-    return VllmEndpoints(server.url).weight_version()
+def server(vllm_server_to_change):
+    return vllm_server_to_change
 
 
 @pytest.mark.parametrize("through", ["gloo", "disk"])
@@ -98,8 +53,7 @@ def test_a_request_that_spans_a_push_says_which_tokens_are_whose(server):
     answers = []
     thread = threading.Thread(target=lambda: answers.append(generate(server, max_tokens=450)))
     thread.start()
-    metrics = f"{server.url}/metrics"
-    while "vllm:num_requests_running{" not in (text := requests.get(metrics, timeout=60).text) or running(text) < 1:
+    while running(server) < 1:
         assert thread.is_alive()
     publisher.publish(weights(after), version=5)
     thread.join(120)
@@ -109,11 +63,6 @@ def test_a_request_that_spans_a_push_says_which_tokens_are_whose(server):
         tokens = differences(model, ids, logprobs)[span["start"] : span["end"]]
         assert len(tokens)
         assert tokens.max().item() < CLOSE  # what came before is read again with the new weights
-
-
-def running(metrics):
-    lines = (line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running{"))
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
 def begin(server, count=None, shapes=None):
@@ -230,11 +179,9 @@ def test_the_time_of_a_push(server, record_property):
 def test_frozen_weights_keep_their_values_and_a_tied_head_follows_its_embedding(tmp_path):
     """On a CPU vLLM multiplies with a packed copy of a tied head, which reloading leaves as it was. It needs a server of its own, as do
     frozen weights: they are those of which none was ever pushed."""
-    if not os.environ.get("LUDIC_VLLM_PYTHON"):
-        pytest.skip("LUDIC_VLLM_PYTHON names no interpreter with vLLM; `make vllm` builds one")
+    vllm_or_skip()
     from types import SimpleNamespace
 
-    from real_vllm import READY_S
     from tiny_policy import make_tiny_policy, tiny_tokenizer
 
     from ludic.inference.vllm.launch import free_port, start_vllm_server, stop_vllm_server, wait_for_vllm_health

@@ -1,10 +1,12 @@
-"""The one real vLLM server of a test run: a tiny model on the CPU, started when the first test asks for it.
+"""The one real vLLM server of a test run: a tiny model on the CPU, started when the first test asks for it; and others for those who need
+their own.
 
 `LUDIC_VLLM_PYTHON` names the interpreter that has vLLM (`make vllm` builds ./.venv-vllm/bin/python). Without it the tests that need the
-server are skipped; with it, a server that does not come up is a failure. A test that changes the weights puts `vllm_server.folder`'s back.
+server are skipped; with it, a server that does not come up is a failure. A test that changes the weights takes `vllm_server_to_change`.
 """
 
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ class RealServer:
     """The same model here, in float32."""
     tokenizer: Any
     log: Path
+    proc: Any
+    """The process that leads the server's group."""
     name: str = "tiny"
 
     @property
@@ -35,18 +39,22 @@ class RealServer:
         return f"http://{self.host}:{self.port}"
 
 
-@pytest.fixture(scope="session")
-def vllm_server(tmp_path_factory):
-    """A `RealServer` for the whole run."""
-    if not os.environ.get("LUDIC_VLLM_PYTHON"):
+def vllm_or_skip():
+    """Skip the test where there is no interpreter with vLLM; its path."""
+    python = os.environ.get("LUDIC_VLLM_PYTHON")
+    if not python:
         pytest.skip("LUDIC_VLLM_PYTHON names no interpreter with vLLM; `make vllm` builds one")
-    from tiny_policy import save_tiny_policy, tiny_tokenizer
+    return python
+
+
+@contextmanager
+def running_vllm(folder, model, log):
+    """A server of the model in a folder, as a `RealServer`. It is stopped, if it was not."""
+    from tiny_policy import tiny_tokenizer
 
     from ludic.inference.vllm.launch import free_port, start_vllm_server, stop_vllm_server, wait_for_vllm_health
 
-    folder = tmp_path_factory.mktemp("policy")
-    model = save_tiny_policy(folder)
-    log, port = tmp_path_factory.mktemp("vllm") / "server.log", free_port()
+    port = free_port()
     env = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     proc = start_vllm_server(
         str(folder),
@@ -62,6 +70,27 @@ def vllm_server(tmp_path_factory):
     )
     try:
         wait_for_vllm_health("127.0.0.1", port, proc, timeout_s=READY_S)
-        yield RealServer("127.0.0.1", port, folder, model, tiny_tokenizer(), log)
+        yield RealServer("127.0.0.1", port, folder, model, tiny_tokenizer(), log, proc)
     finally:
         stop_vllm_server(proc)
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tmp_path_factory):
+    """A `RealServer` for the whole run."""
+    vllm_or_skip()
+    from tiny_policy import save_tiny_policy
+
+    folder = tmp_path_factory.mktemp("policy")
+    model = save_tiny_policy(folder)
+    with running_vllm(folder, model, tmp_path_factory.mktemp("vllm") / "server.log") as server:
+        yield server
+
+
+@pytest.fixture
+def vllm_server_to_change(vllm_server):
+    """The same, with its own weights again when the test is over."""
+    from ludic.distributed import create_vllm_publisher
+
+    yield vllm_server
+    create_vllm_publisher(vllm_server.url, allow_unchanged=True).publish(dict(vllm_server.model.named_parameters()), version=0)

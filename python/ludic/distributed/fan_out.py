@@ -1,10 +1,14 @@
-"""One step on several servers at once."""
+"""One step on several servers at once, and steps that nothing breaks off."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Addressed(Protocol):
@@ -45,6 +49,27 @@ def _failures(futures: Mapping[S, Future[Any]]) -> dict[S, Exception]:
         elif error is not None:
             raise error
     return failures
+
+
+def in_thread(call: Callable[[], T]) -> Future[T]:
+    """Runs beside this thread, and ends by the call's own deadline."""
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ludic-servers")
+    future = pool.submit(call)
+    pool.shutdown(wait=False)
+    return future
+
+
+def to_the_end(call: Callable[[], T], *, what: str) -> T:
+    """What `call` gives, made in a thread, which Ctrl-C does not reach: it is raised when the call is over. A second one is raised at
+    once; the call goes on, and this process ends after it."""
+    future = in_thread(call)
+    try:
+        wait([future])
+    except BaseException as interrupt:
+        logger.warning("%s is completed first; once more to stop at once", what)
+        wait([future])
+        raise interrupt from future.exception()
+    return future.result()
 
 
 def failed_servers(failures: Mapping[S, BaseException]) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from ludic.distributed.fan_out import in_thread
 from ludic.distributed.server_weights import ServerManifest
 from ludic.errors import InferenceError, PublishError, PublishTimeoutError, ServerError
 from ludic.inference.vllm.endpoints import VllmEndpoints
@@ -47,6 +48,8 @@ class ServerLink:
         self._group: Any = None
         self._group_id: str | None = None
         self._update: Future[None] | None = None
+        self._cache_is_fresh = False
+        """Nothing in the prefix cache is from before the last pause."""
 
     @property
     def url(self) -> str:
@@ -115,7 +118,7 @@ class ServerLink:
             "timeout_s": self.timeout_s,
             "group_id": uuid.uuid4().hex,
         }
-        joining = _in_thread(lambda: self.endpoints.init_transfer(info, timeout_s=self._deadline_s))
+        joining = in_thread(lambda: self.endpoints.init_transfer(info, timeout_s=self._deadline_s))
         kind = "nccl" if self.backend == "ludic_nccl" else "gloo"
         try:
             group = process_group(store, 0, size, timeout=timeout, kind=kind, loopback=self.master_address in LOOPBACK)
@@ -131,7 +134,7 @@ class ServerLink:
     def begin(self, update_info: Mapping[str, Any]) -> None:
         """Ask the server to take a push aside; returns at once."""
         self.endpoints.start_update()
-        self._update = _in_thread(lambda: self.endpoints.update(update_info, timeout_s=self._deadline_s))
+        self._update = in_thread(lambda: self.endpoints.update(update_info, timeout_s=self._deadline_s))
 
     def send(self, tensor: Tensor) -> None:
         """Broadcast the next tensor."""
@@ -178,11 +181,27 @@ class ServerLink:
         self.endpoints.rpc("ludic_discard", timeout_s=self._deadline_s)
         self.endpoints.finish_update()
 
+    def pause(self) -> None:
+        """Freeze requests. What they computed is kept."""
+        self._cache_is_fresh = False
+        self.endpoints.pause("keep")
+
+    def resume(self) -> None:
+        """Let requests go on. Whatever happened since the pause, nothing in the prefix cache is of other weights; where it cannot be
+        forgotten, the server stays paused."""
+        if not self._cache_is_fresh:
+            self._forget_cache()
+        self.endpoints.resume()
+
+    def _forget_cache(self) -> None:
+        self.endpoints.reset_prefix_cache()
+        self._cache_is_fresh = True
+
     def commit(self, version: str, expected: Mapping[str, str]) -> None:
         """Load what was staged, called `version`; the server is paused. Raises where it then holds anything else than `expected`."""
         self._update = None
         self.endpoints.finish_update(version, timeout_s=self._deadline_s)
-        self.endpoints.reset_prefix_cache()
+        self._forget_cache()
         for rank, answer in enumerate(self._ask("ludic_fingerprint")):
             wrong = [name for name, mark in expected.items() if answer["loaded"].get(name) != mark]
             stale = [name for name, mark in answer["served"].items() if name in expected and expected[name] != mark]
@@ -212,11 +231,3 @@ class ServerLink:
 
             left, self._group = [self._group], None
             leave(left)
-
-
-def _in_thread(call: Callable[[], None]) -> Future[None]:
-    """Runs beside this thread, and ends by the call's own deadline."""
-    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ludic-weights")
-    future = pool.submit(call)
-    pool.shutdown(wait=False)
-    return future

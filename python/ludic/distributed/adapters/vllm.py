@@ -19,7 +19,7 @@ from ludic.distributed.adapters.reward_model import (
     create_rm_publisher as create_rm_publisher,
 )
 from ludic.distributed.checkpoint_folder import CheckpointFolder
-from ludic.distributed.fan_out import failed_servers, on_each, urls
+from ludic.distributed.fan_out import failed_servers, on_each, to_the_end, urls
 from ludic.distributed.interfaces import PolicyPublisher, WeightMetadata
 from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPublisher
 from ludic.distributed.server_link import ServerLink
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 Version = str | int | None
 ABANDONED = "the push was abandoned, and no server loaded anything of it"
+STAY_PAUSED = "these may stay paused, and then answer nothing until the next push"
 
 
 def server_urls(client: Any) -> list[str]:
@@ -147,21 +148,20 @@ class VllmControlPlane:
         self._each(ServerLink.wait_staged, ABANDONED)
 
     def finalize_update(self, version: Version = None) -> None:
-        """Load what came on every server, under this version."""
+        """Load what came on every server, under this version. From pause to resume, Ctrl-C waits until it is done."""
         self.wait_staged()
-        name = f"vllm-{time.time_ns()}" if version is None else str(version)
         self.timings = {"transfer_s": time.perf_counter() - self._began_at}
+        self._open = False  # whatever is raised here, there is nothing to take back while servers load
+        to_the_end(lambda: self._switch(version), what="the push")
+
+    def _switch(self, version: Version) -> None:
+        """Pause, load, resume. A server resumes with what it had or with what was sent, and with nothing cached of other weights."""
+        name = f"vllm-{time.time_ns()}" if version is None else str(version)
         paused_at = time.perf_counter()
-        failures: dict[ServerLink, Exception] = {}
-        try:
-            self._each(lambda link: link.endpoints.pause("keep"), _not_published(version))
-            self._open = False
-            failures = on_each(self._live, lambda link: link.commit(name, self._expected))
-        finally:
-            healthy = [link for link in self._live if link not in failures]
-            failures |= on_each(healthy, lambda link: link.endpoints.resume())
-            if not self._open:
-                on_each(list(failures), ServerLink.drain)
+        self._pause(version)
+        failures = on_each(self._live, lambda link: link.commit(name, self._expected))
+        failures |= on_each([link for link in self._live if link not in failures], ServerLink.resume)
+        on_each(list(failures), ServerLink.drain)
         self.timings["paused_s"] = time.perf_counter() - paused_at
         self._live = [link for link in self._live if link not in failures]
         self.version = name if self._live else self.version
@@ -169,10 +169,22 @@ class VllmControlPlane:
         if failures:
             self._report_lost(name, failures)
 
-    def _tell_client(self) -> None:
-        """Which version it samples from now. It finds in `drained` whom not to ask."""
-        if self.version is not None and hasattr(self._client, "weights_changed"):
-            self._client.weights_changed(self.version)
+    def _pause(self, version: Version) -> None:
+        """Pause all, or let all go on and raise."""
+        try:
+            self._each(ServerLink.pause, _not_published(version))
+        except PublishError as error:
+            self._open = True
+            stuck = on_each(self._live, ServerLink.resume)
+            if stuck:
+                self._tell_client(lost=[link.url for link in stuck])
+                raise _publish_error(f"{error}; {STAY_PAUSED}: {failed_servers(stuck)}", stuck) from error
+            raise
+
+    def _tell_client(self, lost: Sequence[str] = ()) -> None:
+        """Which version it samples from now. It finds in `drained`, and in `lost`, whom not to ask."""
+        if (self.version is not None or lost) and hasattr(self._client, "weights_changed"):
+            self._client.weights_changed(self.version, lost=lost)
 
     def _report_lost(self, version: str, failures: Mapping[ServerLink, Exception]) -> None:
         message = (

@@ -1,0 +1,181 @@
+"""Two real vLLM servers behind one client: both are asked and both are pushed to; one that hangs or dies costs no answer and mixes no
+weights."""
+
+import asyncio
+import os
+import signal
+import threading
+
+import pytest
+from real_vllm import running_vllm
+from served_weights import CLOSE, changed, running, version, weights, worst
+
+from ludic.distributed import create_vllm_publisher, server_link
+from ludic.errors import PublishError
+from ludic.inference import SamplingParams, VLLMChatClient
+from ludic.inference.vllm.endpoints import VllmEndpoints
+
+pytestmark = pytest.mark.integration
+PROMPT = list(range(10, 40))
+
+
+@pytest.fixture(scope="module")
+def second(vllm_server, tmp_path_factory):
+    with running_vllm(vllm_server.folder, vllm_server.model, tmp_path_factory.mktemp("second") / "server.log") as server:
+        yield server
+
+
+@pytest.fixture
+def servers(vllm_server_to_change, second):
+    """Both, with the weights that they were started with."""
+    both = [vllm_server_to_change, second]
+    create_vllm_publisher([server.url for server in both], allow_unchanged=True).publish(weights(second.model), version=0)
+    return both
+
+
+@pytest.fixture
+def client(servers):
+    return VLLMChatClient(urls=[server.url for server in servers], tokenizer=servers[0].tokenizer, backoff_s=0.0)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Calls give up after seconds instead of half minutes."""
+    monkeypatch.setattr(server_link, "ANSWER_MARGIN_S", 3.0)
+
+    def make(client):
+        publisher = create_vllm_publisher(client, timeout_s=5.0)
+        for link in publisher.inner.control.links:
+            link.endpoints.timeout_s = 8.0
+        return publisher
+
+    return make
+
+
+def tell(server, number):
+    """A signal to all processes of a server."""
+    os.killpg(server.proc.pid, number)
+
+
+def before(link, step, action):
+    """Do something before the first call of a step of a push."""
+    owner = link.endpoints if hasattr(link.endpoints, step) else link
+    call, calls = getattr(owner, step), []
+
+    def wrapped(*given, **more):
+        calls.append(step)
+        if len(calls) == 1:
+            action()
+        return call(*given, **more)
+
+    setattr(owner, step, wrapped)
+
+
+async def sample(client, seeds, max_tokens=64):
+    """The tokens of each seed."""
+    asked = (client.complete_tokens(PROMPT, sampling=SamplingParams(1.0, max_tokens), seed=seed) for seed in seeds)
+    async with client:
+        return [trace.completion_token_ids for trace in await asyncio.gather(*asked)]
+
+
+def test_requests_spread_over_both_and_a_push_reaches_both(servers, client):
+    model = changed(servers[0].model, seed=21)
+    create_vllm_publisher(client).publish(weights(model), version=1)
+    asyncio.run(sample(client, range(16)))
+    counts = client.metrics()
+    assert [counts[f"requests/{server.url}"] for server in servers] == [8, 8]
+    for server in servers:
+        assert version(server) == "1"
+        assert worst(model, server) < CLOSE
+
+
+@pytest.mark.parametrize("step", ["send", "pause", "finish_update", "reset_prefix_cache", "resume"])
+def test_a_server_that_is_slow_for_a_moment_gets_the_push_all_the_same(servers, step):
+    slow = servers[1]
+    publisher = create_vllm_publisher([server.url for server in servers])
+    model = changed(slow.model, seed=22)
+    awake = threading.Timer(2.0, tell, [slow, signal.SIGCONT])
+
+    def sleep():
+        tell(slow, signal.SIGSTOP)
+        awake.start()
+
+    before(publisher.inner.control.links[1], step, sleep)
+    publisher.publish(weights(model), version=2)
+    awake.join()
+    for server in servers:
+        assert version(server) == "2"
+        assert worst(model, server) < CLOSE
+
+
+@pytest.fixture
+def hung(servers, client, impatient):
+    """Publishes while the second server hangs from a step on, and wakes it when that has failed; (publisher, error, new model)."""
+
+    def push(step):
+        publisher = impatient(client)
+        model = changed(servers[1].model, seed=23)
+        before(publisher.inner.control.links[1], step, lambda: tell(servers[1], signal.SIGSTOP))
+        try:
+            with pytest.raises(PublishError, match=servers[1].url) as raised:
+                publisher.publish(weights(model), version=3)
+        finally:
+            tell(servers[1], signal.SIGCONT)
+        return publisher, str(raised.value), model
+
+    return push
+
+
+def recovers(publisher, servers):
+    model = changed(servers[0].model, seed=24)
+    publisher.publish(weights(model), version=4)
+    for server in servers:
+        assert version(server) == "4"
+        assert worst(model, server) < CLOSE
+
+
+def test_a_server_that_hangs_while_tensors_arrive_leaves_the_old_weights_on_both(servers, hung):
+    publisher, error, _ = hung("send")
+    assert "no server loaded anything of it" in error
+    for server in servers:
+        assert version(server) == "0"
+        assert worst(server.model, server) < CLOSE
+    recovers(publisher, servers)
+
+
+def test_one_that_hangs_when_it_is_paused_may_stay_so_and_gets_no_requests(servers, client, hung):
+    publisher, error, _ = hung("pause")
+    assert "no server loaded anything of it" in error
+    assert "may stay paused" in error
+    assert [server.url for server in client._pool.live] == [servers[0].url]
+    assert worst(servers[0].model, servers[0]) < CLOSE
+    recovers(publisher, servers)
+
+
+def test_one_that_hangs_while_it_loads_serves_nothing_and_the_other_the_new_weights(servers, client, hung):
+    _, error, model = hung("finish_update")
+    assert f"version 3 is served by {servers[0].url}; taken out of service: {servers[1].url}" in error
+    assert version(servers[0]) == "3"
+    assert worst(model, servers[0]) < CLOSE
+    assert VllmEndpoints(servers[1].url).is_paused()
+    assert [server.url for server in client._pool.live] == [servers[0].url]
+    recovers(create_vllm_publisher([server.url for server in servers]), servers)  # a trainer that knows of nothing
+
+
+def test_one_that_is_killed_with_requests_in_the_middle_costs_no_answer(servers, client):
+    """The last test: the second server does not come back."""
+    alone = VLLMChatClient(urls=[servers[0].url], tokenizer=servers[0].tokenizer)
+    expected = asyncio.run(sample(alone, range(32), max_tokens=400))
+
+    async def scenario():
+        asked = asyncio.create_task(sample(client, range(32), max_tokens=400))
+        while await asyncio.to_thread(running, servers[1]) < 8:
+            assert not asked.done()
+        tell(servers[1], signal.SIGKILL)
+        return await asked
+
+    assert asyncio.run(scenario()) == expected
+    counts = client.metrics()
+    assert counts["live"] == 1
+    assert counts["moved"] == counts[f"failures/{servers[1].url}"] >= 1
+    assert counts[f"failures/{servers[0].url}"] == 0
