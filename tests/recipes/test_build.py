@@ -1,15 +1,18 @@
 """Names to objects, and what is said of a name that stands for none."""
 
+from pathlib import Path
 from random import Random
 
 import pytest
+from chat_tokenizers import merging_tokenizer
 
 from ludic.envs.tasks import DigitSort
 from ludic.errors import ConfigError
 from ludic.recipes.build import ALGORITHMS, build_algorithm, build_task, build_trainer_config, check_numbers
 from ludic.recipes.compose import compose
-from ludic.recipes.model import make_small_model
+from ludic.recipes.model import make_policy, make_small_model
 from ludic.recipes.schema import TaskSection
+from ludic.recipes.tokenizer import make_byte_tokenizer
 from ludic.training.credit_assignment import GroupNormalizedReturn, MonteCarloReturn
 
 
@@ -87,3 +90,12 @@ def test_a_count_that_is_too_small_is_named(override: str) -> None:
 def test_a_network_whose_heads_do_not_divide_it_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"network\.hidden_size \(100\)"):
         make_small_model(compose(["network.hidden_size=100", "network.num_heads=8"]).network)
+
+
+def test_the_small_model_reads_the_tokens_of_the_tokenizer_that_is_named(tmp_path: Path) -> None:
+    merging_tokenizer().save_pretrained(tmp_path)
+    recipe = compose([f"tokenizer={tmp_path}"])
+    model, tokenizer = make_policy(recipe)
+    assert len(tokenizer) != len(make_byte_tokenizer())
+    assert model.get_input_embeddings().num_embeddings == len(tokenizer)
+    assert (model.config.pad_token_id, model.config.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)

@@ -9,7 +9,7 @@ import torch
 
 from ludic.errors import ConfigError
 from ludic.recipes.lora import adapter_beside, base_beside, save_adapted
-from ludic.recipes.tokenizer import BOS_ID, PAD_ID, VOCAB_SIZE, make_byte_tokenizer, make_line_tokenizer
+from ludic.recipes.tokenizer import make_byte_tokenizer, make_line_tokenizer
 from ludic.training.adapters import has_adapters
 from ludic.training.lora import load_adapter, save_merged
 from ludic.training.state_files import ADAPTER_CONFIG, read_json
@@ -35,7 +35,9 @@ def model_of(recipe: Recipe | SFTRecipe) -> Any:
     check_dtype(recipe.dtype)
     if recipe.model is not None:
         return load_model(recipe.model, recipe.dtype)
-    return make_small_model(recipe.network).to(torch.float32 if recipe.dtype == "auto" else getattr(torch, recipe.dtype))
+    return make_small_model(recipe.network, tokenizer_of(recipe)).to(
+        torch.float32 if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
+    )
 
 
 def tokenizer_of(recipe: Recipe | SFTRecipe | RMRecipe) -> Any:
@@ -58,14 +60,14 @@ def save_policy(model: Any, tokenizer: Any, folder: Path, *, base: str | None = 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 
-def make_small_model(network: NetworkSection) -> Any:
-    """A Qwen2 over bytes; 427,520 parameters as the built-in recipes set it."""
+def make_small_model(network: NetworkSection, tokenizer: Any = None) -> Any:
+    """A Qwen2 over the tokens of `tokenizer`, without one over bytes; 427,520 parameters as the built-in recipes set it."""
     from transformers import Qwen2ForCausalLM
 
-    return Qwen2ForCausalLM(small_config(network))
+    return Qwen2ForCausalLM(small_config(network, tokenizer))
 
 
-def small_config(network: NetworkSection) -> Any:
+def small_config(network: NetworkSection, tokenizer: Any = None) -> Any:
     """The configuration of the small model, whatever its head."""
     from transformers import Qwen2Config
 
@@ -74,8 +76,9 @@ def small_config(network: NetworkSection) -> Any:
             f"network.hidden_size ({network.hidden_size}) must be a multiple of num_heads ({network.num_heads}), "
             f"and that of num_kv_heads ({network.num_kv_heads})"
         )
+    tokenizer = _small_tokenizer(network) if tokenizer is None else tokenizer
     return Qwen2Config(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=len(tokenizer),
         hidden_size=network.hidden_size,
         num_hidden_layers=network.num_layers,
         num_attention_heads=network.num_heads,
@@ -83,9 +86,9 @@ def small_config(network: NetworkSection) -> Any:
         intermediate_size=network.intermediate_size,
         max_position_embeddings=network.max_positions,
         tie_word_embeddings=True,
-        pad_token_id=PAD_ID,
-        bos_token_id=BOS_ID,
-        eos_token_id=_small_tokenizer(network).eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
         initializer_range=network.initializer_range,
         attn_implementation="sdpa",
     )

@@ -8,7 +8,7 @@ import torch
 
 from ludic.errors import ConfigError
 from ludic.recipes.lora import with_adapters
-from ludic.recipes.model import check_dtype, place_of, small_config
+from ludic.recipes.model import check_dtype, place_of, small_config, tokenizer_of
 from ludic.recipes.rm.schema import RMRecipe
 
 
@@ -52,7 +52,7 @@ def _small(recipe: RMRecipe) -> Any:
     from transformers import Qwen2ForSequenceClassification
 
     check_dtype(recipe.dtype)
-    config = small_config(recipe.network)
+    config = small_config(recipe.network, tokenizer_of(recipe))
     config.num_labels = 1
     return Qwen2ForSequenceClassification(config).to(torch.float32 if recipe.dtype == "auto" else getattr(torch, recipe.dtype))
 
