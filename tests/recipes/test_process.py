@@ -9,20 +9,23 @@ import pytest
 FAULTS = """
 import gc, resource
 import torch
-from ludic.recipes.process import YOUNG_OBJECTS, settle_memory
-settle_memory()
-assert gc.get_freeze_count() > 100_000
-assert gc.get_threshold()[0] == YOUNG_OBJECTS
+from ludic.recipes.process import YOUNG_OBJECTS, settled_memory
 torch.set_num_threads(1)
 def step():
     for size in (1, 2, 4):
         kept = [torch.ones(size << 17) for _ in range(32)]
         kept.append(torch.ones(9 << 20))
-for _ in range(3):
+thresholds = gc.get_threshold()
+with settled_memory():
+    assert gc.get_freeze_count() > 100_000
+    assert gc.get_threshold()[0] == YOUNG_OBJECTS
+    for _ in range(3):
+        step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-step()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+assert gc.get_freeze_count() == 0
+assert gc.get_threshold() == thresholds
 """
 
 

@@ -6,6 +6,8 @@ import ctypes
 import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 """Parameters of glibc's mallopt(3)."""
@@ -14,17 +16,29 @@ YOUNG_OBJECTS = 20_000
 """Objects made before Python looks for cycles among them; an asynchronous batch makes hundreds of thousands."""
 
 
-def settle_memory() -> None:
-    """To be called when a run is set up and before it is played.
+@contextmanager
+def settled_memory() -> Iterator[None]:
+    """Around the play of a run that is set up.
 
-    What was imported and built so far stays for good, so that the search for cycles leaves it out; and tensors that are freed go back to
-    the allocator and not to the system. Variables `MALLOC_*` that are set decide instead.
+    Inside, what was imported and built before is left out of the search for cycles, and the search is made less often. From here on,
+    tensors that are freed go back to the allocator and not to the system; variables `MALLOC_*` that are set decide instead.
     """
+    _keep_freed_tensors()
+    thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
-    if sys.platform == "linux" and not any(name.startswith("MALLOC_") for name in os.environ):
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc alone has it
-        if mallopt is not None:
-            for parameter, value in MALLOC.items():
-                mallopt(parameter, value)
+    gc.set_threshold(YOUNG_OBJECTS, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
+def _keep_freed_tensors() -> None:
+    if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc alone has it
+    if mallopt is not None:
+        for parameter, value in MALLOC.items():
+            mallopt(parameter, value)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from ludic.errors import ConfigError
 from ludic.recipes.compose import to_yaml
 from ludic.recipes.console import carry_out, quiet_libraries
-from ludic.recipes.process import settle_memory
+from ludic.recipes.process import settled_memory
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -117,9 +117,9 @@ def _play_out(run: TrainingRun, started: float) -> int:
     """Play `run` to its end or to a stop, and keep where it stands either way: 0, or 128 and the signal's number."""
     from ludic.recipes.watch import Interrupted
 
-    settle_memory()
     try:
-        asyncio.run(run.play())
+        with settled_memory():
+            asyncio.run(run.play())
     except Interrupted:
         run.screen.note(f"Stopped; go on with `ludic {run.directory.command} --resume {run.directory.path}`")
         return 128 + (run.stop.signum or 0)
