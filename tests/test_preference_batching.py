@@ -311,6 +311,27 @@ def test_a_source_gives_whole_pairs_and_every_pair_once_a_pass(count, batch_size
     assert sorted(given_ids) == sorted({item.meta["pair_id"] for item in items})
 
 
+INCOMPLETE = [*sorted_pairs(3), response("lone", "rejected", "12>", "1")]
+
+
+def test_a_source_drops_incomplete_pairs_with_a_count_or_refuses_them(caplog):
+    source = preference_batches(INCOMPLETE, batch_size=2)
+    assert (len(source), source.pairs_incomplete) == (3, 1)
+    assert "dropped 1 incomplete preference pairs: lone" in caplog.text
+    assert preference_batches(INCOMPLETE[:6], batch_size=2).pairs_incomplete == 0
+    with pytest.raises(DataError, match='Incomplete preference pair "lone"'):
+        preference_batches(INCOMPLETE, batch_size=2, drop_incomplete=False)
+
+
+@pytest.mark.parametrize("drop_incomplete", [True, False])
+def test_a_source_keeps_samples_that_are_alone_where_completeness_is_not_required(drop_incomplete):
+    settings = {"require_complete": False, "drop_incomplete": drop_incomplete}
+    source = preference_batches(INCOMPLETE, batch_size=1, shuffle=True, **settings)
+    assert (len(source), source.pairs_incomplete) == (4, 0)
+    batches = [[item.meta["pair_id"] for item in batch.items] for batch in source.iter_epoch()]
+    assert sorted(batches) == [["lone"], ["p0", "p0"], ["p1", "p1"], ["p2", "p2"]]
+
+
 async def test_a_source_goes_on_where_it_was():
     source = preference_batches(sorted_pairs(7), batch_size=2)
     for _ in range(5):

@@ -231,6 +231,53 @@ def test_incomplete_pairs_are_an_error_where_they_may_not_be_dropped():
         trainer.train_step_sync()
 
 
+@pytest.mark.parametrize(
+    ("setting", "argument"), [("rm_drop_incomplete_pairs", "drop_incomplete"), ("rm_require_complete_pairs", "require_complete")]
+)
+def test_what_the_batch_source_drops_is_no_less_dropped(setting, argument):
+    """The trainer would neither refuse nor keep what never reaches it."""
+    source = preference_batches(sorted_pairs(4)[:7], batch_size=4)
+    with pytest.raises(
+        ConfigError, match=f"has dropped 1 incomplete pairs, and {setting} is off; pass {argument}=False to preference"
+    ):
+        trainer_of(source=source, config={setting: False})
+    assert trainer_of(source=source).train_step_sync()["train/total_pairs"] == 3
+
+
+def test_samples_that_are_alone_come_from_the_source_to_the_loss():
+    seen = []
+
+    class Watching(BradleyTerryLoss):
+        def compute(self, logits, batch, *, shared=None):
+            seen.extend(batch["meta"]["pair_id"])
+            return super().compute(logits, batch, shared=shared)
+
+    source = preference_batches(sorted_pairs(4)[:7], batch_size=4, require_complete=False)
+    algo = RLAlgorithm("watched", ConstantCredit(1.0), Watching())
+    trainer_of(source=source, algo=algo, config={"rm_require_complete_pairs": False}).train_step_sync()
+    assert sorted(seen) == ["p0", "p0", "p1", "p1", "p2", "p2", "p3"]
+
+
+def test_an_evaluation_treats_incomplete_pairs_as_training_does(caplog):
+    items = sorted_pairs(4)[:7]
+    whole = trainer_of(sorted_pairs(4), eval_items=items[:6]).evaluate()
+    assert whole["eval_pairs_incomplete"] == 0
+    for changes in (
+        {},
+        {"rm_require_complete_pairs": False},
+        {"rm_require_complete_pairs": False, "rm_drop_incomplete_pairs": False},
+    ):
+        caplog.clear()
+        found = trainer_of(sorted_pairs(4), eval_items=items, config=changes).evaluate()
+        assert found == {**whole, "eval_pairs_incomplete": 1.0}
+        assert "dropped 1 incomplete preference pairs: p3" in caplog.text
+    with pytest.raises(DataError, match='Incomplete preference pair "p3"'):
+        trainer_of(sorted_pairs(4), eval_items=items, config={"rm_drop_incomplete_pairs": False})
+    trainer = trainer_of(sorted_pairs(4), config={"rm_drop_incomplete_pairs": False})
+    with pytest.raises(DataError, match='Incomplete preference pair "p3"'):
+        trainer.evaluate(items)
+
+
 def test_incomplete_pairs_reach_the_loss_where_completeness_is_not_required():
     """The reference dropped them all the same. Bradley-Terry has no use for them: its loss is that of the complete pairs."""
     seen = []
@@ -326,6 +373,8 @@ def test_the_metrics_are_those_of_scores_taken_one_by_one(budget):
     probability = 1 / (1 + np.exp(-1.5 * (chosen - rejected)))
     expected["eval_loss"] = -np.mean(labels * np.log(probability) + (1 - np.array(labels)) * np.log(1 - probability))
     assert found.pop("eval_num_pairs") == 20
+    left_out = ("incomplete", "truncated_empty", "truncated_equal")
+    assert [found.pop(f"eval_pairs_{why}") for why in left_out] == [0, 0, 0]
     assert found.keys() >= KEYS
     assert {f"eval_margin_p{percent}" for percent in (5, 25, 50, 75, 95)} <= found.keys()
     assert found == pytest.approx(expected, abs=1e-5)

@@ -13,11 +13,12 @@ from ludic.errors import ConfigError
 from ludic.training import ranks
 from ludic.training.algorithm import forward_logits
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
-from ludic.training.batching.pair_batches import PreferenceMacroBatch
+from ludic.training.batching.pair_batches import LEFT_OUT, PreferenceMacroBatch
 from ludic.training.classification_metrics import Floats, PreferenceMetrics, preference_loss
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.base import SharedContext
 from ludic.training.loss.preference import ScoreType, preference_scores
+from ludic.training.rm_config import RMTrainerConfig
 from ludic.training.types import SAWItem
 
 
@@ -25,7 +26,7 @@ class PreferenceEvaluator:
     """Scores every response of the pairs in `items` and computes all metrics from these scores; packing does not change them. An
     evaluator, as `Trainer` takes one: `eval/pairwise_accuracy`, `eval/loss` and so on.
 
-    Samples longer than `max_seq_len` are cut as in training, and pairs are dropped for the same reasons. `loss` is that of
+    Samples longer than `max_seq_len` are cut as in training, and pairs are dropped, or refused, for the same reasons. `loss` is that of
     Bradley-Terry at `metrics.beta`, without label smoothing and regularisation, so that runs that differ in these can be compared.
     With several ranks each scores its share, and all know the metrics.
     """
@@ -41,11 +42,13 @@ class PreferenceEvaluator:
         metrics: PreferenceMetrics | None = None,
         score_type: ScoreType = "reward",
     ) -> None:
-        """`metrics` says which are computed; what it held is forgotten with every evaluation."""
+        """`metrics` says which are computed; what it held is forgotten with every evaluation. An incomplete pair is a DataError where an
+        `RMTrainerConfig` says so, else it is dropped with a warning."""
         self._model, self._cfg, self._score_type = model, cfg, score_type
         self.metrics = metrics or PreferenceMetrics(both_orders=True, thresholds_on="responses")
         """Holds the scores of the last evaluation, for pictures."""
-        self.batch = PreferenceMacroBatch.of_pairs(items, cfg.max_seq_len)
+        refuses = isinstance(cfg, RMTrainerConfig) and cfg.rm_require_complete_pairs and not cfg.rm_drop_incomplete_pairs
+        self.batch = PreferenceMacroBatch.of_pairs(items, cfg.max_seq_len, drop_incomplete=not refuses)
         if not self.batch.num_pairs:
             raise ConfigError(
                 f"none of the {len(items)} samples to evaluate is in a complete pair within max_seq_len ({cfg.max_seq_len})"
@@ -57,14 +60,16 @@ class PreferenceEvaluator:
         return self.batch.num_pairs
 
     def measure(self) -> dict[str, float]:
-        """`loss`, what `PreferenceMetrics.compute` gives, and `num_pairs`."""
+        """`loss`, what `PreferenceMetrics.compute` gives, `num_pairs`, and how many more there were, by `LEFT_OUT`."""
         scores = score_batch(self._model, self.batch, self._cfg, score_type=self._score_type)
         chosen, rejected = scores[::2], scores[1::2]
         labels = np.array([float(item.meta["label"]) for item in self.batch.items[::2]])
         self.metrics.reset()
         self.metrics.update(chosen, rejected, labels)
         loss = preference_loss(chosen, rejected, labels, self.metrics.beta)
-        return {"loss": loss, **self.metrics.compute(), "num_pairs": float(self.num_pairs)}
+        counts = self.batch.counts()
+        left_out = {name: counts[name] for name in LEFT_OUT}
+        return {"loss": loss, **self.metrics.compute(), "num_pairs": float(self.num_pairs), **left_out}
 
     async def eval(self, **_: Any) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """(no records, metrics). There is nothing that requests, reducers or limits would change."""

@@ -7,83 +7,33 @@ Overridden are ingestion, splitting and collation (`batching.pair_batches`) and 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ludic.errors import BudgetError, ConfigError, ConfigTypeError
+from ludic.errors import ConfigError, ConfigTypeError
 from ludic.training.adapters import has_adapters
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend import build_optimizer
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, Rows
 from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch, SampleMiniBatch
 from ludic.training.batching.preference import (
-    PREFERENCE_KEYS,
     PreferencePair,
     group_preference_pairs,
     split_preference_pairs_by_token_budget,
 )
 from ludic.training.classification_metrics import PreferenceMetrics
-from ludic.training.config import TrainerConfig, config_dataclass
 from ludic.training.lora import apply_lora
 from ludic.training.loss.base import Loss, normalizer_of
 from ludic.training.loss.preference import ScoreType
 from ludic.training.preference_evaluator import PreferenceEvaluator
+from ludic.training.rm_config import RMTrainerConfig as RMTrainerConfig
 from ludic.training.trainer import Trainer
 from ludic.training.types import BatchSource, SAWItem
 
 logger = logging.getLogger(__name__)
-
-
-@config_dataclass
-class RMTrainerConfig(TrainerConfig):
-    """Settings of `RMTrainer`.
-
-    >>> cfg = RMTrainerConfig(lr=5e-6, max_seq_len=1024, micro_token_budget=8192, pad_token_id=model.config.pad_token_id)
-    """
-
-    rm_pair_aware: bool = True
-    """The two samples of a pair go through the model together, and two rows of `max_seq_len` must fit into `micro_token_budget`. Off, each
-    sample stands alone, for a loss that does not compare."""
-    rm_require_complete_pairs: bool = True
-    """Off, a sample without its other half is kept: it goes through the model, for losses that have a use for it."""
-    rm_drop_incomplete_pairs: bool = True
-    """Incomplete pairs are dropped, counted and warned of; off, they are an error."""
-    rm_calibration_bins: int = 10
-    rm_eval_thresholds: Sequence[float] | None = (0.5,)
-    """Where the evaluation computes FPR and FNR; None: nowhere."""
-    rm_log_per_response_metrics: bool = True
-    """Thresholds divide the scores of single responses, chosen against rejected; off, the probability of each pair against its label."""
-    rm_meta_keys: Sequence[str] = PREFERENCE_KEYS
-    """What of the samples' metadata the loss is given."""
-    use_differential_lr: bool = False
-    """The head learns at `lr`, everything else at `backbone_lr_mult` times that."""
-    backbone_lr_mult: float = 0.1
-    head_only_weight_decay: bool = False
-    """`weight_decay` holds for the head alone."""
-
-    def validate(self) -> None:
-        """Raise `ConfigError` where a value or a combination is wrong."""
-        super().validate()
-        if self.rm_pair_aware and self.micro_token_budget < 2 * self.max_seq_len:
-            raise BudgetError(
-                f"micro_token_budget ({self.micro_token_budget}) must be >= 2 * max_seq_len ({self.max_seq_len}): a pair is two rows; "
-                "raise the budget or lower max_seq_len"
-            )
-        if self.packing == "padding_free":
-            raise ConfigError(
-                "packing=padding_free gives a reward model one score for all samples of a row; use optimal or greedy"
-            )
-        missing = [key for key in PREFERENCE_KEYS if key not in self.rm_meta_keys]
-        if self.rm_pair_aware and missing:
-            raise ConfigError(f"rm_meta_keys {tuple(self.rm_meta_keys)} must have {', '.join(missing)}; pairs are found by them")
-        if self.rm_calibration_bins < 1:
-            raise ConfigError(f"rm_calibration_bins ({self.rm_calibration_bins}) must be >= 1")
-        if not (math.isfinite(self.backbone_lr_mult) and self.backbone_lr_mult >= 0):
-            raise ConfigError(f"backbone_lr_mult ({self.backbone_lr_mult}) must be a finite number >= 0; 1.0 is the head's rate")
 
 
 class RMTrainer(Trainer):
@@ -124,6 +74,7 @@ class RMTrainer(Trainer):
         if evaluator is not None and eval_items is not None:
             raise ConfigError("evaluator and eval_items both say what to evaluate; give one of them")
         _check_loss(algo.loss, cfg)
+        _check_source(batch_source, cfg)
         _check_model(model, algo.loss, cfg)
         if lora_config is not None:
             model = apply_lora(model, lora_config)
@@ -187,8 +138,8 @@ class RMTrainer(Trainer):
     def evaluate(self, items: Sequence[SAWItem] | None = None) -> dict[str, float]:
         """Score the pairs of `items`, or of `eval_items`, one response at a time: `eval_loss`, `eval_pairwise_accuracy`,
         `eval_mean_margin`, `eval_margin_std`, `eval_negative_margin_rate`, `eval_roc_auc`, `eval_ece`, `eval_margin_p5` to
-        `eval_margin_p95`, `eval_fpr@t`, `eval_fnr@t`, `eval_tpr@t`, `eval_num_pairs`. `PreferenceEvaluator` and
-        `PreferenceMetrics` say what they are.
+        `eval_margin_p95`, `eval_fpr@t`, `eval_fnr@t`, `eval_tpr@t`, `eval_num_pairs`, and `eval_pairs_incomplete` and the like, of pairs
+        that were left out. `PreferenceEvaluator` and `PreferenceMetrics` say what they are.
 
         Calibration counts each pair in both orders. The scores stay in `evaluator.metrics` where `items` was left out.
         """
@@ -233,6 +184,21 @@ def _check_loss(loss: Loss, cfg: RMTrainerConfig) -> None:
             f"{type(loss).__name__} compares the two samples of a pair, which must go through the model together; leave rm_pair_aware "
             "on, or pass a loss of single samples"
         )
+
+
+def _check_source(source: BatchSource, cfg: RMTrainerConfig) -> None:
+    """What `preference_batches` drops, the trainer can neither refuse nor keep."""
+    dropped = getattr(source, "pairs_incomplete", 0)
+    if not dropped or (cfg.rm_require_complete_pairs and cfg.rm_drop_incomplete_pairs):
+        return
+    name, argument = (
+        ("rm_drop_incomplete_pairs", "drop_incomplete")
+        if cfg.rm_require_complete_pairs
+        else ("rm_require_complete_pairs", "require_complete")
+    )
+    raise ConfigError(
+        f"the batch source has dropped {dropped} incomplete pairs, and {name} is off; pass {argument}=False to preference_batches as well"
+    )
 
 
 def _check_model(model: Any, loss: Loss, cfg: RMTrainerConfig) -> None:

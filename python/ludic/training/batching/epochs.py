@@ -30,18 +30,19 @@ class ItemBatchSource:
         seed: int = 42,
         drop_last: bool = False,
         name: str = "offline",
-        unit: int = 1,
+        unit: int | Sequence[int] = 1,
     ) -> None:
         """`drop_last` leaves the last batch of a pass out where it is not full. `name` is the batches' `source`. `unit` neighbouring
-        items are one sample, which stays whole: 2 for preference pairs."""
+        items are one sample, which stays whole: 2 for preference pairs; a sequence has one number for each sample."""
         if not items:
             raise ConfigError("there are no samples to make batches of")
-        if len(items) % unit:
+        sizes = [unit] * -(-len(items) // unit) if isinstance(unit, int) else unit
+        if sum(sizes) != len(items) or min(sizes) < 1:
             raise ConfigError(f"{len(items)} items are no whole number of samples of {unit} items each")
         if batch_size <= 0:
             raise ConfigError(f"batch_size ({batch_size}) must be positive")
         self.items, self.batch_size, self.shuffle, self.seed, self.drop_last = items, batch_size, shuffle, seed, drop_last
-        self._name, self._unit = name, unit
+        self._name, self._ends = name, np.cumsum(sizes)
         self._world, self._rank = ranks.world_size(), ranks.rank()
         if drop_last and self._share < batch_size:
             raise ConfigError(
@@ -65,7 +66,7 @@ class ItemBatchSource:
 
     def __len__(self) -> int:
         """Samples of one pass, over all ranks."""
-        return len(self.items) // self._unit
+        return len(self._ends)
 
     @property
     def num_batches_per_epoch(self) -> int:
@@ -86,9 +87,12 @@ class ItemBatchSource:
         number, index = divmod(self.batches, self.num_batches_per_epoch)
         order = self._order_of(number)
         samples = order[index * self.batch_size : (index + 1) * self.batch_size]
-        chosen = [self.items[row] for sample in samples for row in range(sample * self._unit, (sample + 1) * self._unit)]
+        chosen = [self.items[row] for sample in samples for row in self._rows_of(sample)]
         self.batches += 1
         return SAWBatch(chosen, _meta(chosen, epoch=number, source=self._name))
+
+    def _rows_of(self, sample: int) -> range:
+        return range(self._ends[sample - 1] if sample else 0, self._ends[sample])
 
     def _order_of(self, number: int) -> Any:
         if number != self._pass:

@@ -21,7 +21,9 @@ from ludic.training.types import SAWItem
 
 logger = logging.getLogger(__name__)
 
-PAIR_KEYS = ("total_pairs", "pairs_incomplete", "pairs_truncated_empty", "pairs_truncated_equal", "pairs_identical")
+LEFT_OUT = ("pairs_incomplete", "pairs_truncated_empty", "pairs_truncated_equal")
+"""Why pairs are dropped."""
+PAIR_KEYS = ("total_pairs", *LEFT_OUT, "pairs_identical")
 """What a step counts of its pairs: those that were trained, those that were dropped, by reason, and those of the first that have twice
 the same tokens and so move nothing."""
 
@@ -201,13 +203,33 @@ class PreferenceMicroBatch(MicroBatch):
         return PreferenceMicroBatch({**tensors, "meta": meta}, end - start, self.sample_names[start:end])
 
 
+class PreferenceBatchSource(ItemBatchSource):
+    """Batches of whole pairs, and of the samples that are kept without their other half."""
+
+    pairs_incomplete: int = 0
+    """Pairs that were dropped because one sample of theirs is missing."""
+
+
 def preference_batches(
-    items: Sequence[SAWItem], *, batch_size: int, shuffle: bool = True, seed: int = 42, drop_last: bool = False
-) -> ItemBatchSource:
-    """A batch source of `batch_size` whole pairs at a time, pass after pass; see `ItemBatchSource`. Incomplete pairs are dropped with a
-    warning."""
-    pairs, _ = pairs_of(items)
-    paired = [items[int(row)] for row in pairs.reshape(-1)]
-    return ItemBatchSource(
-        paired, batch_size=batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, name="preference", unit=2
+    items: Sequence[SAWItem],
+    *,
+    batch_size: int,
+    shuffle: bool = True,
+    seed: int = 42,
+    drop_last: bool = False,
+    require_complete: bool = True,
+    drop_incomplete: bool = True,
+) -> PreferenceBatchSource:
+    """A batch source of `batch_size` whole pairs at a time, pass after pass; see `ItemBatchSource`.
+
+    Incomplete pairs are dropped, refused or kept as `group_preference_pairs` does it. What is dropped here never reaches the trainer, which
+    says so where its `rm_drop_incomplete_pairs` or `rm_require_complete_pairs` asks for something else.
+    """
+    pairs, lone = pairs_of(items, require_complete=require_complete, drop_incomplete=drop_incomplete)
+    kept = [items[int(row)] for row in [*pairs.reshape(-1), *lone]]
+    units = [2] * len(pairs) + [1] * len(lone)
+    source = PreferenceBatchSource(
+        kept, batch_size=batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, name="preference", unit=units
     )
+    source.pairs_incomplete = len(items) - len(kept)
+    return source
