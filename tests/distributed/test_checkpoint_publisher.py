@@ -102,6 +102,70 @@ async def test_engines_read_a_checkpoint_and_answer_in_their_order(start, server
     assert same(vllm.served, weights(5))
 
 
+def cut(folder):
+    """The file ends in the middle, as that of a trainer that was killed."""
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def without_one(folder):
+    """One of two files is not there yet."""
+    names = list(weights(5))
+    save_file({name: weights(5)[name] for name in names[1:]}, folder / "model.safetensors")
+    places = {**dict.fromkeys(names, "model.safetensors"), names[0]: "first.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def shorter(folder):
+    save_file({name: tensor for name, tensor in weights(5).items() if name != "model.norm.weight"}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [(cut, "no complete checkpoint"), (without_one, "no complete checkpoint"), (shorter, r"model\.norm\.weight.* missing")],
+)
+async def test_a_checkpoint_that_is_not_whole_is_refused_before_the_server_is_told(start, tmp_path, spoil, said):
+    server = start()
+    folder = CheckpointFolder(tmp_path / "checkpoints").write(weights(5), 5)
+    spoil(folder)
+    with pytest.raises(PublishError, match=f"(?s)1 of 1 engines.*{said}"):
+        await sync_weights_to_engines([VLLMEngine(server.url)], str(folder))
+    assert "/start_weight_update" not in server.paths()
+    assert same(server.served, weights(0))
+
+
+async def test_frozen_weights_may_be_missing_where_that_is_said(start, tmp_path):
+    server = start()
+    name = "model.layers.1.mlp.up_proj.weight"
+    folder = CheckpointFolder(tmp_path / "checkpoints").write({name: weights(5)[name]}, 5)
+    await sync_weights_to_engines([VLLMEngine(server.url, partial=True)], str(folder))
+    assert same(server.served, {**weights(0), name: weights(5)[name]})
+
+
+async def test_what_the_server_then_holds_is_compared_with_the_checkpoint(start, tmp_path):
+    server = start()
+    server.loads_nothing = True
+    folder = str(CheckpointFolder(tmp_path / "checkpoints").write(weights(5), 5))
+    with pytest.raises(PublishError, match="5 are not what is served"):
+        await sync_weights_to_engines([VLLMEngine(server.url)], folder)
+    assert server.paused == "abort"
+
+
+async def test_a_checkpoint_of_another_dtype_is_compared_in_the_servers(start, tmp_path):
+    server = start(dtype="bfloat16", first=weights(0, torch.bfloat16))
+    folder = str(CheckpointFolder(tmp_path / "checkpoints").write(weights(5), 5))
+    await sync_weights_to_engines([VLLMEngine(server.url)], folder)
+    assert same(server.served, weights(5, torch.bfloat16))
+
+
+async def test_a_tied_head_in_a_checkpoint_must_be_the_embedding(start, tmp_path):
+    server = start(tied=True)
+    folder = CheckpointFolder(tmp_path / "checkpoints").write({**weights(5), "lm_head.weight": torch.ones(12, 4)}, 5)
+    with pytest.raises(PublishError, match="tie_word_embeddings"):
+        await sync_weights_to_engines([VLLMEngine(server.url)], str(folder))
+    assert same(server.served, weights(0))
+
+
 async def test_an_engine_that_fails_is_reported_in_its_place(start, servers, tmp_path, model):
     vllm = start()
     vllm.faults["/update_weights"] = refuse("disk is full")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from stub_weight_server import refuse
+from stub_weight_server import Refused, refuse
 from tiny_policy import make_tiny_policy
 
 from ludic.distributed import create_lora_publisher
@@ -97,3 +97,36 @@ def test_a_resumed_run_replaces_the_version_that_the_run_before_left(start, mode
     resumed = create_lora_publisher(server.url, model, directory=tmp_path / "after")
     resumed.publish({}, version=4)
     assert server.adapters == {"policy@4": str(tmp_path / "after" / "version_4")}
+
+
+def test_servers_are_asked_what_they_have_at_the_first_push_and_after_a_fault(start, model, tmp_path):
+    server = start()
+    publisher = create_lora_publisher(server.url, model, directory=tmp_path)
+    asked = []
+
+    def push(version):
+        step(model)
+        publisher.publish({}, version=version)
+        asked.append(server.paths().count("/v1/models"))
+
+    for version in (1, 2, 3):
+        push(version)
+
+    def lost(body):
+        server.on_v1_load_lora_adapter({}, body)
+        raise Refused(500, "the answer is lost")
+
+    server.faults["/v1/load_lora_adapter"] = lost
+    server.faults["/v1/unload_lora_adapter"] = refuse("nor can it be taken back")
+    with pytest.raises(PublishError, match="the answer is lost"):
+        push(4)
+    server.faults.clear()
+    assert "policy@4" in server.adapters
+    push(4)
+    push(5)
+    server.adapters.clear()  # it was restarted, which is noticed when an old version is unloaded
+    push(6)
+    push(7)
+    push(8)
+    assert asked == [1, 1, 1, 2, 2, 2, 3, 4]
+    assert server.adapters.keys() >= {"policy@7", "policy@8"}

@@ -13,6 +13,10 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+
+
 class StubSGLang:
     """`sampled` are the ids that it answers with. `fails_on` is a version that it cannot read."""
 
@@ -22,7 +26,7 @@ class StubSGLang:
         self.calls = []
         self.was_paused = []
         """Whether requests were frozen, at each load."""
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._http = _Http(("127.0.0.1", 0), _handler(self))
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
 
     @property
@@ -78,7 +82,7 @@ class StubSGLang:
 def _handler(server):
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        timeout = 0.2
+        timeout = 5
         disable_nagle_algorithm = True
 
         def do_POST(self):

@@ -137,7 +137,7 @@ class StubWeightServer:
             taken = dict(self.receiver.take())
             assert self.paused == "keep" or not taken, "weights were loaded while requests ran"
             if taken and not self.loads_nothing:
-                self.served.update(taken)
+                self.served.update({name: tensor.to(getattr(torch, self.dtype)) for name, tensor in taken.items()})
                 self.cache_is_stale = True
             self.active = False
             if "weight_version" in body:

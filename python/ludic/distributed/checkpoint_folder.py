@@ -1,4 +1,4 @@
-"""Weights as a folder of safetensors for servers to read: it appears whole or not at all."""
+"""Weights as a folder of safetensors for servers to read: it appears whole or not at all, and what is in it is known before."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludic.errors import ConfigError
+from ludic.distributed.server_weights import EMBEDDING, HEAD, ServerManifest, check_fit, without_tied_head
+from ludic.errors import ConfigError, PublishError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,6 +82,35 @@ class CheckpointFolder:
             oldest = self._written.pop(0)
             if oldest != served:
                 shutil.rmtree(oldest, ignore_errors=True)
+
+
+def folder_marks(folder: Path, manifest: ServerManifest, *, partial: bool = False) -> tuple[dict[str, str], dict[str, str]]:
+    """Fingerprints of the weights in a folder, as they are stored and in the server's dtypes. One tensor is held at a time.
+
+    Raises PublishError for a folder that cannot be read here, that is not complete, or whose weights are not those of the server's model.
+    """
+    import torch
+    from safetensors import SafetensorError
+
+    from ludic.inference.vllm.weight_fingerprint import tensor_mark
+    from ludic.inference.vllm.weight_receiver import Checkpoint, WeightTransferError
+
+    stored, served = {}, {}
+    try:
+        checkpoint = Checkpoint(folder)
+        ends = [name for name in checkpoint.weights if name == HEAD or name.endswith(EMBEDDING)]
+        tied = set(ends) - set(without_tied_head(dict(checkpoint.read(ends)), manifest))
+        names = sorted(set(checkpoint.weights) - tied)
+        entries = ((name, checkpoint.weights[name]) for name in names)
+        check_fit([{"name": n, "dtype": w["dtype"], "shape": w["shape"]} for n, w in entries], manifest, partial=partial)
+        for name, tensor in checkpoint.read(names):
+            stored[name] = tensor_mark(tensor)
+            served[name] = tensor_mark(tensor.to(getattr(torch, manifest.weights[name][1])))
+    except (WeightTransferError, SafetensorError, OSError, ValueError, KeyError) as error:
+        raise PublishError(
+            f"{folder} is no complete checkpoint ({error}); write it again, whole, before servers are told"
+        ) from error
+    return stored, served
 
 
 def _flush(path: Path) -> None:

@@ -197,14 +197,15 @@ class ServerLink:
         self.endpoints.reset_prefix_cache()
         self._cache_is_fresh = True
 
-    def commit(self, version: str, expected: Mapping[str, str]) -> None:
-        """Load what was staged, called `version`; the server is paused. Raises where it then holds anything else than `expected`."""
+    def commit(self, version: str, sent: Mapping[str, str], served: Mapping[str, str]) -> None:
+        """Load what was staged, called `version`; the server is paused. Raises where something else came than was `sent`, or where the
+        server then holds anything else than `served`."""
         self._update = None
         self.endpoints.finish_update(version, timeout_s=self._deadline_s)
         self._forget_cache()
         for rank, answer in enumerate(self._ask("ludic_fingerprint")):
-            wrong = [name for name, mark in expected.items() if answer["loaded"].get(name) != mark]
-            stale = [name for name, mark in answer["served"].items() if name in expected and expected[name] != mark]
+            wrong = [name for name, mark in sent.items() if answer["loaded"].get(name) != mark]
+            stale = [name for name, mark in answer["served"].items() if name in served and served[name] != mark]
             if wrong or stale:
                 raise PublishError(
                     f"after the push of version {version}, worker {rank} of {self.url} holds other values than the trainer: "

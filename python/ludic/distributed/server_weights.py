@@ -15,7 +15,7 @@ from ludic.errors import PublishError
 if TYPE_CHECKING:
     from torch import Tensor
 
-HEAD = "lm_head.weight"
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def fitted(weights: Mapping[str, Tensor], manifest: ServerManifest, *, partial: 
     """The weights in the server's dtypes, in the order of their names. Raises PublishError for what does not fit."""
     import torch
 
-    weights = _without_tied_head(weights, manifest)
+    weights = without_tied_head(weights, manifest)
     check_fit(
         [{"name": name, "dtype": str(tensor.dtype), "shape": list(tensor.shape)} for name, tensor in weights.items()],
         manifest,
@@ -74,12 +74,13 @@ def fitted(weights: Mapping[str, Tensor], manifest: ServerManifest, *, partial: 
     return {name: weights[name].detach().to(getattr(torch, manifest.weights[name][1])).contiguous() for name in sorted(weights)}
 
 
-def _without_tied_head(weights: Mapping[str, Tensor], manifest: ServerManifest) -> Mapping[str, Tensor]:
+def without_tied_head(weights: Mapping[str, Tensor], manifest: ServerManifest) -> Mapping[str, Tensor]:
+    """The weights that are sent. Raises PublishError where a head that is left out is not the embedding."""
     if not manifest.tied or HEAD not in weights:
         return weights
     import torch
 
-    embeddings = [tensor for name, tensor in weights.items() if name.endswith("embed_tokens.weight")]
+    embeddings = [tensor for name, tensor in weights.items() if name.endswith(EMBEDDING)]
     if embeddings and not torch.equal(embeddings[0], weights[HEAD]):
         raise PublishError(
             f"{HEAD} differs from the embedding, and the server's config has tie_word_embeddings=true; train a tied head, or serve "

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ludic.distributed.adapters.vllm import VllmControlPlane, create_vllm_publisher
-from ludic.distributed.checkpoint_folder import CheckpointFolder
+from ludic.distributed.checkpoint_folder import CheckpointFolder, folder_marks
 from ludic.distributed.fan_out import failed_servers, on_each, urls
 from ludic.distributed.interfaces import PolicyPublisher
 from ludic.distributed.server_weights import ServerManifest, checkpoint_names, fitted
@@ -151,20 +151,22 @@ class SGLangEngine:
 
 
 class VLLMEngine:
-    """Tells a vLLM server to read a checkpoint: taken aside and checked, then loaded while paused."""
+    """Tells a vLLM server to read a checkpoint: compared with the server's model, taken aside, loaded while paused, and compared with what
+    the server then holds."""
 
-    def __init__(self, base_url: str, timeout: float = 300) -> None:
-        self.base_url, self.timeout = base_url.rstrip("/"), timeout
+    def __init__(self, base_url: str, timeout: float = 300, *, partial: bool = False) -> None:
+        """`partial`: weights may be missing in a checkpoint: frozen ones, whose values the server has."""
+        self.base_url, self.timeout, self.partial = base_url.rstrip("/"), timeout, partial
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
-        return await asyncio.to_thread(self._update, checkpoint_path)
+        return await asyncio.to_thread(self._update, Path(checkpoint_path).resolve())
 
-    def _update(self, checkpoint_path: str) -> dict[str, Any]:
-        control = VllmControlPlane(self.base_url, timeout_s=self.timeout, by_folder=True)
-        control.prepare()
+    def _update(self, folder: Path) -> dict[str, Any]:
+        control = VllmControlPlane(self.base_url, timeout_s=self.timeout, partial=self.partial, by_folder=True)
+        control.expect(*folder_marks(folder, control.prepare(), partial=self.partial))
         try:
-            control.announce_folder(Path(checkpoint_path).resolve(), checkpoint_path)
-            control.finalize_update(Path(checkpoint_path).name)
+            control.announce_folder(folder, folder.name)
+            control.finalize_update(folder.name)
         except BaseException:
             control.abandon_update()
             raise

@@ -47,6 +47,8 @@ class LoraPublisher:
         self._folders = CheckpointFolder(directory, keep=keep)
         self._keep = keep
         self._loaded: list[str] = []
+        self._knows_servers = False
+        """The servers have of this name what is in `_loaded`: not before the first push, and not after a fault."""
         self._published: tuple[str, dict[str, str]] | None = None
 
     @property
@@ -89,7 +91,9 @@ class LoraPublisher:
     def _load(self, name: str, folder: str) -> None:
         if name in self._loaded:  # the same version again, after a resume
             self._unload(name)
-        failures = on_each(self.servers, lambda server: self._load_at(server, name, folder))
+        known, self._knows_servers = self._knows_servers, False
+        failures = on_each(self.servers, lambda server: self._load_at(server, name, folder, known=known))
+        self._knows_servers = not failures
         if failures:
             on_each([server for server in self.servers if server not in failures], lambda server: server.unload_adapter(name))
             raise PublishError(
@@ -98,8 +102,8 @@ class LoraPublisher:
             ) from next(iter(failures.values()))
         self._loaded.append(name)
 
-    def _load_at(self, server: VllmEndpoints, name: str, folder: str) -> None:
-        if name in server.models():  # of the run that is resumed, or of a load whose answer was lost
+    def _load_at(self, server: VllmEndpoints, name: str, folder: str, *, known: bool) -> None:
+        if not known and name in server.models():  # of the run that is resumed, or of a load whose answer was lost
             server.unload_adapter(name)
         server.load_adapter(name, folder, timeout_s=self.timeout_s)
 
@@ -111,6 +115,7 @@ class LoraPublisher:
         self._loaded.remove(name)
         failures = on_each(self.servers, lambda server: server.unload_adapter(name))
         if failures:  # a server that was restarted has none
+            self._knows_servers = False
             logger.warning("adapter %s was not unloaded everywhere: %s", name, failed_servers(failures))
 
 

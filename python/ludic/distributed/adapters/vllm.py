@@ -88,7 +88,8 @@ class VllmControlPlane:
         self._live: list[ServerLink] = []
         self._open = False
         self._began_at = 0.0
-        self._expected: dict[str, str] = {}
+        self._sent: dict[str, str] = {}
+        self._served: dict[str, str] = {}
         self._client: Any = None if isinstance(client, str | Sequence) else client
         if self._client is not None:
             self._client._weight_control = self  # where VllmTensorCommunicator(client) finds the connections
@@ -115,9 +116,9 @@ class VllmControlPlane:
             )
         return manifest
 
-    def expect(self, marks: Mapping[str, str]) -> None:
-        """What each server must hold once the next push is loaded: a fingerprint of it."""
-        self._expected = dict(marks)
+    def expect(self, sent: Mapping[str, str], served: Mapping[str, str] | None = None) -> None:
+        """Fingerprints of the next push, and of what each server must hold once it is loaded, where that is another dtype."""
+        self._sent, self._served = dict(sent), dict(sent if served is None else served)
 
     def announce_update_batch(self, metadata: list[WeightMetadata], version: Version = None) -> None:
         """Begin a push of these tensors, which follow in this order."""
@@ -159,7 +160,7 @@ class VllmControlPlane:
         name = f"vllm-{time.time_ns()}" if version is None else str(version)
         paused_at = time.perf_counter()
         self._pause(version)
-        failures = on_each(self._live, lambda link: link.commit(name, self._expected))
+        failures = on_each(self._live, lambda link: link.commit(name, self._sent, self._served))
         failures |= on_each([link for link in self._live if link not in failures], ServerLink.resume)
         on_each(list(failures), ServerLink.drain)
         self.timings["paused_s"] = time.perf_counter() - paused_at
