@@ -5,7 +5,7 @@ from ludic.envs.env import LudicEnv
 from ludic.envs.key_value import KeyValueEnv
 from ludic.envs.prompt_env import PromptEnv
 from ludic.envs.single_agent_env import SingleAgentEnv
-from ludic.envs.tictactoe import TicTacToeEnv
+from ludic.envs.tictactoe import TicTacToeEnv, TwoPlayerTicTacToeEnv
 
 __all__ = [
     "DatasetQAEnv",
@@ -17,5 +17,6 @@ __all__ = [
     "Sample",
     "SingleAgentEnv",
     "TicTacToeEnv",
+    "TwoPlayerTicTacToeEnv",
     "VerifierFn",
 ]

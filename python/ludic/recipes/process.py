@@ -21,7 +21,8 @@ def settled_memory() -> Iterator[None]:
     """Around the play of a run that is set up.
 
     Inside, what was imported and built before is left out of the search for cycles, and the search is made less often. From here on,
-    tensors that are freed go back to the allocator and not to the system; variables `MALLOC_*` that are set decide instead.
+    tensors that are freed go back to the allocator and not to the system; variables `MALLOC_*` and `GLIBC_TUNABLES` that are set decide
+    instead.
     """
     _keep_freed_tensors()
     thresholds = gc.get_threshold()
@@ -36,7 +37,7 @@ def settled_memory() -> Iterator[None]:
 
 
 def _keep_freed_tensors() -> None:
-    if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
+    if sys.platform != "linux" or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc alone has it
     if mallopt is not None:

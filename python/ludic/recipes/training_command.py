@@ -77,8 +77,11 @@ def run_command(
 ) -> int:
     """The exit status: 0, or 128 and the signal's number after a stop. Errors of the user's are raised as `LudicError`."""
     started = time.perf_counter()
+    if resume is not None and arguments:
+        raise ConfigError(f"--resume goes on with the settings of {resume}; it takes no other setting ({' '.join(arguments)})")
     if print_config:
-        print(to_yaml(command.compose(arguments)), end="")
+        directory = None if resume is None else command.directory.go_on(resume)
+        print(to_yaml(_recipe(command, arguments, directory)), end="")
         return 0
     return carry_out(lambda console: _train(command, arguments, resume, console, started), json_only=json_only)
 
@@ -87,8 +90,6 @@ def _train(
     command: TrainingCommand[D, R], arguments: Sequence[str], resume: Path | None, console: Console, started: float
 ) -> tuple[int, str]:
     """The exit status and the summary."""
-    if resume is not None and arguments:
-        raise ConfigError(f"--resume goes on with the settings of {resume}; it takes no other setting ({' '.join(arguments)})")
     console.print("Loading torch and transformers", highlight=False)
     run = _set_up(command, arguments, resume, console)
     run.watch.add("set_up", time.perf_counter() - started)
@@ -103,7 +104,7 @@ def _set_up(command: TrainingCommand[D, R], arguments: Sequence[str], resume: Pa
 
     quiet_libraries()
     directory = command.directory.go_on(resume) if resume is not None else None
-    recipe = command.compose(arguments if directory is None else [str(directory.config)])
+    recipe = _recipe(command, arguments, directory)
     screen = Screen(console, every=recipe.log_every)
     run = command.set_up(recipe, directory, screen, StopRequest(screen.note))
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in run.parts.model.parameters()]
@@ -111,6 +112,11 @@ def _set_up(command: TrainingCommand[D, R], arguments: Sequence[str], resume: Pa
     of_which = f", {trained:,} of them trained" if trained < whole else ""
     screen.note(f"{run.title}: {whole:,} parameters{of_which}, seed {recipe.seed}, writing to {run.directory.path}/")
     return run
+
+
+def _recipe(command: TrainingCommand[D, R], arguments: Sequence[str], directory: D | None) -> Any:
+    """Of the run to go on with, else of the command line."""
+    return command.compose(arguments if directory is None else [str(directory.config)])
 
 
 def _play_out(run: TrainingRun, started: float) -> int:

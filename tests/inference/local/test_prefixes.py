@@ -4,11 +4,14 @@ import asyncio
 import gc
 from random import Random
 
+import accelerate
 import pytest
 import torch
-from decoding import KINDS, assert_trainable, model_of
+from decoding import KINDS, LLAMA, assert_trainable, model_of
 from hypothesis import given, settings, strategies as st
+from peft import LoraConfig, get_peft_model
 from playing import FOR_RL, Counting, play, protocol, tiny_model, tokenizer
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from ludic.errors import ConfigError
 from ludic.inference import ChatCompletionRequest, LocalChatClient, SamplingParams
@@ -122,6 +125,77 @@ def take_an_optimizer_step(model):
 def load_others(model):
     torch.manual_seed(9)
     model.load_state_dict(type(model)(model.config).state_dict())
+
+
+def adapted(names=("one",)):
+    """Two layers with adapters of weight, the first of them at work."""
+    settings = LoraConfig(r=4, target_modules=["k_proj", "v_proj"], init_lora_weights=False, lora_alpha=32)
+    model = get_peft_model(model_of("Llama"), settings, adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, settings)
+    return model.eval()
+
+
+@pytest.mark.parametrize("switch", ["disable_adapter_layers", "set_adapter", "merge_adapter", "scaling"])
+def test_other_adapters_read_everything_anew(switch):
+    model = adapted(("one", "two"))
+    dialogues = Dialogues(model, 1)
+    dialogues.turn()
+    if switch == "set_adapter":
+        model.set_adapter("two")
+        model.eval()
+    elif switch == "scaling":
+        for module in model.modules():
+            if hasattr(module, "scaling") and isinstance(module.scaling, dict):
+                module.scaling["one"] = 0.5
+    else:
+        getattr(model.base_model, switch)()
+    assert_trainable(model, *dialogues.turn())
+
+
+def test_weights_made_in_inference_mode_are_known_by_their_elements():
+    with torch.inference_mode():
+        model = model_of("Llama")
+    dialogues = Dialogues(model, 1)
+    dialogues.turn()
+    assert dialogues.prefixes.nbytes > 0
+    with torch.inference_mode():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    assert_trainable(model, *dialogues.turn())
+
+
+def test_weights_that_are_loaded_as_they_are_needed_are_read_anew(tmp_path):
+    whole, offloaded = model_of("Llama"), model_of("Llama")
+    accelerate.dispatch_model(
+        offloaded, {"model": "cpu", "lm_head": "disk"}, offload_dir=str(tmp_path), main_device="cpu", force_hooks=True
+    )
+    known, plain = Dialogues(offloaded, 1), Dialogues(whole, 1, room=0)
+    for _ in range(3):
+        assert [c.token_ids for c in known.turn()[1]] == [c.token_ids for c in plain.turn()[1]]
+
+
+@pytest.mark.parametrize("length", [12, 40])
+def test_positions_that_depend_on_the_length_of_the_dialogue_are_read_anew(length):
+    """Longrope turns keys by one set of factors in short dialogues and by another in long ones."""
+    factors = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    torch.manual_seed(0)
+    model = Phi3ForCausalLM(
+        Phi3Config(
+            **LLAMA,
+            pad_token_id=0,
+            original_max_position_embeddings=16,
+            rope_parameters={**factors, "original_max_position_embeddings": 16},
+        )
+    ).eval()
+    known, plain = Dialogues(model, 2, episodes=1), Dialogues(model, 2, episodes=1, room=0)
+    for dialogues in (known, plain):
+        dialogues.texts = [list(range(20, 20 + length))]
+    for _ in range(3):
+        (got,), (wanted,) = known.turn()[1], plain.turn()[1]
+        assert got.token_ids == wanted.token_ids
+        assert got.logprobs == pytest.approx(wanted.logprobs, abs=2e-5)
+    assert known.prefixes.nbytes == 0
 
 
 @pytest.mark.parametrize("change", [change_in_place, change_behind_the_counters, take_an_optimizer_step, load_others])
@@ -245,8 +319,24 @@ def test_episodes_of_an_engine_are_the_same_and_read_less():
         assert [turn[:2] for turn in mine] == [turn[:2] for turn in other]
         for (*_, a), (*_, b) in zip(mine, other, strict=True):
             assert a == pytest.approx(b, abs=1e-4)
-    gc.collect()
     assert with_cache._prefixes.nbytes == 0  # the episodes are over
+
+
+def test_what_was_read_goes_at_the_end_of_the_episode_whoever_holds_on_to_it():
+    model, prefixes = model_of("Llama"), PrefixCache(ROOM)
+    with new_episode() as episode:
+        decode(
+            model,
+            [DecodeRequest([7, 8, 9], SamplingParams(), 2, 0, episode=episode)],
+            eos_ids=frozenset(),
+            pad_id=0,
+            prefixes=prefixes,
+        )
+        assert prefixes.nbytes > 0
+    assert prefixes.nbytes == 0
+    late = [DecodeRequest([7, 8, 9], SamplingParams(), 2, 0, episode=episode)]  # its batch ended after it was given up
+    decode(model, late, eos_ids=frozenset(), pad_id=0, prefixes=prefixes)
+    assert prefixes.nbytes == 0
 
 
 def test_a_push_forgets_what_was_read():

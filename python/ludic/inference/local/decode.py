@@ -251,7 +251,7 @@ class _Decoding:
 
     def _leave(self, read: int) -> None:
         """Put aside what the cache has of the rows that are about to go."""
-        if not self.room or not is_plain(self.model, self.cache):
+        if not self.room or not is_plain(self.model, self.cache, self.device):
             return
         snapshot = Snapshot.of(self.cache, self.mask[:, : self.cache.get_seq_length()])
         if snapshot.nbytes <= self.room:

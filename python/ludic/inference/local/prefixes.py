@@ -5,6 +5,7 @@ They hold for the weights that computed them. Shapes: N rows, H heads, T columns
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ LEAST_SHARE = 0.5
 """Of a prompt that must be known: below it, reading the whole is as quick."""
 SAMPLED_ELEMENTS = 256
 """Of each parameter, to tell a change that the version counters of tensors do not show."""
+PLAIN_ROPE = {"default", "linear", "llama3", "yarn"}
+"""Others, such as longrope and dynamic, turn the keys of a long dialogue in another way than those of a short one."""
 _numbers = count()
 
 
@@ -61,7 +64,8 @@ class Match:
 
 
 class PrefixCache:
-    """The prefixes of the episodes that are being played, of at most `max_bytes`; the oldest go first."""
+    """The prefixes of the episodes that are being played, of at most `max_bytes`, and while a batch is decoded of twice that. The oldest go
+    first."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -99,6 +103,10 @@ class PrefixCache:
         others = [p for p in self._prefixes.get(episode, ()) if _common(p.ids, prefix.ids) < len(p.ids)]
         self._prefixes[episode] = [*others, prefix]
         self._snapshots.add(prefix.snapshot)
+        episode.at_end(self._forget)
+
+    def _forget(self, episode: Episode) -> None:
+        self._prefixes.pop(episode, None)
 
     def shrink(self) -> None:
         """Forget the oldest snapshots until what is left fits."""
@@ -114,14 +122,23 @@ class PrefixCache:
                 self._prefixes[episode] = [p for p in prefixes if p.snapshot.number not in dropped]
 
 
-def is_plain(model: Any, cache: Any) -> bool:
-    """Whether rows of the cache can be taken apart and joined: every layer keeps every token, and positions are rotary ones, which do
-    not depend on the columns between two tokens."""
+def is_plain(model: Any, cache: Any, device: torch.device) -> bool:
+    """Whether rows of the cache can be taken apart and joined: every layer keeps every token, all of them on one device, and positions
+    are rotary ones that depend neither on the columns between two tokens nor on how long the dialogue becomes."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
-    config = getattr(model, "config", None)
-    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None)
-    return bool(rotary) and type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
+    return (
+        _rope_types(getattr(model, "config", None)) <= PLAIN_ROPE
+        and type(cache) is DynamicCache
+        and all(type(layer) is DynamicLayer and layer.keys.device == device for layer in cache.layers)
+    )
+
+
+def _rope_types(config: Any) -> set[str]:
+    """The kinds of rotary positions of a model; `none` where it has none."""
+    given = getattr(config, "rope_parameters", None) or {}
+    of_layers = [part for part in given.values() if isinstance(part, dict)] or [given]
+    return {part.get("rope_type") or ("default" if "rope_theta" in part else "none") for part in of_layers}
 
 
 def joined(matches: Sequence[Match]) -> tuple[Any, Tensor]:
@@ -178,14 +195,30 @@ def _stacked(tensors: Sequence[Tensor], parts: Sequence[_Part], rows: int, width
 
 
 def weights_mark(model: nn.Module) -> object:
-    """Equal as long as the weights stay as they are, without reading them all: where each lies, how often it was written in place, and
-    a few of its elements."""
-    parameters = list(model.parameters())
-    places = [(p.data_ptr(), p._version) for p in parameters]
+    """Equal as long as the model stays as it is, without reading all of it: where each tensor lies, how often it was written in place, a
+    few of its elements, and which adapters are at work. Never equal where weights are loaded as they are needed."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(tensor.is_meta for tensor in tensors):
+        return object()
+    places = [(tensor.data_ptr(), None if tensor.is_inference() else tensor._version) for tensor in tensors]
+    sums: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
-        flat = [p.reshape(-1) for p in parameters if p.numel()]
-        samples = [f[:: max(1, f.numel() // SAMPLED_ELEMENTS)].double().sum() for f in flat]
-    return places, (torch.stack(samples).tolist() if samples else [])
+        for tensor in tensors:
+            flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+            sums.setdefault(tensor.device, []).append(flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)].double().sum())
+    return places, [torch.stack(of_device).tolist() for of_device in sums.values()], _adapters_at_work(model)
+
+
+def _adapters_at_work(model: nn.Module) -> list[tuple[object, ...]]:
+    """What PEFT's layers add to their weights."""
+    peft = sys.modules.get("peft.tuners.tuners_utils")
+    if peft is None:
+        return []
+    return [
+        (tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters), str(getattr(layer, "scaling", None)))
+        for layer in model.modules()
+        if isinstance(layer, peft.BaseTunerLayer)
+    ]
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
