@@ -49,6 +49,18 @@ def test_the_head_alone():
     assert trained_weights({"classifier.dense.weight": 1, "bert.x": 2}, "head_only") == {"classifier.dense.weight": 1}
 
 
+@pytest.mark.parametrize("part", ["head.dense.weight", "pooler.dense.weight"])  # of ModernBERT, of DeBERTa
+def test_what_stands_between_backbone_and_classifier_is_of_the_head(part):
+    params = {
+        f"base_model.model.{part.replace('.', '.modules_to_save.default.', 1)}": 1,
+        "classifier.weight": 2,
+        f"bert.{part}": 3,
+    }
+    params["bert.layer.query.base_layer.weight"] = 4
+    assert trained_weights(params, "head_only") == {part: 1, "classifier.weight": 2}
+    assert trained_weights(params, "lora") == {part: 1, "classifier.weight": 2, "bert.layer.query.weight": 4}
+
+
 def test_everything_is_everything_without_adapters_by_the_names_of_the_plain_model():
     assert trained_weights(MERGED, "full") == PLAIN
     assert trained_weights(PLAIN, "full") == PLAIN

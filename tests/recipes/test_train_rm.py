@@ -150,6 +150,23 @@ def test_the_documented_command_runs_on_a_local_file(tmp_path: Path, model: Path
     assert [line["step"] for line in lines if "eval/pairwise_accuracy" in line and "train/loss" not in line] == [2, 4, 6]
 
 
+def test_weights_that_are_neither_loaded_nor_trained_are_an_error(tiny: list[str], tmp_path: Path) -> None:
+    """A BERT that was saved as a masked language model has no pooler, and LoRA would leave the one that is drawn as it is."""
+    from small_models import scoring_model
+    from transformers import BertForMaskedLM
+
+    classifier = scoring_model("Bert")
+    place = tmp_path / "bert"
+    config = classifier.config
+    config.vocab_size = 272
+    BertForMaskedLM(config).save_pretrained(place)
+    make_byte_tokenizer().save_pretrained(place)
+    given = [*tiny, f"model={place}", "trainer.max_seq_len=32", "trainer.micro_token_budget=128"]
+    assert "no weights for bert.pooler.dense" in refused(*given, "lora.rank=2")
+    assert not (tmp_path / "run").exists()
+    train_rm(*given)  # all weights are trained
+
+
 def test_adapters_are_saved_beside_the_merged_model(tiny: list[str], tmp_path: Path) -> None:
     from peft import PeftModel
 

@@ -19,6 +19,14 @@ CAUSAL = {
     "Falcon": {**SIZES, "initializer_range": 0.2},
     "Bloom": {"vocab_size": 64, "hidden_size": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.2, "pad_token_id": 0},
 }
+SCORING = {
+    "Qwen3": {**LLAMA, "head_dim": 8},
+    "Bert": BERT,
+    "Roberta": BERT,
+    "ModernBert": {**BERT, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+    "DebertaV2": BERT,
+}
+"""Those that have a head for sequences, and are not among the above."""
 
 
 def causal_model(architecture, *, seed=0, **changes):
@@ -27,7 +35,7 @@ def causal_model(architecture, *, seed=0, **changes):
 
 def scoring_model(architecture, *, seed=0, num_labels=1):
     """A model with a head for sequences: a reward model where there is one label."""
-    settings = {**CAUSAL, "Bert": BERT, "Roberta": BERT}[architecture]
+    settings = {**CAUSAL, **SCORING}[architecture]
     return _make(architecture, "ForSequenceClassification", {**settings, "num_labels": num_labels}, seed)
 
 

@@ -13,6 +13,8 @@ HEAD_NAMES = ("score", "classifier", "classification_head", "lm_head", "reward_h
 """Modules that make rewards or classes of hidden states, in the order in which they are looked for."""
 HEAD_PARTS = tuple(f"{name}." for name in HEAD_NAMES)
 """In the names of a head."""
+BESIDE_HEAD = ("head.", "pooler.")
+"""How the names begin of what stands between the backbone and the classifier: of ModernBERT, of DeBERTa-v2."""
 ADAPTER_PARTS = ("lora_", ".lora.")
 """In the names of adapters."""
 MERGED_PART = ".base_layer."
@@ -40,7 +42,7 @@ def trained_weights(params: Mapping[str, T], training_mode: RewardModelTrainingM
 def _is_sent(name: str, mode: RewardModelTrainingMode, params: Mapping[str, object]) -> bool:
     if ".original_module." in name:  # PEFT's copy of the head as it was
         return False
-    is_head = any(part in name for part in HEAD_PARTS) and not _is_adapter(name)
+    is_head = (any(part in name for part in HEAD_PARTS) or _plain(name).startswith(BESIDE_HEAD)) and not _is_adapter(name)
     if mode is RewardModelTrainingMode.HEAD_ONLY:
         return is_head
     if mode is RewardModelTrainingMode.FULL:

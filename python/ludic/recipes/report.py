@@ -269,7 +269,7 @@ def show_files(console: Console, directory: RunDirectory, notes: Mapping[Path, s
     console.print(f"[bold]Written to[/] {directory.path}/", highlight=False)
     for path, note in notes.items():
         if path.exists():
-            console.print(f"  {path.name:<15}{note}", highlight=False, markup=False)
+            console.print(f"  {path.name:<16}{note}", highlight=False, markup=False)
 
 
 def _printable(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -25,6 +25,30 @@ def find_head(model: nn.Module) -> str | None:
         if found and not (head == "lm_head" and _gives_vocabulary(named[found[0]], model)):
             return found[0]
     return None
+
+
+def head_parts(model: nn.Module) -> list[str]:
+    """Full names of the head, and after it of what else a classifier of transformers has outside of its backbone, which makes its scores
+    as well: the `head` of ModernBERT, the `pooler` of DeBERTa-v2. Empty for a model without a head."""
+    head = find_head(model)
+    if head is None:
+        return []
+    place = head.rpartition(".")[0]
+    owner = model.get_submodule(place) if place else model
+    beside = [f"{place}.{name}" if place else name for name in outside_of_backbone(owner)]
+    return [head, *(name for name in beside if name != head)] if is_classifier(owner) else [head]
+
+
+def outside_of_backbone(model: nn.Module) -> list[str]:
+    """The children with weights of a model of transformers, without its backbone."""
+    backbone = getattr(model, "base_model_prefix", None)
+    return [name for name, child in model.named_children() if name != backbone and any(True for _ in child.parameters())]
+
+
+def is_classifier(model: Any) -> bool:
+    """Whether transformers made it for sequence classification, adapters or not."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's, around it
+    return any(kind.__name__.endswith("ForSequenceClassification") for kind in type(model).__mro__)
 
 
 def _gives_vocabulary(head: nn.Module, model: nn.Module) -> bool:

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, ConfigError
+from ludic.inference.reward_weights import HEAD_NAMES
 from ludic.training.adapters import has_adapters, require_peft, without_adapters
-from ludic.training.heads import find_head
+from ludic.training.heads import head_parts, is_classifier, outside_of_backbone
 from ludic.training.state_files import ADAPTER, write_model
 from ludic.training.weights import unwrapped
 
@@ -36,6 +37,7 @@ PROJECTIONS: dict[str, tuple[str, ...]] = {
     "GPT-2, GPT-BigCode": ("c_attn", "q_attn", "c_proj", "c_fc"),
     "GPT-NeoX, Bloom, Falcon": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
     "BERT, RoBERTa, ELECTRA": ("query", "key", "value", "dense"),
+    "DeBERTa-v2": ("query_proj", "key_proj", "value_proj", "dense"),
     "DistilBERT": ("q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2"),
     "ModernBERT, MPT": ("Wqkv", "Wo", "Wi", "out_proj", "up_proj", "down_proj"),
     "T5": ("q", "k", "v", "o", "wi", "wi_0", "wi_1", "wo"),
@@ -60,7 +62,7 @@ class LoraSettings:
     target_modules: Sequence[str] | None = None
     """Last parts of the names of the layers to adapt; None: attention and feed-forward layers, found by `find_target_modules`."""
     modules_to_save: Sequence[str] | None = None
-    """Layers that are trained whole and saved with the adapters; None: the head of a model that scores, if it has one."""
+    """Layers that are trained whole and saved with the adapters; None: all parts of the head of a model that scores, if it has one."""
     rank_stabilized: bool = False
     """Scale by `alpha / sqrt(rank)` instead (Kalajdzievski 2023)."""
 
@@ -96,7 +98,8 @@ def apply_lora(model: nn.Module, settings: LoraSettings | LoraConfig | None = No
     `LoraSettings`; the config that was given is not changed. Adapters of a model in half precision are float32 unless
     `adapters_in_float32` is off, which FSDP needs. Their first weights come from torch's global generator.
 
-    Raises ConfigError for a model that has adapters, one that is sharded already, and one whose layers have none of the known names.
+    Raises ConfigError for a model that has adapters, one that is sharded already, one whose layers have none of the known names, and a
+    classifier whose head has none.
     """
     peft = require_peft()
     if has_adapters(model):
@@ -119,22 +122,32 @@ def _peft_as_it_is() -> Iterator[None]:
 
 
 def _fill_in(config: LoraConfig, model: nn.Module) -> None:
-    head = find_head(model)
-    if config.modules_to_save is None and head is not None:
-        config.modules_to_save = [head.rpartition(".")[2]]
+    heads = head_parts(model)
+    if config.modules_to_save is None and heads:
+        config.modules_to_save = [head.rpartition(".")[2] for head in heads]
+    if config.modules_to_save is None and is_classifier(model):
+        raise ConfigError(_headless(model))
     if config.target_modules is None:
         config.target_modules = set(find_target_modules(model))
         config.exclude_modules = _outside_of_blocks(model, config.target_modules) or None
     targets = [layer for name, layer in _linear_layers(model) if _is_target(name, config.target_modules)]
     config.fan_in_fan_out = bool(targets) and all(type(layer).__name__ == "Conv1D" for layer in targets)
     if config.task_type is None:
-        config.task_type = _task_type(model, head)
+        config.task_type = _task_type(model, heads[0] if heads else None)
+
+
+def _headless(model: Any) -> str:
+    outside = ", ".join(outside_of_backbone(model)) or "nothing"
+    return (
+        f"{type(model).__name__} is a classifier without a head of a known name ({', '.join(HEAD_NAMES)}), and its own would stay as it "
+        f"was made; set modules_to_save to the layers that make its scores: outside of {model.base_model_prefix} it has {outside}"
+    )
 
 
 def _task_type(model: nn.Module, head: str | None) -> Any:
     """PEFT's word for what the model does, where it has one of transformers' forms; else PEFT notes the model's class."""
     task = require_peft().TaskType
-    if type(model).__name__.endswith("ForSequenceClassification") and head in ("score", "classifier"):
+    if is_classifier(model) and head in ("score", "classifier"):
         return task.SEQ_CLS
     return task.CAUSAL_LM if head is None and hasattr(model, "prepare_inputs_for_generation") else None
 

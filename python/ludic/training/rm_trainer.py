@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ludic.errors import ConfigError, ConfigTypeError
-from ludic.training.adapters import has_adapters
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend import build_optimizer
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, Rows
@@ -25,6 +24,7 @@ from ludic.training.batching.preference import (
     split_preference_pairs_by_token_budget,
 )
 from ludic.training.classification_metrics import PreferenceMetrics
+from ludic.training.heads import is_classifier
 from ludic.training.lora import apply_lora
 from ludic.training.loss.base import Loss, normalizer_of
 from ludic.training.loss.preference import ScoreType
@@ -215,9 +215,3 @@ def _check_model(model: Any, loss: Loss, cfg: RMTrainerConfig) -> None:
             f"pad_token_id ({cfg.pad_token_id}) must be that of the model's config ({pad}), by which it finds the last token of a sample; "
             "set both to the tokenizer's"
         )
-
-
-def is_classifier(model: Any) -> bool:
-    """Whether transformers made it for sequence classification, adapters or not."""
-    model = model.get_base_model() if has_adapters(model) else model
-    return any(kind.__name__.endswith("ForSequenceClassification") for kind in type(model).__mro__)

@@ -10,23 +10,38 @@ from ludic.errors import ConfigError
 from ludic.recipes.lora import with_adapters
 from ludic.recipes.model import check_dtype, place_of, small_config, tokenizer_of
 from ludic.recipes.rm.schema import RMRecipe
+from ludic.training.adapters import base_names, has_adapters
 
 
 def reward_model_of(recipe: RMRecipe, *, pad_token_id: int) -> Any:
     """The model that the recipe names, or a small one, with one score for a sequence, that of its last token before the padding.
 
     A head that the model's files do not have is drawn from torch's global generator, seeded by the caller. LoRA's adapters, if the recipe
-    asks for any, are in place.
+    asks for any, are in place. Raises ConfigError where they would leave other weights that were drawn as they are.
     """
-    model = _loaded(recipe.model, recipe.dtype) if recipe.model is not None else _small(recipe)
+    model, drawn = _loaded(recipe.model, recipe.dtype) if recipe.model is not None else (_small(recipe), set())
     model.config.pad_token_id = pad_token_id  # by which a classifier finds the last token
     model.config.get_text_config().pad_token_id = pad_token_id
     try:
-        return with_adapters(model, recipe.lora, seed=recipe.seed)
+        adapted = with_adapters(model, recipe.lora, seed=recipe.seed)
     except ConfigError:
         raise
     except ValueError as error:  # PEFT's own, for names that no layer has
         raise ConfigError(f"lora.target_modules ({recipe.lora.target_modules or 'all'}): {error}") from error
+    frozen = sorted(drawn & _frozen(adapted))
+    if frozen:
+        raise ConfigError(
+            f"model ({recipe.model}) has no weights for {', '.join(frozen[:3])}, and LoRA would leave them as they were drawn; train every "
+            "weight (lora.rank=0), or give a model that has them"
+        )
+    return adapted
+
+
+def _frozen(model: Any) -> set[str]:
+    """Parameters that are not trained, by their names in the model without adapters."""
+    parameters = dict(model.named_parameters())
+    names = base_names(model, parameters) if has_adapters(model) else {name: name for name in parameters}
+    return {plain for plain, name in names.items() if not parameters[name].requires_grad}
 
 
 def with_own_padding(tokenizer: Any) -> Any:
@@ -57,13 +72,16 @@ def _small(recipe: RMRecipe) -> Any:
     return Qwen2ForSequenceClassification(config).to(torch.float32 if recipe.dtype == "auto" else getattr(torch, recipe.dtype))
 
 
-def _loaded(source: str, dtype: str) -> Any:
-    """Weights are read from safetensors only, never from pickle."""
+def _loaded(source: str, dtype: str) -> tuple[Any, set[str]]:
+    """The model, and the names of the weights that its files do not have. They are read from safetensors only, never from pickle."""
     from transformers import AutoModelForSequenceClassification
 
     check_dtype(dtype)
     place = place_of(source)
     try:
-        return AutoModelForSequenceClassification.from_pretrained(place, num_labels=1, dtype=dtype, use_safetensors=True)
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            place, num_labels=1, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model ({source}) could not be loaded with a scalar head: {error}") from error
+    return model, set(loading["missing_keys"])
