@@ -2,6 +2,7 @@
 are how optional and heavy parts are reached late, the second never run."""
 
 import ast
+import importlib
 import subprocess
 import sys
 import time
@@ -151,6 +152,19 @@ def run(code: str) -> str:
 def test_importing_a_package_does_not_load(module, absent):
     loaded = run(f"import sys, {module}; print(*[name for name in {absent!r} if name in sys.modules])")
     assert loaded == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("ludic.inference.vllm_client", ["VLLMChatClient", "VLLMClient"]),
+        ("ludic.inference.vllm_utils", ["collect_proc_output", "start_vllm_server", "wait_for_vllm_health"]),
+        ("ludic.inference.vllm_server", ["main"]),
+    ],
+)
+def test_documented_paths_stay_where_a_module_has_moved(path, names):
+    module = importlib.import_module(path)
+    assert [name for name in names if not hasattr(module, name)] == []
 
 
 def test_importing_ludic_takes_less_than_a_tenth_of_a_second():

@@ -1,5 +1,6 @@
-"""The name that `VLLMChatClient` is documented under; it lives in `ludic.inference.vllm.client`."""
+"""The name that the clients are documented under; they live in `ludic.inference.vllm`."""
 
 from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.reward_client import VLLMClient
 
-__all__ = ["VLLMChatClient"]
+__all__ = ["VLLMChatClient", "VLLMClient"]

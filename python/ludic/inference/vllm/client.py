@@ -476,12 +476,3 @@ def _payload(answer: Any, url: str) -> dict[str, Any]:
     if not isinstance(payload, dict):
         raise InferenceError(f"{url} answered {str(answer)[:200]!r}, which is no JSON object; is this the right address?")
     return payload
-
-
-def __getattr__(name: str) -> Any:
-    """`VLLMClient`, which builds on this module, is reachable from it too."""
-    if name == "VLLMClient":
-        from ludic.inference.vllm.reward_client import VLLMClient
-
-        return VLLMClient
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
