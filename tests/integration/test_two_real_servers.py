@@ -13,6 +13,7 @@ from served_weights import CLOSE, changed, running, version, weights, worst
 from ludic.distributed import create_vllm_publisher, server_link
 from ludic.errors import PublishError
 from ludic.inference import SamplingParams, VLLMChatClient
+from ludic.inference.vllm import client as vllm_client
 from ludic.inference.vllm.endpoints import VllmEndpoints
 
 pytestmark = pytest.mark.integration
@@ -76,6 +77,13 @@ async def sample(client, seeds, max_tokens=64):
     asked = (client.complete_tokens(PROMPT, sampling=SamplingParams(1.0, max_tokens), seed=seed) for seed in seeds)
     async with client:
         return [trace.completion_token_ids for trace in await asyncio.gather(*asked)]
+
+
+@pytest.fixture
+def expected(servers):
+    """What 32 seeds give, by one server alone."""
+    alone = VLLMChatClient(urls=[servers[0].url], tokenizer=servers[0].tokenizer)
+    return asyncio.run(sample(alone, range(32), max_tokens=400))
 
 
 def test_requests_spread_over_both_and_a_push_reaches_both(servers, client):
@@ -162,10 +170,32 @@ def test_one_that_hangs_while_it_loads_serves_nothing_and_the_other_the_new_weig
     recovers(create_vllm_publisher([server.url for server in servers]), servers)  # a trainer that knows of nothing
 
 
-def test_one_that_is_killed_with_requests_in_the_middle_costs_no_answer(servers, client):
+def test_one_that_hangs_with_requests_in_the_middle_costs_no_answer_and_is_taken_back(servers, expected, monkeypatch):
+    monkeypatch.setattr(vllm_client, "PROBE_TIMEOUT_S", 3.0)
+    urls = [server.url for server in servers]
+    client = VLLMChatClient(urls=urls, tokenizer=servers[0].tokenizer, backoff_s=0.0, silence_s=3.0)
+
+    async def scenario():
+        asked = asyncio.create_task(sample(client, range(32), max_tokens=400))
+        while await asyncio.to_thread(running, servers[1]) < 8:
+            assert not asked.done()
+        tell(servers[1], signal.SIGSTOP)
+        try:
+            answers = await asked
+        finally:
+            tell(servers[1], signal.SIGCONT)
+        async with client:
+            return answers, client.metrics(), await client.probe()
+
+    answers, counts, alive = asyncio.run(scenario())
+    assert answers == expected
+    assert counts["live"] == 1
+    assert counts["moved"] == counts[f"failures/{urls[1]}"] >= 1
+    assert alive == dict.fromkeys(urls, True)
+
+
+def test_one_that_is_killed_with_requests_in_the_middle_costs_no_answer(servers, client, expected):
     """The last test: the second server does not come back."""
-    alone = VLLMChatClient(urls=[servers[0].url], tokenizer=servers[0].tokenizer)
-    expected = asyncio.run(sample(alone, range(32), max_tokens=400))
 
     async def scenario():
         asked = asyncio.create_task(sample(client, range(32), max_tokens=400))

@@ -7,11 +7,13 @@ import logging
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerUnreachableError
 from ludic.inference.servers.openai_client import open_client
+from ludic.inference.servers.silence import SilenceWatch
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -75,6 +77,9 @@ class ServerPool:
     A server that is out of reach, or whose engine is dead, is drained: it gets no more requests, and those that it had move to the
     others. After `rest_s` it is probed by `probe`, and taken back if that passes. With none left, a call is an EngineDeadError or a
     ServerUnreachableError that names them all.
+
+    So is one that hangs: that answers nothing for `silence_s` while others answer or are idle, fails the probe, and makes no `progress`, a
+    number that rises while it works. Calls must be such that they can be made twice. With None each call waits for its own deadline.
     """
 
     def __init__(
@@ -82,7 +87,9 @@ class ServerPool:
         servers: Sequence[Server],
         *,
         probe: Callable[[Server], Awaitable[None]] | None = None,
+        progress: Callable[[Server], Awaitable[float | None]] | None = None,
         rest_s: float = REST_S,
+        silence_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not servers:
@@ -92,7 +99,8 @@ class ServerPool:
         self.servers = list(servers)
         self.moved = 0
         """Calls that went on at another server."""
-        self._probe, self._rest_s, self._clock = probe, rest_s, clock
+        self._probe, self._progress, self._rest_s, self._clock = probe, progress, rest_s, clock
+        self._silence = None if silence_s is None else SilenceWatch(self.servers, silence_s, self._lives, clock=clock)
         self._probes: dict[Server, asyncio.Task[None]] = {}
 
     @property
@@ -108,14 +116,15 @@ class ServerPool:
             server.in_flight += 1
             server.requests += 1
             try:
-                return await call(server)
+                async with self._watched(server):
+                    return await call(server)
             except (EngineDeadError, ServerUnreachableError) as error:
                 server.failures += 1
                 if len(self.servers) == 1 or server.url in cut:
                     raise
                 if isinstance(error, EngineDeadError):
                     self.drain(server, str(error))
-                elif await self.probe(server):  # a connection that was cut, and no more
+                elif server.drained is None and await self.probe(server):  # a connection that was cut, and no more
                     cut.add(server.url)
                 if not self.live:
                     raise
@@ -156,8 +165,34 @@ class ServerPool:
         for task in self._probes.values():
             task.cancel()
         self._probes.clear()
+        if self._silence is not None:
+            self._silence.stop()
         for server in self.servers:
             await server.aclose()
+
+    def _watched(self, server: Server) -> AbstractAsyncContextManager[None]:
+        """Around a call, which may be broken off where there is another server to go to."""
+        if self._silence is None or self._probe is None or len(self.servers) == 1:
+            return nullcontext()
+        return self._silence.over(server)
+
+    async def _lives(self, server: Server) -> bool:
+        """Whether a server that is silent gives a token, or else works on what it has. One that does not is drained."""
+        assert self._probe is not None
+        before = await self._worked(server)
+        try:
+            await self._probe(server)
+        except (InferenceError, TimeoutError) as error:
+            after = await self._worked(server)
+            if before is None or after is None or after <= before:
+                self.drain(
+                    server, f"it answered nothing while others did, nor when it was probed ({str(error) or 'no answer in time'})"
+                )
+                return False
+        return True
+
+    async def _worked(self, server: Server) -> float | None:
+        return None if self._progress is None else await self._progress(server)
 
     def _least_loaded(self) -> Server:
         live = self.live

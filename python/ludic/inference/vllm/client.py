@@ -40,7 +40,14 @@ from ludic.inference.vllm.responses import (
     check_trace,
     sampled_tokens,
 )
-from ludic.inference.vllm.session import open_session, read_context_lengths, read_version, server_url, wait_until_healthy
+from ludic.inference.vllm.session import (
+    open_session,
+    read_context_lengths,
+    read_progress,
+    read_version,
+    server_url,
+    wait_until_healthy,
+)
 from ludic.types import ChatResponse, TokenTrace
 
 if TYPE_CHECKING:
@@ -69,8 +76,10 @@ class VLLMChatClient:
     lacks any of it, or that is for another prompt, is an InferenceError.
 
     A call takes at most `timeout_s`, all attempts included. Failed connections, 408, 409, 425, 429, 5xx and aborted requests are tried
-    again up to `max_retries` times: sampling changes nothing on the server. An engine that is gone is an EngineDeadError at once. Of
-    several servers (`urls`) each request goes to the one with the least to do; a dead one is drained and its requests move.
+    again up to `max_retries` times: sampling changes nothing on the server. An engine that is gone is an EngineDeadError at once.
+
+    Of several servers (`urls`) each request goes to the one with the least to do; a dead one is drained and its requests move. So do those
+    of one that hangs: that answers nothing for `silence_s` while others answer or are idle, then no probe, and works on nothing.
 
     Settings without meaning are a ConfigError before anything is sent, as is a prompt and `max_tokens` that do not fit into the server's
     context, which the server would clip silently; with `on_overflow="clip"` it is clipped here and counted. Fields of
@@ -115,6 +124,7 @@ class VLLMChatClient:
         urls: Sequence[str] | None = None,
         tokenizer: Any = None,
         timeout_s: float = 600.0,
+        silence_s: float | None = 60.0,
         max_retries: int = 3,
         backoff_s: float = 0.5,
         backoff_growth: float = 2.0,
@@ -132,7 +142,7 @@ class VLLMChatClient:
         addresses = [server_url(url) for url in urls] if urls is not None else [server_url(host, port)]
         self._persistence = Persistence(timeout_s, max_retries, backoff_s, backoff_growth)
         servers = [Server(url, api_key, timeout_s, headers=dict(extra_headers or {})) for url in addresses]
-        self._pool = ServerPool(servers, probe=self._probe)
+        self._pool = ServerPool(servers, probe=self._probe, progress=self._progress, silence_s=silence_s)
         self.server_url = addresses[0]
         self.server_urls = addresses
         self.host, self.port, self.group_port, self.device = host, port, group_port, device
@@ -458,6 +468,9 @@ class VLLMChatClient:
         found = await asyncio.to_thread(read_version, self._session, server.url)
         if self._version and (found is None or found < self._version):
             raise InferenceError(f"it serves version {found} of the weights and not {self._version}; push to it first")
+
+    async def _progress(self, server: Server) -> float | None:
+        return await asyncio.to_thread(read_progress, server.url)
 
 
 def _check_thought(ids: Sequence[int], extensions: object, tokens: PromptTokens) -> None:

@@ -20,6 +20,7 @@ MODELS_TIMEOUT_S = 30.0
 VERSION_TIMEOUT_S = 2.0
 VERSION_ENDPOINTS = (("/weight_info", "weight_version"), ("/runtime_version", "version"))
 """vLLM's own, and that of older servers."""
+TOKEN_COUNTERS = ("vllm:prompt_tokens_total{", "vllm:generation_tokens_total{")
 
 
 class HealthTimeoutError(ServerUnreachableError, requests.ConnectionError):
@@ -77,6 +78,19 @@ def read_version(session: Any, url: str) -> int | None:
         except Exception:  # whatever it is, the version is not known
             return None
     return None
+
+
+def read_progress(url: str) -> float | None:
+    """Tokens that the server has read and sampled so far: a number that rises while it works. None where it does not say, asked once."""
+    try:
+        with requests.Session() as once:
+            once.trust_env = not is_loopback(url)
+            answer = once.get(f"{url}/metrics", timeout=VERSION_TIMEOUT_S)
+        lines = answer.text.splitlines() if answer.status_code == 200 else []
+        counts = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(TOKEN_COUNTERS)]
+    except (requests.RequestException, ValueError):
+        return None
+    return sum(counts) if counts else None
 
 
 def _is_healthy(session: requests.Session, url: str) -> bool:
