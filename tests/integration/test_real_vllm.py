@@ -75,7 +75,7 @@ def test_log_probabilities_are_those_of_the_distribution_drawn_from(vllm_server,
 def test_both_endpoints_and_both_ways_of_rendering_give_the_same_tokens(vllm_server):
     async def scenario(client):
         rendered, _ = await client.complete(ask(seed=5))
-        client._without_generate.add(vllm_server.url)
+        client._endpoints.without_generate.add(vllm_server.url)
         completions, _ = await client.complete(ask(seed=5))
         return rendered, completions
 
@@ -152,7 +152,7 @@ def test_a_request_stopped_on_order_is_made_again(vllm_server):
 def test_tags_are_echoed_by_the_middleware_on_every_endpoint(vllm_server):
     async def scenario(client):
         await client.complete(ask(max_tokens=4))
-        client._without_generate.add(vllm_server.url)
+        client._endpoints.without_generate.add(vllm_server.url)
         await client.complete(ask(max_tokens=4))
         return client.metrics()
 

@@ -13,7 +13,7 @@ from served_weights import CLOSE, changed, running, version, weights, worst
 from ludic.distributed import create_vllm_publisher, server_link
 from ludic.errors import PublishError
 from ludic.inference import SamplingParams, VLLMChatClient
-from ludic.inference.vllm import client as vllm_client
+from ludic.inference.servers import pool
 from ludic.inference.vllm.endpoints import VllmEndpoints
 
 pytestmark = pytest.mark.integration
@@ -171,7 +171,7 @@ def test_one_that_hangs_while_it_loads_serves_nothing_and_the_other_the_new_weig
 
 
 def test_one_that_hangs_with_requests_in_the_middle_costs_no_answer_and_is_taken_back(servers, expected, monkeypatch):
-    monkeypatch.setattr(vllm_client, "PROBE_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(pool, "PROBE_TIMEOUT_S", 3.0)
     urls = [server.url for server in servers]
     client = VLLMChatClient(urls=urls, tokenizer=servers[0].tokenizer, backoff_s=0.0, silence_s=3.0)
 

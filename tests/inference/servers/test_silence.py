@@ -9,8 +9,9 @@ from tiny_policy import tiny_tokenizer
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference import SamplingParams, VLLMChatClient
+from ludic.inference.servers import pool
 from ludic.inference.servers.pool import Server, ServerPool
-from ludic.inference.vllm import client as client_module, session
+from ludic.inference.vllm import session
 
 
 class Hanging:
@@ -179,7 +180,7 @@ def test_silence_must_last_some_time():
 
 
 def test_requests_of_a_server_that_hangs_are_answered_by_the_other_as_it_would_have(monkeypatch):
-    monkeypatch.setattr(client_module, "PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(pool, "PROBE_TIMEOUT_S", 0.3)
 
     async def scenario(servers):
         urls = [server.url for server in servers]

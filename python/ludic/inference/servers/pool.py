@@ -6,12 +6,13 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerUnreachableError
+from ludic.inference.servers.errors import meant
 from ludic.inference.servers.openai_client import open_client
 from ludic.inference.servers.silence import SilenceWatch
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+PROBE_TIMEOUT_S = 30.0
 REST_S = 30.0
 """How long a drained server is left alone before it is probed."""
 
@@ -60,9 +62,14 @@ class Server:
             self._clients[loop] = client
         return self._clients[loop]
 
-    async def post(self, path: str, body: dict[str, Any], *, headers: dict[str, str] | None = None) -> Any:
+    async def post(self, path: str, body: dict[str, Any], *, headers: Mapping[str, str] | None = None) -> Any:
         """The JSON that the server answers to a body at a path from its root. Raises the openai package's errors."""
         return await self.client().post(f"{self.url}{path}", body=body, cast_to=object, options={"headers": headers or {}})
+
+    async def probe(self, path: str, body: dict[str, Any]) -> None:
+        """Return if there is an answer in time, or raise the error that says why there is none."""
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            await meant(self.post(path, body), self.url, PROBE_TIMEOUT_S)
 
     async def aclose(self) -> None:
         """Close the connections of the event loop that runs."""

@@ -5,26 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import requests
-
-from ludic.errors import ConfigError, InferenceError, ServerUnreachableError
-from ludic.inference.chat_template import offered_tools
-from ludic.inference.extensions import VLLMExtensions
+from ludic.errors import InferenceError
+from ludic.inference.client import WeightPublisher
 from ludic.inference.prompt_tokens import PromptTokens
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
 from ludic.inference.servers.client_tags import ClientTag, TagPolicy
-from ludic.inference.servers.errors import AbortedError, has_no_path, may_pass, meant
+from ludic.inference.servers.errors import AbortedError, may_pass, meant
 from ludic.inference.servers.openai_client import open_client
 from ludic.inference.servers.persistence import Persistence
 from ludic.inference.servers.pool import Server, ServerPool
 from ludic.inference.servers.prompt_clipping import PromptClipper
 from ludic.inference.servers.weight_versions import version_number
-from ludic.inference.think_limits import heeded
-from ludic.inference.tool_calls import assistant_message, calls_made
+from ludic.inference.vllm.context_room import ContextRoom
+from ludic.inference.vllm.rendered_chat import RenderedChat
 from ludic.inference.vllm.requests import (
     SAMPLING_FIELDS,
     chat_arguments,
@@ -34,20 +30,17 @@ from ludic.inference.vllm.requests import (
     extension_fields,
     generate_body,
 )
-from ludic.inference.vllm.responses import (
-    SampledTokens,
-    chat_response,
-    check_trace,
-    sampled_tokens,
-)
+from ludic.inference.vllm.responses import SampledTokens, answer_object, chat_response, check_trace, sampled_tokens
 from ludic.inference.vllm.session import (
     open_session,
     read_context_lengths,
     read_progress,
     read_version,
+    reset_prefix_cache,
     server_url,
     wait_until_healthy,
 )
+from ludic.inference.vllm.token_endpoints import COMPLETIONS, TokenEndpoints
 from ludic.types import ChatResponse, TokenTrace
 
 if TYPE_CHECKING:
@@ -55,15 +48,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PROBE_TIMEOUT_S = 30.0
 VERSION_AGE_S = 1.0
 TOKEN_FIELDS = SAMPLING_FIELDS | {"vllm_xargs"}
-
-
-class Publisher(Protocol):
-    """Makes new weights those that are sampled from, as `ludic.distributed.PolicyPublisher` does."""
-
-    def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None: ...
 
 
 class VLLMChatClient:
@@ -103,7 +89,7 @@ class VLLMChatClient:
     _tokens: PromptTokens | None = None
     _tag: ClientTag | None = None
     _clipper: PromptClipper | None = None
-    _publisher: Publisher | None = None
+    _publisher: WeightPublisher | None = None
     _weight_control: Any = None
     """Set by a publisher to these servers: it has their connections, and `drained`, those that it took out of service."""
     _version = 0
@@ -137,8 +123,7 @@ class VLLMChatClient:
         allow_unknown_fields: bool = False,
         publisher_settings: Mapping[str, Any] | None = None,
     ) -> None:
-        if on_overflow not in ("error", "clip"):
-            raise ConfigError(f"on_overflow ({on_overflow!r}) must be 'error' or 'clip'")
+        self._room = ContextRoom({}, on_overflow=on_overflow)
         addresses = [server_url(url) for url in urls] if urls is not None else [server_url(host, port)]
         self._persistence = Persistence(timeout_s, max_retries, backoff_s, backoff_growth)
         servers = [Server(url, api_key, timeout_s, headers=dict(extra_headers or {})) for url in addresses]
@@ -150,19 +135,18 @@ class VLLMChatClient:
         self._publisher_settings = dict(publisher_settings or {})
         self.served_names: dict[str, str] = {}
         """Model asked for -> name under which its present weights are served, such as that of the newest adapter."""
-        self.counts: dict[str, int] = {"aborted": 0, "clipped_max_tokens": 0}
+        self._aborted = 0
         self._tokens = None if tokenizer is None else PromptTokens(tokenizer)
         self._tag = None if client_tag is None else ClientTag(client_tag, client_tag_policy)
         self._clipper = None if max_prompt_chars is None else PromptClipper(max_prompt_chars if max_prompt_chars > 0 else None)
-        self._on_overflow, self._allow_unknown_fields = on_overflow, allow_unknown_fields
-        self._without_generate: set[str] = set()
-        """Servers that take token ids on `/v1/completions` alone."""
+        self._allow_unknown_fields = allow_unknown_fields
+        self._endpoints = TokenEndpoints()
         self._session = open_session(addresses, api_key, extra_headers or {})
         self._async_client = servers[0].spare = open_client(
             f"{self.server_url}/v1", api_key=api_key, timeout_s=timeout_s, headers=extra_headers
         )
         wait_until_healthy(self._session, addresses, connection_timeout_s)
-        self._limits = read_context_lengths(self._session, self.server_url)
+        self._room.lengths = read_context_lengths(self._session, self.server_url)
         self._version, self._version_read_at = read_version(self._session, self.server_url) or 0, time.monotonic()
 
     # -- completions
@@ -194,13 +178,13 @@ class VLLMChatClient:
     ) -> TokenTrace:
         """Continue token ids as they are. `model` is the first that the server offers unless it is named."""
         sampled, _ = await self._sample(
-            model or next(iter(self._limits), ""), prompt_token_ids, sampling or SamplingParams(), seed
+            model or next(iter(self._room.lengths), ""), prompt_token_ids, sampling or SamplingParams(), seed
         )
         return TokenTrace(list(prompt_token_ids), sampled.token_ids, sampled.logprobs, sampled.finish_reason)
 
     def models(self) -> list[str]:
         """Names of the models that the first server offers."""
-        return list(self._limits)
+        return list(self._room.lengths)
 
     async def probe(self) -> dict[str, bool]:
         """Ask every server for one token. Address -> whether it lives; the dead are drained, those that live again taken back."""
@@ -209,7 +193,7 @@ class VLLMChatClient:
 
     def metrics(self) -> dict[str, int]:
         """Counts so far: of each server, requests moved, aborted and clipped, and what the tags filtered."""
-        found = {**self._servers().counts(), **self.counts}
+        found = {**self._servers().counts(), "aborted": self._aborted, "clipped_max_tokens": self._room.clipped}
         if self._clipper is not None:
             found["clipped_prompts"] = self._clipper.clipped
         if self._tag is not None:
@@ -282,14 +266,7 @@ class VLLMChatClient:
     def reset_prefix_cache(self) -> None:
         """Make every server forget what it computed of earlier prompts. Raises InferenceError where that fails."""
         for server in self._servers().servers:
-            try:
-                answer = self._session.post(f"{server.url}/reset_prefix_cache", timeout=60.0)
-            except requests.RequestException as error:
-                raise ServerUnreachableError(f"{server.url} could not reset its prefix cache: {error}") from error
-            if answer.status_code != 200:
-                raise InferenceError(
-                    f"{server.url} answered {answer.status_code} to /reset_prefix_cache; it must run with VLLM_SERVER_DEV_MODE=1"
-                )
+            reset_prefix_cache(self._session, server.url)
 
     def get_num_background_tasks(self) -> int:
         """0: a push is over when it returns."""
@@ -312,13 +289,13 @@ class VLLMChatClient:
             return await server.client().chat.completions.create(**sent)
 
         def read(answer: Any) -> tuple[ChatResponse, dict[str, Any]]:
-            payload = _payload(answer, self.server_url)
+            payload = answer_object(answer, self.server_url)
             if self._tag is not None:
                 payload = self._tag.mine(payload)
             response = chat_response(payload)
             asked = request.return_
             check_trace(response, ids=asked.return_token_ids, logprobs=asked.return_chosen_logprobs)
-            self._check_clipped(request, response)
+            self._room.check_answer(request.model, response, request.sampling.max_tokens)
             return response, payload
 
         response, payload = await self._ask(at, read)
@@ -332,42 +309,17 @@ class VLLMChatClient:
             await self.get_policy_version()
         return self._version
 
-    def _check_clipped(self, request: ChatCompletionRequest, response: ChatResponse) -> None:
-        """The server renders the prompt, so only its answer tells that there was less room than `max_tokens`."""
-        prompt, answer = response.prompt_token_ids, response.completion_token_ids
-        if prompt is None or answer is None or response.finish_reason != "length" or len(answer) >= request.sampling.max_tokens:
-            return
-        self._overflow(request.model, len(prompt), request.sampling.max_tokens)
-
     async def _complete_rendered(
         self, request: ChatCompletionRequest, tokens: PromptTokens
     ) -> tuple[ChatResponse, dict[str, Any]]:
-        tools = offered_tools(request.tools)
-        messages = request.messages if self._clipper is None else self._clipper(request.messages)
-        prompt_ids = tokens.encode(messages, tools)
+        chat = RenderedChat(request, request.messages if self._clipper is None else self._clipper(request.messages), tokens)
         fields = extension_fields(request.extensions)
         if not self._allow_unknown_fields:
             check_fields(fields, TOKEN_FIELDS)
-        asked = request.return_
         sampled, info = await self._sample(
-            request.model, prompt_ids, request.sampling, request.seed, top_k=asked.top_logprobs_k, fields=fields
+            request.model, chat.prompt_ids, request.sampling, request.seed, top_k=request.return_.top_logprobs_k, fields=fields
         )
-        _check_thought(sampled.token_ids, request.extensions, tokens)
-        ids = sampled.token_ids[:-1] if sampled.ended_by_token else sampled.token_ids
-        text = tokens.text(ids)
-        if isinstance(sampled.stop_reason, str):
-            text = text.split(sampled.stop_reason, 1)[0]
-        message = assistant_message(text, first_id=calls_made(messages)) if tools else {"role": "assistant", "content": text}
-        tokens.answered(messages, tools, message, prompt_ids, sampled.token_ids)
-        called = "tool_calls" in message and sampled.finish_reason == "stop"
-        response = ChatResponse(
-            text=text,
-            completion_token_ids=sampled.token_ids if asked.return_token_ids else None,
-            completion_logprobs=sampled.logprobs if asked.return_chosen_logprobs else None,
-            finish_reason="tool_calls" if called else sampled.finish_reason,
-            prompt_token_ids=prompt_ids if asked.return_token_ids else None,
-        )
-        choice = {"index": 0, "message": message, "finish_reason": response.finish_reason}
+        response, choice = chat.read(sampled)
         return response, {"raw_response": {"choices": [choice]}, **info}
 
     async def _sample(
@@ -382,26 +334,18 @@ class VLLMChatClient:
     ) -> tuple[SampledTokens, dict[str, Any]]:
         """One continuation, and `policy_version`, `weight_versions` and `used_args` without the prompt."""
         check_sampling_params(sampling)
-        sampling = self._fitting(model, prompt_ids, sampling)
+        sampling = self._room.fitted(model, prompt_ids, sampling)
         common = {"model": self.served_names.get(model, model), **({} if self._tag is None else {"client_tag": self._tag.tag})}
         used = fields or {}
-        version = await self._version_before() if self._without_generate else self._version
+        version = await self._version_before() if self._endpoints.without_generate else self._version
         arguments = {**common, **generate_body(prompt_ids, sampling, seed, top_k, used)}
         other = {**common, **completions_body(prompt_ids, sampling, seed, top_k, used)}
 
         async def at(server: Server) -> Any:
-            headers = None if self._tag is None else self._tag.headers()
-            if server.url not in self._without_generate:
-                try:
-                    return await server.post("/inference/v1/generate", arguments, headers=headers)
-                except Exception as error:
-                    if not has_no_path(error):
-                        raise
-                    self._without_generate.add(server.url)
-            return await server.post("/v1/completions", other, headers=headers)
+            return await self._endpoints.post(server, arguments, other, None if self._tag is None else self._tag.headers())
 
         def read(answer: Any) -> SampledTokens:
-            payload = _payload(answer, self.server_url)
+            payload = answer_object(answer, self.server_url)
             return sampled_tokens(self._tag.mine(payload) if self._tag else payload, prompt_ids, name=self.server_url)
 
         sampled = await self._ask(at, read)
@@ -422,38 +366,11 @@ class VLLMChatClient:
             try:
                 return read(answer)
             except AbortedError:
-                self.counts["aborted"] += 1
+                self._aborted += 1
                 raise
 
         name = self.server_url if len(pool.servers) == 1 else f"none of {len(pool.servers)} servers"
         return await self._persistence.carry_out(lambda: pool.send(once), name=name, again=may_pass)
-
-    def _fitting(self, model: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> SamplingParams:
-        """Sampling whose `max_tokens` fits behind the prompt."""
-        limit = self._limit(model)
-        if not prompt_ids:
-            raise InferenceError("the prompt has no tokens; a model continues one token at least")
-        if limit is None or len(prompt_ids) + sampling.max_tokens <= limit:
-            return sampling
-        if len(prompt_ids) >= limit:
-            raise InferenceError(
-                f"the prompt has {len(prompt_ids)} tokens and the server's context {limit}, which leaves no room for an answer; "
-                "shorten the prompt or start the server with a larger --max-model-len"
-            )
-        self._overflow(model, len(prompt_ids), sampling.max_tokens)
-        return replace(sampling, max_tokens=limit - len(prompt_ids))
-
-    def _overflow(self, model: str, prompt: int, max_tokens: int) -> None:
-        if self._on_overflow == "error":
-            raise ConfigError(
-                f"the prompt ({prompt} tokens) and max_tokens ({max_tokens}) must fit into the server's context ({self._limit(model)}), "
-                "which would clip the answer without a word; lower max_tokens, start the server with a larger --max-model-len, or set "
-                "on_overflow='clip'"
-            )
-        self.counts["clipped_max_tokens"] += 1
-
-    def _limit(self, model: str) -> int | None:
-        return self._limits.get(model, min(self._limits.values(), default=None))
 
     def _servers(self) -> ServerPool:
         if self._pool is None:
@@ -462,30 +379,10 @@ class VLLMChatClient:
 
     async def _probe(self, server: Server) -> None:
         """One token, or the error that says why there is none. A server that came back with older weights is not taken."""
-        body = {"model": next(iter(self._limits), ""), "prompt": [[0]], "max_tokens": 1}
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            await meant(server.post("/v1/completions", body), server.url, PROBE_TIMEOUT_S)
+        await server.probe(COMPLETIONS, {"model": next(iter(self._room.lengths), ""), "prompt": [[0]], "max_tokens": 1})
         found = await asyncio.to_thread(read_version, self._session, server.url)
         if self._version and (found is None or found < self._version):
             raise InferenceError(f"it serves version {found} of the weights and not {self._version}; push to it first")
 
     async def _progress(self, server: Server) -> float | None:
         return await asyncio.to_thread(read_progress, server.url)
-
-
-def _check_thought(ids: Sequence[int], extensions: object, tokens: PromptTokens) -> None:
-    """A server that does not know `max_think` ignores it without a word."""
-    limit = extensions.max_think if isinstance(extensions, VLLMExtensions) else None
-    if limit is not None and not heeded(ids, limit, tokens.tokenizer("</think>", add_special_tokens=False)["input_ids"]):
-        raise InferenceError(
-            f"the server let a thought go on after max_think ({limit}) tokens; start it with what heeds it (`ludic serve --think-limits`)"
-        )
-
-
-def _payload(answer: Any, url: str) -> dict[str, Any]:
-    """An answer as a JSON object."""
-    dump = getattr(answer, "model_dump", None)
-    payload = dump(exclude_none=True, warnings=False) if dump is not None else answer
-    if not isinstance(payload, dict):
-        raise InferenceError(f"{url} answered {str(answer)[:200]!r}, which is no JSON object; is this the right address?")
-    return payload

@@ -32,6 +32,15 @@ class SampledTokens:
         return self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
 
 
+def answer_object(answer: Any, url: str) -> dict[str, Any]:
+    """An answer as a JSON object."""
+    dump = getattr(answer, "model_dump", None)
+    payload = dump(exclude_none=True, warnings=False) if dump is not None else answer
+    if not isinstance(payload, dict):
+        raise InferenceError(f"{url} answered {str(answer)[:200]!r}, which is no JSON object; is this the right address?")
+    return payload
+
+
 def chat_response(answer: Any) -> ChatResponse:
     """The first choice of a chat completion, whose parts are attributes or keys."""
     choices = _part(answer, "choices")

@@ -38,9 +38,6 @@ ANY_MODEL = "default"
 """The name of a model that a server may call as it likes."""
 
 
-PROBE_TIMEOUT_S = 30.0
-
-
 class VLLMScoringClient:
     """A reward model behind one or more vLLM servers, `http://host:port`.
 
@@ -230,8 +227,7 @@ class VLLMScoringClient:
 
     async def _probe(self, server: Server) -> None:
         """One token scored, or the error that says why there is no score."""
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            await meant(server.post("/classify", {"input": [[0]], "use_activation": False}), server.url, PROBE_TIMEOUT_S)
+        await server.probe("/classify", {"input": [[0]], "use_activation": False})
 
     async def _closing(self, work: Coroutine[Any, Any, T]) -> T:
         try:

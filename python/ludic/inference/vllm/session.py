@@ -10,7 +10,7 @@ from typing import Any
 import requests
 from requests.adapters import HTTPAdapter
 
-from ludic.errors import ConfigError, ServerUnreachableError
+from ludic.errors import ConfigError, InferenceError, ServerUnreachableError
 from ludic.inference.servers.openai_client import is_loopback
 from ludic.inference.servers.weight_versions import version_number
 
@@ -18,6 +18,7 @@ HEALTH_TIMEOUT_S = 5.0
 HEALTH_INTERVAL_S = 2.0
 MODELS_TIMEOUT_S = 30.0
 VERSION_TIMEOUT_S = 2.0
+RESET_TIMEOUT_S = 60.0
 VERSION_ENDPOINTS = (("/weight_info", "weight_version"), ("/runtime_version", "version"))
 """vLLM's own, and that of older servers."""
 TOKEN_COUNTERS = ("vllm:prompt_tokens_total{", "vllm:generation_tokens_total{")
@@ -78,6 +79,18 @@ def read_version(session: Any, url: str) -> int | None:
         except Exception:  # whatever it is, the version is not known
             return None
     return None
+
+
+def reset_prefix_cache(session: Any, url: str) -> None:
+    """Make a server forget what it computed of earlier prompts. Raises InferenceError where that fails."""
+    try:
+        answer = session.post(f"{url}/reset_prefix_cache", timeout=RESET_TIMEOUT_S)
+    except requests.RequestException as error:
+        raise ServerUnreachableError(f"{url} could not reset its prefix cache: {error}") from error
+    if answer.status_code != 200:
+        raise InferenceError(
+            f"{url} answered {answer.status_code} to /reset_prefix_cache; it must run with VLLM_SERVER_DEV_MODE=1"
+        )
 
 
 def read_progress(url: str) -> float | None:
