@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "python"
 LAYERS = [
-    ["ludic.errors", "ludic.types", "ludic._core"],
+    ["ludic.errors", "ludic.types", "ludic.weight_names", "ludic._core"],
     ["ludic.parsers", "ludic.data", "ludic.envs", "ludic.context", "ludic.inference"],
     ["ludic.agents", "ludic.agent"],
     ["ludic.interaction"],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ludic.distributed.interfaces import WeightMetadata
 from ludic.errors import PublishError
+from ludic.weight_names import REPLACED_PART, is_adapter, unwrapped_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,16 +49,14 @@ def checkpoint_names(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights under the names of the checkpoint: adapters left out (what they are merged into stays), wrappers' prefixes too."""
     renamed: dict[str, Tensor] = {}
     for name, tensor in state_dict.items():
-        if "lora_" in name or "lora." in name or ".original_module." in name:
+        if is_adapter(name) or REPLACED_PART in name:
             continue
         renamed[_checkpoint_name(name)] = tensor
     return renamed
 
 
 def _checkpoint_name(name: str) -> str:
-    while name.startswith("base_model.model."):
-        name = name.removeprefix("base_model.model.")
-    name = name.replace(".base_layer", "").replace(".modules_to_save.default", "").replace("model.model.", "model.")
+    name = unwrapped_name(name).replace("model.model.", "model.")
     return f"model.{name}" if name.startswith("layers.") else name
 
 

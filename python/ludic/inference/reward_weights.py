@@ -8,17 +8,12 @@ from typing import TypeVar
 
 from ludic.errors import ConfigError
 from ludic.inference.reward_types import RewardModelTrainingMode
+from ludic.weight_names import HEAD_NAMES, MERGED_PART, REPLACED_PART, is_adapter, unwrapped_name
 
-HEAD_NAMES = ("score", "classifier", "classification_head", "lm_head", "reward_head", "v_head")
-"""Modules that make rewards or classes of hidden states, in the order in which they are looked for."""
 HEAD_PARTS = tuple(f"{name}." for name in HEAD_NAMES)
 """In the names of a head."""
 BESIDE_HEAD = ("head.", "pooler.")
 """How the names begin of what stands between the backbone and the classifier: of ModernBERT, of DeBERTa-v2."""
-ADAPTER_PARTS = ("lora_", ".lora.")
-"""In the names of adapters."""
-MERGED_PART = ".base_layer."
-"""In the names that PEFT gives what adapters are merged into."""
 T = TypeVar("T")
 
 
@@ -30,7 +25,7 @@ def trained_weights(params: Mapping[str, T], training_mode: RewardModelTrainingM
     chosen again. Raises ConfigError where none is left, which would leave the server as it was without a word.
     """
     mode = RewardModelTrainingMode(training_mode)
-    chosen = {_plain(name): weight for name, weight in params.items() if _is_sent(name, mode, params)}
+    chosen = {unwrapped_name(name): weight for name, weight in params.items() if _is_sent(name, mode, params)}
     if not chosen:
         raise ConfigError(
             f"none of the {len(params)} weights is one that training_mode={mode.value} changes; the name of a head has "
@@ -40,22 +35,13 @@ def trained_weights(params: Mapping[str, T], training_mode: RewardModelTrainingM
 
 
 def _is_sent(name: str, mode: RewardModelTrainingMode, params: Mapping[str, object]) -> bool:
-    if ".original_module." in name:  # PEFT's copy of the head as it was
+    if REPLACED_PART in name:
         return False
-    is_head = (any(part in name for part in HEAD_PARTS) or _plain(name).startswith(BESIDE_HEAD)) and not _is_adapter(name)
+    is_head = (any(part in name for part in HEAD_PARTS) or unwrapped_name(name).startswith(BESIDE_HEAD)) and not is_adapter(name)
     if mode is RewardModelTrainingMode.HEAD_ONLY:
         return is_head
     if mode is RewardModelTrainingMode.FULL:
-        return not _is_adapter(name)
+        return not is_adapter(name)
     if any(MERGED_PART in other for other in params):
-        return (is_head or MERGED_PART in name) and not _is_adapter(name)
-    return is_head or _is_adapter(name) or not any(map(_is_adapter, params))
-
-
-def _is_adapter(name: str) -> bool:
-    return any(part in name for part in ADAPTER_PARTS)
-
-
-def _plain(name: str) -> str:
-    """The name without what PEFT puts around it."""
-    return name.removeprefix("base_model.model.").replace(MERGED_PART, ".").replace(".modules_to_save.default.", ".")
+        return (is_head or MERGED_PART in name) and not is_adapter(name)
+    return is_head or is_adapter(name) or not any(map(is_adapter, params))

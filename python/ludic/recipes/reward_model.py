@@ -17,13 +17,13 @@ from ludic.errors import ConfigError
 from ludic.inference.local.reward import LocalRewardModel
 from ludic.parsers import Parser
 from ludic.recipes.model import base_of, check_dtype, load_tokenizer, place_of
-from ludic.training.adapters import WRAPPING
 from ludic.training.lora import load_adapter
 from ludic.training.reward_credit import CombineMode
 from ludic.training.reward_scorer import SCORE_INFO, TASK_REWARD_INFO, RewardModelReward, RewardModelScorer
 from ludic.training.state_files import ADAPTER, ADAPTER_CONFIG, read_json
 from ludic.training.types import RolloutScorer
 from ludic.types import Rollout
+from ludic.weight_names import WRAPPING
 
 
 class JudgedTask:

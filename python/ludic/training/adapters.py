@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError, MissingExtraError
-
-WRAPPING = "base_model.model."
-"""What PEFT puts before every name."""
+from ludic.weight_names import MERGED_PART, WRAPPING
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -85,7 +83,7 @@ def _adapted_modules(model: nn.Module) -> dict[str, Any]:
 
 
 def _merged(name: str, tensor: Tensor, adapted: Mapping[str, Any]) -> Tensor:
-    place, _, leaf = name.rpartition(".base_layer.")
+    place, _, leaf = name.rpartition(MERGED_PART)
     layer = adapted.get(place)
     if layer is None or layer.merged:
         return tensor

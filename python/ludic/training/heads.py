@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from ludic.inference.reward_weights import HEAD_NAMES
+from ludic.weight_names import HEAD_NAMES
 
 
 @runtime_checkable

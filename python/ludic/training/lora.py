@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, ConfigError
-from ludic.inference.reward_weights import HEAD_NAMES
 from ludic.training.adapters import has_adapters, require_peft, without_adapters
 from ludic.training.heads import head_parts, is_classifier, outside_of_backbone
 from ludic.training.state_files import ADAPTER, write_model
 from ludic.training.weights import unwrapped
+from ludic.weight_names import HEAD_NAMES
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from ludic.errors import ConfigError
-from ludic.inference.reward_weights import HEAD_NAMES
 from ludic.training.heads import head_parts, in_module
+from ludic.weight_names import HEAD_NAMES
 
 
 def parameter_groups(

@@ -1,0 +1,45 @@
+"""Names that PEFT makes of a model's, and back."""
+
+import pytest
+
+from ludic.weight_names import is_adapter, unwrapped_name
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("model.norm.weight", "model.norm.weight"),
+        ("base_model.model.model.norm.weight", "model.norm.weight"),
+        ("base_model.model.base_model.model.score.weight", "score.weight"),
+        ("base_model.model.model.layers.0.mlp.up_proj.base_layer.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("base_model.model.score.modules_to_save.default.weight", "score.weight"),
+    ],
+)
+def test_a_name_without_what_peft_puts_around_it(name, plain):
+    assert unwrapped_name(name) == plain
+    assert unwrapped_name(plain) == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [
+        ("model.layers.0.q_proj.lora_A.default.weight", True),
+        ("model.layers.0.lora.weight", True),
+        ("lora.weight", True),
+        ("model.flora.weight", False),
+        ("model.layers.0.q_proj.base_layer.weight", False),
+    ],
+)
+def test_what_is_a_weight_of_an_adapter(name, adapter):
+    assert is_adapter(name) is adapter
+
+
+def test_names_are_those_that_peft_gives():
+    from peft import LoraConfig, get_peft_model
+    from torch import nn
+
+    model = nn.ModuleDict({"up": nn.Linear(2, 2, bias=False), "score": nn.Linear(2, 1, bias=False)})
+    plain = {name for name, _ in model.named_parameters()}
+    adapted = get_peft_model(model, LoraConfig(target_modules=["up"], modules_to_save=["score"]))
+    names = [name for name, _ in adapted.named_parameters() if not is_adapter(name) and ".original_module." not in name]
+    assert {unwrapped_name(name) for name in names} == plain
