@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from commands import NETWORK, ludic, refused
 
+from ludic.recipes.run_directory import RunDirectory
+
 SHORTEST = {
     "train": ["warmup.steps=0", "steps=0", "evaluation.prompts=1", "evaluation.samples_per_prompt=1"],
     "sft": ["steps=0", "rows=10"],
@@ -34,3 +36,9 @@ def test_a_folder_of_another_command_is_refused_with_the_command_that_made_it(fo
 @pytest.mark.parametrize("command", SHORTEST)
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, command: str) -> None:
     assert "is not the folder of a run" in refused(command, "--resume", str(tmp_path))
+
+
+def test_lines_that_were_torn_off_are_no_steps(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.metrics.write_text('{"step": 1, "phase": "sft", "a": 1}\n{"step": 2, "ph\n{"step": 2, "phase": "sft", "a": 2}\n7\n')
+    assert [line["a"] for line in directory.read_metrics("sft")] == [1, 2]

@@ -208,3 +208,11 @@ def test_without_wandb_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingExtraError, match=r"ludic\[wandb\]"):
         WandbLogger()
+
+
+def test_a_line_that_was_torn_off_stays_one_of_its_own(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "train/lo')
+    with JSONLLogger(path) as logger:
+        logger.log(2, {"train/loss": 0.5})
+    assert path.read_text().splitlines() == ['{"step": 1}', '{"step": 2, "train/lo', '{"step": 2, "train/loss": 0.5}']

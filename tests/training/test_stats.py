@@ -207,3 +207,16 @@ def test_keys_are_grouped_by_prefix():
         "eval/step": 7,
         "train/cispo/loss": 8,
     }
+
+
+def test_means_over_pairs_are_weighted_by_pairs():
+    micro = [
+        {"accuracy": torch.tensor(1.0), "margin": torch.tensor(0.5), "num_pairs": torch.tensor(1.0)},  # a pair and a sample alone
+        {"accuracy": torch.tensor(0.0), "margin": torch.tensor(-1.0), "num_pairs": torch.tensor(2.0)},
+        {"accuracy": torch.tensor(0.0), "margin": torch.tensor(0.0), "num_pairs": torch.tensor(0.0)},  # samples alone
+    ]
+    found = aggregate_stats(micro, [], micro_batch_sizes=[3, 4, 5])
+    # (1 * 1 + 2 * 0 + 0) / 3, (1 * 0.5 + 2 * -1) / 3
+    assert (found["accuracy"], found["margin"]) == pytest.approx((1 / 3, -0.5))
+    alone = aggregate_stats(micro[2:], [], micro_batch_sizes=[5])
+    assert (alone["accuracy"], alone["margin"]) == (0.0, 0.0)

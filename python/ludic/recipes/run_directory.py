@@ -85,15 +85,23 @@ class RunDirectory:
         write_text(self._progress, json.dumps(asdict(progress), indent=2) + "\n")
 
     def read_metrics(self, phase: str) -> list[dict[str, Any]]:
-        """The lines of one phase in metrics.jsonl, one a step; of a step that was run twice the last counts."""
+        """The lines of one phase in metrics.jsonl, one a step; of a step that was run twice the last counts. What a full disk or a loss of
+        power tore off is left out."""
         if not self.metrics.is_file():
             return []
-        lines = [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines() if line]
         by_step: dict[int, dict[str, Any]] = {}
-        for line in lines:
+        for line in map(_whole, self.metrics.read_text(encoding="utf-8").splitlines()):
             if line.get("phase") == phase:
                 by_step.setdefault(line["step"], {}).update(line)  # a step that was evaluated has two lines
         return [by_step[step] for step in sorted(by_step)]
+
+
+def _whole(line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 class SFTDirectory(RunDirectory):

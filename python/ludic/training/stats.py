@@ -20,6 +20,8 @@ from ludic.training.loss.mismatch import LARGEST, PREFIX, is_mismatch_sum, misma
 from ludic.training.types import SAWBatch, SAWItem
 
 COUNT_KEYS = frozenset({"num_samples", "target_rollouts", "effective_rollouts", "total_completion_tokens", "num_pairs"})
+PAIR_KEYS = frozenset({"accuracy", "chosen_score", "rejected_score", "margin", "score_reg"})
+"""Means over the pairs of a micro-batch, where it counts them as `num_pairs`: samples without a partner have no part in them."""
 KINDS = ("mean", "sum", "count_true")
 
 ReducerKind = Literal["mean", "sum", "count_true"]
@@ -161,28 +163,32 @@ def aggregate_stats(
 
 def combine_micro_stats(micro_stats: Sequence[Mapping[str, Any]], sizes: Sequence[float]) -> dict[str, Any]:
     """One value for each key, still on its device. A micro-batch without a key has no say in it."""
-    columns: dict[str, list[tuple[Any, float]]] = {}
+    columns: dict[str, list[tuple[Any, Any]]] = {}
     for stats, size in zip(micro_stats, sizes, strict=True):
         for key, value in stats.items():
-            columns.setdefault(key, []).append((value.detach() if isinstance(value, Tensor) else value, float(size)))
+            weight = stats.get("num_pairs", float(size)) if key in PAIR_KEYS else float(size)
+            columns.setdefault(key, []).append((value.detach() if isinstance(value, Tensor) else value, weight))
     combined = {key: _combine(key, column) for key, column in columns.items() if not is_mismatch_sum(key)}
     sums = {key: _combined_sum(key, column) for key, column in columns.items() if is_mismatch_sum(key)}
     return {**combined, **mismatch_of(sums)}
 
 
-def _combined_sum(key: str, column: Sequence[tuple[Any, float]]) -> Any:
+def _combined_sum(key: str, column: Sequence[tuple[Any, Any]]) -> Any:
     values = torch.stack([torch.as_tensor(value) for value, _ in column])
     return values.max() if key == f"{PREFIX}{LARGEST}" else values.sum()
 
 
-def _combine(key: str, column: Sequence[tuple[Any, float]]) -> Any:
+def _combine(key: str, column: Sequence[tuple[Any, Any]]) -> Any:
     values = [value for value, _ in column]
     if key.startswith("gpu_"):
         return torch.stack([torch.as_tensor(value) for value in values]).max()
     if key in COUNT_KEYS:
         return sum(values)
     total = sum(size for _, size in column)
-    return sum(value * size for value, size in column) / total if total else 0.0
+    whole = sum(value * size for value, size in column)
+    if isinstance(total, Tensor):  # a count of pairs, which stays on its device
+        return whole / total.clamp(min=1)
+    return whole / total if total else 0.0
 
 
 def to_host(values: Mapping[str, Any]) -> dict[str, float]:

@@ -54,6 +54,12 @@ def test_labels_are_smoothed_towards_one_half(label, eps, smoothed):
     assert stats["accuracy"].item() == float(smoothed > 0.5)
 
 
+@pytest.mark.parametrize("label", [0.0, 0.5, 1.0])
+def test_a_tie_is_wrong_whatever_the_label(label):
+    logits, batch = batch_of([0.5, 0.5], labels=[label, label])
+    assert BradleyTerryLoss().compute(logits, batch)[1]["accuracy"].item() == 0.0
+
+
 @pytest.mark.parametrize(("kind", "norm"), [("l2", 5.0), ("l1", 7.0)])
 def test_the_norm_of_the_differences_is_over_the_batch_and_no_mean(kind, norm):
     logits, batch = batch_of([3.0, 0.0, 1.0, 5.0])  # differences 3 and -4

@@ -24,7 +24,9 @@ class JSONLLogger:
     def log(self, step: int, stats: Mapping[str, float]) -> None:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            torn = self.path.is_file() and not _ends_with_a_line(self.path)
             self._file = self.path.open("a", encoding="utf-8")
+            self._file.write("\n" if torn else "")  # what a full disk left unfinished stays a line of its own
         record = {"step": step, **{key: _finite(value) for key, value in stats.items()}}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
@@ -39,6 +41,13 @@ class JSONLLogger:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _ends_with_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 1))
+        return file.read(1) in (b"", b"\n")
 
 
 def _finite(value: float) -> float | None:

@@ -95,7 +95,7 @@ class BradleyTerryLoss:
             loss = loss + self.score_regularization_lambda * squares
         stats: Stats = {
             "loss": loss.detach(),
-            "accuracy": ((margin > 0) == (target > 0.5)).float().mean(),
+            "accuracy": torch.where(target > 0.5, margin > 0, margin < 0).float().mean(),  # a tie is wrong
             "chosen_score": chosen.detach().mean(),
             "rejected_score": rejected.detach().mean(),
             "margin": margin.detach().mean(),
