@@ -14,7 +14,7 @@ from ludic.errors import ConfigError
 from ludic.recipes.compose import compose, to_yaml
 from ludic.recipes.inference_section import LogprobConvention, convention, kind_of
 from ludic.recipes.model import make_small_model
-from ludic.recipes.report import _phases
+from ludic.recipes.report import phases_of
 from ludic.recipes.run import Parts
 from ludic.recipes.sampler import _started, check_inference
 from ludic.recipes.sampling_report import mismatch_of, overlap_of, weight_sync_of
@@ -208,9 +208,16 @@ async def test_the_start_of_a_server_is_measured(tmp_path, monkeypatch):
 def test_the_start_of_a_server_has_a_name_of_its_own_among_the_seconds():
     seconds = {"wall": 100.0, "set_up": 1.0, "warm_up": 2.0, "evaluate": 3.0}
     lines = [{"perf/rollout_s": 10.0}, {"perf/rollout_s": 20.0}]
-    assert _phases({**seconds, "server_start": 30.0}, lines)["server_start"] == 30.0
-    assert _phases({**seconds, "server_start": 30.0}, lines)["other"] == 34.0  # 100 - 1 - 2 - 3 - 30 - 10 - 20
-    assert "server_start" not in _phases(seconds, lines)
+    own, timed = ("set_up", "warm_up", "evaluate"), ("rollout",)
+    assert phases_of({**seconds, "server_start": 30.0}, lines, own=own, timed=timed) == {
+        "set_up": 1.0,
+        "warm_up": 2.0,
+        "evaluate": 3.0,
+        "server_start": 30.0,
+        "rollout": 30.0,
+        "other": 34.0,  # 100 - 1 - 2 - 3 - 30 - 10 - 20
+    }
+    assert "server_start" not in phases_of(seconds, lines, own=own, timed=timed)
 
 
 LINES = [
