@@ -4,11 +4,15 @@ Threads that wait spin for a moment, then sleep (see `ludic.cli.main`).
 """
 
 import os
+import signal
 
 from hypothesis import settings
 from real_vllm import vllm_server, vllm_server_to_change
 
 __all__ = ["vllm_server", "vllm_server_to_change"]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job that a shell started in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch is loaded: spinning threads make busy machines crawl
 

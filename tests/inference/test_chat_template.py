@@ -83,7 +83,7 @@ def client_that_says(text, monkeypatch, template=TEMPLATE, finish="stop"):
     """The client whole but for the sampling: the model's tokens are those of `text`, then the end."""
     made = LocalChatClient(tiny_model(max_position_embeddings=1024), templated(template))
 
-    def decode(model, requests, *, eos_ids, pad_id):
+    def decode(model, requests, *, eos_ids, pad_id, prefixes):
         ids = [*made.tokenizer(text, add_special_tokens=False)["input_ids"], *([EOS_ID] if finish == "stop" else [])]
         return [Completion(ids, [-0.1] * len(ids), [-0.1] * len(ids), finish) for _ in requests]
 
