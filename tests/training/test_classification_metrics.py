@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from sklearn import metrics as sklearn_metrics
+from torchmetrics.functional import classification
 
 from ludic.errors import ConfigError, DataError
 from ludic.training import PreferenceMetrics
@@ -275,7 +277,6 @@ def test_every_prediction_is_in_one_bin(predictions, bins):
 
 @given(pairs, st.sampled_from([-0.5, 0.25, 1.0]))
 def test_labels_are_the_sample_weights_of_scikit_learn(drawn, threshold):
-    sklearn_metrics = pytest.importorskip("sklearn.metrics", reason="pip install 'ludic[metrics]'")
     chosen, rejected, labels = (np.array(column) for column in zip(*drawn, strict=True))
     found = computed(chosen, rejected, labels, thresholds=[threshold], thresholds_on="responses")
     # each response twice: as a positive and as a negative
@@ -297,10 +298,7 @@ def test_labels_are_the_sample_weights_of_scikit_learn(drawn, threshold):
 
 
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.slow
 def test_the_metrics_are_those_of_scikit_learn_and_torchmetrics(seed):
-    sklearn_metrics = pytest.importorskip("sklearn.metrics", reason="pip install 'ludic[metrics]'")
-    classification = pytest.importorskip("torchmetrics.functional.classification", reason="pip install 'ludic[metrics]'")
     draw = np.random.default_rng(seed)
     count = int(draw.integers(2, 3000))
     chosen, rejected = draw.normal(0.3, 2.0, count), draw.normal(0.0, 2.0, count)
