@@ -1,6 +1,9 @@
 """The engine in this process: the tokens of a seed, their log-probabilities, weights that change between batches and never within."""
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -195,6 +198,49 @@ class Slow(torch.nn.Module):
         self.entered.set()
         assert self.go.wait(30)
         return self.model(**keywords)
+
+
+THREADS_LEFT = """
+import asyncio, sys, time
+from pathlib import Path
+import torch
+from ludic.inference import LocalChatClient
+from ludic.inference.local import client as module
+from playing import tiny_model, tokenizer
+
+tasks, during, decode = Path("/proc/self/task"), [], module.decode
+
+def counted(*args, **keywords):
+    torch.ones(1 << 20).exp()  # enough elements for torch to share them out
+    during.append(len(list(tasks.iterdir())))
+    return decode(*args, **keywords)
+
+async def scenario():
+    client, before = LocalChatClient(tiny_model(), tokenizer()), len(list(tasks.iterdir()))
+    for _ in range(3):
+        await client.complete_tokens([5, 6, 7])
+    deadline = time.monotonic() + 30
+    while len(list(tasks.iterdir())) > before and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    print(before, min(during), len(list(tasks.iterdir())))
+
+module.decode = counted
+torch.set_num_threads(2)
+asyncio.run(scenario())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads that /proc lists")
+def test_a_batch_leaves_no_thread_behind_nor_the_workers_that_torch_gave_it():
+    """In a process of its own: threads of other tests may be about to end."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS_LEFT], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    before, during, after = map(int, done.stdout.split())
+    assert during == before + 2, "the thread and a worker"
+    assert after == before
 
 
 def test_a_publish_waits_for_the_batch_that_is_being_decoded():

@@ -21,6 +21,7 @@ from ludic.inference.episode import Episode, current_episode
 from ludic.inference.local.decode import Bounds, Completion, DecodeRequest, decode
 from ludic.inference.local.prefixes import PrefixCache
 from ludic.inference.local.sampler import check_sampling
+from ludic.inference.local.threads import in_own_thread
 from ludic.inference.local.weights import copy_weights, own_copy
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
@@ -211,14 +212,18 @@ class LocalChatClient:
         """Queue up on this event loop and wait."""
         check_sampling(sampling)
         loop = asyncio.get_running_loop()
-        for other in [other for other in self._lines if other.is_closed()]:
-            del self._lines[other]
-        line = self._lines.setdefault(loop, _Line())
+        line = self._lines.get(loop) or self._new_line(loop)
         job = _Job(prompt, sampling, seed, loop.create_future(), current_episode())
         line.jobs.append(job)
         if line.worker is None:
             line.worker = loop.create_task(self._work(line))
         return await job.answer
+
+    def _new_line(self, loop: asyncio.AbstractEventLoop) -> _Line:
+        for other in [other for other in self._lines if other.is_closed()]:
+            del self._lines[other]
+        line = self._lines[loop] = _Line()
+        return line
 
     async def _work(self, line: _Line) -> None:
         """Decode batches until nobody waits."""
@@ -228,7 +233,7 @@ class LocalChatClient:
                 batch, line.jobs = line.jobs[: self._max_batch_size], line.jobs[self._max_batch_size :]
                 batch = [job for job in batch if not job.answer.done()]
                 if batch:
-                    _deliver(batch, await asyncio.to_thread(self._decode, batch))
+                    _deliver(batch, await in_own_thread(self._decode, batch))
         finally:
             line.worker = None
             left, line.jobs = [*batch, *line.jobs], []

@@ -5,7 +5,6 @@ Shapes: N sequences, B of them in a forward pass, T tokens of the longest, H hid
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from ludic import _core
 from ludic.errors import ConfigError, DataError, InferenceError
 from ludic.inference.local.decode import evaluating
+from ludic.inference.local.threads import in_own_thread
 from ludic.inference.local.weights import copy_weights
 from ludic.inference.reward_types import PoolingType, RewardModelTrainingMode, ScoringRequest, ScoringResponse, scoring_input
 from ludic.inference.reward_weights import trained_weights
@@ -83,7 +83,7 @@ class LocalRewardModel:
         """
         if n_labels != 1:
             raise ConfigError(f"n_labels ({n_labels}) must be 1: a reward is one number; `score` gives several")
-        logits_NL = await asyncio.to_thread(self._logits, list(inputs), pooling_type)
+        logits_NL = await in_own_thread(self._logits, list(inputs), pooling_type)
         if logits_NL.shape[1] != 1:
             raise ConfigError(
                 f"{self.name} gives {logits_NL.shape[1]} labels a sequence, a reward is one number; use a model with one"
@@ -92,7 +92,7 @@ class LocalRewardModel:
 
     async def score(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:
         """What `score_batch` does, with all labels. The info carries `reward_model_version`."""
-        logits_NL = await asyncio.to_thread(self._logits, list(request.inputs), request.pooling_type)
+        logits_NL = await in_own_thread(self._logits, list(request.inputs), request.pooling_type)
         return self._response(request, logits_NL), {"reward_model_version": self._version}
 
     def score_sync(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:
