@@ -1,7 +1,7 @@
 """What was read in earlier turns of an episode is not read again, and changes nothing but the work."""
 
 import asyncio
-import gc
+import threading
 from random import Random
 
 import accelerate
@@ -228,9 +228,39 @@ def test_what_was_read_goes_with_its_episode():
     dialogues = Dialogues(model_of("Llama"), 1)
     dialogues.turn()
     assert dialogues.prefixes.nbytes > 0
-    dialogues.episodes.clear()
-    gc.collect()
+    dialogues.episodes[0].end()
+    assert dialogues.prefixes.nbytes > 0
+    for episode in dialogues.episodes[1:]:
+        episode.end()
     assert dialogues.prefixes.nbytes == 0
+
+
+def test_episodes_end_while_another_thread_keeps_and_drops_what_was_read():
+    dialogues = Dialogues(model_of("Llama"), 2, episodes=1)
+    dialogues.turn()
+    prefixes = dialogues.prefixes
+    (kept,) = prefixes._prefixes[dialogues.episodes[0]]
+    dialogues.episodes[0].end()
+    prefixes.max_bytes = 0
+    episodes, faults = [Episode() for _ in range(3000)], []
+
+    def decoding():
+        try:
+            for i, episode in enumerate(episodes):
+                prefixes.keep(episode, kept)
+                if i % 3 == 0:
+                    prefixes.shrink()
+        except Exception as fault:
+            faults.append(fault)
+
+    thread = threading.Thread(target=decoding)
+    thread.start()
+    for episode in episodes:
+        episode.end()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert faults == []
+    assert list(prefixes._prefixes) == []
 
 
 def test_no_more_is_kept_than_allowed_and_the_oldest_goes_first():

@@ -69,7 +69,8 @@ class PrefixCache:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._prefixes: weakref.WeakKeyDictionary[Episode, list[Prefix]] = weakref.WeakKeyDictionary()
+        self._prefixes: dict[Episode, list[Prefix]] = {}
+        """Of episodes that have not ended. They end in the thread that plays them, also while another decodes."""
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._weights: object = None
 
@@ -100,8 +101,8 @@ class PrefixCache:
 
     def keep(self, episode: Episode, prefix: Prefix) -> None:
         """Remember a dialogue for the episode's next turns. One that it goes on from is forgotten."""
-        others = [p for p in self._prefixes.get(episode, ()) if _common(p.ids, prefix.ids) < len(p.ids)]
-        self._prefixes[episode] = [*others, prefix]
+        kept = self._prefixes.setdefault(episode, [])
+        kept[:] = [*(p for p in kept if _common(p.ids, prefix.ids) < len(p.ids)), prefix]
         self._snapshots.add(prefix.snapshot)
         episode.at_end(self._forget)
 
@@ -118,8 +119,8 @@ class PrefixCache:
             size -= snapshot.nbytes
             dropped.add(snapshot.number)
         if dropped:
-            for episode, prefixes in list(self._prefixes.items()):
-                self._prefixes[episode] = [p for p in prefixes if p.snapshot.number not in dropped]
+            for prefixes in list(self._prefixes.values()):
+                prefixes[:] = [p for p in prefixes if p.snapshot.number not in dropped]
 
 
 def is_plain(model: Any, cache: Any, device: torch.device) -> bool:
