@@ -6,13 +6,17 @@ import torch
 from hypothesis import given, strategies as st
 
 from ludic.inference import SamplingParams
-from ludic.inference.local.sampler import BLOCK, Sampler, stream
+from ludic.inference.local.sampler import BLOCK, Sampler, stream_key
 
 CPU = torch.device("cpu")
 
 
+def stream(seed, prompt):
+    return np.random.Generator(np.random.Philox(key=stream_key(seed, prompt)))
+
+
 def sampler(params, count, prompt=(1,)):
-    return Sampler([params] * count, [stream(seed, prompt) for seed in range(count)], CPU)
+    return Sampler([params] * count, [stream_key(seed, prompt) for seed in range(count)], CPU)
 
 
 @given(st.integers(-(2**70), 2**70), st.lists(st.integers(0, 2**40), max_size=5))

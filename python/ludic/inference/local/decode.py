@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ludic.errors import InferenceError
 from ludic.inference.episode import Episode
 from ludic.inference.local.prefixes import Match, Prefix, PrefixCache, Snapshot, is_plain, joined
-from ludic.inference.local.sampler import Sampler, stream
+from ludic.inference.local.sampler import Sampler, stream_key
 from ludic.inference.sampling import SamplingParams
 
 
@@ -155,8 +155,8 @@ class _Decoding:
         self.device = next(model.parameters()).device
         self.results = [Completion() for _ in requests]
         self.rows = list(range(len(requests)))
-        streams = [stream(request.seed, request.prompt_ids) for request in requests]
-        self.sampler = Sampler([request.sampling for request in requests], streams, self.device)
+        keys = [stream_key(request.seed, request.prompt_ids) for request in requests]
+        self.sampler = Sampler([request.sampling for request in requests], keys, self.device)
         self.eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=self.device)
         self.cache: Any = None
         self.limits = [request.limit for request in requests]

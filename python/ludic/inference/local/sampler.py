@@ -11,10 +11,13 @@ Shapes: N rows, V vocabulary.
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ludic.errors import ConfigError
@@ -23,7 +26,7 @@ from ludic.inference.sampling import SamplingParams
 CHUNK_ELEMENTS = 1 << 22
 """Probabilities worked on at once."""
 BLOCK = 64
-"""Uniforms taken from each stream at once."""
+"""Uniforms taken from each stream at once; a multiple of four."""
 
 
 def check_sampling(params: SamplingParams) -> None:
@@ -36,27 +39,44 @@ def check_sampling(params: SamplingParams) -> None:
         raise ConfigError(f"max_tokens ({params.max_tokens}) must be >= 1")
 
 
-def stream(seed: int | None, prompt_ids: Sequence[int]) -> np.random.Generator:
-    """The uniforms of one request. Without a seed they are fresh.
+def stream_key(seed: int | None, prompt_ids: Sequence[int]) -> NDArray[np.uint64]:
+    """[2] the key of one request's uniforms. Without a seed it is fresh.
 
-    The prompt is part of the key, so that requests on different prompts are independent although groups number their seeds alike.
+    The prompt is part of it, so that requests on different prompts are independent although groups number their seeds alike.
     """
     if seed is None:
-        return np.random.Generator(np.random.Philox())
+        return np.frombuffer(secrets.token_bytes(16), dtype=np.uint64)
     digest = hashlib.blake2b(np.asarray(prompt_ids, dtype="<i8").tobytes(), digest_size=8).digest()
-    key = np.array([seed % 2**64, int.from_bytes(digest, "little")], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key))
+    return np.array([seed % 2**64, int.from_bytes(digest, "little")], dtype=np.uint64)
+
+
+class Uniforms:
+    """The numbers of `np.random.Generator(np.random.Philox(key=key)).random()`, for any key at any place, without a generator for each:
+    to make one takes longer than to draw from it."""
+
+    def __init__(self) -> None:
+        self._philox = np.random.Philox(0)
+        self._generator = np.random.Generator(self._philox)
+        self._state: Any = self._philox.state
+        self._state["buffer_pos"] = 4  # four numbers a count, all of them taken
+
+    def block(self, key: NDArray[np.uint64], number: int) -> NDArray[np.float64]:
+        """[BLOCK] the numbers from `number * BLOCK` on."""
+        counter = np.array([number * BLOCK // 4, 0, 0, 0], dtype=np.uint64)
+        self._state["state"] = {"counter": counter, "key": key}
+        self._philox.state = self._state
+        return self._generator.random(BLOCK)
 
 
 class Sampler:
     """The sampling state of N rows."""
 
-    def __init__(self, params: Sequence[SamplingParams], streams: Sequence[np.random.Generator], device: torch.device) -> None:
+    def __init__(self, params: Sequence[SamplingParams], keys: Sequence[NDArray[np.uint64]], device: torch.device) -> None:
         def column(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)
 
         self._device = device
-        self._streams = list(streams)
+        self._keys, self._uniforms = list(keys), Uniforms()
         self.temperature = column([p.temperature for p in params])
         self.top_p = column([p.top_p for p in params])
         self.frequency = column([p.frequency_penalty for p in params])
@@ -71,7 +91,7 @@ class Sampler:
         """Go on with the rows at these indices [M] alone."""
         for name in ("temperature", "top_p", "frequency", "presence", "uniforms"):
             setattr(self, name, getattr(self, name)[rows])
-        self._streams = [self._streams[row] for row in rows.tolist()]
+        self._keys = [self._keys[row] for row in rows.tolist()]
         if self.counts is not None:
             self.counts = self.counts[rows]
 
@@ -81,7 +101,7 @@ class Sampler:
         logits float32; results [N] int64, float32, float32. `position` is the number of tokens drawn before: 0, 1, 2 and so on.
         """
         if position % BLOCK == 0:
-            block = np.stack([uniforms.random(BLOCK) for uniforms in self._streams])
+            block = np.stack([self._uniforms.block(key, position // BLOCK) for key in self._keys])
             self.uniforms = torch.from_numpy(block).to(self._device)
         uniform = self.uniforms[:, position % BLOCK]
         tokens, raw, drawn = [], [], []
