@@ -29,6 +29,14 @@ def test_a_prompt_without_a_template_is_the_contents():
     assert ChatTemplate(tokenizer()).render(messages) == "ab"
 
 
+@pytest.mark.parametrize("made", [tokenizer(), templated()], ids=["no template", "template"])
+def test_many_prompts_are_rendered_as_each_is(made):
+    template = ChatTemplate(made)
+    dialogues = [[user("a")], [user("b"), {"role": "assistant", "content": None}, user("c")], [user("a")]]
+    assert template.render_all(dialogues) == [template.render(messages) for messages in dialogues]
+    assert template.render_all([]) == []
+
+
 def test_tools_are_rendered_by_the_template():
     template = ChatTemplate(templated())
     assert template.render([user()]) == "<|user|>\nhi<eos>\n<|assistant|>\n"

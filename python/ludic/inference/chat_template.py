@@ -36,19 +36,32 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The prompt, ready for the model's answer. Raises ConfigError where the tools would not be seen."""
-        template = getattr(self._tokenizer, "chat_template", None)
+        template = self._source
         if not template:
             if tools:
                 raise ConfigError(
                     "the tokenizer has no chat template, so the model cannot be shown tools; set tokenizer.chat_template to one that "
                     "renders them, or use an agent without tools"
                 )
-            return "".join(message.get("content") or "" for message in messages)
+            return _contents(messages)
         plain = [_as_templates_expect(message) for message in messages]
         text = self._apply(plain, list(tools))
         if tools:
             self._check_shown(plain, text, (str(template), json.dumps(tools)))
         return text
+
+    def render_all(self, dialogues: Sequence[Sequence[Message]]) -> list[str]:
+        """`render` of each, without tools; one call of the tokenizer, which takes half the time of many."""
+        if not self._source or not dialogues:
+            return [_contents(messages) for messages in dialogues]
+        plain = [[_as_templates_expect(message) for message in messages] for messages in dialogues]
+        texts: list[str] = self._tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
+        return texts
+
+    @property
+    def _source(self) -> str | None:
+        """The template itself."""
+        return getattr(self._tokenizer, "chat_template", None)
 
     def _check_shown(self, messages: list[Message], text: str, key: tuple[str, str]) -> None:
         """Once for each set of tools: a template that leaves them out gives the same text without them."""
@@ -65,6 +78,10 @@ class ChatTemplate:
         extra = {"tools": tools} if tools else {}
         text: str = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **extra)
         return text
+
+
+def _contents(messages: Sequence[Message]) -> str:
+    return "".join(message.get("content") or "" for message in messages)
 
 
 def _as_templates_expect(message: Message) -> Message:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -33,16 +33,21 @@ class DemonstrationSource:
     async def next_batch(self) -> SAWBatch:
         rng = Random(f"demonstrations {self._seed} {self._batches}")
         episodes = self._task.demonstrations(self._batch_size, rng)
-        prompts = [prompt for episode in episodes for prompt in _prompts(self._tokenizer, episode, self._system_prompt)]
-        actions = [turn.action for episode in episodes for turn in episode]
-        ids = self._tokenizer([*prompts, *actions], add_special_tokens=False)["input_ids"]
-        prompt_ids, action_ids = iter(ids[: len(prompts)]), iter(ids[len(prompts) :])
+        dialogues = [messages for episode in episodes for messages in _asked(episode, self._system_prompt)]
+        prompts = iter(ChatTemplate(self._tokenizer).render_all(dialogues))
+        texts = [[(next(prompts), turn.action) for turn in episode] for episode in episodes]
+        ids = self._encoded(text for episode in texts for turn in episode for text in turn)
         first, items = self._batches * self._batch_size, []
-        for number, episode in enumerate(episodes, first):
-            turns = [(next(prompt_ids), [*next(action_ids), self._tokenizer.eos_token_id]) for _ in episode]
+        for number, episode_texts in enumerate(texts, first):
+            turns = [(ids[prompt], [*ids[action], self._tokenizer.eos_token_id]) for prompt, action in episode_texts]
             items += _items(f"demonstration {number}", turns)
         self._batches += 1
         return SAWBatch(items=items, meta={"target_rollouts": len(episodes), "num_samples": len(items)})
+
+    def _encoded(self, texts: Iterable[str]) -> dict[str, list[int]]:
+        """The ids of each different text."""
+        different = list(dict.fromkeys(texts))
+        return dict(zip(different, self._tokenizer(different, add_special_tokens=False)["input_ids"], strict=True))
 
     def state_dict(self) -> dict[str, int]:
         """Batches given so far."""
@@ -52,17 +57,14 @@ class DemonstrationSource:
         self._batches = int(state["batches"])
 
 
-def _prompts(tokenizer: Any, episode: Sequence[Turn], system_prompt: str | None) -> list[str]:
+def _asked(episode: Sequence[Turn], system_prompt: str | None) -> list[list[Message]]:
     """What the policy is asked with at each turn."""
-    template, messages, prompts = ChatTemplate(tokenizer), list[Message](), list[str]()
+    messages, asked = list[Message](), list[list[Message]]()
     for turn in episode:
-        if prompts:
-            messages.append({"role": "user", "content": turn.observation})
-        else:
-            messages = _opening(turn, system_prompt)
-        prompts.append(template.render(messages))
-        messages.append({"role": "assistant", "content": turn.action})
-    return prompts
+        messages = [*messages, {"role": "user", "content": turn.observation}] if asked else _opening(turn, system_prompt)
+        asked.append(messages)
+        messages = [*messages, {"role": "assistant", "content": turn.action}]
+    return asked
 
 
 def _items(name: str, turns: Sequence[tuple[list[int], list[int]]]) -> list[SAWItem]:
