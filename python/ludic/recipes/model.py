@@ -27,17 +27,15 @@ def make_policy(recipe: Recipe) -> tuple[Any, Any]:
             "a problem of your own needs model=DIRECTORY: the small model that is made without one has learnt nothing, unless "
             "warmup.steps is set and the data has completions"
         )
-    return model_of(recipe), tokenizer_of(recipe)
+    tokenizer = tokenizer_of(recipe)
+    return model_of(recipe, tokenizer), tokenizer
 
 
-def model_of(recipe: Recipe | SFTRecipe) -> Any:
-    """The model that `recipe.model` names, or a small one, whose type is float32 where that is `auto`."""
-    check_dtype(recipe.dtype)
+def model_of(recipe: Recipe | SFTRecipe, tokenizer: Any) -> Any:
+    """The model that `recipe.model` names, or a small one over the tokens of `tokenizer`."""
     if recipe.model is not None:
         return load_model(recipe.model, recipe.dtype)
-    return make_small_model(recipe.network, tokenizer_of(recipe)).to(
-        torch.float32 if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
-    )
+    return make_small_model(recipe.network, tokenizer).to(small_dtype(recipe.dtype))
 
 
 def tokenizer_of(recipe: Recipe | SFTRecipe | RMRecipe) -> Any:
@@ -65,6 +63,13 @@ def make_small_model(network: NetworkSection, tokenizer: Any = None) -> Any:
     from transformers import Qwen2ForCausalLM
 
     return Qwen2ForCausalLM(small_config(network, tokenizer))
+
+
+def small_dtype(dtype: str) -> torch.dtype:
+    """The type of a model that no files say one of: float32 where the recipe leaves it to them."""
+    check_dtype(dtype)
+    made: torch.dtype = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    return made
 
 
 def small_config(network: NetworkSection, tokenizer: Any = None) -> Any:

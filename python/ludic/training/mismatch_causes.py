@@ -208,9 +208,8 @@ class Suspects:
 
     def wrong_prompts(self, found: Comparison) -> Cause | None:
         """Whether first prompts are other tokens than the policy's tokenizer makes of their messages, whatever the numbers say."""
-        if self.tokenizer is None or getattr(
-            self.client, "prompts_clipped", False
-        ):  # the messages kept are not those that were sent
+        clipped = getattr(self.client, "prompts_clipped", False)  # then the messages kept are not those that were sent
+        if self.tokenizer is None or clipped:
             return None
         for item in found.items:
             messages = item.meta.get("chat_prompt_messages")

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ludic.errors import ConfigError
 from ludic.recipes.lora import with_adapters
-from ludic.recipes.model import check_dtype, place_of, small_config, tokenizer_of
+from ludic.recipes.model import check_dtype, place_of, small_config, small_dtype
 from ludic.recipes.rm.schema import RMRecipe
 from ludic.training.adapters import base_names, has_adapters
 
 
-def reward_model_of(recipe: RMRecipe, *, pad_token_id: int) -> Any:
-    """The model that the recipe names, or a small one, with one score for a sequence, that of its last token before the padding.
+def reward_model_of(recipe: RMRecipe, tokenizer: Any) -> Any:
+    """The model that the recipe names, or a small one, with one score for a sequence, that of its last token before the tokenizer's
+    padding.
 
     A head that the model's files do not have is drawn from torch's global generator, seeded by the caller. LoRA's adapters, if the recipe
     asks for any, are in place. Raises ConfigError where they would leave other weights that were drawn as they are.
     """
-    model, drawn = _loaded(recipe.model, recipe.dtype) if recipe.model is not None else (_small(recipe), set())
-    model.config.pad_token_id = pad_token_id  # by which a classifier finds the last token
-    model.config.get_text_config().pad_token_id = pad_token_id
+    model, drawn = _loaded(recipe.model, recipe.dtype) if recipe.model is not None else (_small(recipe, tokenizer), set())
+    model.config.pad_token_id = tokenizer.pad_token_id  # by which a classifier finds the last token
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     try:
         adapted = with_adapters(model, recipe.lora, seed=recipe.seed)
     except ConfigError:
@@ -62,14 +61,12 @@ def with_own_padding(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def _small(recipe: RMRecipe) -> Any:
-    """Float32 where the type is `auto`."""
+def _small(recipe: RMRecipe, tokenizer: Any) -> Any:
     from transformers import Qwen2ForSequenceClassification
 
-    check_dtype(recipe.dtype)
-    config = small_config(recipe.network, tokenizer_of(recipe))
+    config = small_config(recipe.network, tokenizer)
     config.num_labels = 1
-    return Qwen2ForSequenceClassification(config).to(torch.float32 if recipe.dtype == "auto" else getattr(torch, recipe.dtype))
+    return Qwen2ForSequenceClassification(config).to(small_dtype(recipe.dtype))
 
 
 def _loaded(source: str, dtype: str) -> tuple[Any, set[str]]:

@@ -52,7 +52,7 @@ class RMParts:
             raise ConfigError(
                 "trainer.eval_every_n_steps needs held-out pairs; raise heldout, or give heldout_data or heldout_split"
             )
-        model = reward_model_of(recipe, pad_token_id=tokenizer.pad_token_id).to(cfg.model_device)
+        model = reward_model_of(recipe, tokenizer).to(cfg.model_device)
         steps = recipe.epochs * _source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
         return cls(model, tokenizer, data, algorithm, cfg, steps)
 

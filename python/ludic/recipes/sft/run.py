@@ -45,7 +45,7 @@ class SFTParts:
         tokenizer = _tokenizer(recipe)
         data = SFTData.read(recipe, tokenizer)
         cfg = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
-        model = with_adapters(model_of(recipe).to(cfg.model_device), recipe.lora, seed=recipe.seed)
+        model = with_adapters(model_of(recipe, tokenizer).to(cfg.model_device), recipe.lora, seed=recipe.seed)
         steps = recipe.epochs * _source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
         heldout = HeldOutLoss(model, data.heldout, cfg) if data.heldout else None
         if heldout is None and (cfg.eval_every_n_steps or cfg.eval_at_start):
