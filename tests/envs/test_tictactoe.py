@@ -300,10 +300,10 @@ def test_the_opponents_move_can_be_left_out() -> None:
 
 def test_moves_alone_are_a_digit_a_turn() -> None:
     env = TicTacToeEnv(opponent=Scripted("B2", "C3"), text=MoveText(), system_prompt=None)
-    assert env.env_reset(seed=0)[0] == "You are X.\n:.>"
+    assert env.env_reset(seed=0)[0] == "X:.>"
     assert [env.env_step(move).obs for move in ("1", "2")] == [":5>", ":9>"]
     env = TicTacToeEnv(agent_starts=False, opponent=Scripted("C3"), text=MoveText(), system_prompt=None)
-    assert env.env_reset(seed=0)[0] == "You are O.\n:9>"
+    assert env.env_reset(seed=0)[0] == "O:9>"
     assert env.suggested_sysprompt is None
 
 

@@ -27,8 +27,8 @@ def played(env, *moves):
 
 def test_each_player_sees_the_others_move_when_its_own_is_due():
     env = TwoPlayerTicTacToeEnv(text=MoveText())
-    assert {mark: obs for mark, (obs, _) in env.reset(seed=0).items()} == {"X": "You are X.\n:.>"}
-    assert {mark: outcome.obs for mark, outcome in env.step({"X": "5"}).items()} == {"O": "You are O.\n:5>"}
+    assert {mark: obs for mark, (obs, _) in env.reset(seed=0).items()} == {"X": "X:.>"}
+    assert {mark: outcome.obs for mark, outcome in env.step({"X": "5"}).items()} == {"O": "O:5>"}
     assert {mark: outcome.obs for mark, outcome in env.step({"O": "1"}).items()} == {"X": ":1>"}
     assert env.active_agents == ["X"]
 
@@ -111,5 +111,5 @@ def test_one_policy_plays_both_sides_and_each_rollout_has_its_own_reward():
     assert [step.action for step in by_mark["X"].steps] == ["1", "2", "3"]
     assert by_mark["O"].steps[-1].info["result"] == "loss"
     prompts = [[message["content"] for message in request.messages] for request in client.requests]
-    assert prompts[2] == ["You are X.\n:.>", "1", ":4>"]  # as against an opponent of the environment's
-    assert prompts[3] == ["You are O.\n:1>", "4", ":2>"]
+    assert prompts[2] == ["X:.>", "1", ":4>"]  # as against an opponent of the environment's
+    assert prompts[3] == ["O:1>", "4", ":2>"]

@@ -244,6 +244,6 @@ def test_a_run_of_games_is_measured_in_its_own_words_and_each_game_counts_by_its
     summary = json.loads(evaluate(tmp_path / "games", "problems=6", "k=2", "suite=perfect", "--json").stdout)
     assert (summary["num_problems"], summary["num_failed_episodes"], summary["solved_at"]) == (6, 0, 0.5)
     (rollouts,) = tmp_path.glob("eval-*/rollouts.jsonl")
-    opened = {line["steps"][0]["prev_obs"].splitlines()[0] for line in lines(rollouts)}
-    assert opened == {"You are X.", "You are O."}
+    opened = {line["steps"][0]["prev_obs"][0] for line in lines(rollouts)}
+    assert opened == {"X", "O"}
     assert "must be one of random, perfect" in evaluate(tmp_path / "games", "suite=mixed", code=2).output

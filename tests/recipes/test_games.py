@@ -42,10 +42,10 @@ def train(*arguments: str) -> dict[str, Any]:
 
 
 def test_the_teacher_of_tic_tac_toe_plays_as_documented() -> None:
-    """`You are X.`, then what the opponent played; the board is put together again from the dialogue."""
+    """`X` or `O`, then what the opponent played; the board is put together again from the dialogue."""
     results, kinds, moves = Counter[str](), Counter[str](), 0
     for game in TicTacToe().demonstrations(3_000, Random(0)):
-        board, mark = EMPTY, game[0].observation[8]
+        board, mark = EMPTY, game[0].observation[0]
         for turn in game:
             if turn.observation[-2] != ".":
                 board = play(board, int(turn.observation[-2]) - 1)
@@ -301,7 +301,7 @@ def test_an_illegal_move_is_neither_a_loss_nor_a_draw() -> None:
 
     def move(messages: list[dict[str, str]]) -> tuple[str, str]:
         first = messages[0]["content"]
-        return (first[-2], "stop") if "O." in first else perfect_move(messages)
+        return (first[-2], "stop") if first.startswith("O") else perfect_move(messages)
 
     rates = measured(TicTacToe(), move, "tictactoe").rates()
     assert (rates["not_lost_as_x"], rates["not_lost_as_o"], rates["not_lost"]) == (1.0, 0.0, 0.5)

@@ -45,11 +45,11 @@ class BoardText:
 class MoveText:
     """The opponent's move alone, as a digit: `:7>`, or `:.>` where there is none. The board has to be remembered.
 
-    It costs four characters a turn, and every observation is as long as every other.
+    It costs three characters a turn. The first observation has the agent's mark before them: `O:7>`.
     """
 
     def opening(self, board: Board, mark: str, opponent_move: int | None) -> str:
-        return f"You are {mark}.\n{self.after(board, mark, opponent_move)}"
+        return f"{mark}{self.after(board, mark, opponent_move)}"
 
     def after(self, board: Board, mark: str, opponent_move: int | None) -> str:
         return f":{'.' if opponent_move is None else opponent_move + 1}>"
