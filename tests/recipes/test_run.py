@@ -206,6 +206,15 @@ def test_a_run_can_be_repeated_from_its_own_config(tiny: list[str], tmp_path: Pa
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def test_a_model_that_cannot_be_loaded_is_said_to_be_one_not_its_tokenizer(tiny: list[str], tmp_path: Path) -> None:
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "config.json").write_text("{}")
+    result = CliRunner().invoke(app, ["train", *tiny, f"model={tmp_path / 'half'}"])
+    assert result.exit_code == 2
+    assert "model (" in result.output
+    assert "tokenizer" not in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

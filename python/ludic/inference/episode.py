@@ -39,8 +39,8 @@ def new_episode() -> Iterator[Episode]:
     try:
         yield episode
     finally:
-        _CURRENT.reset(token)
         episode.end()
+        _CURRENT.reset(token)  # fails in another context, such as that which closes a coroutine nobody waits for
 
 
 def current_episode() -> Episode | None:

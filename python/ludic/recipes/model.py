@@ -27,6 +27,8 @@ def make_policy(recipe: Recipe) -> tuple[Any, Any]:
             "a problem of your own needs model=DIRECTORY: the small model that is made without one has learnt nothing, unless "
             "warmup.steps is set and the data has completions"
         )
+    if recipe.model is not None:  # the model first: what is wrong with its name is said of it
+        return load_model(recipe.model, recipe.dtype), tokenizer_of(recipe)
     tokenizer = tokenizer_of(recipe)
     return model_of(recipe, tokenizer), tokenizer
 
@@ -35,7 +37,8 @@ def model_of(recipe: Recipe | SFTRecipe, tokenizer: Any) -> Any:
     """The model that `recipe.model` names, or a small one over the tokens of `tokenizer`."""
     if recipe.model is not None:
         return load_model(recipe.model, recipe.dtype)
-    return make_small_model(recipe.network, tokenizer).to(small_dtype(recipe.dtype))
+    dtype = small_dtype(recipe.dtype)
+    return make_small_model(recipe.network, tokenizer).to(dtype)
 
 
 def tokenizer_of(recipe: Recipe | SFTRecipe | RMRecipe) -> Any:

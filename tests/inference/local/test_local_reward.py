@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import threading
 
 import pytest
 import torch
@@ -158,3 +159,27 @@ def test_weights_wait_for_the_batch_that_is_being_scored():
     client = LocalRewardModel(reward_model(seed=5))
     with client._busy, pytest.raises(TimeoutError, match="not changed"):
         client.sync_reward_weights(dict(client.model.named_parameters()), timeout_s=0.01)
+
+
+def test_scores_that_nobody_waits_for_any_more_are_not_computed():
+    client, gate, computed = LocalRewardModel(reward_model()), threading.Event(), []
+    compute = client._logits
+
+    def slow(inputs, pooling_type):
+        computed.append(inputs)
+        assert gate.wait(30)
+        return compute(inputs, pooling_type)
+
+    async def scenario():
+        waiting = [asyncio.create_task(client.score_batch([[5, 6, i]])) for i in range(100)]
+        while not computed:
+            await asyncio.sleep(0.01)
+        for task in waiting:
+            task.cancel()
+        gate.set()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    client._logits = slow
+    asyncio.run(scenario())
+    assert len(computed) < 100
+    assert not client._busy.locked(), "what runs when the loop is closed was waited for"

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from contextvars import copy_context
 from random import Random
 
 import accelerate
@@ -386,3 +387,18 @@ def test_a_push_forgets_what_was_read():
 def test_a_negative_size_is_refused():
     with pytest.raises(ConfigError, match="prefix_cache_bytes"):
         LocalChatClient(tiny_model(), None, prefix_cache_bytes=-1)
+
+
+def test_an_episode_ends_with_a_coroutine_that_is_closed_in_another_context():
+    ended = []
+
+    async def episode():
+        with new_episode() as mine:
+            mine.at_end(ended.append)
+            await asyncio.sleep(0)
+
+    playing = episode()
+    copy_context().run(playing.send, None)
+    with pytest.raises(ValueError, match="different Context"):
+        playing.close()
+    assert len(ended) == 1
