@@ -1,5 +1,6 @@
 """One rank of a training step on two: `python two_ranks.py RANK STORE OUT WRAPPING`. Rank 0 writes what it found as JSON."""
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -81,6 +82,8 @@ def main(rank, store, out, wrapping):
     if rank == 0:
         Path(out).write_text(json.dumps({**compared(items, publisher.weights, wrapping), "stats": stats, "resumed": resumed}))
     dist.barrier()
+    del trainer  # DDP holds the group, whose threads abort a process that ends before them
+    gc.collect()
     dist.destroy_process_group()
 
 

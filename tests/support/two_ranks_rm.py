@@ -1,5 +1,6 @@
 """One rank of a reward-model step on two: `python two_ranks_rm.py RANK STORE OUT WRAPPING`. Rank 0 writes what it found as JSON."""
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -40,6 +41,8 @@ def main(rank, store, out, wrapping):
     if rank == 0:
         Path(out).write_text(json.dumps({**compared(items, publisher.weights), "stats": stats, "eval": before}))
     dist.barrier()
+    del trainer  # DDP holds the group, whose threads abort a process that ends before them
+    gc.collect()
     dist.destroy_process_group()
 
 
