@@ -41,7 +41,7 @@ def main(rank, store, out, wrapping):
     if rank == 0:
         Path(out).write_text(json.dumps({**compared(items, publisher.weights), "stats": stats, "eval": before}))
     dist.barrier()
-    del trainer  # DDP holds the group, whose threads abort a process that ends before them
+    del trainer  # DDP holds the group, and goes before it
     gc.collect()
     dist.destroy_process_group()
 
