@@ -3,7 +3,9 @@
 import socket
 import subprocess
 import sys
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,6 +144,44 @@ def test_the_store_listens_on_one_address_alone():
     _, port = listening_store("127.0.0.1", 2, timedelta(seconds=5))
     with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
         probe.connect(("127.0.0.2", port))
+
+
+def connection(port, timeout_s):
+    return {
+        "master_address": "127.0.0.1",
+        "master_port": port,
+        "rank": 1,
+        "world_size": 2,
+        "timeout_s": timeout_s,
+        "group_id": "g",
+    }
+
+
+@pytest.mark.parametrize("listener", ["silent", "a store that nobody joins", "nobody"])
+def test_connecting_ends_at_its_deadline_whoever_listens(receiver, listener):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        if listener == "silent":
+            silent.listen(1)
+        if listener == "a store that nobody joins":
+            _store, port = listening_store("127.0.0.1", 2, timedelta(seconds=5))
+        began = time.monotonic()
+        with pytest.raises(RuntimeError) as raised:
+            receiver.connect(**connection(port, 1.0))
+        assert time.monotonic() - began < 10  # it had been minutes
+    if listener == "silent":
+        assert isinstance(raised.value, WeightTransferError)
+        assert f"127.0.0.1:{port} said nothing within 1 s" in str(raised.value)
+    assert receiver.group_id is None
+
+
+@pytest.mark.parametrize("time_around", range(3))
+def test_a_script_whose_last_line_closes_the_connection_ends_well(time_around):
+    """With the server in another process the group takes milliseconds to be freed, and Python must not end meanwhile."""
+    closing_trainer = Path(__file__).parents[2] / "support" / "closing_trainer.py"
+    done = subprocess.run([sys.executable, closing_trainer], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @given(st.lists(st.integers(0, 6), min_size=0, max_size=3), st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))

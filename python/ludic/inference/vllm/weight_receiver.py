@@ -6,11 +6,14 @@ server, beside vLLM, so it needs torch and safetensors and nothing else of the t
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,8 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 """What safetensors calls the dtypes that weights have."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 LOOPBACK = ("127.0.0.1", "localhost")
+LEAVE_S = 5.0
+"""What groups that are being left may take of the end of a process."""
 
 
 class WeightTransferError(RuntimeError):
@@ -120,11 +125,11 @@ class WeightReceiver:
         group_id: str,
         kind: str = "gloo",
     ) -> None:
-        """Join the trainer's group, and leave that of another. `kind` is gloo or nccl. Waits at most `timeout_s`, here and in every
-        later transfer."""
+        """Join the trainer's group, and leave that of another. `kind` is gloo or nccl. Waits at most `timeout_s` for the trainer's
+        store, as long for the group, and as long in every later transfer. Raises WeightTransferError where there is no store."""
         self.close()
         timeout = timedelta(seconds=timeout_s)
-        store = c10d.TCPStore(master_address, master_port, world_size, is_master=False, timeout=timeout)
+        store = _store_at(master_address, master_port, world_size, timeout_s)
         self._group = process_group(store, rank, world_size, timeout=timeout, kind=kind, loopback=master_address in LOOPBACK)
         self.group_id = group_id
 
@@ -274,9 +279,43 @@ def broadcast(group: Any, tensor: Tensor, root: int = 0, *, refused: Callable[[]
 
 def leave(groups: list[Any]) -> None:
     """Empty the list of one, which must hold the only reference. A group closes its connections when it is freed; that waits for what
-    it still does, and happens aside."""
+    it still does, and happens aside. The end of the process waits for it: a group that is freed while Python ends aborts the process."""
     groups[0].abort()
-    threading.Thread(target=groups.clear, name="ludic-leave-group", daemon=True).start()
+    leaving = threading.Thread(target=groups.clear, name="ludic-leave-group", daemon=True)
+    leaving.start()
+    _LEAVING[:] = [*(thread for thread in _LEAVING if thread.is_alive()), leaving]
+
+
+_LEAVING: list[threading.Thread] = []
+
+
+@atexit.register
+def _wait_until_left() -> None:
+    """Until every group is freed, for `LEAVE_S` at most."""
+    deadline = time.monotonic() + LEAVE_S
+    for thread in _LEAVING:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _store_at(address: str, port: int, size: int, timeout_s: float) -> Any:
+    """The trainer's store. torch's own deadline does not hold where somebody listens and says nothing, so that it is kept here; the
+    attempt goes on in a thread of its own until that connection ends."""
+    found: Future[Any] = Future()
+
+    def connect() -> None:
+        try:
+            found.set_result(c10d.TCPStore(address, port, size, is_master=False, timeout=timedelta(seconds=timeout_s)))
+        except Exception as error:
+            found.set_exception(error)
+
+    threading.Thread(target=connect, name="ludic-find-store", daemon=True).start()
+    try:
+        return found.result(timeout_s)
+    except TimeoutError as error:
+        raise WeightTransferError(
+            f"the trainer's store at {address}:{port} said nothing within {timeout_s:g} s; the workers must reach that address: pass "
+            "master_address= to the publisher"
+        ) from error
 
 
 def listening_store(address: str, size: int, timeout: timedelta) -> tuple[Any, int]:
