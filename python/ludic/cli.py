@@ -23,6 +23,11 @@ app = typer.Typer(
     epilog="Start with `ludic train`: it teaches a small model to sort digits, on this machine's CPU, in under a minute.",
 )
 
+ALGORITHMS = (
+    """cispo, dapo, dr_grpo, gmpo, grpo, gspo, reinforce, reinforce_baseline, reinforce_plus_plus, rloo, sapo or scalerl"""
+)
+"""The names of `ludic.training.presets.REGISTRY`, which imports torch."""
+
 _TRAIN_HELP = """Train a recipe and show what it learnt: held-out accuracy before and after, answers side by side, and the
 reward curve.
 
@@ -50,9 +55,7 @@ def train(
         list[str] | None,
         typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A built-in recipe or a YAML file, and fields to set."),
     ] = None,
-    algorithm: Annotated[
-        str | None, typer.Option(help="grpo, cispo, gspo, reinforce, reinforce_baseline or scalerl; with its own settings.")
-    ] = None,
+    algorithm: Annotated[str | None, typer.Option(help=f"{ALGORITHMS}; with its own settings.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of a run to go on with.")] = None,
     json_only: Annotated[bool, typer.Option("--json", help="Print summary.json alone on standard output.")] = False,
     print_config: Annotated[bool, typer.Option(help="Print the resolved recipe as YAML and stop.")] = False,

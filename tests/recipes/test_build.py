@@ -1,19 +1,23 @@
 """Names to objects, and what is said of a name that stands for none."""
 
+import re
 from pathlib import Path
 from random import Random
 
 import pytest
 from chat_tokenizers import merging_tokenizer
 
+from ludic import cli
 from ludic.envs.tasks import DigitSort
 from ludic.errors import ConfigError
-from ludic.recipes.build import ALGORITHMS, build_algorithm, build_task, build_trainer_config, check_numbers
+from ludic.recipes.build import build_algorithm, build_task, build_trainer_config, check_numbers
 from ludic.recipes.compose import compose
 from ludic.recipes.model import make_policy, make_small_model
+from ludic.recipes.run import Parts
 from ludic.recipes.schema import TaskSection
 from ludic.recipes.tokenizer import make_byte_tokenizer
-from ludic.training.credit_assignment import GroupNormalizedReturn, MonteCarloReturn
+from ludic.training.credit_assignment import GroupNormalizedReturn, MonteCarloReturn, OverlongPenalty
+from ludic.training.presets import REGISTRY
 
 
 class AlwaysSeven(DigitSort):
@@ -25,7 +29,7 @@ def test_the_small_model_has_the_documented_size() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 427_520
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("name", sorted(REGISTRY))
 @pytest.mark.parametrize("recipe", ["sort", "addition", "tictactoe", "tools"])
 def test_every_algorithm_is_built_with_the_settings_of_every_recipe(recipe: str, name: str) -> None:
     assert build_algorithm(compose([recipe, f"algorithm={name}"])).name == name
@@ -36,6 +40,17 @@ def test_the_group_size_is_that_of_the_rollouts() -> None:
     assert isinstance(credit, GroupNormalizedReturn)
     assert credit.group_size == 4
     assert isinstance(build_algorithm(compose(["algorithm=reinforce"])).credit_assigner, MonteCarloReturn)
+
+
+def test_the_help_names_every_algorithm_there_is() -> None:
+    assert sorted(REGISTRY) == re.split(", | or ", cli.ALGORITHMS)
+
+
+def test_the_limit_of_an_answer_is_the_one_that_dapo_penalises() -> None:
+    credit = build_algorithm(compose(["algorithm=dapo"]), max_completion_tokens=50).credit_assigner
+    assert isinstance(credit, OverlongPenalty)
+    assert (credit.max_tokens, credit.buffer_tokens) == (50, 10)
+    assert Parts.build(compose(["algorithm=dapo", "rollout.max_new_tokens=40"])).algorithm.credit_assigner.max_tokens == 40
 
 
 def test_a_task_of_ones_own_is_named_by_module_and_class() -> None:
@@ -55,7 +70,7 @@ def test_the_trainer_can_tell_what_the_recipe_asked_for() -> None:
     ("arguments", "said"),
     [
         (["algorithm=crispo"], r"algorithm \(crispo\) is not known; did you mean cispo"),
-        (["algorithm=x"], r"there are cispo, grpo"),
+        (["algorithm=x"], r"there are cispo, dapo, dr_grpo"),
         (["algorithm_args.clip_eps_hi=0.3"], r"algorithm_args\.clip_eps_hi: .* did you mean clip_eps_high\?"),
     ],
 )

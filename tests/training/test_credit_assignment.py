@@ -4,15 +4,18 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from ludic.errors import ConfigError, DataError
 from ludic.training import (
+    BatchNormalizedReturn,
     ConstantCredit,
     EpisodicReturn,
     GroupNormalizedReturn,
     HybridNormalizedReturn,
     MonteCarloReturn,
+    OverlongPenalty,
     PerStepReward,
 )
-from ludic.types import Rollout, Step
+from ludic.types import Rollout, Step, TokenTrace
 
 
 def rollout(*rewards, group=None, name=None):
@@ -185,3 +188,42 @@ def test_a_return_can_be_compared_with_the_others_alone():
     assert flat(rloo, 1, 0, 0, 1) == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
     assert flat(GroupNormalizedReturn(4, leave_one_out=True, normalize_adv=True), 1, 0, 0, 1) == pytest.approx([1, -1, -1, 1])
     assert flat(GroupNormalizedReturn(1, leave_one_out=True), 3.0) == [0.0]
+
+
+def test_a_batch_is_centred_and_scaled_as_one():
+    # returns 3, 0, 0: centred 2, -1, -1; std = sqrt((4 + 1 + 1) / 3) = 1.4142136
+    got = weights(BatchNormalizedReturn(), rollout(1.0, 2.0), rollout(0.0), rollout(0.0))
+    assert got == [pytest.approx([1.4142136, 1.4142136]), pytest.approx([-0.7071068]), pytest.approx([-0.7071068])]
+    assert weights(BatchNormalizedReturn(), rollout(0.1), rollout(0.1), rollout(0.1)) == [[0.0], [0.0], [0.0]]
+    assert BatchNormalizedReturn().compute([]) == {}
+
+
+def answer(reward, tokens, **named):
+    played = rollout(reward, **named)
+    played.steps[0].trace = TokenTrace([1], [2] * tokens)
+    return played
+
+
+def test_an_answer_close_to_its_limit_loses_reward():
+    # the last 20 of 100 tokens: 80 cost 0, 85 a quarter, 90 a half, 100 all, and more than 100 no more than all
+    by_length = [answer(1.0, n) for n in (1, 80, 85, 90, 100, 110)]
+    credit = OverlongPenalty(EpisodicReturn(), max_tokens=100, buffer_tokens=20)
+    assert weights(credit, *by_length) == [[1.0], [1.0], [0.75], [0.5], [0.0], [0.0]]
+    assert weights(OverlongPenalty(EpisodicReturn(), 100, 20, factor=0.5), *by_length)[3:5] == [[0.75], [0.5]]
+    assert weights(OverlongPenalty(EpisodicReturn(), 100, 0), *by_length) == [[1.0]] * 6
+    assert [played.total_reward for played in by_length] == [1.0] * 6  # what is logged stays the environment's
+
+
+def test_the_penalty_comes_before_the_group_is_compared():
+    # rewards 1, 1 less 0, 1: returns 1, 0, centred .5, -.5; without the penalty both would be 0
+    pair = [answer(1.0, 10, group="g"), answer(1.0, 100, group="g")]
+    assert weights(OverlongPenalty(GroupNormalizedReturn(2), 100, 20), *pair) == [[0.5], [-0.5]]
+
+
+def test_a_penalty_by_length_needs_a_length():
+    with pytest.raises(DataError, match="has no token trace"):
+        OverlongPenalty(EpisodicReturn(), 100, 20).compute([rollout(1.0)])
+    with pytest.raises(ConfigError, match=r"buffer_tokens \(101\) must be between 0 and max_tokens \(100\)"):
+        OverlongPenalty(EpisodicReturn(), 100, 101)
+    with pytest.raises(ConfigError, match=r"factor \(-1\)"):
+        OverlongPenalty(EpisodicReturn(), 100, 20, factor=-1)

@@ -4,7 +4,10 @@ import pytest
 import torch
 from loss_batches import Bigram, padded, rows
 
+from ludic import training
+from ludic.errors import ConfigError
 from ludic.training import (
+    BatchNormalizedReturn,
     CISPOLoss,
     ClippedSurrogateLoss,
     CompositeLoss,
@@ -13,16 +16,20 @@ from ludic.training import (
     HybridNormalizedReturn,
     MaskedCausalLMCrossEntropyLoss,
     MonteCarloReturn,
+    OverlongPenalty,
     ReinforceBaselineLoss,
     ReinforceLoss,
     TokenClippedSurrogateLoss,
     TokenKLLoss,
     algorithm as algorithm_module,
     make_cispo,
+    make_dapo,
     make_grpo,
     make_gspo,
     make_reinforce,
     make_reinforce_baseline,
+    make_reinforce_plus_plus,
+    make_rloo,
     make_scalerl,
     make_sft,
     presets,
@@ -50,6 +57,17 @@ PARTS = {
     "cispo": (make_cispo(group_size=G), GroupNormalizedReturn(G, normalize_adv=True), CISPOLoss(1e6, 0.2, length_normalize=True)),
     "sapo": (make_sapo(group_size=G), GroupNormalizedReturn(G, normalize_adv=True), SAPOLoss(1.0, 1.05)),
     "gmpo": (make_gmpo(group_size=G), GroupNormalizedReturn(G, normalize_adv=True), GMPOLoss(0.4, 0.4, length_normalize=True)),
+    "rloo": (make_rloo(group_size=G), GroupNormalizedReturn(G, leave_one_out=True), TokenClippedSurrogateLoss(0.2, 0.2)),
+    "dapo": (
+        make_dapo(group_size=G, max_completion_tokens=100),
+        OverlongPenalty(GroupNormalizedReturn(G, normalize_adv=True), max_tokens=100, buffer_tokens=20),
+        TokenClippedSurrogateLoss(0.2, 0.28, normalizer="tokens"),
+    ),
+    "reinforce_plus_plus": (
+        make_reinforce_plus_plus(),
+        BatchNormalizedReturn(),
+        TokenClippedSurrogateLoss(0.2, 0.2, normalizer="tokens"),
+    ),
     "scalerl": (make_scalerl(group_size=G), HybridNormalizedReturn(G), CISPOLoss(0.2, 0.28, length_normalize=True)),
     "sft": (make_sft(), ConstantCredit(1.0), MaskedCausalLMCrossEntropyLoss(length_normalize=False)),
 }
@@ -63,9 +81,37 @@ def test_a_preset_is_made_of_the_documented_parts(name):
     assert algorithm.loss == loss
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_every_preset_can_be_imported_from_the_algorithm_module(name):
-    assert getattr(algorithm_module, f"make_{name}") is getattr(presets, f"make_{name}")
+def test_every_preset_of_the_registry_is_held_by_this_table():
+    assert set(presets.REGISTRY) == set(PARTS) - {"sft"}
+    assert all(PARTS[name][0].name == name for name in presets.REGISTRY)
+
+
+@pytest.mark.parametrize("name", [name for name in presets.__all__ if name.startswith("make_")])
+def test_every_preset_can_be_imported_from_the_package_and_the_algorithm_module(name):
+    assert getattr(algorithm_module, name) is getattr(training, name) is getattr(presets, name)
+    assert name in algorithm_module.__all__
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: make_rloo(group_size=1), r"group_size \(1\) must be at least 2"),
+        (lambda: make_reinforce_plus_plus(group_baseline=True), "give group_size"),
+        (lambda: make_dapo(group_size=G, overlong_buffer_tokens=5), "counts back from max_completion_tokens"),
+        (lambda: make_dapo(group_size=G, max_completion_tokens=4, overlong_buffer_tokens=5), r"buffer_tokens \(5\) must be"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(make, said):
+    with pytest.raises(ConfigError, match=said):
+        make()
+
+
+def test_reinforce_plus_plus_with_a_group_baseline_subtracts_the_groups_mean():
+    assert make_reinforce_plus_plus(group_size=G, group_baseline=True).credit_assigner == HybridNormalizedReturn(G)
+
+
+def test_dapo_without_a_limit_penalises_no_length():
+    assert make_dapo(group_size=G).credit_assigner == GroupNormalizedReturn(G, normalize_adv=True)
 
 
 def test_only_ratio_presets_check_log_probabilities():
@@ -84,9 +130,10 @@ def test_samples_that_are_dropped_need_no_log_probabilities():
     assert len(make_grpo(group_size=G, drop_zero_weight=True).preprocess(batch).items) == 1
 
 
-def test_scalerl_drops_groups_without_variance_first():
+@pytest.mark.parametrize("make", [make_scalerl, make_dapo])
+def test_groups_without_variance_are_dropped_first(make):
     batch = SAWBatch([sample(2.0, "flat", logps=False), sample(2.0, "flat", logps=False), sample(1.0), sample(-1.0)])
-    kept = make_scalerl(group_size=2).preprocess(batch)
+    kept = make(group_size=2).preprocess(batch)
     assert [s.weight for s in kept.items] == [1.0, -1.0]
     assert kept.meta["zvp_filter_frac"] == 0.5
 
@@ -98,6 +145,7 @@ def test_a_kl_coefficient_adds_a_term(make):
     assert isinstance(loss, CompositeLoss)
     assert [(term.name, term.weight) for term in loss.terms] == [("cispo", 1.0), ("kl", 1.0)]
     assert loss.terms[1].loss == TokenKLLoss(coeff=0.1)
+    assert make(group_size=G, kl_coeff=0.1, kl_estimator="k3").loss.terms[1].loss == TokenKLLoss(coeff=0.1, estimator="k3")
 
 
 @pytest.mark.parametrize("name", PARTS)

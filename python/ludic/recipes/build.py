@@ -18,14 +18,15 @@ from ludic.recipes.data_task import DataTask
 from ludic.recipes.importing import import_named
 from ludic.recipes.reward_model import judged_by
 from ludic.recipes.schema import Recipe, TaskSection
-from ludic.training import presets
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.config import TrainerConfig
+from ludic.training.presets import REGISTRY
 
 if TYPE_CHECKING:
     from ludic.recipes.epochs_schema import EpochsRecipe
 
 C = TypeVar("C", bound=TrainerConfig)
+T = TypeVar("T")
 
 TASKS: dict[str, Callable[..., Task | EpisodicTask]] = {
     "sort": DigitSort,
@@ -33,16 +34,6 @@ TASKS: dict[str, Callable[..., Task | EpisodicTask]] = {
     "tictactoe": TicTacToe,
     "tools": Tools,
 }
-
-ALGORITHMS: dict[str, Callable[..., RLAlgorithm]] = {
-    "cispo": presets.make_cispo,
-    "grpo": presets.make_grpo,
-    "gspo": presets.make_gspo,
-    "reinforce": presets.make_reinforce,
-    "reinforce_baseline": presets.make_reinforce_baseline,
-    "scalerl": presets.make_scalerl,
-}
-
 
 _LEAST = {
     **dict.fromkeys(("steps", "warmup.steps", "rollout.log_every", "seed"), 0),
@@ -111,13 +102,14 @@ def with_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> Epi
     return judged_task
 
 
-def build_algorithm(recipe: Recipe) -> RLAlgorithm:
-    """The preset of that name, with `algorithm_args`; the group size is that of the rollouts."""
-    make = _look_up(ALGORITHMS, recipe.algorithm, "algorithm")
+def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None) -> RLAlgorithm:
+    """The preset of that name with `algorithm_args`. The group size is that of the rollouts, and `max_completion_tokens`, the limit
+    of an answer, goes to the presets that ask for it."""
+    make = _look_up(REGISTRY, recipe.algorithm, "algorithm").make
     given = dict(recipe.algorithm_args)
-    if "group_size" in inspect.signature(make).parameters:
-        given.setdefault("group_size", recipe.rollout.group_size)
-    return _call(make, given, "algorithm_args")
+    derived = {"group_size": recipe.rollout.group_size, "max_completion_tokens": max_completion_tokens}
+    taken = inspect.signature(make).parameters
+    return _call(make, {**{name: value for name, value in derived.items() if name in taken}, **given}, "algorithm_args")
 
 
 def build_trainer_config(section: Any, **derived: Any) -> TrainerConfig:
@@ -132,7 +124,7 @@ def build_config(config: type[C], section: Any, **derived: Any) -> C:
     return config(**asked, **derived)
 
 
-def _look_up(registry: dict[str, Callable[..., Any]], name: str, setting: str) -> Callable[..., Any]:
+def _look_up(registry: dict[str, T], name: str, setting: str) -> T:
     if name in registry:
         return registry[name]
     near = get_close_matches(name, registry, n=2)

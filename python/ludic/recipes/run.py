@@ -65,7 +65,8 @@ class Parts:
     def build(cls, recipe: Recipe) -> Parts:
         """Seeds every generator first (`seed_everything`)."""
         check_numbers(recipe)
-        task, algorithm = task_of(recipe), build_algorithm(recipe)
+        task = task_of(recipe)
+        algorithm = build_algorithm(recipe, max_completion_tokens=recipe.rollout.max_new_tokens or task.max_new_tokens)
         check_rollouts(recipe, task)
         seed_everything(recipe)
         lora_settings(recipe.lora)  # a wrong one costs nothing

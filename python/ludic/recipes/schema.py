@@ -141,7 +141,7 @@ class Recipe:
     """mode (replace, add, multiply, weighted, bonus), rm_coeff, alpha, unfinished_penalty (10: off the score of an answer that ran into the
     token limit), normalize, dtype, micro_token_budget, batch_size, timeout_s."""
     algorithm: str = MISSING
-    """cispo, grpo, gspo, reinforce, reinforce_baseline or scalerl."""
+    """A name of `ludic.training.presets.REGISTRY`: grpo, dapo, dr_grpo, rloo, cispo and others."""
     algorithm_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the algorithm's `make_` function."""
     steps: int = MISSING

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ludic.errors import ConfigError, DataError
-from ludic.training.types import RolloutStepKey
-from ludic.types import Rollout
+from ludic.training.types import CreditAssigner, RolloutStepKey
+from ludic.types import Rollout, Step
 
 Weights = dict[RolloutStepKey, float]
 """(rollout id, step index) -> weight."""
@@ -117,6 +117,62 @@ class HybridNormalizedReturn:
         if self.positive_only:
             advantages = np.maximum(advantages, 0.0)
         return _by_rollout(rollouts, advantages.tolist())
+
+
+@dataclass
+class BatchNormalizedReturn:
+    """A_i = (R_i - mean of all returns of the batch) / (their std + eps), at every step of rollout i (REINFORCE++, arXiv:2501.03262).
+
+    Mean and population standard deviation are over rollouts, one value each. A batch of equal returns gets exactly 0.
+    """
+
+    eps: float = 1e-8
+
+    def compute(self, rollouts: Sequence[Rollout]) -> Weights:
+        if not rollouts:
+            return {}
+        centred = _centred([_return(rollout) for rollout in rollouts])
+        return _by_rollout(rollouts, (centred / (centred.std() + self.eps)).tolist())
+
+
+@dataclass
+class OverlongPenalty:
+    """The credit of `inner` after a penalty on answers that come close to their limit (DAPO, arXiv:2503.14476, eq. 13).
+
+    An answer of n sampled tokens loses factor * clamp((n - (max_tokens - buffer_tokens)) / buffer_tokens, 0, 1) of its reward.
+    Example: with max_tokens=100 and buffer_tokens=20, 80 tokens cost 0, 90 cost 0.5 and 100 cost 1. Only the credit sees it: the
+    rewards of the rollouts, which are logged, stay what the environment gave.
+    """
+
+    inner: CreditAssigner
+    max_tokens: int
+    """`max_tokens` of sampling: an answer that was cut has so many."""
+    buffer_tokens: int
+    """Over how many tokens before the limit the penalty rises; 0: there is none."""
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.buffer_tokens <= self.max_tokens:
+            raise ConfigError(f"buffer_tokens ({self.buffer_tokens}) must be between 0 and max_tokens ({self.max_tokens})")
+        if self.factor < 0:
+            raise ConfigError(f"factor ({self.factor}) must be >= 0: it is subtracted from the reward")
+
+    def compute(self, rollouts: Sequence[Rollout]) -> Weights:
+        """Raises DataError for a step without a token trace: its length is not known."""
+        return self.inner.compute([self._penalised(rollout) for rollout in rollouts])
+
+    def _penalised(self, rollout: Rollout) -> Rollout:
+        steps = [replace(step, reward=step.reward - self._penalty(rollout, step)) for step in rollout.steps]
+        return replace(rollout, steps=steps)
+
+    def _penalty(self, rollout: Rollout, step: Step) -> float:
+        if step.trace is None:
+            raise DataError(
+                f"step {step.index} of rollout {rollout.id} has no token trace, so its length is not known; "
+                "sample with ReturnSpec.for_rl()"
+            )
+        over = len(step.trace.completion_token_ids) - (self.max_tokens - self.buffer_tokens)
+        return self.factor * min(1.0, over / self.buffer_tokens) if over > 0 and self.buffer_tokens else 0.0
 
 
 def _return(rollout: Rollout) -> float:

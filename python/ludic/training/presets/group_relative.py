@@ -1,0 +1,208 @@
+"""Algorithms that compare an answer with the others to its prompt, and clip a ratio."""
+
+from __future__ import annotations
+
+from ludic.errors import ConfigError
+from ludic.training.algorithm import RLAlgorithm, compose_preprocess
+from ludic.training.credit_assignment import GroupNormalizedReturn, OverlongPenalty
+from ludic.training.loss import (
+    ClippedSurrogateLoss,
+    Correction,
+    GMPOLoss,
+    Normalizer,
+    SAPOLoss,
+    TokenClippedSurrogateLoss,
+    correction_of,
+)
+from ludic.training.presets.preprocess import check_ratios, filter_flat_groups
+from ludic.training.types import CreditAssigner
+
+
+def make_grpo(
+    *,
+    group_size: int,
+    group_normalize_adv: bool = True,
+    positive_only: bool = False,
+    clip_eps_low: float = 0.2,
+    clip_eps_high: float = 0.27,
+    length_normalize: bool = False,
+    ratio_clip: float | None = None,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    normalizer: Normalizer = "samples",
+    name: str = "grpo",
+    correction: Correction | str | None = None,
+) -> RLAlgorithm:
+    """GRPO (arXiv:2402.03300): group-normalised returns, token-level clipping."""
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=GroupNormalizedReturn(
+            group_size=group_size, normalize_adv=group_normalize_adv, positive_only=positive_only
+        ),
+        loss=TokenClippedSurrogateLoss(
+            clip_eps_low=clip_eps_low,
+            clip_eps_high=clip_eps_high,
+            length_normalize=length_normalize,
+            ratio_clip=ratio_clip,
+            normalizer=normalizer,
+        ),
+        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
+        correction=correction_of(correction),
+    )
+
+
+def make_dr_grpo(
+    *,
+    group_size: int,
+    positive_only: bool = False,
+    clip_eps_low: float = 0.2,
+    clip_eps_high: float = 0.27,
+    length_normalize: bool = False,
+    ratio_clip: float | None = None,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    name: str = "dr_grpo",
+    correction: Correction | str | None = None,
+) -> RLAlgorithm:
+    """Dr. GRPO (arXiv:2503.20783): GRPO without dividing by the group's spread."""
+    return make_grpo(
+        group_size=group_size,
+        group_normalize_adv=False,
+        positive_only=positive_only,
+        clip_eps_low=clip_eps_low,
+        clip_eps_high=clip_eps_high,
+        length_normalize=length_normalize,
+        ratio_clip=ratio_clip,
+        drop_zero_weight=drop_zero_weight,
+        drop_zero_weight_eps=drop_zero_weight_eps,
+        name=name,
+        correction=correction,
+    )
+
+
+def make_dapo(
+    *,
+    group_size: int,
+    clip_eps_low: float = 0.2,
+    clip_eps_high: float = 0.28,
+    max_completion_tokens: int | None = None,
+    overlong_buffer_tokens: int | None = None,
+    overlong_factor: float = 1.0,
+    filter_zvp: bool = True,
+    zvp_filter_eps: float = 1e-6,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    name: str = "dapo",
+    correction: Correction | str | None = None,
+) -> RLAlgorithm:
+    """DAPO (arXiv:2503.14476): GRPO with a higher upper clip (eq. 10), one mean over all tokens of the batch (eq. 12), groups
+    without variance left out (eq. 11), and a penalty on answers that come close to their limit (eq. 13).
+
+    The penalty is `OverlongPenalty(max_completion_tokens, overlong_buffer_tokens, overlong_factor)`: there is none without
+    `max_completion_tokens`, the `max_tokens` of sampling. `overlong_buffer_tokens` is a fifth of it by default, as in the paper
+    (4,096 of 20,480). Groups that are left out are not sampled again here, where the paper refills the batch.
+    """
+    credit: CreditAssigner = GroupNormalizedReturn(group_size=group_size, normalize_adv=True)
+    if max_completion_tokens is not None:
+        buffer = max_completion_tokens // 5 if overlong_buffer_tokens is None else overlong_buffer_tokens
+        credit = OverlongPenalty(credit, max_completion_tokens, buffer, overlong_factor)
+    elif overlong_buffer_tokens is not None:
+        raise ConfigError(
+            f"overlong_buffer_tokens ({overlong_buffer_tokens}) counts back from max_completion_tokens; give that too"
+        )
+    ratios = check_ratios(drop_zero_weight, drop_zero_weight_eps)
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=credit,
+        loss=TokenClippedSurrogateLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, normalizer="tokens"),
+        preprocess=compose_preprocess(filter_flat_groups(zvp_filter_eps), ratios) if filter_zvp else ratios,
+        correction=correction_of(correction),
+    )
+
+
+def make_gspo(
+    *,
+    group_size: int,
+    group_normalize_adv: bool = True,
+    positive_only: bool = False,
+    clip_eps_low: float = 3e-4,
+    clip_eps_high: float = 4e-4,
+    length_normalize: bool = True,
+    ratio_clip: float | None = None,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    name: str = "gspo",
+    correction: Correction | str | None = None,
+) -> RLAlgorithm:
+    """GSPO (arXiv:2507.18071): group-normalised returns, the ratio and the clip of whole sequences."""
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=GroupNormalizedReturn(
+            group_size=group_size, normalize_adv=group_normalize_adv, positive_only=positive_only
+        ),
+        loss=ClippedSurrogateLoss(
+            clip_eps_low=clip_eps_low,
+            clip_eps_high=clip_eps_high,
+            length_normalize=length_normalize,
+            ratio_clip=ratio_clip,
+        ),
+        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
+        correction=correction_of(correction),
+    )
+
+
+def make_sapo(
+    *,
+    group_size: int,
+    group_normalize_adv: bool = True,
+    positive_only: bool = False,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+    length_normalize: bool = False,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    normalizer: Normalizer = "samples",
+    name: str = "sapo",
+    correction: Correction | str | None = None,
+) -> RLAlgorithm:
+    """SAPO (arXiv:2511.20347): group-normalised returns, a smooth gate on token ratios."""
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=GroupNormalizedReturn(
+            group_size=group_size, normalize_adv=group_normalize_adv, positive_only=positive_only
+        ),
+        loss=SAPOLoss(tau_pos=tau_pos, tau_neg=tau_neg, length_normalize=length_normalize, normalizer=normalizer),
+        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
+        correction=correction_of(correction),
+    )
+
+
+def make_gmpo(
+    *,
+    group_size: int,
+    group_normalize_adv: bool = True,
+    positive_only: bool = False,
+    clip_eps_low: float = 0.4,
+    clip_eps_high: float = 0.4,
+    length_normalize: bool = True,
+    ratio_clip: float | None = None,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    name: str = "gmpo",
+    correction: Correction | str | None = None,
+) -> RLAlgorithm:
+    """GMPO (arXiv:2507.20673): group-normalised returns, the geometric mean of clipped token ratios."""
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=GroupNormalizedReturn(
+            group_size=group_size, normalize_adv=group_normalize_adv, positive_only=positive_only
+        ),
+        loss=GMPOLoss(
+            clip_eps_low=clip_eps_low,
+            clip_eps_high=clip_eps_high,
+            length_normalize=length_normalize,
+            ratio_clip=ratio_clip,
+        ),
+        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
+        correction=correction_of(correction),
+    )

@@ -1,0 +1,126 @@
+"""Policy gradients with a baseline of the batch, of the group, or none."""
+
+from __future__ import annotations
+
+from ludic.errors import ConfigError
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.credit_assignment import (
+    BatchNormalizedReturn,
+    GroupNormalizedReturn,
+    HybridNormalizedReturn,
+    MonteCarloReturn,
+)
+from ludic.training.loss import (
+    Correction,
+    Normalizer,
+    ReinforceBaselineLoss,
+    ReinforceLoss,
+    TokenClippedSurrogateLoss,
+    correction_of,
+)
+from ludic.training.presets.preprocess import check_ratios, drop_zero_weights
+
+
+def make_reinforce(
+    *,
+    gamma: float = 1.0,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    name: str = "reinforce",
+    correction: Correction | str | None = None,
+) -> RLAlgorithm:
+    """REINFORCE: Monte Carlo returns, importance-weighted log-probabilities (Williams 1992)."""
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=MonteCarloReturn(gamma=gamma),
+        loss=ReinforceLoss(),
+        preprocess=drop_zero_weights(drop_zero_weight, drop_zero_weight_eps),
+        correction=correction_of(correction),
+    )
+
+
+def make_reinforce_baseline(
+    *,
+    gamma: float = 1.0,
+    normalize_adv: bool = False,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    name: str = "reinforce_baseline",
+    correction: Correction | str | None = None,
+) -> RLAlgorithm:
+    """REINFORCE with the batch's mean return as baseline, divided by its spread if `normalize_adv`."""
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=MonteCarloReturn(gamma=gamma),
+        loss=ReinforceBaselineLoss(normalize=normalize_adv),
+        preprocess=drop_zero_weights(drop_zero_weight, drop_zero_weight_eps),
+        correction=correction_of(correction),
+    )
+
+
+def make_rloo(
+    *,
+    group_size: int,
+    clip_eps_low: float = 0.2,
+    clip_eps_high: float = 0.2,
+    length_normalize: bool = False,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    normalizer: Normalizer = "samples",
+    name: str = "rloo",
+    correction: Correction | str | None = None,
+) -> RLAlgorithm:
+    """RLOO (arXiv:2402.14740, section 3.2): REINFORCE whose baseline is the mean return of the group's other answers.
+
+    The paper takes one optimizer step a batch: every ratio is then 1, the clip never acts, and the gradient is
+    -mean_b A_b sum_t grad log pi(b, t), its eq. 8 with the log-probability of the answer as a sum over tokens. With several
+    steps a batch the token ratios are clipped as PPO's, where the paper has nothing. Its KL term is not here.
+    """
+    if group_size < 2:
+        raise ConfigError(
+            f"group_size ({group_size}) must be at least 2: an answer is compared with the others to its prompt; "
+            "raise it, or use make_reinforce_baseline"
+        )
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=GroupNormalizedReturn(group_size=group_size, leave_one_out=True),
+        loss=TokenClippedSurrogateLoss(
+            clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
+        ),
+        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
+        correction=correction_of(correction),
+    )
+
+
+def make_reinforce_plus_plus(
+    *,
+    group_size: int | None = None,
+    group_baseline: bool = False,
+    clip_eps_low: float = 0.2,
+    clip_eps_high: float = 0.2,
+    length_normalize: bool = False,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    normalizer: Normalizer = "tokens",
+    name: str = "reinforce_plus_plus",
+    correction: Correction | str | None = None,
+) -> RLAlgorithm:
+    """REINFORCE++ (arXiv:2501.03262): returns normalised over the whole batch, and PPO's clip by token.
+
+    `group_baseline` is the paper's variant for several answers to a prompt: the mean of the group (of `group_size`, which it
+    needs) is subtracted before the batch's spread divides. Mean and spread are over rollouts, one value each. The paper's
+    penalty on the distance from a reference model is not here.
+    """
+    if group_baseline and group_size is None:
+        raise ConfigError("group_baseline=True subtracts the mean of each group; give group_size")
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=HybridNormalizedReturn(group_size=group_size)
+        if group_baseline and group_size is not None
+        else BatchNormalizedReturn(),
+        loss=TokenClippedSurrogateLoss(
+            clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
+        ),
+        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
+        correction=correction_of(correction),
+    )

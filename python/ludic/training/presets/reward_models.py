@@ -1,0 +1,104 @@
+"""Reward models: training one from preference pairs, and reinforcement with the score of one."""
+
+from __future__ import annotations
+
+from ludic.errors import ConfigError
+from ludic.training.algorithm import RLAlgorithm, compose_preprocess
+from ludic.training.credit_assignment import ConstantCredit, GroupNormalizedReturn, HybridNormalizedReturn
+from ludic.training.loss import BradleyTerryLoss, CISPOLoss, TokenClippedSurrogateLoss
+from ludic.training.loss.kl import Estimator
+from ludic.training.loss.preference import RegularizationType, ScoreType
+from ludic.training.presets.clipped_weights import add_kl
+from ludic.training.presets.preprocess import check_ratios, filter_flat_groups
+from ludic.training.reward_credit import CombineMode, RewardModelCreditAssigner
+
+
+def make_bradley_terry(
+    *,
+    beta: float = 1.0,
+    score_type: ScoreType = "reward",
+    name: str = "bradley_terry",
+    lambda_regularization: float = 0.0,
+    regularization_lambda: float | None = None,
+    regularization_type: RegularizationType = "l2",
+    label_smoothing: float = 0.0,
+    score_regularization_lambda: float = 0.0,
+) -> RLAlgorithm:
+    """A reward model from preference pairs, for `RMTrainer`. `regularization_lambda` is another name of `lambda_regularization`."""
+    if regularization_lambda is not None and lambda_regularization not in (0.0, regularization_lambda):
+        raise ConfigError(
+            f"lambda_regularization ({lambda_regularization}) and regularization_lambda ({regularization_lambda}) are two names of one "
+            "setting; give one of them"
+        )
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=ConstantCredit(1.0),
+        loss=BradleyTerryLoss(
+            beta=beta,
+            score_type=score_type,
+            regularization_lambda=lambda_regularization if regularization_lambda is None else regularization_lambda,
+            regularization_type=regularization_type,
+            label_smoothing=label_smoothing,
+            score_regularization_lambda=score_regularization_lambda,
+        ),
+    )
+
+
+def make_grpo_with_rm(
+    *,
+    group_size: int,
+    rm_mode: CombineMode = "bonus",
+    rm_coeff: float = 1.0,
+    rm_alpha: float = 0.5,
+    rm_score_key: str = "rm_score",
+    group_normalize_adv: bool = False,
+    positive_only: bool = False,
+    clip_eps_low: float = 0.2,
+    clip_eps_high: float = 0.27,
+    length_normalize: bool = False,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    name: str = "grpo_rm",
+) -> RLAlgorithm:
+    """GRPO whose advantages are combined with the score that a `RewardModelScorer` gave the rollout."""
+    inner = GroupNormalizedReturn(group_size=group_size, normalize_adv=group_normalize_adv, positive_only=positive_only)
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=RewardModelCreditAssigner(rm_mode, rm_coeff, rm_alpha, rm_score_key, inner),
+        loss=TokenClippedSurrogateLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize),
+        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
+    )
+
+
+def make_scalerl_with_rm(
+    *,
+    group_size: int,
+    rm_mode: CombineMode = "bonus",
+    rm_coeff: float = 0.1,
+    rm_alpha: float = 0.5,
+    rm_score_key: str = "rm_score",
+    positive_only: bool = False,
+    kl_coeff: float = 0.0,
+    kl_estimator: Estimator = "k1",
+    clip_eps_low: float = 0.20,
+    clip_eps_high: float = 0.28,
+    length_normalize: bool = True,
+    filter_zvp: bool = True,
+    zvp_filter_eps: float = 1e-6,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    name: str = "scalerl_rm",
+) -> RLAlgorithm:
+    """ScaleRL whose advantages are combined with the score that a `RewardModelScorer` gave the rollout.
+
+    `filter_zvp` leaves out the groups whose combined weights do not vary: one of equal returns and different scores stays.
+    """
+    inner = HybridNormalizedReturn(group_size=group_size, positive_only=positive_only)
+    loss = CISPOLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize)
+    ratios = check_ratios(drop_zero_weight, drop_zero_weight_eps)
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=RewardModelCreditAssigner(rm_mode, rm_coeff, rm_alpha, rm_score_key, inner),
+        loss=add_kl(loss, kl_coeff, length_normalize, kl_estimator),
+        preprocess=compose_preprocess(filter_flat_groups(zvp_filter_eps), ratios) if filter_zvp else ratios,
+    )
