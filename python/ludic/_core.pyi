@@ -90,11 +90,10 @@ class SampleTable:
     ) -> dict[str, NDArray[Any]]:
         """Right-padded `input_ids` i64, `attention_mask` i64, `action_mask` f32 [B, T], `weight` f32 [B]; with actor log-probs
         also `actor_logps` f32 [B, T] and `old_logp_action` f32 [B]."""
-    def collate_padding_free(
-        self, indices: Sequence[int] | NDArray[np.int64], arena: Arena | None = None
-    ) -> dict[str, NDArray[Any]]:
-        """`input_ids` i64, `position_ids` i64, `action_mask` f32 [1, S], `cu_seqlens` i32 [B + 1], `weight` f32 [B]; with actor
-        log-probs also `actor_logps` f32 [1, S] and `old_logp_action` f32 [B]. A sample with a 0 in its attention mask is refused."""
+    def collate_padding_free(self, indices: Sequence[int] | NDArray[np.int64], arena: Arena | None = None) -> dict[str, Any]:
+        """`input_ids` i64, `position_ids` i64, `action_mask` f32 [1, S], `cu_seqlens` i32 [B + 1], `max_seqlen` (an `int`: the
+        longest line, as attention of variable lengths asks for it), `weight` f32 [B]; with actor log-probs also `actor_logps` f32
+        [1, S] and `old_logp_action` f32 [B]. A sample with a 0 in its attention mask is refused."""
     def collate_compact(
         self, indices: Sequence[int] | NDArray[np.int64], pad_token_id: int, arena: Arena | None = None
     ) -> dict[str, NDArray[Any]]:

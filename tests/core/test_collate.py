@@ -64,13 +64,14 @@ def test_padding_free_is_the_samples_one_after_the_other(batch: tuple[list[SAWIt
     cut = [oracle.cut(items[index], max_seq_len) for index in indices]
     lengths = [len(sample.input_ids) for sample in cut]
     assert got["cu_seqlens"].tolist() == np.cumsum([0, *lengths]).tolist()
+    assert (got["max_seqlen"], type(got["max_seqlen"])) == (max(lengths), int)
     assert got["input_ids"].tolist() == [[token for sample in cut for token in sample.input_ids]]
     assert got["position_ids"].tolist() == [[position for length in lengths for position in range(length)]]
     assert got["action_mask"].tolist() == [[bit for sample in cut for bit in sample.action_mask]]
     assert got["weight"].tolist() == [sample.weight for sample in cut]
     if cut[0].actor_logps is not None:
         assert got["actor_logps"].tolist() == [[logp for sample in cut for logp in oracle.aligned_logps(sample)]]
-    assert all(values.dtype == DTYPES[name] for name, values in got.items())
+    assert all(values.dtype == DTYPES[name] for name, values in got.items() if name != "max_seqlen")
 
 
 @given(batches)
@@ -102,7 +103,7 @@ def test_an_arena_changes_nothing_but_the_memory(batch: tuple[list[SAWItem], lis
             assert fresh.keys() == reused.keys()
             for name, values in fresh.items():
                 np.testing.assert_array_equal(values, reused[name])
-                assert values.dtype == reused[name].dtype
+                assert np.asarray(values).dtype == np.asarray(reused[name]).dtype
 
 
 def test_an_arena_overwrites_an_array_after_as_many_collations_as_it_has_slots() -> None:
@@ -128,6 +129,15 @@ def test_arrays_are_writeable_and_their_own() -> None:
     first, second = table.collate([0], 0), table.collate([0], 0)
     first["input_ids"][:] = 7
     assert second["input_ids"].tolist() == [[0, 1, 2]]
+
+
+def test_the_longest_line_is_that_of_the_samples_that_share_it() -> None:
+    # Two turns of one dialogue on a line of 4 tokens, and a sample of 3 on its own.
+    ids, mask = [5, 6, 5, 6, 7, 8, 1, 2, 3], [0, 1, 0, 0, 0, 1, 1, 1, 1]
+    table = _core.SampleTable.from_columns(ids, mask, [0, 2, 6, 9]).chained()
+    packed = table.collate_padding_free([0, 1, 2])
+    assert (packed["cu_seqlens"].tolist(), packed["max_seqlen"]) == ([0, 4, 7], 4)
+    assert table.collate_padding_free([2])["max_seqlen"] == 3
 
 
 def test_an_arena_without_slots_is_refused() -> None:

@@ -182,5 +182,7 @@ def test_a_row_of_a_packed_micro_batch_is_its_sample():
     row = packed.row(2)
     assert row.tensors["input_ids"].tolist() == [items[2].input_ids]
     assert row.tensors["cu_seqlens"].tolist() == [0, len(items[2].input_ids)]
+    assert packed.tensors["max_seqlen"] == max(len(item.input_ids) for item in items)
+    assert row.tensors["max_seqlen"] == len(items[2].input_ids)
     assert row.tensors["weight"].tolist() == [items[2].weight]
     assert row.sample_names == ("c",)

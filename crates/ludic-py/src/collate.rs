@@ -7,6 +7,7 @@ use std::slice;
 use ludic_core::collate::{Batch, CompactOut, LogpsOut, PaddedOut, PaddingFreeOut};
 use numpy::ndarray::{ArrayView, Dimension, IntoDimension};
 use numpy::{Element, PyArray, PyArray1, PyArrayMethods, PyUntypedArrayMethods};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 
@@ -166,6 +167,7 @@ pub fn padding_free<'py>(
         logps: outputs.logps(table, shape, samples)?,
     };
     py.detach(|| batch.collate_padding_free(out))?;
+    outputs.arrays.set_item(intern!(py, "max_seqlen"), batch.num_columns())?;
     add_turns(&mut outputs, &batch)?;
     Ok(outputs.arrays)
 }

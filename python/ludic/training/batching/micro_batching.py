@@ -28,8 +28,8 @@ class MicroBatch:
     """
 
     tensors: dict[str, Any]
-    """Padded `[B, T]`, or padding-free `[1, S]` with `cu_seqlens` `[B + 1]`. Where samples share a row, `turns` `[N, 3]` has the row,
-    begin and end of each. Preference samples have a `meta` beside their tensors."""
+    """Padded `[B, T]`, or padding-free `[1, S]` with `cu_seqlens` `[B + 1]` and `max_seqlen`, an `int`. Where samples share a row,
+    `turns` `[N, 3]` has the row, begin and end of each. Preference samples have a `meta` beside their tensors."""
     num_items: int
     """N: samples, as many as rows unless some share one."""
     sample_names: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class MicroBatch:
         return MicroBatch({**alone, "action_mask": mask, "turns": turns}, 1, names)
 
 
-def _row(tensors: Mapping[str, Tensor], row: int, sample: int) -> dict[str, Tensor]:
+def _row(tensors: Mapping[str, Any], row: int, sample: int) -> dict[str, Any]:
     """One row of what has a value a token, one sample of what has a value a sample."""
     if "cu_seqlens" not in tensors:
         return {name: value[row : row + 1] if value.ndim == 2 else value[sample : sample + 1] for name, value in tensors.items()}
@@ -61,17 +61,22 @@ def _row(tensors: Mapping[str, Tensor], row: int, sample: int) -> dict[str, Tens
     alone = {
         name: value[:, start:end] if value.ndim == 2 else value[sample : sample + 1]
         for name, value in tensors.items()
-        if name != "cu_seqlens"
+        if name not in ("cu_seqlens", "max_seqlen")
     }
-    return {**alone, "cu_seqlens": bounds.new_tensor([0, end - start])}
+    return {**alone, "cu_seqlens": bounds.new_tensor([0, end - start]), "max_seqlen": end - start}
 
 
-def to_tensors(columns: Mapping[str, NDArray[Any]], device: torch.device | str) -> dict[str, Tensor]:
-    """The core's arrays as tensors that share their memory, moved to `device` if that is another one."""
-    tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
-    if torch.device(device).type == "cpu":
-        return tensors
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+def to_tensors(columns: Mapping[str, NDArray[Any] | int], device: torch.device | str) -> dict[str, Any]:
+    """The core's arrays as tensors that share their memory, moved to `device` if that is another one; a count stays an `int`."""
+    on_cpu = torch.device(device).type == "cpu"
+
+    def converted(column: NDArray[Any] | int) -> Tensor | int:
+        if isinstance(column, int):
+            return column
+        tensor = torch.from_numpy(column)
+        return tensor if on_cpu else tensor.to(device, non_blocking=True)
+
+    return {name: converted(column) for name, column in columns.items()}
 
 
 def collate_saw_items(items: Sequence[SAWItem], *, pad_token_id: int, device: torch.device | str) -> dict[str, Tensor]:

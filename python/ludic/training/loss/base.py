@@ -33,8 +33,9 @@ from ludic.training.loss.functional import (
 Batch = Mapping[str, Any]
 """A collated micro-batch. Padded: `input_ids`, `attention_mask`, `action_mask` [B, T], `weight` [B], and with log-probabilities of
 the actor `actor_logps` [B, T], `old_logp_action` [B]. Padding-free: rows stand one behind another in [1, S], `cu_seqlens` [B + 1]
-says where each begins. With `turns` [N, 3] several samples share a row: N samples, of which each has a weight, and its row, begin
-and end are in `turns`. Preference samples have `meta`, lists of B `pair_id`, `role` and `label`."""
+says where each begins, and a collated one has `max_seqlen`, an `int`. With `turns` [N, 3] several samples share a row: N samples,
+of which each has a weight, and its row, begin and end are in `turns`. Preference samples have `meta`, lists of B `pair_id`, `role`
+and `label`."""
 Stats = dict[str, Any]
 """Detached scalars on the device of the logits."""
 Normalizer = Literal["samples", "tokens", "pairs"]
