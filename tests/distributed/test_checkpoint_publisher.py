@@ -70,10 +70,25 @@ def test_what_does_not_fit_is_refused_before_a_server_is_told(servers, model, tm
     publisher = create_checkpoint_publisher(SGLangClient(servers[0].url), tmp_path / "shared", model=model)
     with pytest.raises(PublishError, match="has shape"):
         publisher.publish({**weights(1), "model.norm.weight": torch.ones(3)}, version=1)
+    assert servers[0].calls == []
+
+
+async def test_weights_that_did_not_change_are_served_on_and_read_again_where_they_are_lost(servers, model, tmp_path):
+    client = SGLangClient([server.url for server in servers])
+    publisher = create_checkpoint_publisher(client, tmp_path / "shared", model=model)
+
+    def reads():
+        return [[path for path, _ in server.calls].count("/update_weights_from_disk") for server in servers]
+
     publisher.publish(weights(1), version=1)
-    with pytest.raises(PublishError, match="version 2 are those of version 1"):
-        publisher.publish(weights(1), version=2)
-    assert [path for path, _ in servers[0].calls].count("/update_weights_from_disk") == 1
+    publisher.publish(weights(1), version=2)
+    assert reads() == [1, 1]
+    serve(servers, "2", 1)
+    assert await client.get_policy_version() == 2
+    servers[1].version, servers[1].served = "default", weights(0)  # it was restarted
+    publisher.publish(weights(1), version=3)
+    assert reads() == [2, 2]
+    serve(servers, "3", 1)
 
 
 def test_sglang_needs_the_folder_of_the_model(servers, tmp_path):

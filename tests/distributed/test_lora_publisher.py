@@ -67,14 +67,21 @@ def test_if_one_server_cannot_load_a_version_none_has_it(start, model, tmp_path)
     assert [list(server.adapters) for server in servers] == [["policy@1", "policy@2"]] * 2
 
 
-def test_adapters_that_did_not_change_are_an_error_and_a_version_may_come_again(start, model, tmp_path):
+def test_adapters_that_did_not_change_are_served_on_and_a_version_may_come_again(start, model, tmp_path, caplog):
     server = start()
     publisher = create_lora_publisher(server.url, model, directory=tmp_path)
     publisher.publish({}, version=1)
     publisher.publish({}, version=1)
-    with pytest.raises(PublishError, match="adapters of version 2 are those of version 1"):
-        publisher.publish({}, version=2)
-    assert list(server.adapters) == ["policy@1"]
+    publisher.publish({}, version=2)
+    assert (list(server.adapters), publisher.served_name, server.version) == (["policy@1"], "policy@1", "2")
+    assert "adapters of version 2 are those of version 1" in caplog.text
+    server.adapters.clear()  # it was restarted
+    publisher.publish({}, version=3)
+    assert (list(server.adapters), publisher.served_name) == (["policy@3"], "policy@3")
+    for version in range(4, 21):
+        publisher.publish({}, version=version)
+    with pytest.raises(PublishError, match="20 pushes in a row, up to version 21, brought the adapters"):
+        publisher.publish({}, version=21)
     with pytest.raises(ConfigError, match="needs a version"):
         publisher.publish({})
 

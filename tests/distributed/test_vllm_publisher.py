@@ -20,6 +20,7 @@ from ludic.distributed import (
     server_link,
 )
 from ludic.distributed.adapters.vllm import VllmPublisherAdapter, server_urls
+from ludic.distributed.unchanged import MOST_IN_A_ROW
 from ludic.errors import LudicError, PublishError
 
 PUSH = [
@@ -161,26 +162,23 @@ def test_frozen_weights_keep_the_servers_values(start):
     assert same(server.served, {**weights(0), QUERY: weights(3)[QUERY], KEY: weights(3)[KEY]})
 
 
-def test_weights_that_did_not_change_are_an_error(start):
+def test_weights_that_did_not_change_are_pushed_where_that_is_asked_for(start):
     server = start()
-    push = publisher(server)
-    push.publish(weights(1), version=1)
-    push.publish(weights(1), version=1)  # again after a resume
-    with pytest.raises(PublishError, match=r"version 2 are those of version 1.*learning rate"):
-        push.publish(weights(1), version=2)
-    serves(server, "1", 1)
-    push.publish(weights(2), version=2)
-    again = publisher(server, allow_unchanged=True)
-    again.publish(weights(2), version=3)
-    again.publish(weights(2), version=4)
+    push = publisher(server, allow_unchanged=True)
+    push.publish(weights(2), version=3)
+    push.publish(weights(2), version=4)
+    assert server.paths().count("/update_weights") == 2
     serves(server, "4", 2)
 
 
-def test_steps_that_the_servers_dtype_loses_are_an_error(start):
+def test_steps_that_the_servers_dtype_loses_are_an_error_when_it_loses_all_of_them(start):
     push = publisher(start(dtype="bfloat16", first=weights(0, torch.bfloat16)))
-    push.publish(weights(1), version=1)
-    with pytest.raises(PublishError, match="in the server's bfloat16 too"):
-        push.publish({name: tensor * (1 + 1e-6) for name, tensor in weights(1).items()}, version=2)
+    push.publish(weights(1), version=0)
+    almost = {name: tensor * (1 + 1e-6) for name, tensor in weights(1).items()}
+    for version in range(1, MOST_IN_A_ROW):
+        push.publish(almost, version=version)
+    with pytest.raises(PublishError, match=r"in the server's bfloat16 too.*learning rate"):
+        push.publish(almost, version=MOST_IN_A_ROW)
 
 
 def test_a_server_that_holds_other_values_than_were_sent_is_taken_out_of_service(start):

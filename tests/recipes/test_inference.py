@@ -161,40 +161,6 @@ def test_an_overlapped_run_that_is_stopped_goes_on_with_the_prompts_that_follow(
     assert whole == expected
 
 
-class Checked:
-    """A publisher that refuses unchanged weights unless it is told to take them."""
-
-    def __init__(self):
-        self.inner, self.taken = self, []
-        self.allow_unchanged = False
-
-    def publish(self, state_dict, version=None):
-        self.taken.append((version, self.allow_unchanged))
-
-
-def test_unchanged_weights_are_an_error_from_the_first_gradient_on():
-    from training_samples import cpu_config, sorting_items, tiny_model
-
-    from ludic.recipes.sampler import LearningPublisher
-    from ludic.training import Trainer, make_grpo
-
-    class Source:
-        weights = iter([0.0, 1.0, 0.0])
-
-        async def next_batch(self):
-            from ludic.training import SAWBatch
-
-            return SAWBatch(sorting_items(4, weight=next(self.weights)), {})
-
-    checked = Checked()
-    publisher = LearningPublisher(checked)
-    publisher.trainer = Trainer(
-        model=tiny_model(), algo=make_grpo(group_size=4), batch_source=Source(), publisher=publisher, cfg=cpu_config()
-    )
-    publisher.trainer.train_sync(3)
-    assert checked.taken == [(1, True), (2, False), (3, False)]
-
-
 async def test_the_start_of_a_server_is_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_VLLM_FACTS", str(tmp_path / "facts.json"))
     recipe = compose([f"inference.python={fake_vllm.install(tmp_path / 'venv')}"])

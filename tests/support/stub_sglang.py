@@ -52,6 +52,10 @@ class StubSGLang:
             return 200, {"status": "ok"}
         if path == "/update_weights_from_disk":
             return self._update(body)
+        if path == "/update_weight_version":
+            assert body["abort_all_requests"] is False
+            self.version = body["new_version"]
+            return 200, {"success": True, "message": f"Weight version updated to {self.version}", "new_version": self.version}
         if path == "/generate":
             return 200, self._generated(body)
         return 404, {"detail": "Not Found"}

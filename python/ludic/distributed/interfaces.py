@@ -52,5 +52,14 @@ class PolicyPublisher(Protocol):
     def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None: ...
 
 
+@runtime_checkable
+class LearningPublisher(PolicyPublisher, Protocol):
+    """Is told what was learnt, so that it knows what weights mean that did not change."""
+
+    def expect_change(self, expected: bool) -> None:
+        """Whether there was a gradient since the last push. Called before each `publish`."""
+        ...
+
+
 WeightPublisher = PolicyPublisher
 """The same for weights of any model, a reward model's among them."""

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from ludic.distributed.interfaces import AbandoningControlPlane, ControlPlane, PolicyPublisher, TensorCommunicator, WeightMetadata
+from ludic.distributed.interfaces import (
+    AbandoningControlPlane,
+    ControlPlane,
+    LearningPublisher,
+    PolicyPublisher,
+    TensorCommunicator,
+    WeightMetadata,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,12 +53,19 @@ class Rank0OnlyPublisher:
         self._make_inner = make_inner
         self._enabled = enabled
         self._inner: PolicyPublisher | None = None
+        self._change_expected = True
+
+    def expect_change(self, expected: bool) -> None:
+        """Told to the inner publisher with the next push."""
+        self._change_expected = expected
 
     def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
         if self._enabled and not _is_rank_zero():
             return
         if self._inner is None:
             self._inner = self._make_inner()
+        if isinstance(self._inner, LearningPublisher):
+            self._inner.expect_change(self._change_expected)
         self._inner.publish(state_dict, version=version)
 
 

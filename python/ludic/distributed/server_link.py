@@ -203,6 +203,10 @@ class ServerLink:
         self._update = None
         self.endpoints.finish_update(version, timeout_s=self._deadline_s)
         self._forget_cache()
+        self.check_held(version, sent, served)
+
+    def check_held(self, version: str, sent: Mapping[str, str], served: Mapping[str, str]) -> None:
+        """Raise where what came last is anything else than was `sent`, or what is held anything else than `served`."""
         for rank, answer in enumerate(self._ask("ludic_fingerprint")):
             wrong = [name for name, mark in sent.items() if answer["loaded"].get(name) != mark]
             stale = [name for name, mark in answer["served"].items() if name in served and served[name] != mark]

@@ -55,6 +55,10 @@ class SGLangEndpoints(ServerCalls):
         answer = self.call("post", "/generate", json=body)
         return str((answer.get("meta_info") or {}).get("weight_version"))
 
+    def set_weight_version(self, version: str) -> None:
+        """Call what is served `version`, without other weights; requests go on."""
+        self.call("post", "/update_weight_version", json={"new_version": version, "abort_all_requests": False})
+
 
 class SGLangClient:
     """Completions from SGLang servers that serve the same model.

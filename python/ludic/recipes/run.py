@@ -26,7 +26,7 @@ from ludic.recipes.rollouts import (
     training_requests,
 )
 from ludic.recipes.run_directory import DONE, RunDirectory
-from ludic.recipes.sampler import LearningPublisher, Sampler, check_inference, open_sampler
+from ludic.recipes.sampler import Sampler, check_inference, open_sampler
 from ludic.recipes.schema import Recipe
 from ludic.recipes.screen import Screen
 from ludic.recipes.watch import Interrupted, PhaseLogger, StoppableSource, StopRequest, Stopwatch
@@ -170,8 +170,6 @@ class Run:
             with self._logger(REINFORCE, keys=keys, spark_key=SAMPLED_REWARD, steps=recipe.steps) as logger:
                 source = self._rollouts(sampler)
                 trainer = self._trainer(REINFORCE, parts.algorithm, source, parts.trainer_cfg, logger, sampler)
-                if isinstance(sampler.publisher, LearningPublisher):
-                    sampler.publisher.trainer = trainer
                 source.limit(recipe.steps - trainer.current_step)
                 self._show_start(trainer)
                 try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,6 @@ from ludic.recipes.schema import Recipe
 from ludic.recipes.watch import Stopwatch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ludic.distributed.interfaces import PolicyPublisher
 
 logger = logging.getLogger(__name__)
@@ -26,24 +24,6 @@ logger = logging.getLogger(__name__)
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM 0.32 computes attention with on a CPU. A server with another is healthy until its first request."""
 SERVED_NAME = "policy"
-
-
-class LearningPublisher:
-    """Pushes to servers. Weights that are those of the push before are an error, unless nothing was learnt yet: the first batches of a
-    hard task may have no answer better than another."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.trainer: Any = None
-        """Whose optimizer says whether there ever was a gradient."""
-
-    def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
-        self.inner.inner.allow_unchanged = not self._has_learnt()
-        self.inner.publish(state_dict, version=version)
-
-    def _has_learnt(self) -> bool:
-        states = [] if self.trainer is None or self.trainer.optimizer is None else self.trainer.optimizer.state.values()
-        return any(bool(state["exp_avg"].any()) for state in states if "exp_avg" in state)
 
 
 @dataclass(frozen=True)
@@ -202,7 +182,7 @@ async def _connected(recipe: Recipe, tokenizer: Any, urls: list[str], folder: Pa
             )
         )
         try:
-            yield Sampler(client, LearningPublisher(publisher), served[0], remote=True)
+            yield Sampler(client, publisher, served[0], remote=True)
         finally:
             await asyncio.to_thread(publisher.inner.control.close)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from ludic.distributed.interfaces import LearningPublisher
 from ludic.errors import CheckpointError, ConfigError, EmptyBatchError
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
@@ -115,6 +116,8 @@ class Trainer:
         """Of the last evaluation that `eval_at_start` or `eval_every_n_steps` asked for."""
         self._event_loop = EventLoop()
         self._publish_first = False
+        self._gradient_came = False
+        """Since the last push."""
         if resume_from is not None:
             self._resume(resume_from)
 
@@ -282,6 +285,7 @@ class Trainer:
             result = await self._compute(lambda: self.backend.forward_backward(mini_batch, totals=mini_batch.totals))
         with record.timer.phase("optimizer"):
             step = await self._compute(lambda: self.backend.optim_step(lr_factor=self.schedule.factor(self._step)))
+        self._gradient_came |= step["grad_norm"] > 0
         record.add(result, step, at_step_start=at_start)
 
     @property
@@ -324,6 +328,9 @@ class Trainer:
 
     async def _push(self, publisher: Any, weights: Mapping[str, torch.Tensor]) -> None:
         """To the publisher; in a thread while batches are generated, which go on meanwhile."""
+        if isinstance(publisher, LearningPublisher):
+            publisher.expect_change(self._gradient_came)
+        self._gradient_came = False
         push = functools.partial(publisher.publish, weights, version=self._step)
         await awaited(await asyncio.to_thread(push) if self._overlaps else push())
 

@@ -19,6 +19,7 @@ from ludic.distributed.checkpoint_folder import CheckpointFolder, folder_marks
 from ludic.distributed.fan_out import failed_servers, on_each, urls
 from ludic.distributed.interfaces import PolicyPublisher
 from ludic.distributed.server_weights import ServerManifest, checkpoint_names, fitted
+from ludic.distributed.unchanged import UnchangedWeights
 from ludic.errors import ConfigError, InferenceError, PublishError
 from ludic.inference.sglang import SGLangClient, SGLangEndpoints
 
@@ -48,11 +49,14 @@ class SGLangPublisher:
         if keep < 2:
             raise ConfigError(f"keep ({keep}) must be >= 2: the version before is what servers go back to")
         self.client, self.servers = client, client.endpoints()
-        self.timeout_s, self.allow_unchanged = timeout_s, allow_unchanged
+        self.timeout_s = timeout_s
+        self._unchanged = UnchangedWeights("weights", allowed=allow_unchanged)
         self._folders = CheckpointFolder(directory, keep=keep, model=model)
         self._manifest = _manifest_of(Path(model))
         self._served: tuple[Path, str | None] = (Path(model).resolve(), None)
-        self._marks: dict[str, str] = {}
+
+    def expect_change(self, expected: bool) -> None:
+        self._unchanged.change_expected = expected
 
     def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
         from ludic.inference.vllm.weight_fingerprint import fingerprint
@@ -61,16 +65,31 @@ class SGLangPublisher:
             raise ConfigError("a checkpoint needs a version to be named by; publish(weights, version=...)")
         weights = fitted(checkpoint_names(state_dict), self._manifest, partial=False)
         marks = fingerprint(weights)
-        if marks == self._marks and str(version) != self._served[1] and not self.allow_unchanged:
-            raise PublishError(
-                f"the weights of version {version} are those of version {self._served[1]}; is the published model the one that is "
-                "trained? allow_unchanged=True publishes them all the same"
-            )
-        folder = self._folders.write(weights, version)
-        self._reload(folder, str(version))
-        self._served, self._marks = (folder, str(version)), marks
+        if self._unchanged.are(marks, version, dtype=self._manifest.dtype) and self._is_served():
+            self._rename(str(version))
+        else:
+            self._unchanged.forget()
+            folder = self._folders.write(weights, version)
+            self._reload(folder, str(version))
+            self._served = folder, str(version)
+            self._folders.prune(folder)
+        self._unchanged.published(marks, version)
         self.client.weights_changed(version)
-        self._folders.prune(folder)
+
+    def _is_served(self) -> bool:
+        """Whether every server says that it has what was read last: none was restarted."""
+        named: list[str] = []
+        failures = on_each(self.servers, lambda server: named.append(server.weight_version()))
+        return not failures and set(named) == {self._served[1]}
+
+    def _rename(self, version: str) -> None:
+        """Call what is served `version`."""
+        failures = on_each(self.servers, lambda server: server.set_weight_version(version))
+        if failures:
+            raise PublishError(f"version {version} was not published: {failed_servers(failures)}") from next(
+                iter(failures.values())
+            )
+        self._served = self._served[0], version
 
     def _reload(self, folder: Path, version: str) -> None:
         failures = on_each(self.servers, lambda server: self._read(server, folder, version))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ludic.distributed.adapters.vllm import server_urls
 from ludic.distributed.checkpoint_folder import CheckpointFolder
 from ludic.distributed.fan_out import failed_servers, on_each
+from ludic.distributed.unchanged import UnchangedWeights
 from ludic.errors import ConfigError, PublishError
 from ludic.inference.vllm.endpoints import VllmEndpoints
 
@@ -43,13 +44,17 @@ class LoraPublisher:
         session = getattr(client, "_session", None)
         self.servers = [VllmEndpoints(url, session=session) for url in server_urls(client)]
         self.client, self.model, self.name, self.timeout_s = client, model, name, timeout_s
-        self.allow_unchanged = allow_unchanged
+        self._unchanged = UnchangedWeights("adapters", allowed=allow_unchanged)
         self._folders = CheckpointFolder(directory, keep=keep)
+        self._folder: Path | None = None
+        """Of the newest version."""
         self._keep = keep
         self._loaded: list[str] = []
         self._knows_servers = False
         """The servers have of this name what is in `_loaded`: not before the first push, and not after a fault."""
-        self._published: tuple[str, dict[str, str]] | None = None
+
+    def expect_change(self, expected: bool) -> None:
+        self._unchanged.change_expected = expected
 
     @property
     def served_name(self) -> str | None:
@@ -58,17 +63,17 @@ class LoraPublisher:
 
     def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
         """Load the model's adapters as `<name>@<version>` on all servers, or on none. They are taken from the model: in `state_dict`
-        they are merged."""
+        they are merged. Adapters that did not change are served on under the name that they have."""
         from ludic.inference.vllm.weight_fingerprint import fingerprint
-        from ludic.training.lora import adapter_weights, save_adapter
+        from ludic.training.lora import adapter_weights
 
         if version is None:
             raise ConfigError("an adapter needs a version to be named by; publish(weights, version=...)")
         marks = fingerprint(adapter_weights(self.model))
-        self._refuse_unchanged(marks, str(version))
-        folder = self._folders.fill(version, lambda aside: save_adapter(self.model, aside))
-        self._load(f"{self.name}@{version}", str(folder))
-        self._published = (str(version), marks)
+        if not (self._unchanged.are(marks, version) and self._is_served()):
+            self._unchanged.forget()
+            self._replace(version)
+        self._unchanged.published(marks, version)
         on_each(self.servers, lambda server: server.set_weight_version(str(version)))
         names = getattr(self.client, "served_names", None)
         if names is not None:
@@ -76,17 +81,22 @@ class LoraPublisher:
         if hasattr(self.client, "weights_changed"):
             self.client.weights_changed(version)
         self._unload_old()
-        self._folders.prune(folder)
+        if self._folder is not None:
+            self._folders.prune(self._folder)
 
-    def _refuse_unchanged(self, marks: Mapping[str, str], version: str) -> None:
-        if self._published is None or self.allow_unchanged:
-            return
-        earlier, same = self._published
-        if version != earlier and marks == same:
-            raise PublishError(
-                f"the adapters of version {version} are those of version {earlier}; is the published model the one that is trained? "
-                "allow_unchanged=True publishes them all the same"
-            )
+    def _is_served(self) -> bool:
+        """Whether no server has lost the newest version, as one that was restarted has."""
+        lists: list[list[str]] = []
+        failures = on_each(self.servers, lambda server: lists.append(server.models()))
+        return not failures and all(self.served_name in names for names in lists)
+
+    def _replace(self, version: str | int) -> None:
+        """Write this version, and load it everywhere."""
+        from ludic.training.lora import save_adapter
+
+        folder = self._folders.fill(version, lambda aside: save_adapter(self.model, aside))
+        self._load(f"{self.name}@{version}", str(folder))
+        self._folder = folder
 
     def _load(self, name: str, folder: str) -> None:
         if name in self._loaded:  # the same version again, after a resume

@@ -20,10 +20,11 @@ from ludic.distributed.adapters.reward_model import (
 )
 from ludic.distributed.checkpoint_folder import CheckpointFolder
 from ludic.distributed.fan_out import failed_servers, on_each, to_the_end, urls
-from ludic.distributed.interfaces import PolicyPublisher, WeightMetadata
+from ludic.distributed.interfaces import LearningPublisher, PolicyPublisher, WeightMetadata
 from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPublisher
 from ludic.distributed.server_link import ServerLink
 from ludic.distributed.server_weights import ServerManifest, check_fit, checkpoint_names, fitted
+from ludic.distributed.unchanged import UnchangedWeights
 from ludic.errors import ConfigError, PublishError, PublishTimeoutError
 from ludic.inference.vllm.endpoints import VllmEndpoints
 
@@ -120,6 +121,18 @@ class VllmControlPlane:
         """Fingerprints of the next push, and of what each server must hold once it is loaded, where that is another dtype."""
         self._sent, self._served = dict(sent), dict(sent if served is None else served)
 
+    def serves(self, marks: Mapping[str, str]) -> bool:
+        """Whether every server still has what was pushed with these fingerprints: none was restarted, or given others."""
+        version = str(self.version)
+        return not on_each(self._live, lambda link: link.check_held(version, marks, marks))
+
+    def rename(self, version: Version) -> None:
+        """Call what is served `version`, without a push."""
+        name = _name_of(version)
+        self._each(lambda link: link.endpoints.set_weight_version(name), f"version {version} was not published")
+        self.version, self.timings = name, {}
+        self._tell_client()
+
     def announce_update_batch(self, metadata: list[WeightMetadata], version: Version = None) -> None:
         """Begin a push of these tensors, which follow in this order."""
         for link in self._live:
@@ -157,7 +170,7 @@ class VllmControlPlane:
 
     def _switch(self, version: Version) -> None:
         """Pause, load, resume. A server resumes with what it had or with what was sent, and with nothing cached of other weights."""
-        name = f"vllm-{time.time_ns()}" if version is None else str(version)
+        name = _name_of(version)
         paused_at = time.perf_counter()
         self._pause(version)
         failures = on_each(self._live, lambda link: link.commit(name, self._sent, self._served))
@@ -230,6 +243,10 @@ def _publish_error(message: str, failures: Mapping[ServerLink, Exception]) -> Pu
     return error
 
 
+def _name_of(version: Version) -> str:
+    return f"vllm-{time.time_ns()}" if version is None else str(version)
+
+
 def _not_published(version: Version) -> str:
     return f"version {version} was not published, and no server loaded anything of it"
 
@@ -277,13 +294,15 @@ class FolderPublisher:
 
 
 class CheckedPublisher:
-    """Publishes what fits the servers, and what is new."""
+    """Publishes what fits the servers, and what is new. Where nothing is, what they serve is called by the new version."""
 
     def __init__(self, control: VllmControlPlane, inner: PolicyPublisher, *, allow_unchanged: bool = False) -> None:
         self.control = control
         self.inner = inner
-        self.allow_unchanged = allow_unchanged
-        self._published: tuple[str, dict[str, str]] | None = None
+        self._unchanged = UnchangedWeights("weights", allowed=allow_unchanged)
+
+    def expect_change(self, expected: bool) -> None:
+        self._unchanged.change_expected = expected
 
     def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
         from ludic.inference.vllm.weight_fingerprint import fingerprint
@@ -291,26 +310,13 @@ class CheckedPublisher:
         manifest = self.control.prepare()
         weights = fitted(state_dict, manifest, partial=self.control.partial)
         marks = fingerprint(weights)
-        self._refuse_unchanged(marks, version)
-        self.control.expect(marks)
-        self.inner.publish(weights, version=version)
-        self._published = (str(version), marks)
-
-    def _refuse_unchanged(self, marks: Mapping[str, str], version: Version) -> None:
-        if self.allow_unchanged or self._published is None:
-            return
-        earlier, same = self._published
-        if str(version) != earlier and marks == same:
-            raise PublishError(
-                f"the weights of version {version} are those of version {earlier}, in the server's {self._dtype} too: is the published "
-                "model the one that is trained, is the learning rate so small that the dtype loses its steps, did the gradient vanish? "
-                "allow_unchanged=True publishes them all the same"
-            )
-
-    @property
-    def _dtype(self) -> str:
-        manifest = self.control.links[0].manifest
-        return "dtype" if manifest is None else manifest.dtype
+        if self._unchanged.are(marks, version, dtype=manifest.dtype) and self.control.serves(marks):
+            self.control.rename(version)
+        else:
+            self._unchanged.forget()
+            self.control.expect(marks)
+            self.inner.publish(weights, version=version)
+        self._unchanged.published(marks, version)
 
 
 class VllmPublisherAdapter:
@@ -326,6 +332,10 @@ class VllmPublisherAdapter:
         self.inner.publish(_transform_hf_to_vllm(state_dict, debug=self.debug), version=version)
         if self.debug:
             logger.info("version %s was published in %.3f s", version, time.perf_counter() - began)
+
+    def expect_change(self, expected: bool) -> None:
+        if isinstance(self.inner, LearningPublisher):
+            self.inner.expect_change(expected)
 
     @property
     def timings(self) -> dict[str, float]:
@@ -360,7 +370,8 @@ def create_vllm_publisher(
     rank0_only: for calls from every rank; other ranks than 0 do nothing, and nothing is opened before the first push.
     directory: pass weights through folders in it instead, which the servers must see under the same path.
     partial: some weights are frozen and not published. By default every weight of the server's model must be there.
-    allow_unchanged: publish weights that equal those published before. By default that is an error.
+    allow_unchanged: push weights that equal those published before. By default they are not sent: what is served is called by the new
+        version, with a warning, and 20 times in a row are an error.
     tolerate_lost_servers: of several, go on with those that are left. By default a lost one is an error.
     master_address: where the servers reach this process.
     """

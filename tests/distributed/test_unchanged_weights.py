@@ -1,0 +1,146 @@
+"""Pushes that bring nothing new: what is served is called by their version, and a publisher that never brings anything is found out."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from stub_weight_server import same, weights
+from training_samples import cpu_config, sorting_items, tiny_model
+
+from ludic.distributed import create_vllm_publisher
+from ludic.distributed.unchanged import MOST_IN_A_ROW, UnchangedWeights
+from ludic.errors import PublishError
+from ludic.training import SAWBatch, Trainer, make_grpo
+
+MARKS = {"a": "1", "b": "2"}
+SENT = "/update_weights"
+
+
+def publisher(*servers, **options):
+    return create_vllm_publisher([server.url for server in servers], **{"timeout_s": 5.0, **options})
+
+
+def pushes(server):
+    return server.paths().count(SENT)
+
+
+def test_the_first_push_the_same_version_again_and_new_marks_are_pushed():
+    unchanged = UnchangedWeights("weights")
+    assert not unchanged.are(MARKS, 1)
+    unchanged.published(MARKS, 1)
+    assert not unchanged.are(MARKS, 1)
+    assert unchanged.are(MARKS, 2)
+    assert not unchanged.are({**MARKS, "b": "3"}, 2)
+    unchanged.forget()
+    assert not unchanged.are(MARKS, 2)
+
+
+@given(st.lists(st.sampled_from(["changed", "unchanged", "nothing to learn"]), max_size=80))
+def test_it_is_an_error_exactly_when_so_many_in_a_row_brought_nothing_although_there_was_a_gradient(pushed):
+    unchanged, mark, in_a_row = UnchangedWeights("weights"), 0, 0
+    unchanged.published({"a": "0"}, "first")
+    for version, kind in enumerate(pushed):
+        mark += kind == "changed"
+        in_a_row = 0 if kind == "changed" else in_a_row + (kind == "unchanged")
+        unchanged.change_expected = kind != "nothing to learn"
+        if in_a_row == MOST_IN_A_ROW:
+            with pytest.raises(PublishError, match=f"20 pushes in a row, up to version {version}, brought the weights"):
+                unchanged.are({"a": str(mark)}, version)
+            return
+        assert unchanged.are({"a": str(mark)}, version) == (kind != "changed")
+        unchanged.published({"a": str(mark)}, version)
+
+
+def test_unchanged_weights_are_served_on_under_the_new_version_and_said(start, caplog):
+    servers = [start(), start()]
+    push = publisher(*servers)
+    push.publish(weights(1), version=1)
+    push.publish(weights(1), version=2)
+    for server in servers:
+        assert (server.version, server.paused, pushes(server)) == ("2", None, 1)
+        assert same(server.served, weights(1))
+    assert "the weights of version 2 are those of version 1" in caplog.text
+    push.publish(weights(2), version=3)
+    assert all(same(server.served, weights(2)) and server.version == "3" for server in servers)
+
+
+@pytest.mark.parametrize("what", ["restarted", "given others"])
+def test_unchanged_weights_are_pushed_to_a_server_that_has_them_no_more(start, what):
+    servers = [start(), start()]
+    push = publisher(*servers)
+    push.publish(weights(1), version=1)
+    if what == "restarted":
+        servers[1].restart()
+    else:
+        publisher(servers[1]).publish(weights(7), version=7)
+    push.publish(weights(1), version=2)
+    for server in servers:
+        assert (server.version, server.paused) == ("2", None)
+        assert same(server.served, weights(1))
+
+
+def test_weights_of_a_push_that_failed_are_pushed_again(start):
+    server = start()
+    push = publisher(server)
+    push.publish(weights(1), version=1)
+    server.faults["/pause"] = lambda _: (_ for _ in ()).throw(RuntimeError("no"))
+    with pytest.raises(PublishError, match="version 2 was not published"):
+        push.publish(weights(2), version=2)
+    server.faults.clear()
+    push.publish(weights(1), version=3)
+    assert (server.version, pushes(server)) == ("3", 3)
+
+
+class Batches:
+    """Groups whose answers are all equal, so that there is nothing to learn; `weight` as long as there is something."""
+
+    def __init__(self, *weights):
+        self.weights = itertools.chain(weights, itertools.repeat(0.0))
+
+    async def next_batch(self):
+        return SAWBatch(sorting_items(4, weight=next(self.weights)), {})
+
+
+def trainer_with(server, model, source, push=None):
+    cfg = cpu_config(weight_decay=0.0)  # which changes weights without a gradient
+    return Trainer(model=model, algo=make_grpo(group_size=4), batch_source=source, publisher=push or publisher(server), cfg=cfg)
+
+
+def state_of(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_a_trainer_of_ones_own_goes_on_while_there_is_nothing_to_learn(start, caplog):
+    model = tiny_model()
+    server = start(first=state_of(model), tied=True)
+    trainer_with(server, model, Batches()).train_sync(MOST_IN_A_ROW + 5)
+    assert (server.version, pushes(server)) == (str(MOST_IN_A_ROW + 5), 1)
+    assert "nothing was learnt since" in caplog.text
+
+
+def test_a_publisher_that_pushes_stale_weights_for_ever_is_found_out(start):
+    """The trained model is not the one that is published."""
+    model = tiny_model()
+    server = start(first=state_of(model), tied=True)
+    stale, inner = copy.deepcopy(state_of(model)), publisher(server)
+
+    class Stale:
+        expect_change = inner.expect_change
+
+        def publish(self, state_dict, version=None):
+            inner.publish(stale, version=version)
+
+    trainer = trainer_with(server, model, Batches(*[1.0] * 100), Stale())
+    with pytest.raises(PublishError, match="is the published model the one that is trained"):
+        trainer.train_sync(100)
+    assert trainer.current_step == MOST_IN_A_ROW + 1
+
+
+def test_a_batch_without_a_gradient_after_one_with_it_ends_nothing(start):
+    model = tiny_model()
+    server = start(first=state_of(model), tied=True)
+    trainer_with(server, model, Batches(0.0, 1.0, 0.0, 0.0)).train_sync(4)
+    assert server.version == "4"
+    assert all(torch.equal(server.served[name], tensor) for name, tensor in state_of(model).items())
