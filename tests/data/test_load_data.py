@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from ludic.data import KINDS, load_data
+from ludic.data.sources import Draw
 from ludic.errors import ConfigError, DataError
 
 USER = {"role": "user", "content": "What color is the sky?"}
@@ -266,3 +267,38 @@ def test_an_id_that_cannot_be_had_is_an_error_that_says_so(offline, monkeypatch)
         DataError, match=r"nobody/nothing \(config None, split train\) could not be loaded: ConnectionError: no network"
     ):
         load_data("nobody/nothing")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "folder"])
+def test_a_limit_draws_the_same_rows_of_every_kind_of_source(tmp_path, offline, name):
+    rows = [{"prompt": f"p{number}"} for number in range(50)]
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+        write_jsonl(path / "train.jsonl", *rows)
+    elif name.endswith("jsonl"):
+        write_jsonl(path, *rows)
+    elif name.endswith("json"):
+        path.write_text(json.dumps(rows))
+    elif name.endswith("csv"):
+        path.write_text("prompt\n" + "".join(f"{row['prompt']}\n" for row in rows))
+    else:
+        write_parquet(path, *rows)
+    data = load_data(str(path), kind="prompt", limit=7, seed=4)
+    drawn = Draw(7, seed=4).of(50)
+    assert [row["prompt"] for row in data.rows] == [f"p{index}" for index in drawn]
+    first = 2 if name.endswith("csv") else 1  # the header is a line
+    assert [data.table.numbers[i] for i in range(7)] == [index + first for index in drawn]
+
+
+@given(st.integers(0, 200), st.none() | st.integers(1, 250), st.integers(0, 2**32))
+def test_a_draw_is_ascending_without_repeats_and_no_longer_than_its_limit(count, limit, seed):
+    drawn = list(Draw(limit, seed).of(count))
+    assert drawn == sorted(set(drawn))
+    assert set(drawn) <= set(range(count))
+    assert len(drawn) == min(count, count if limit is None else limit)
+
+
+def test_a_limit_of_nothing_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"limit \(0\) must be at least 1"):
+        load_data(write_jsonl(tmp_path / "rows.jsonl", {"prompt": "a"}), limit=0)

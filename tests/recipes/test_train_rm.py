@@ -13,6 +13,7 @@ from commands import NETWORK, same_weights, summary_of, write_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from ludic.data.sources import Draw
 from ludic.errors import DataError
 from ludic.recipes.rm.data import RMData
 from ludic.recipes.rm.model import with_own_padding
@@ -270,16 +271,37 @@ def test_a_run_that_leaves_nothing_out_says_nothing_of_it(tiny: list[str], tmp_p
     assert summary_of(tmp_path / "run")["data"]["left_out"] == {}
 
 
-def test_responses_of_equal_worth_are_counted_as_far_as_the_data_is_read(tiny: list[str], tmp_path: Path) -> None:
+def test_responses_of_equal_worth_are_counted_among_the_rows_that_are_drawn(tiny: list[str], tmp_path: Path) -> None:
     shp = [
         {"history": f"{n}", "human_ref_A": "a", "human_ref_B": f"b{n}", "score_A": n, "score_B": 3 * (n // 3)} for n in range(12)
     ]
     data = write_rows(tmp_path / "shp.jsonl", *shp)  # rows 0, 3, 6 and 9 have equal scores
-    counts = []
-    for limit in ("null", "1", "2", "3", "8"):
-        recipe = compose_rm([*tiny, f"data={data}", f"limit={limit}", "heldout=0"])
-        counts.append(RMData.read(recipe, make_byte_tokenizer(), note=print).left_out["equal_scores"])
-    assert counts == [4, 1, 2, 2, 4]
+    for limit in (None, 8, 10):
+        recipe = compose_rm([*tiny, f"data={data}", f"limit={'null' if limit is None else limit}", "heldout=0", "seed=3"])
+        drawn = Draw(limit, seed=3).of(12)
+        read = RMData.read(recipe, make_byte_tokenizer(), note=print)
+        assert read.left_out["equal_scores"] == len({0, 3, 6, 9} & set(drawn))
+        assert len(read.train) // 2 == len(drawn) - read.left_out["equal_scores"]
+
+
+def test_a_limit_draws_from_all_of_a_sorted_data_set_by_the_seed(tiny: list[str], tmp_path: Path) -> None:
+    content = [{"prompt": f"{part}{n}?", "chosen": "a", "rejected": "b"} for part in "xyz" for n in range(100)]
+    data = write_rows(tmp_path / "sorted.jsonl", *content)
+
+    def prompts(*more: str) -> list[str]:
+        read = RMData.read(compose_rm([*tiny, f"data={data}", "limit=30", *more]), make_byte_tokenizer(), note=print)
+        return [bytes(token - 3 for token in item.input_ids[:2] if token > 2).decode() for item in read.train[::2]]
+
+    first = prompts("heldout=0", "seed=1")
+    assert {prompt[0] for prompt in first} == set("xyz")  # the first 30 rows are all of x
+    assert first == prompts("heldout=0", "seed=1") != prompts("heldout=0", "seed=2")
+
+
+def test_a_model_that_is_loaded_gets_the_customary_settings_of_reward_models() -> None:
+    made, loaded = compose_rm([]), compose_rm(["model=some/model"])
+    assert (loaded.trainer.warmup_steps, loaded.trainer.lr_scheduler_type, loaded.trainer.lr_min_ratio) == (50, "cosine", 0.0)
+    assert (loaded.loss.label_smoothing, loaded.loss.regularization_lambda) == (0.05, 0.001)
+    assert (made.loss.label_smoothing, made.loss.regularization_lambda) == (0.0, 0.0)  # the truth of generated pairs is known
 
 
 def test_a_label_that_is_no_probability_is_an_error_and_no_row_left_out(tiny: list[str], tmp_path: Path) -> None:

@@ -549,3 +549,5 @@ def test_the_methods_of_the_plan_are_the_functions():
     pairs = trainer._group_pairs(items)
     assert [chosen.meta["pair_id"] for chosen, _ in pairs] == ["p0", "p1", "p2"]
     assert sum(map(len, trainer._split_pairs_by_token_budget(pairs))) == 6
+    assert len(trainer._split_pairs_by_token_budget(pairs, 1024, 256)) == 1
+    assert len(trainer._split_pairs_by_token_budget(pairs, micro_token_budget=40, max_seq_len=20)) == 3

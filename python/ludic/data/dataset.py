@@ -20,7 +20,7 @@ from ludic.data.formats import (
     without_empty_keys,
 )
 from ludic.data.scored_responses import has_scored_responses, preferences_of_scores
-from ludic.data.sources import Table, read_table
+from ludic.data.sources import Draw, Table, read_table
 from ludic.errors import ConfigError, DataError
 
 SHOWN_FAULTS = 3
@@ -63,18 +63,23 @@ def load_data(
     columns: Mapping[str, str | Sequence[str]] | None = None,
     config: str | None = None,
     split: str = "train",
+    limit: int | None = None,
+    seed: int = 0,
 ) -> DataSet:
     """A JSONL, JSON, CSV or parquet file, a folder, or an id for the `datasets` library, in one of TRL's formats.
 
     `kind` asks for one kind where the columns would fit several. `columns` says which column of the source has the content of one that
     the kind needs: `{"prompt": "question"}`; of several the first that is there. `config` and `split` are for ids and folders. Rows of two
-    responses with scores, as SHP has them, become preferences (see `scored_responses`).
+    responses with scores, as SHP has them, become preferences (see `scored_responses`). `limit` is the most rows that are read,
+    drawn at random by `seed` and left in their order.
 
     Raises DataError that names file and row for what is not of the format; ConfigError for a kind or column that is not there.
     """
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit ({limit}) must be at least 1; None reads every row")
     if kind is not None and kind not in KINDS:
         raise ConfigError(f"kind ({kind!r}) must be one of {', '.join(KINDS)}")
-    table = read_table(source, config=config, split=split)
+    table = read_table(source, config=config, split=split, draw=Draw(limit, seed))
     if not table.rows:
         raise DataError(f"{source} has no rows")
     rows = _copied(_filled(table.rows), columns or {}, source)

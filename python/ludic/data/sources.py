@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from ludic.data.formats import Row
@@ -32,48 +33,66 @@ class Table:
         return f"{self.name}, {self.unit} {self.numbers[index]}"
 
 
-def read_table(source: str, *, config: str | None = None, split: str = "train") -> Table:
-    """`config` and `split` are for data sets by id and for folders; a file is read whole."""
+@dataclass(frozen=True)
+class Draw:
+    """At most `limit` rows of a source, drawn at random by `seed` and left in their order: data sets are often sorted.
+
+    Example: `Draw(2, seed=0).of(5)` is two of `[0, 1, 2, 3, 4]`, ascending; `Draw().of(5)` is all of them.
+    """
+
+    limit: int | None = None
+    """None: every row."""
+    seed: int = 0
+
+    def of(self, count: int) -> Sequence[int]:
+        """The positions to read of `count` rows."""
+        if self.limit is None or self.limit >= count:
+            return range(count)
+        return sorted(Random(self.seed).sample(range(count), self.limit))
+
+
+def read_table(source: str, *, config: str | None = None, split: str = "train", draw: Draw | None = None) -> Table:
+    """`config` and `split` are for data sets by id and for folders. Rows that `draw` leaves out are neither parsed nor copied."""
+    draw = draw or Draw()
     path = Path(source).expanduser()
     if path.is_dir():
-        return _from_datasets(source, str(path), config, split)
+        return _from_datasets(source, str(path), config, split, draw)
     if path.suffix.lower() in READERS:
         if not path.is_file():
             raise DataError(f"{source} does not exist; paths are relative to {Path.cwd()}")
-        return READERS[path.suffix.lower()](source, path)
+        return READERS[path.suffix.lower()](source, path, draw)
     if path.is_file():
         raise DataError(f"{source} ends in {path.suffix or 'nothing'}; files that are read end in {', '.join(sorted(READERS))}")
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise DataError(f"{source} does not exist; give a file, a folder, or an id of the hub such as openai/gsm8k")
-    return _from_datasets(source, source, config, split)
+    return _from_datasets(source, source, config, split, draw)
 
 
-def _read_jsonl(name: str, path: Path) -> Table:
-    rows, numbers = [], []
-    for number, line in enumerate(_text(name, path).split("\n"), start=1):
-        if line.strip():
-            rows.append(_object(_json(line, f"{name}, line {number}"), f"{name}, line {number}"))
-            numbers.append(number)
-    return Table(name, "line", rows, numbers)
+def _read_jsonl(name: str, path: Path, draw: Draw) -> Table:
+    lines = [(number, line) for number, line in enumerate(_text(name, path).split("\n"), start=1) if line.strip()]
+    drawn = [lines[index] for index in draw.of(len(lines))]
+    rows = [_object(_json(line, f"{name}, line {number}"), f"{name}, line {number}") for number, line in drawn]
+    return Table(name, "line", rows, [number for number, _ in drawn])
 
 
-def _read_json(name: str, path: Path) -> Table:
+def _read_json(name: str, path: Path, draw: Draw) -> Table:
     content = _json(_text(name, path), name)
     if not isinstance(content, list):
         raise DataError(f"{name} must hold a list of objects, not {type(content).__name__}; one object a line is .jsonl")
-    rows = [_object(row, f"{name}, row {number}") for number, row in enumerate(content, start=1)]
-    return _numbered(name, rows)
+    drawn = draw.of(len(content))
+    return _numbered(name, [_object(content[index], f"{name}, row {index + 1}") for index in drawn], drawn)
 
 
-def _read_csv(name: str, path: Path) -> Table:
+def _read_csv(name: str, path: Path, draw: Draw) -> Table:
     """Every cell is text: `007` stays `007`."""
     lines = csv.reader(io.StringIO(_text(name, path), newline=""), strict=True)
     records = _csv_records(name, lines)
     _, header = next(records, (1, []))
     if not header or len(set(header)) != len(header):
         raise DataError(f"{name}, line 1 must name each column once, got {header}")
+    found = list(records)
     rows, numbers = [], []
-    for number, cells in records:
+    for number, cells in (found[index] for index in draw.of(len(found))):
         if len(cells) != len(header):
             raise DataError(f"{name}, line {number} has {len(cells)} cells for {len(header)} columns ({', '.join(header)})")
         rows.append(dict(zip(header, cells, strict=True)))
@@ -95,19 +114,21 @@ def _csv_records(name: str, lines: Any) -> Iterator[tuple[int, list[str]]]:
             yield begins, cells
 
 
-def _read_parquet(name: str, path: Path) -> Table:
+def _read_parquet(name: str, path: Path, draw: Draw) -> Table:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise MissingExtraError.for_extra("pyarrow", "datasets") from error
     try:
-        rows = parquet.read_table(path).to_pylist()
+        table = parquet.read_table(path)
+        drawn = draw.of(table.num_rows)
+        rows = (table if len(drawn) == table.num_rows else table.take(list(drawn))).to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's errors are these
         raise DataError(f"{name} is not a parquet file: {error}") from error
-    return _numbered(name, rows)
+    return _numbered(name, rows, drawn)
 
 
-READERS: dict[str, Callable[[str, Path], Table]] = {
+READERS: dict[str, Callable[[str, Path, Draw], Table]] = {
     ".jsonl": _read_jsonl,
     ".ndjson": _read_jsonl,
     ".json": _read_json,
@@ -116,7 +137,7 @@ READERS: dict[str, Callable[[str, Path], Table]] = {
 }
 
 
-def _from_datasets(name: str, source: str, config: str | None, split: str) -> Table:
+def _from_datasets(name: str, source: str, config: str | None, split: str, draw: Draw) -> Table:
     """By the `datasets` library, which runs no code of a data set."""
     try:
         import datasets
@@ -128,16 +149,17 @@ def _from_datasets(name: str, source: str, config: str | None, split: str) -> Ta
             loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
             loaded = datasets.load_dataset(source, config, split=split)
-        rows = loaded.to_list()
+        drawn = draw.of(len(loaded))
+        rows = (loaded if len(drawn) == len(loaded) else loaded.select(drawn)).to_list()
     except Exception as error:  # what it raises has no common root
         raise DataError(
             f"{name} (config {config}, split {split}) could not be loaded: {type(error).__name__}: {error}"
         ) from error
-    return _numbered(name, rows)
+    return _numbered(name, rows, drawn)
 
 
-def _numbered(name: str, rows: list[Row]) -> Table:
-    return Table(name, "row", rows, list(range(1, len(rows) + 1)))
+def _numbered(name: str, rows: list[Row], drawn: Sequence[int]) -> Table:
+    return Table(name, "row", rows, [index + 1 for index in drawn])
 
 
 def _text(name: str, path: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -119,6 +118,7 @@ def load_preference_items(
     columns: Mapping[str, str | Sequence[str]] | None = None,
     label_col: str | None = None,
     limit: int | None = None,
+    seed: int = 0,
     max_length: int | None = None,
     use_chat_template: bool = False,
     system_prompt: str | None = None,
@@ -128,17 +128,17 @@ def load_preference_items(
     or with two scored responses a row, as SHP has them.
 
     `columns` says which column is which (`{"chosen": "better"}`), `config` and `split` are for ids and folders, `limit` is the most rows
-    that are used, from the first. Raises DataError, naming file and row, for a row that is not of the format and for a label that is no
-    probability; a row of it that makes no pair is skipped with a warning and counted in `left_out` (`preference_dataset_to_saw_items`), and
-    so is one whose two scores are equal (`equal_scores`).
+    that are read, drawn at random by `seed` and left in their order: data sets are often sorted.
+
+    Raises DataError, naming file and row, for a row that is not of the format and for a label that is no probability. A row that
+    makes no pair is skipped with a warning and counted in `left_out` (`preference_dataset_to_saw_items`), and so is one whose two
+    scores are equal (`equal_scores`).
     """
-    data = load_data(source, kind="preference", columns=columns, config=config, split=split)
+    data = load_data(source, kind="preference", columns=columns, config=config, split=split, limit=limit, seed=seed)
     make = PreferenceItems(tokenizer, use_chat_template, system_prompt, max_length, as_arrays=True)
-    rows = data.rows[:limit]
     if left_out is not None and data.table.equal_scores:
-        end = data.table.numbers[len(rows)] if len(rows) < len(data) else math.inf
-        left_out["equal_scores"] += sum(number < end for number in data.table.equal_scores)
-    return _items_of(make, rows, data.where, label_col=label_col, strict_labels=True, left_out=left_out)
+        left_out["equal_scores"] += len(data.table.equal_scores)
+    return _items_of(make, data.rows, data.where, label_col=label_col, strict_labels=True, left_out=left_out)
 
 
 def shuffle_preference_pairs(items: Sequence[SAWItem], seed: int | None = None) -> list[SAWItem]:

@@ -125,10 +125,15 @@ class RMTrainer(Trainer):
             drop_incomplete=self.cfg.rm_drop_incomplete_pairs,
         )
 
-    def _split_pairs_by_token_budget(self, pairs: Sequence[PreferencePair]) -> list[list[SAWItem]]:
-        """`split_preference_pairs_by_token_budget` as the config says."""
-        budget, longest = self.cfg.micro_token_budget, self.cfg.max_seq_len
-        return split_preference_pairs_by_token_budget(pairs, micro_token_budget=budget, max_seq_len=longest)
+    def _split_pairs_by_token_budget(
+        self, pairs: Sequence[PreferencePair], micro_token_budget: int | None = None, max_seq_len: int | None = None
+    ) -> list[list[SAWItem]]:
+        """`split_preference_pairs_by_token_budget`; what is not given is the config's."""
+        return split_preference_pairs_by_token_budget(
+            pairs,
+            micro_token_budget=self.cfg.micro_token_budget if micro_token_budget is None else micro_token_budget,
+            max_seq_len=self.cfg.max_seq_len if max_seq_len is None else max_seq_len,
+        )
 
     def _mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
         if isinstance(macro, PreferenceMacroBatch):

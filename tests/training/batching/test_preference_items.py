@@ -262,7 +262,7 @@ def test_files_are_read_and_rows_named(tmp_path):
     items = load_preference_items(str(path), BYTES)
     assert [item.meta["pair_id"] for item in items[::2]] == ["pref_0", "pref_2"]
     assert items[0].input_ids.dtype == "int32"
-    assert len(load_preference_items(str(path), BYTES, limit=1)) == 2
+    assert len(load_preference_items(str(path), BYTES, limit=1, seed=1)) == 2
     path.write_text('{"chosen": "ab", "rejected": "ac"}\n{"chosen": "ab", "rejected": 5}\n')
     with pytest.raises(DataError, match=r"pairs.jsonl, line 2: rejected must be text"):
         load_preference_items(str(path), BYTES)

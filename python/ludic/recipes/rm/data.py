@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 from ludic.data import Row
+from ludic.data.sources import Draw
 from ludic.envs.tasks import DigitPreferences
 from ludic.envs.tasks.preferences import bayes_accuracy, drawn_accuracy
 from ludic.errors import ConfigError
@@ -93,17 +94,18 @@ def _of_task(recipe: RMRecipe, tokenizer: Any) -> RMData:
 
 def _of_data(recipe: RMRecipe, tokenizer: Any) -> RMData:
     data = str(recipe.data)
-    train, left_out = _load(recipe, tokenizer, data, recipe.split, recipe.limit)
+    train, left_out = _load(recipe, tokenizer, data, recipe.split, Draw(recipe.limit, recipe.seed))
     if recipe.heldout_data is not None or (recipe.heldout_split is not None and not _is_file(data)):
         source, split = recipe.heldout_data or data, recipe.heldout_split or recipe.split
-        heldout, heldout_left_out = _load(recipe, tokenizer, source, split, recipe.heldout_limit)
+        heldout, heldout_left_out = _load(recipe, tokenizer, source, split, Draw(recipe.heldout_limit))
         return RMData(train, heldout, left_out=left_out, heldout_left_out=heldout_left_out)
     kept, heldout = split_by_prompt([list(pair) for pair in zip(train[::2], train[1::2], strict=True)], recipe.heldout)
-    return RMData(kept, heldout if recipe.heldout_limit is None else heldout[: 2 * recipe.heldout_limit], left_out=left_out)
+    measured = Draw(recipe.heldout_limit).of(len(heldout) // 2)
+    return RMData(kept, [item for pair in measured for item in heldout[2 * pair : 2 * pair + 2]], left_out=left_out)
 
 
-def _load(recipe: RMRecipe, tokenizer: Any, source: str, split: str, limit: int | None) -> tuple[Pairs, Counter[str]]:
-    """The pairs, and the rows that make none, by reason."""
+def _load(recipe: RMRecipe, tokenizer: Any, source: str, split: str, draw: Draw) -> tuple[Pairs, Counter[str]]:
+    """The pairs that are drawn, and the rows among them that make none, by reason."""
     left_out: Counter[str] = Counter()
     renamed = {name: column for name, column in asdict(recipe.columns).items() if column is not None}
     label = renamed.pop("label", None)
@@ -114,7 +116,8 @@ def _load(recipe: RMRecipe, tokenizer: Any, source: str, split: str, limit: int 
         split=split,
         columns=renamed or None,
         label_col=label,
-        limit=limit,
+        limit=draw.limit,
+        seed=draw.seed,
         left_out=left_out,
         **_form(recipe),
     )

@@ -53,13 +53,13 @@ class RMRecipe(EpochsRecipe):
     split: str = MISSING
     """Of a hub id or folder: what is trained on."""
     limit: Optional[int] = MISSING  # noqa: UP045
-    """Pairs that are read at most; null: all."""
+    """Rows that are read at most, drawn at random by `seed`; null: all."""
     heldout_data: Optional[str] = MISSING  # noqa: UP045
     """File, folder or hub id to measure on instead of a share of the data."""
     heldout_split: Optional[str] = MISSING  # noqa: UP045
     """Split of `heldout_data`, or of `data`, to measure on instead. Files have none."""
     heldout_limit: Optional[int] = MISSING  # noqa: UP045
-    """Held-out pairs at most; null: all."""
+    """Held-out rows at most, drawn the same in every run; null: all."""
     columns: ColumnsSection = field(default_factory=ColumnsSection)
     chat_template: bool = MISSING
     """Prompts and answers that are plain text go through the tokenizer's chat template as well; conversations always do."""
