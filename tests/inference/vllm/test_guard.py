@@ -17,10 +17,11 @@ from ludic.inference.vllm.guard import Guard
 from ludic.inference.vllm.launch import free_port, start_vllm_server, stop_vllm_server
 
 STARTER = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from ludic.inference.vllm import launch
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored by whatever a process starts
 proc = launch.start_vllm_server("tiny", "127.0.0.1", launch.free_port(), python=sys.argv[1], stream_output=False)
 facts = Path(sys.argv[2])
 while not facts.exists() or not facts.read_text():
