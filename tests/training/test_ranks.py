@@ -28,7 +28,20 @@ def test_two_ranks_take_the_step_of_one(tmp_path, wrapping):
     assert any((before[name] != weight).any() for name, weight in weights_of(restored).items())
 
 
+def test_statistics_of_two_ranks_are_those_of_their_samples_together_whatever_keys_each_has(tmp_path):
+    found = on_two_ranks("two_ranks_stats.py", tmp_path)
+    assert found["x"] == 2.0  # (3 * 1 + 1 * 5) / 4
+    assert found["x_std"] == pytest.approx(5**0.5)  # 0, 2 and 4, 6 about 3
+    assert (found["count"], found["shortest"], found["longest"]) == (5.0, -1.0, 9.0)
+    assert found["only on rank 1"] == 0.5
+    assert "unmeasured" not in found
+    # rank 1 sampled nothing that was compared: the sums are rank 0's, and so are the numbers
+    mismatch = {name: found[f"mismatch/{name}"] for name in ("tokens", "mean", "max", "kl", "ess")}
+    assert mismatch == {"tokens": 2.0, "mean": 0.5, "max": 0.75, "kl": 0.25, "ess": 0.5}
+
+
 def test_one_rank_is_a_world_of_its_own():
     assert (ranks.rank(), ranks.world_size(), ranks.is_distributed()) == (0, 1, False)
     assert ranks.sum_over_ranks([1.5, 2.0], "cpu") == ranks.max_over_ranks([1.5, 2.0], "cpu") == [1.5, 2.0]
+    assert ranks.union_over_ranks(["b", "a", "b"], "cpu") == ["b", "a"]
     ranks.barrier()

@@ -1,13 +1,24 @@
 """Statistics by hand."""
 
+import json
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ludic.errors import ConfigError, DataError
-from ludic.training import Reducer, SAWBatch, SAWItem, aggregate_stats, apply_reducers_to_records, default_reducers
-from ludic.training.stats import group_keys
+from ludic.training import (
+    Reducer,
+    SAWBatch,
+    SAWItem,
+    aggregate_stats,
+    apply_reducers_to_records,
+    default_reducers,
+    stats as stats_module,
+)
+from ludic.training.percent import Percent
+from ludic.training.stats import check_reducers, group_keys
 
 
 def item(**meta):
@@ -145,6 +156,38 @@ def test_default_reducers():
     assert stats["completion_truncated_rate"] == 0.5
     assert stats["seq_len_truncated_rate"] == 0.25
     assert all(reducer.as_percent for reducer in default_reducers().values())
+
+
+def test_a_reducer_as_percent_gives_a_fraction_that_displays_show_in_percent():
+    shares = reduce(Reducer("count_true", "passed", normalize_by="samples", as_percent=True))
+    assert shares == pytest.approx(2 / 3)
+    assert isinstance(shares, Percent)
+    assert not isinstance(reduce(Reducer("mean", "score")), Percent)
+    assert json.dumps(Percent(0.25)) == "0.25"
+
+
+def test_rates_by_rollouts_are_counted_in_the_core(monkeypatch):
+    asked = []
+    original = stats_module._core.reduce_records
+    monkeypatch.setattr(
+        stats_module._core,
+        "reduce_records",
+        lambda records, paths, *counts: asked.extend(paths) or original(records, paths, *counts),
+    )
+    assert reduce(Reducer("count_true", "passed", normalize_by="rollouts"), rollout_count=4) == 0.5
+    assert reduce(Reducer("count_true", lambda record: record["passed"], normalize_by="rollouts"), rollout_count=4) == 0.5
+    assert [(kind, by) for kind, _, by in asked] == [("count_true", "rollouts")] * 2
+
+
+def test_a_sample_without_a_reward_has_no_part_in_the_mean_reward():
+    rewarded = batch(item(total_reward=1.0), item(total_reward=0.5), item())
+    assert aggregate_stats([{}], [rewarded])["avg_total_reward"] == 0.75
+
+
+@pytest.mark.parametrize("name", ["loss", "train/loss", "step", "avg_total_reward", "perf/step_s", "mismatch/max"])
+def test_a_reducer_cannot_take_the_name_of_the_trainers_own_statistic(name):
+    with pytest.raises(ConfigError, match=f"cannot be named '{name}'"):
+        check_reducers({name: Reducer("mean", "score")})
 
 
 def test_callable_sources_receive_the_sample_in_training():

@@ -4,6 +4,7 @@ import asyncio
 import gc
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from training_samples import ListSource, assert_same_tensors, cpu_config, sorting_items, tiny_model, weights_of
@@ -23,6 +24,7 @@ from ludic.training import (
     drop_zero_weight_samples,
     make_cispo,
     make_grpo,
+    make_gspo,
     make_reinforce,
     make_sft,
 )
@@ -169,8 +171,28 @@ def test_long_samples_are_cut_and_the_reducers_see_it():
     limit = sorted(len(item.input_ids) for item in items)[4]
     stats = trainer_of(items, config={"max_seq_len": limit}).train_step_sync()
     cut = [item for item in items if len(item.input_ids) > limit]
-    kept = [item for item in cut if sum(item.action_mask[:limit])]
-    assert stats["train/seq_len_truncated_rate"] == len(kept) / (8 - len(cut) + len(kept))
+    assert cut
+    assert stats["train/seq_len_truncated_rate"] == len(cut) / 8
+
+
+def test_samples_of_which_nothing_is_left_count_as_cut():
+    items = sorting_items(4, weight=1.0)
+    for long in items[:2]:
+        long.input_ids, long.attention_mask = [12] * 40 + [5], [1] * 41
+        long.action_mask, long.attachments = [0] * 40 + [1], SampleAttachments(ActorTokenLogps([-1.0]))
+    stats = trainer_of(items).train_step_sync()
+    assert (stats["train/seq_len_truncated_rate"], stats["train/seq_len_truncated_empty"]) == (0.5, 2)
+    assert stats["train/num_samples"] == 2
+
+
+def test_every_sample_says_whether_it_was_cut_and_the_source_s_own_is_left_alone():
+    items = sorting_items(6)
+    limit = sorted(len(item.input_ids) for item in items)[2]
+    seen = []
+    reducers = {"seen": Reducer("sum", lambda item: seen.append(item.meta["seq_len_truncated"]) or 0)}
+    trainer_of(items, config={"max_seq_len": limit}, reducers=reducers).train_step_sync()
+    assert sorted(seen) == sorted(len(item.input_ids) > limit for item in items)
+    assert not any("seq_len_truncated" in item.meta for item in items)
 
 
 def test_a_sample_that_keeps_no_action_is_dropped_and_counted_not_a_zero_in_the_mean():
@@ -284,6 +306,111 @@ def test_batches_of_weight_zero_move_the_weights_as_if_their_samples_had_been_ru
         assert [line["perf/real_tokens"] > 0 for line in stats[1:]] == ([False, False] if skips else [True, True])
         ends.append(weights_of(trainer.model))
     assert_same_tensors(*ends, atol=1e-7)
+
+
+# --- statistics that are true
+
+
+@pytest.mark.parametrize("budget", [40, 64, 1000])
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("make", [make_grpo, make_cispo, make_gspo])
+def test_no_split_and_no_sample_left_out_shows_in_the_statistics_that_are_known_without_a_pass(make, skips, budget):
+    items = sorting_items(12)
+    config = {"micro_token_budget": budget, "skip_zero_weight": skips, "lr": 0.0}
+    stats = trainer_of(items, algo=make(group_size=4), config=config).train_step_sync()
+    weights = np.array([item.weight for item in items])
+    assert (weights == 0).any()
+    assert stats["train/adv_mean"] == pytest.approx(weights.mean(), abs=1e-6)
+    assert stats["train/adv_std"] == pytest.approx(weights.std(), abs=1e-6)
+    if make is not make_gspo:
+        assert stats["train/avg_action_tokens"] == pytest.approx(np.mean([sum(item.action_mask) for item in items]))
+
+
+@pytest.mark.parametrize("make", [make_grpo, make_cispo, make_gspo, make_reinforce])
+def test_what_a_pass_measures_is_of_the_samples_that_went_through_the_model_however_they_are_split(make):
+    items = sorting_items(12)
+    passed = [item for item in items if item.weight]
+    keys = ("ratio_mean", "ratio_std", "clip_frac", "kl_actor_policy", "logp_mean")
+    found = []
+    for given, budget in ((passed, 1000), (items, 1000), (items, 40)):
+        config = {"micro_token_budget": budget, "lr": 0.0}
+        stats = trainer_of(
+            given, algo=make(group_size=4) if make is not make_reinforce else make(), config=config
+        ).train_step_sync()
+        found.append([stats[f"train/{key}"] for key in keys if f"train/{key}" in stats])
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    assert found[2] == pytest.approx(found[0], rel=1e-4)
+
+
+def test_a_step_without_signal_reports_no_ratio_instead_of_a_ratio_of_zero():
+    stats = trainer_of(sorting_items(4, weight=0.0)).train_step_sync()
+    assert stats["train/zero_weight_skipped"] == 4
+    assert (stats["train/loss"], stats["train/adv_mean"], stats["train/adv_std"]) == (0, 0, 0)
+    assert not {"train/ratio_mean", "train/clip_frac", "train/kl_actor_policy", "train/logp_mean"} & stats.keys()
+
+
+def test_supervised_training_logs_no_reward():
+    items = sorting_items(4, weight=1.0)
+    for item in items:
+        del item.meta["total_reward"]
+    stats = trainer_of(items, algo=make_sft()).train_step_sync()
+    assert "train/avg_total_reward" not in stats
+    assert stats["train/avg_completion_length"] > 0
+
+
+def test_a_reducer_that_raises_costs_its_own_number_alone(caplog):
+    reducers = {
+        "broken": Reducer("mean", lambda item: item.meta["absent"]),
+        "ids": Reducer("sum", lambda item: len(item.input_ids)),
+    }
+    items = sorting_items(4)
+    trainer = trainer_of(items, reducers=reducers)
+    stats = trainer.train_step_sync()
+    assert trainer.current_step == 1
+    assert "train/broken" not in stats
+    assert stats["train/ids"] == sum(len(item.input_ids) for item in items)
+    assert "the reducer broken failed" in caplog.text
+    assert "KeyError: 'absent'" in caplog.text
+
+
+def test_a_reducer_named_as_a_statistic_of_the_trainer_is_refused_before_a_step_is_taken():
+    with pytest.raises(ConfigError, match="train/loss is the trainer's own"):
+        trainer_of(reducers={"loss": Reducer("mean", "total_reward")})
+
+
+def test_a_reducer_named_as_a_statistic_of_the_loss_does_not_replace_it(caplog):
+    plain = trainer_of(sorting_items(4)).train_step_sync()
+    named = trainer_of(sorting_items(4), reducers={"clip_frac": Reducer("sum", "completion_length")}).train_step_sync()
+    assert named["train/clip_frac"] == plain["train/clip_frac"]
+    assert "the reducer clip_frac has the name of a statistic of the loss" in caplog.text
+
+
+def test_a_loss_that_reports_another_loss_is_logged_beside_what_was_differentiated():
+    class Penalised:
+        def compute(self, logits, batch, *, shared):
+            loss = -shared.logp_action().mean()
+            return loss + 1.0, {"loss": loss.detach()}
+
+    class Plain(Penalised):
+        def compute(self, logits, batch, *, shared):
+            loss = super().compute(logits, batch, shared=shared)[0]
+            return loss, {"loss": loss.detach()}
+
+    penalised, plain = (
+        trainer_of(sorting_items(4), algo=RLAlgorithm("x", ConstantCredit(1.0), loss())).train_step_sync()
+        for loss in (Penalised, Plain)
+    )
+    assert penalised["train/loss"] == plain["train/loss"]
+    assert penalised["train/reported_loss"] == pytest.approx(penalised["train/loss"] - 1.0)
+    assert "train/reported_loss" not in plain
+
+
+def test_completion_lengths_are_logged_with_their_range():
+    items = sorting_items(8)
+    lengths = [item.meta["completion_length"] for item in items]
+    stats = trainer_of(items).train_step_sync()
+    found = tuple(stats[f"train/{name}_completion_length"] for name in ("min", "avg", "max"))
+    assert found == (min(lengths), sum(lengths) / 8, max(lengths))
 
 
 # --- what stops a run

@@ -74,7 +74,8 @@ def test_training_goes_on_and_failures_are_in_the_statistics(cancel_siblings):
     trainer.train_sync(STEPS, log_fn=seen.append)
     assert len(seen) == STEPS
     for stats in seen:
-        assert stats["train/target_rollouts"] == (GROUPS - 2) * MEMBERS
+        assert stats["train/target_rollouts"] == GROUPS * MEMBERS
+        assert stats["train/played_rollouts"] == (GROUPS - 2) * MEMBERS
         assert stats["train/num_dropped_groups"] == 2
         if cancel_siblings:
             assert 2 <= stats["train/num_failed_episodes"] <= 4

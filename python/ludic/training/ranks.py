@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import torch
@@ -41,3 +42,16 @@ def _reduce(values: Sequence[float], device: torch.device | str, operation: dist
     packed = torch.tensor(list(values), dtype=torch.float64, device=device)
     dist.all_reduce(packed, op=operation)
     return [float(value) for value in packed.cpu()]
+
+
+def union_over_ranks(names: Sequence[str], device: torch.device | str) -> list[str]:
+    """The names that any rank has, each once, in one order on all ranks: that of rank 0, then what the next ones add."""
+    if not is_distributed():
+        return list(dict.fromkeys(names))
+    own = torch.tensor(list(json.dumps(list(names)).encode()), dtype=torch.uint8, device=device)
+    size = int(max_over_ranks([float(len(own))], device)[0])
+    padded = torch.full((size,), ord(" "), dtype=torch.uint8, device=device)
+    padded[: len(own)] = own
+    everyone = [torch.empty_like(padded) for _ in range(world_size())]
+    dist.all_gather(everyone, padded)
+    return list(dict.fromkeys(name for each in everyone for name in json.loads(bytes(each.tolist()))))

@@ -1,28 +1,29 @@
-"""Numbers about a step: means over micro-batches, with one transfer from the device, and reducers over the samples' metadata.
+"""What samples and rollouts say of themselves, as numbers of a step: counts, means of rewards and lengths, and reducers of one's own.
 
-What a key means when it is aggregated: `gpu_*` is a maximum, counts are sums, everything else is a mean weighted by samples over
-the micro-batches that have the key; `mismatch/*` are means over action tokens.
+How the statistics of a loss become those of a step is in `micro_stats`; what each key means is in docs/metrics.md.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ludic import _core
 from ludic.errors import ConfigError, DataError
-from ludic.training.loss.mismatch import LARGEST, PREFIX, is_mismatch_sum, mismatch_of
+from ludic.training.loss.mismatch import PREFIX
+from ludic.training.micro_stats import Stat, combine_micro_stats, finished, to_host
+from ludic.training.percent import Percent
 from ludic.training.types import SAWBatch, SAWItem
 
-COUNT_KEYS = frozenset({"num_samples", "target_rollouts", "effective_rollouts", "total_completion_tokens", "num_pairs"})
-PAIR_KEYS = frozenset({"accuracy", "chosen_score", "rejected_score", "margin", "score_reg"})
-"""Means over the pairs of a micro-batch, where it counts them as `num_pairs`: samples without a partner have no part in them."""
+logger = logging.getLogger(__name__)
+
 KINDS = ("mean", "sum", "count_true")
+SAMPLED_REWARD = "avg_sampled_reward"
+"""Mean total reward of every rollout of a step, also of those whose samples were then filtered or left out."""
 
 ReducerKind = Literal["mean", "sum", "count_true"]
 Denominator = Literal["samples", "rollouts"]
@@ -42,10 +43,10 @@ class Reducer:
     transform: Callable[[Any], Any] | None = None
     """Applied to each value that is there."""
     normalize_by: Denominator | None = None
-    """Divide the sum, or the count, by the number of samples or rollouts; 0 if there is none. `count_true` by rollouts counts the
-    rollouts with a true step, so that it is a rate whatever their length."""
+    """Divide the sum, or the count, by the number of samples, or of the rollouts that were asked for; 0 if there is none. `count_true`
+    by rollouts counts the rollouts with a true step, so that it is a rate whatever their length."""
     as_percent: bool = False
-    """For displays; the value stays a fraction."""
+    """The value is a `Percent`: a fraction that displays show as 25.0%."""
 
 
 def default_reducers() -> dict[str, Reducer]:
@@ -60,6 +61,36 @@ def default_reducers() -> dict[str, Reducer]:
         ),
         "seq_len_truncated_rate": Reducer("count_true", "seq_len_truncated", normalize_by="samples", as_percent=True),
     }
+
+
+OWN_KEYS = frozenset(
+    {
+        *("step", "loss", "reported_loss", "grad_norm", "lr", "optimizer_steps"),
+        *("num_samples", "target_rollouts", "played_rollouts", "effective_rollouts"),
+        *("avg_total_reward", SAMPLED_REWARD, "reward_std", "frac_reward_zero_std"),
+        *("avg_completion_length", "min_completion_length", "max_completion_length"),
+        *("seq_len_truncated_empty", "samples_without_actions", "zero_weight_skipped", "zvp_filter_frac", "policy_lag"),
+    }
+)
+"""What the trainer itself logs under `train/`; a reducer cannot have such a name."""
+
+
+def check_reducers(reducers: Mapping[str, Reducer]) -> None:
+    """Raise ConfigError for a reducer that cannot be applied, or whose name the trainer needs for a statistic of its own."""
+    for name, reducer in reducers.items():
+        _check(name, reducer)
+        key = _grouped(name)
+        if key.removeprefix("train/") in OWN_KEYS or key.startswith(("perf/", PREFIX)):
+            raise ConfigError(
+                f"a reducer cannot be named {name!r}: {key} is the trainer's own; name it {f'my_{name}'!r}, for example"
+            )
+
+
+def _check(name: str, reducer: Reducer) -> None:
+    if reducer.kind not in KINDS:
+        raise ConfigError(f"reducer {name}: kind ({reducer.kind}) must be one of {', '.join(KINDS)}")
+    if reducer.normalize_by not in (None, "samples", "rollouts"):
+        raise ConfigError(f"reducer {name}: normalize_by ({reducer.normalize_by}) must be samples, rollouts or None")
 
 
 def apply_reducers_to_records(
@@ -83,10 +114,7 @@ def _reduce(
 ) -> dict[str, float]:
     """Reducers that are plain paths are done by the core in one pass; functions hand it a column."""
     for name, reducer in reducers.items():
-        if reducer.kind not in KINDS:
-            raise ConfigError(f"reducer {name}: kind ({reducer.kind}) must be one of {', '.join(KINDS)}")
-        if reducer.normalize_by not in (None, "samples", "rollouts"):
-            raise ConfigError(f"reducer {name}: normalize_by ({reducer.normalize_by}) must be samples, rollouts or None")
+        _check(name, reducer)
     plain = {name: reducer for name, reducer in reducers.items() if _is_plain(reducer)}
     paths = [(reducer.kind, str(reducer.source), reducer.normalize_by) for reducer in plain.values()]
     reduced = dict(zip(plain, _core.reduce_records(records, paths, *counts), strict=True)) if plain else {}
@@ -94,12 +122,11 @@ def _reduce(
         if name not in reduced:
             values = [_value(reducer, subject, record) for subject, record in zip(subjects, records, strict=True)]
             reduced[name] = _reduce_values(reducer, values, records, counts)
-    return {name: reduced[name] for name in reducers}
+    return {name: Percent(reduced[name]) if reducer.as_percent else reduced[name] for name, reducer in reducers.items()}
 
 
 def _is_plain(reducer: Reducer) -> bool:
-    by_rollout = reducer.kind == "count_true" and reducer.normalize_by == "rollouts"
-    return isinstance(reducer.source, str) and reducer.transform is None and not by_rollout
+    return isinstance(reducer.source, str) and reducer.transform is None
 
 
 def _value(reducer: Reducer, subject: Any, record: Mapping[str, Any]) -> Any:
@@ -116,10 +143,10 @@ def _at_path(record: Any, path: str) -> Any:
 
 
 def _reduce_values(reducer: Reducer, values: list[Any], records: Sequence[Mapping[str, Any]], counts: tuple[int, int]) -> float:
-    if reducer.kind == "count_true" and reducer.normalize_by == "rollouts":
-        true = {_rollout(record, index) for index, (value, record) in enumerate(zip(values, records, strict=True)) if value}
-        return len(true) / counts[1] if counts[1] else 0.0
     truth = reducer.kind == "count_true"
+    if truth and reducer.normalize_by == "rollouts":
+        named = [{"value": value, "rollout_id": record.get("rollout_id")} for value, record in zip(values, records, strict=True)]
+        return _core.reduce_records(named, [("count_true", "value", "rollouts")], *counts)[0]
     column = np.array([_number(value, truth) for value in values], dtype=np.float64)
     if reducer.normalize_by is None:
         return _core.reduce_column(reducer.kind, column)
@@ -149,7 +176,8 @@ def aggregate_stats(
 ) -> dict[str, float]:
     """Statistics of a step from those of its micro-batches and from its batches. No micro-batch gives `{}`.
 
-    A sum over micro-batches happens on the device; one transfer brings all keys to the host.
+    All tensors come to the host in one transfer. `micro_stats` says how keys are combined; one of which nothing was measured is 0, as is
+    `avg_total_reward` of samples without a reward. The reducers see the samples of the batches.
     """
     if not micro_stats_list:
         return {}
@@ -158,68 +186,55 @@ def aggregate_stats(
         raise DataError(
             f"micro_batch_sizes ({len(sizes)}) must have as many entries as micro_stats_list ({len(micro_stats_list)})"
         )
-    return {**to_host(combine_micro_stats(micro_stats_list, sizes)), **batch_stats(saw_batches, reducers=reducers)}
+    stats = {**combine_micro_stats(to_host(micro_stats_list), sizes), **batch_stats(saw_batches)}
+    unmeasured = {key: 0.0 for key, stat in stats.items() if not stat.weight}
+    items = [item for batch in saw_batches for item in batch.items]
+    counts = len(items), int(stats["target_rollouts"].value)
+    return {**unmeasured, **finished(stats), **_reduce(items, [item.meta for item in items], reducers or {}, counts)}
 
 
-def combine_micro_stats(micro_stats: Sequence[Mapping[str, Any]], sizes: Sequence[float]) -> dict[str, Any]:
-    """One value for each key, still on its device. A micro-batch without a key has no say in it."""
-    columns: dict[str, list[tuple[Any, Any]]] = {}
-    for stats, size in zip(micro_stats, sizes, strict=True):
-        for key, value in stats.items():
-            weight = stats.get("num_pairs", float(size)) if key in PAIR_KEYS else float(size)
-            columns.setdefault(key, []).append((value.detach() if isinstance(value, Tensor) else value, weight))
-    combined = {key: _combine(key, column) for key, column in columns.items() if not is_mismatch_sum(key)}
-    sums = {key: _combined_sum(key, column) for key, column in columns.items() if is_mismatch_sum(key)}
-    return {**combined, **mismatch_of(sums)}
-
-
-def _combined_sum(key: str, column: Sequence[tuple[Any, Any]]) -> Any:
-    values = torch.stack([torch.as_tensor(value) for value, _ in column])
-    return values.max() if key == f"{PREFIX}{LARGEST}" else values.sum()
-
-
-def _combine(key: str, column: Sequence[tuple[Any, Any]]) -> Any:
-    values = [value for value, _ in column]
-    if key.startswith("gpu_"):
-        return torch.stack([torch.as_tensor(value) for value in values]).max()
-    if key in COUNT_KEYS:
-        return sum(values)
-    total = sum(size for _, size in column)
-    whole = sum(value * size for value, size in column)
-    if isinstance(total, Tensor):  # a count of pairs, which stays on its device
-        return whole / total.clamp(min=1)
-    return whole / total if total else 0.0
-
-
-def to_host(values: Mapping[str, Any]) -> dict[str, float]:
-    """Python floats, in the order given; all tensors come over in one transfer."""
-    tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
-    host: dict[str, float] = {}
-    if tensors:
-        device = next((value.device for value in tensors.values() if value.device.type != "cpu"), torch.device("cpu"))
-        packed = torch.stack([value.to(device, torch.float64).reshape(()) for value in tensors.values()])
-        host = dict(zip(tensors, packed.tolist(), strict=True))
-    return {key: host[key] if key in host else float(value) for key, value in values.items()}
-
-
-SAMPLED_REWARD = "avg_sampled_reward"
-"""Mean total reward of every rollout of a step, also of those whose samples were then filtered or left out."""
-
-
-def batch_stats(batches: Sequence[SAWBatch], *, reducers: Mapping[str, Reducer] | None = None) -> dict[str, float]:
-    """Counts, mean reward and length, and the reducers, over the samples of the batches."""
+def batch_stats(batches: Sequence[SAWBatch]) -> dict[str, Stat]:
+    """Counts of the batches, and mean reward and length over their samples; a sample without a reward has no part in its mean."""
     items = [item for batch in batches for item in batch.items]
-    target = sum(target_rollouts(batch) for batch in batches)
-    stats = {
-        "num_samples": float(len(items)),
-        "target_rollouts": float(target),
-        "effective_rollouts": float(sum(batch.meta.get("effective_rollouts", target_rollouts(batch)) for batch in batches)),
-        "avg_total_reward": _mean([float(item.meta.get("total_reward", 0.0)) for item in items]),
-        "avg_completion_length": _mean([float(_completion_length(item)) for item in items]),
+    rewards = [float(item.meta["total_reward"]) for item in items if item.meta.get("total_reward") is not None]
+    lengths = [float(_completion_length(item)) for item in items]
+    return {
+        "num_samples": Stat(float(len(items)), rule="sum"),
+        "target_rollouts": Stat(float(sum(target_rollouts(batch) for batch in batches)), rule="sum"),
+        "effective_rollouts": Stat(
+            float(sum(batch.meta.get("effective_rollouts", target_rollouts(batch)) for batch in batches)), rule="sum"
+        ),
+        "avg_total_reward": Stat(_mean(rewards), float(len(rewards))),
+        "avg_completion_length": Stat(_mean(lengths), float(len(lengths))),
     }
-    if reducers:
-        stats.update(_reduce(items, [item.meta for item in items], reducers, (len(items), int(target))))
-    return stats
+
+
+def reducer_stats(items: Sequence[SAWItem], reducers: Mapping[str, Reducer], rollouts: int) -> dict[str, Stat]:
+    """The reducers over samples of one training step. One that raises is reported and left out: the step has been taken by then."""
+    records, counts = [item.meta for item in items], (len(items), rollouts)
+    try:
+        reduced = _reduce(items, records, reducers, counts)
+    except Exception:
+        reduced = {}
+        for name, reducer in reducers.items():
+            try:
+                reduced |= _reduce(items, records, {name: reducer}, counts)
+            except Exception:
+                logger.exception("the reducer %s failed and is left out of this step's statistics", name)
+    return {name: _reducer_stat(reducers[name], value, counts) for name, value in reduced.items()}
+
+
+def _reducer_stat(reducer: Reducer, value: float, counts: tuple[int, int]) -> Stat:
+    """How it joins that of other ranks: plain sums and counts are summed, the rest is weighted by its denominator, or by samples."""
+    if reducer.kind != "mean" and reducer.normalize_by is None:
+        return Stat(value, rule="sum")
+    return Stat(value, float(counts[1] if reducer.normalize_by == "rollouts" else counts[0]))
+
+
+def as_percents(stats: Mapping[str, float], reducers: Mapping[str, Reducer]) -> dict[str, float]:
+    """The same, with `Percent` for the reducers that say so."""
+    shares = {name for name, reducer in reducers.items() if reducer.as_percent}
+    return {key: Percent(value) if key in shares else value for key, value in stats.items()}
 
 
 def target_rollouts(batch: SAWBatch) -> int:

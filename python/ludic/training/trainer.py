@@ -37,7 +37,7 @@ from ludic.training.proximal import with_proximal_logps
 from ludic.training.rng import preserved_rng
 from ludic.training.run_state import evaluation_state, restore_run, run_state
 from ludic.training.schedule import LearningRateSchedule
-from ludic.training.stats import Reducer, default_reducers, distinct_rollouts, group_keys
+from ludic.training.stats import Reducer, check_reducers, default_reducers, distinct_rollouts, group_keys
 from ludic.training.step_record import StepRecord
 from ludic.training.timings import PhaseTimer
 from ludic.training.types import BatchSource, SAWBatch, SAWItem
@@ -123,6 +123,7 @@ class Trainer:
 
     def _check(self, checkpoints: object, resume_from: object) -> None:
         self.cfg.validate()
+        check_reducers(self.reducers)
         if self.publisher is None and self.cfg.given("sync_every_steps") and self.cfg.sync_every_steps:
             raise ConfigError(
                 f"sync_every_steps ({self.cfg.sync_every_steps}) needs a PolicyPublisher; pass publisher=, or sync_every_steps=0"

@@ -181,12 +181,14 @@ def test_the_group_of_an_episode_that_fails_for_good_is_left_out_and_counted(fla
     ]
     batch = play(engine(envs=flaky, cancel_siblings=False).generate_batch(groups, credit_assigner=EpisodicReturn()))
     assert len(batch.items) == 4
-    assert {k: batch.meta[k] for k in ("num_episodes", "num_failed_episodes", "num_dropped_groups", "target_rollouts")} == {
+    counts = {
         "num_episodes": 6,
         "num_failed_episodes": 2,
         "num_dropped_groups": 1,
-        "target_rollouts": 4,
+        "target_rollouts": 6,  # asked for, also those of the group that is left out
+        "played_rollouts": 4,
     }
+    assert {k: batch.meta[k] for k in counts} == counts
     assert "b broke" in caplog.text
 
 

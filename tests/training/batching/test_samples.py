@@ -62,6 +62,21 @@ def test_what_is_said_of_a_batch_adds_up(played, longest):
     assert tokens == pytest.approx(sum(len(item.input_ids) for item in batch.items))
 
 
+def rewarded(reward, group=None):
+    trace = TokenTrace([1], [2], None)
+    meta = {} if group is None else {"request_meta": {"group_id": group}}
+    return Rollout(id=f"{group}/{reward}", steps=[Step(0, "o", "a", None, reward, False, True, trace=trace)], meta=meta)
+
+
+def test_the_spread_of_rewards_and_the_groups_without_one_are_said_of_all_rollouts():
+    played = [rewarded(1.0, "a"), rewarded(0.0, "a"), rewarded(1.0, "b"), rewarded(1.0, "b"), rewarded(0.5, "alone")]
+    meta = batch_from_rollouts(played, ConstantCredit(), lambda item: False).meta
+    # mean 0.7; squares .09 * 3 + .49 + .04 = .8, by 5
+    assert (meta["avg_total_reward"], meta["reward_std"]) == pytest.approx((0.7, 0.4))
+    assert meta["frac_reward_zero_std"] == 0.5  # b, of a and b: one alone has no spread to lack
+    assert "frac_reward_zero_std" not in batch_from_rollouts([rewarded(1.0)], ConstantCredit()).meta
+
+
 def test_a_batch_of_nothing_has_means_of_zero():
     meta = batch_from_rollouts([], ConstantCredit()).meta
     assert [meta[f"avg_{name}"] for name in ("total_reward", "completion_length", "prompt_length")] == [0.0, 0.0, 0.0]

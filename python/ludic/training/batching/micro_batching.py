@@ -111,6 +111,12 @@ def truncate_item(item: SAWItem, max_seq_len: int) -> SAWItem:
 _truncate_item = truncate_item
 
 
+def cut_item(item: SAWItem, max_seq_len: int) -> SAWItem:
+    """`truncate_item`, with `seq_len_truncated` in the metadata whether it was cut or not. The item itself is left as it is."""
+    cut = truncate_item(item, max_seq_len)
+    return cut if "seq_len_truncated" in cut.meta else replace(cut, meta={**cut.meta, "seq_len_truncated": False})
+
+
 def _check_masks(item: SAWItem, total: int) -> None:
     for name in ("attention_mask", "action_mask"):
         length = len(getattr(item, name))

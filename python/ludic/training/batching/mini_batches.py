@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ludic import _core
 from ludic.training import ranks
-from ludic.training.batching.micro_batching import MicroBatch, to_tensors, truncate_item
+from ludic.training.batching.micro_batching import MicroBatch, cut_item, to_tensors
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
 from ludic.training.loss.base import as_collated
@@ -37,13 +37,15 @@ class MacroBatch:
     """
 
     items: list[SAWItem]
-    """Cut to the limit, their metadata saying so."""
+    """Cut to the limit, their metadata saying whether they were."""
     table: _core.SampleTable
     """The same samples, row by row."""
     truncated_empty: int
     """Samples dropped because the cut left no action token to predict."""
     without_actions: int
     """Samples dropped because they never had one."""
+    dropped: list[SAWItem] = field(default_factory=list)
+    """Those samples, as they were cut: what reducers say of a step, such as how often samples were cut, is said of them too."""
     proximal: Mapping[int, Tensor] | None = None
     """By row: log-probabilities [A] of the sample's action tokens under the weights that the step began with. Known where a correction
     needs them in more than one optimizer step."""
@@ -55,14 +57,14 @@ class MacroBatch:
         table = _core.SampleTable.from_items(items)
         table = (table.chained() if merge_turns else table).truncate(max_seq_len)
         cut = np.asarray(table.original_lengths > table.lengths)
-        kept = list(items)
-        for index in np.flatnonzero(cut):
-            kept[index] = truncate_item(kept[index], max_seq_len)
+        kept = [cut_item(item, max_seq_len) for item in items]
         trained = np.asarray(table.target_counts > 0)
+        dropped: list[SAWItem] = []
         if not trained.all():
             rows = np.flatnonzero(trained)
+            dropped = [kept[index] for index in np.flatnonzero(~trained)]
             kept, table = [kept[index] for index in rows], table.select(rows)
-        return cls(kept, table, int((cut & ~trained).sum()), int((~cut & ~trained).sum()))
+        return cls(kept, table, int((cut & ~trained).sum()), int((~cut & ~trained).sum()), dropped)
 
     def counts(self) -> dict[str, float]:
         """What was dropped on the way in, by the key that is logged."""
@@ -138,6 +140,8 @@ class MiniBatch:
         """Samples that go through the model."""
         self.num_skipped = len(rows) - len(self.rows)
         """Samples of weight zero that do not."""
+        self.skipped_tokens = int(batch.table.target_counts[rows].sum() - batch.table.target_counts[self.rows].sum())
+        """Their action tokens."""
         self.totals = self._totals(rows)
         """Of all samples, the skipped ones and other ranks' among them."""
         self.collate_s = 0.0

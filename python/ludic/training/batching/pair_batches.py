@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ludic import _core
 from ludic.training.batching.epochs import ItemBatchSource
-from ludic.training.batching.micro_batching import MicroBatch, truncate_item
+from ludic.training.batching.micro_batching import MicroBatch, cut_item
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, Packing, Rows, atom, batch_totals, grouped
 from ludic.training.batching.preference import PREFERENCE_KEYS, collate_meta, pairs_of, shortened, validate_preference_batch
 from ludic.training.config import TrainerConfig
@@ -66,8 +66,10 @@ class PreferenceMacroBatch(MacroBatch):
         }
         _warn(counts, items, pairs[gone], max_seq_len)
         rows = np.concatenate([pairs[~gone].reshape(-1), alone])
-        kept = [truncate_item(items[int(row)], max_seq_len) for row in rows]
-        return cls(kept, table.select(rows), 0, 0, num_pairs=int((~gone).sum()), found=counts)
+        every = [cut_item(item, max_seq_len) for item in items]
+        taken = set(rows.tolist())
+        kept, dropped = [every[row] for row in rows], [item for row, item in enumerate(every) if row not in taken]
+        return cls(kept, table.select(rows), 0, 0, dropped, num_pairs=int((~gone).sum()), found=counts)
 
     def counts(self) -> dict[str, float]:
         """`PAIR_KEYS`."""

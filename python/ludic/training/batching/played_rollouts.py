@@ -42,6 +42,16 @@ class EpisodeFailure:
 class PlayedRollouts(list[Rollout]):
     """The rollouts that can be used, in the order of the requests, and what became of the other episodes."""
 
-    def __init__(self, rollouts: Sequence[Rollout], counts: RolloutCounts, failures: Sequence[EpisodeFailure]) -> None:
+    def __init__(
+        self,
+        rollouts: Sequence[Rollout],
+        counts: RolloutCounts,
+        failures: Sequence[EpisodeFailure],
+        *,
+        num_requested: int | None = None,
+    ) -> None:
+        """`num_requested`: rollouts that were asked for; an episode that gave none counts as many as the others gave on average. None:
+        those that came."""
         super().__init__(rollouts)
         self.counts, self.failures = counts, list(failures)
+        self.num_requested = len(rollouts) if num_requested is None else num_requested

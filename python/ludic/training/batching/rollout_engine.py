@@ -129,7 +129,7 @@ class RolloutEngine:
         assigner = credit_of(algorithm, credit_assigner)
         rollouts = await self._play_all(requests, max_steps, timeout_s, concurrency)
         batch = batch_from_rollouts(rollouts, assigner, sample_filter)
-        batch.meta.update(vars(rollouts.counts))
+        batch.meta.update(vars(rollouts.counts), target_rollouts=rollouts.num_requested)
         return batch
 
     def state_dict(self) -> dict[str, int]:
@@ -359,7 +359,9 @@ def _without_failed_groups(episodes: Sequence[_Episode]) -> PlayedRollouts:
             f"{len(failed)} of {len(episodes)} episodes failed and no complete group is left; "
             f"the first error was {type(first).__name__}: {first}"
         ) from first
-    return PlayedRollouts([rollout for episode in kept for rollout in episode.rollouts], counts, failures)
+    rollouts = [rollout for episode in kept for rollout in episode.rollouts]
+    each = len(rollouts) / len(kept) if kept else 1.0  # an episode of several agents gives several
+    return PlayedRollouts(rollouts, counts, failures, num_requested=round(each * len(episodes)))
 
 
 def _failure(episode: _Episode) -> EpisodeFailure:

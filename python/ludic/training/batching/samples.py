@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import pstdev
 from typing import Any
 
 from ludic.errors import DataError
@@ -34,14 +35,31 @@ def batch_from_rollouts(
     kept = items if sample_filter is None else [item for item in items if sample_filter(item)]
     meta = {
         "target_rollouts": len(rollouts),
+        "played_rollouts": len(rollouts),
         "num_samples_before_filter": len(items),
         "num_samples": len(kept),
         "num_samples_filtered": len(items) - len(kept),
-        "avg_total_reward": _mean([rollout.total_reward for rollout in rollouts]),
+        **reward_facts(rollouts),
         "avg_completion_length": _mean([item.meta["completion_length"] for item in kept]),
         "avg_prompt_length": _mean([item.meta["prompt_length"] for item in kept]),
     }
     return SAWBatch(items=kept, meta=meta)
+
+
+def reward_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Mean and population standard deviation of the rewards of all rollouts; where there are groups of several, also the share of
+    them whose members all earned the same, which group-relative credit learns nothing from."""
+    rewards = [rollout.total_reward for rollout in rollouts]
+    groups: dict[Any, list[float]] = {}
+    for rollout in rollouts:
+        group = (rollout.meta.get("request_meta") or {}).get("group_id")
+        if group is not None:
+            groups.setdefault(group, []).append(rollout.total_reward)
+    facts = {"avg_total_reward": _mean(rewards), "reward_std": pstdev(rewards) if rewards else 0.0}
+    several = [group for group in groups.values() if len(group) > 1]
+    if several:
+        facts["frac_reward_zero_std"] = _mean([min(group) == max(group) for group in several])
+    return facts
 
 
 def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:

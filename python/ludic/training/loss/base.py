@@ -53,6 +53,9 @@ class Correction(Protocol):
 class Loss(Protocol):
     """One formula. `compute` may leave `shared` out; it then computes log-probabilities of its own.
 
+    It returns the loss and statistics, scalars by name. `loss` among these is the detached loss; another number of that name is logged as
+    `reported_loss`.
+
     Four attributes are read where present. `normalizer` (default `samples`). `zero_weight_is_zero_gradient` (default False): whether
     a sample of weight 0 adds nothing to the gradient, so that its forward pass can be left out. `reads_shared_only` (default
     False): whether the logits are read through `shared` alone, so that their memory can be used again in the backward pass; set it to
@@ -377,9 +380,19 @@ def as_collated(rows: Sequence[Tensor | None], batch: Batch) -> Tensor:
 def scaled_loss(loss: Loss, logits: Tensor, batch: Batch, shared: SharedContext) -> tuple[Tensor, Stats]:
     """The loss of a micro-batch times its share of the mini-batch: summed over the micro-batches it is the unsplit loss."""
     value, stats = call_loss(loss, logits, batch, shared)
+    stats = _with_reported_loss(value, stats)
     if getattr(loss, "scales_itself", False):
         return value, stats
     return value * shared.share(normalizer_of(loss)), stats
+
+
+def _with_reported_loss(value: Tensor, stats: Stats) -> Stats:
+    """The trainer logs the loss that it differentiates as `loss`. Where a loss reports another number under that name than the value it
+    returns (detached, they share their memory), it is logged beside it as `reported_loss`."""
+    reported = stats.get("loss")
+    if reported is None or (isinstance(reported, Tensor) and reported.data_ptr() == value.data_ptr()):
+        return stats
+    return {**stats, "reported_loss": reported}
 
 
 def call_loss(loss: Loss, logits: Tensor, batch: Batch, shared: SharedContext) -> tuple[Tensor, Stats]:
