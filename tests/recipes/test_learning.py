@@ -21,7 +21,7 @@ def trained(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "cispo", "gspo", "reinforce", "scalerl"])
+@pytest.mark.parametrize("algorithm", ["grpo", "cispo", "gspo", "reinforce", "scalerl", "rloo", "dapo", "reinforce_plus_plus"])
 def test_every_algorithm_learns_to_sort(tmp_path: Path, algorithm: str) -> None:
     summary = trained(tmp_path, "--algorithm", algorithm)
     assert 0.1 < summary["before"]["sampled_reward"] < 0.35

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from ludic.cli import app
 from ludic.recipes.demonstrations import prompt_text
 from ludic.recipes.run_directory import new_folder
+from ludic.training.presets import REGISTRY
 
 SUMMARY_KEYS = [
     *("before", "after", "wall_s", "phases_s", "padding", "steps", "clip_fraction", "mismatch", "weight_sync", "overlap", "seed"),
@@ -142,13 +143,13 @@ def test_another_seed_is_another_run(tiny: list[str], tmp_path: Path) -> None:
     assert any(not torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize("algorithm", ["cispo", "gspo", "reinforce", "grpo", "scalerl", "reinforce_baseline"])
+@pytest.mark.parametrize("algorithm", sorted(REGISTRY))
 def test_every_algorithm_runs_through(tiny: list[str], tmp_path: Path, algorithm: str) -> None:
     easy = ["task.args.digits=3", "network.hidden_size=64", "warmup.steps=120", "warmup.batch_size=32", "rollout.prompts=8"]
     train(*tiny, "--algorithm", algorithm, *easy)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 3
-    assert (summary["clip_fraction"] is None) == algorithm.startswith("reinforce")
+    assert (summary["clip_fraction"] is None) == (algorithm in ("reinforce", "reinforce_baseline", "sapo"))
 
 
 def test_a_model_on_disk_is_trained_on(tiny: list[str], tmp_path: Path) -> None:
