@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import random
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import asdict
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 
 from ludic.envs.tasks import Addition, DigitSort, EpisodicTask, Task, TicTacToe, Tools, as_episodic
@@ -53,6 +55,15 @@ def seed_everything(recipe: Recipe | EpochsRecipe) -> None:
         torch.set_num_threads(recipe.threads)
     random.seed(recipe.seed)
     torch.manual_seed(recipe.seed)
+
+
+def seed_phase(seed: int, phase: str) -> None:
+    """Every global generator, by the seed and the phase alone: what a phase draws does not depend on what was drawn before it, nor on
+    whether it is begun by the run or by one that goes on with it."""
+    derived = int.from_bytes(hashlib.sha256(f"{seed} {phase}".encode()).digest()[:4], "little")
+    random.seed(derived)
+    np.random.seed(derived)
+    torch.manual_seed(derived)
 
 
 def build_task(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ludic.recipes.build import seed_phase
+from ludic.recipes.going_on import keep_checkpoint, latest_checkpoint, set_back
 from ludic.recipes.model import keep_base, plain_place, save_policy
-from ludic.recipes.run import latest_checkpoint
 from ludic.recipes.training_command import TrainingRun
 from ludic.recipes.watch import Interrupted, PhaseLogger, StoppableSource
 from ludic.training.batching.epochs import ItemBatchSource
@@ -43,12 +44,14 @@ async def take_steps(run: TrainingRun, trainer_of: Callable[..., T], source: Ite
             "train_logger": TeeLogger(PhaseLogger(written, phase), shown),
             "total_training_steps": max(1, parts.steps),
         }
+        seed_phase(recipe.seed, phase)
         trainer, is_stopped = trainer_of(**options), False
+        set_back(directory, phase, trainer, note=run.screen.note)
         try:
             await trainer.train(parts.steps - trainer.current_step)
         except RequestsExhausted:  # a stop was asked for, and steps are left that no evaluation has called off
             is_stopped = True
-            trainer.save_checkpoint()
+        keep_checkpoint(trainer)
     run.progress.steps = trainer.current_step
     save_policy(parts.model, parts.tokenizer, directory.model, base=plain_place(recipe.model))
     if is_stopped:

@@ -9,7 +9,7 @@ import torch
 
 from ludic.errors import ConfigError
 from ludic.recipes.schema import LoraSection
-from ludic.training.lora import LoraSettings, apply_lora, save_adapter, save_merged
+from ludic.training.lora import LoraSettings, apply_lora
 from ludic.training.rng import preserved_rng
 
 
@@ -30,13 +30,6 @@ def with_adapters(model: Any, section: LoraSection, *, seed: int) -> Any:
     with preserved_rng():
         torch.manual_seed(seed)
         return apply_lora(model, settings)
-
-
-def save_adapted(model: Any, folder: Path, base: Path | str) -> None:
-    """The merged model into `folder`, the adapters beside it into `adapter`; they name `base` as what they adapt."""
-    save_merged(model, folder)
-    model.peft_config["default"].base_model_name_or_path = str(base)
-    save_adapter(model, adapter_beside(folder))
 
 
 def adapter_beside(model_folder: Path) -> Path:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ludic.errors import ConfigError
-from ludic.recipes.lora import adapter_beside, base_beside, save_adapted
+from ludic.recipes.lora import adapter_beside, base_beside
 from ludic.recipes.tokenizer import make_byte_tokenizer, make_line_tokenizer
 from ludic.training.adapters import has_adapters
-from ludic.training.lora import load_adapter, save_merged
-from ludic.training.state_files import ADAPTER_CONFIG, read_json
+from ludic.training.lora import load_adapter, save_adapter, save_merged
+from ludic.training.state_files import ADAPTER_CONFIG, holds_whole_weights, read_json
+from ludic.training.whole_folders import written_aside
 
 if TYPE_CHECKING:
     from ludic.recipes.rm.schema import RMRecipe
@@ -50,12 +51,17 @@ def tokenizer_of(recipe: Recipe | SFTRecipe | RMRecipe) -> Any:
 def save_policy(model: Any, tokenizer: Any, folder: Path, *, base: str | None = None) -> None:
     """Both in Hugging Face layout. Adapters are merged in `folder`, and lie in `adapter` beside it; they name `base`, or without it the
     folder `base` beside it, as what they adapt."""
-    tokenizer.save_pretrained(folder)
-    if not has_adapters(model):
-        model.save_pretrained(folder)
-        return
-    save_adapted(model, folder, base or base_beside(folder).resolve())
-    tokenizer.save_pretrained(adapter_beside(folder))
+    with written_aside(folder) as aside:
+        tokenizer.save_pretrained(aside)
+        if has_adapters(model):
+            save_merged(model, aside)
+        else:
+            model.save_pretrained(aside)
+    if has_adapters(model):
+        model.peft_config["default"].base_model_name_or_path = base or str(base_beside(folder).resolve())
+        with written_aside(adapter_beside(folder)) as aside:
+            save_adapter(model, aside)
+            tokenizer.save_pretrained(aside)
 
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
@@ -128,9 +134,11 @@ def plain_place(source: str | None) -> str | None:
 
 
 def keep_base(model: Any, source: str | None, folder: Path) -> None:
-    """Write what the model's adapters adapt into `folder`, if it lies nowhere else. Before the first step they change nothing."""
-    if has_adapters(model) and plain_place(source) is None and not folder.exists():
-        save_merged(model, folder)
+    """Write what the model's adapters adapt into `folder`, if it lies nowhere else. To be called before the first step or
+    the reading of a checkpoint, when adapters change nothing. A folder that is not whole is written anew."""
+    if has_adapters(model) and plain_place(source) is None and not holds_whole_weights(folder):
+        with written_aside(folder) as aside:
+            save_merged(model, aside)
 
 
 def _holds_adapters(place: str) -> bool:

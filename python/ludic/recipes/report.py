@@ -81,7 +81,9 @@ class Outcome:
 def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, *, seed: int, config_hash: str) -> Outcome:
     """From what the run wrote: progress.json and metrics.jsonl, so that a resumed run reports as a whole."""
     before, after = (None if found is None else Evaluation.from_dict(found) for found in (progress.before, progress.after))
-    warm_up, reinforce = directory.read_metrics("warm_up"), directory.read_metrics("reinforce")
+    warm_up, reinforce = (
+        [line for line in directory.read_metrics(phase) if "train/loss" in line] for phase in ("warm_up", "reinforce")
+    )
     clipped = [value for line in reinforce for key, value in line.items() if key.endswith("clip_frac") and "ratio" not in key]
     summary = Summary(
         before=before.rates() if before else None,

@@ -103,23 +103,37 @@ def _sampling(section: RolloutSection, task: EpisodicTask, temperature: float, t
 
 
 class OccasionallyLogged:
-    """Two sources over the same requests: every `every`-th batch comes from `logged`, which writes its rollouts down; 0 is never.
+    """Two sources over the same requests: every `every`-th batch comes from `logged`, which writes its rollouts to `log`; 0 is never.
 
-    Its state is that of the requests.
+    Its state is that of the requests, and how long the log is: batches that are played anew take the place of what was written of them.
     """
 
-    def __init__(self, plain: RolloutBatchSource, logged: RolloutBatchSource, requests: TrainingRequests, *, every: int) -> None:
-        self._plain, self._logged, self._requests, self._every = plain, logged, requests, every
+    def __init__(
+        self, plain: RolloutBatchSource, logged: RolloutBatchSource, requests: TrainingRequests, *, every: int, log: Path
+    ) -> None:
+        self._plain, self._logged, self._requests, self._every, self._log = plain, logged, requests, every, log
 
     async def next_batch(self) -> SAWBatch:
         due = self._every > 0 and self._requests.batches % self._every == 0
         return await (self._logged if due else self._plain).next_batch()
 
     def state_dict(self) -> dict[str, Any]:
-        return self._requests.state_dict()
+        return {**self._requests.state_dict(), "logged_bytes": self._log.stat().st_size if self._log.is_file() else 0}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._requests.load_state_dict(state)
+        if "logged_bytes" in state:
+            cut_after(self._log, state["logged_bytes"])
+
+
+def cut_after(log: Path, size: int) -> None:
+    """Take off the lines after the first `size` bytes. A log in which no line ends there is not the one that was measured, and stays."""
+    if not log.is_file() or log.stat().st_size <= size:
+        return
+    with log.open("r+b") as file:
+        file.seek(max(0, size - 1))
+        if size == 0 or file.read(1) == b"\n":
+            file.truncate(size)
 
 
 class TrainingRequests:

@@ -9,10 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from ludic.envs.tasks import EpisodicTask
+from ludic.errors import CheckpointError
 from ludic.inference.local import LocalChatClient
-from ludic.recipes.build import build_algorithm, build_trainer_config, check_numbers, seed_everything, task_of, with_reward_model
+from ludic.recipes.build import (
+    build_algorithm,
+    build_trainer_config,
+    check_numbers,
+    seed_everything,
+    seed_phase,
+    task_of,
+    with_reward_model,
+)
 from ludic.recipes.demonstrations import DemonstrationSource
 from ludic.recipes.evaluate import Evaluation, HeldOut
+from ludic.recipes.going_on import keep_checkpoint, latest_checkpoint, set_back
 from ludic.recipes.inference_section import convention
 from ludic.recipes.lora import lora_settings, trained_share, with_adapters
 from ludic.recipes.measures import logged_names, task_reducers
@@ -94,21 +104,35 @@ class Run:
         self.recipe, self.parts, self.directory, self.screen, self.stop = recipe, parts, directory, screen, stop
         self.progress = directory.read_progress()
         self.watch = Stopwatch(self.progress.seconds)
+        keep_base(parts.model, recipe.model, directory.base)
         if self.progress.phase == REINFORCE:
             parts.model = self._warmed_up()
         parts.model.to(parts.trainer_cfg.model_device)
-        keep_base(parts.model, recipe.model, directory.base)
         self._preflight: Preflight | None = None
         self._client = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
         self._held_out = HeldOut(self._engine(), parts.task, recipe.evaluation, recipe.rollout)
 
     def _warmed_up(self) -> Any:
-        """The policy that the warm-up left. Adapters which it trained are read; those that come after it are not yet there."""
+        """The policy that the warm-up left, or one in which the last checkpoint of the reinforcement can be read."""
         model, directory = self.parts.model, self.directory
+        if latest_checkpoint(directory.checkpoints / REINFORCE) is None:
+            self._check_not_reinforced()
+        elif has_adapters(model) or not self.recipe.lora.rank:
+            return model
         if has_adapters(model):
             read_model(model, directory.adapter)
             return model
         return load_model(str(directory.base if self.recipe.lora.rank else directory.model), self.recipe.dtype)
+
+    def _check_not_reinforced(self) -> None:
+        """Without a checkpoint the reinforcement begins with `model`. It is kept there only after a checkpoint of the same step, and after
+        that is said in `progress.steps`."""
+        directory, steps = self.directory, self.progress.steps
+        if steps:
+            raise CheckpointError(
+                f"{directory.model} is the policy after {steps} steps of reinforcement, whose checkpoint in {directory.checkpoints} is "
+                f"gone; to go on would take these steps twice. Begin a new run with model={directory.model} warmup.steps=0"
+            )
 
     @property
     def title(self) -> str:
@@ -195,7 +219,8 @@ class Run:
     def _rollouts(self, sampler: Sampler) -> OverlappedSource:
         requests = training_requests(self.parts.task, self.recipe.rollout, seed=self.recipe.seed)
         plain, logged = (self._rollout_source(requests, log, sampler) for log in (None, self.directory.rollouts))
-        source = OccasionallyLogged(plain, logged, requests, every=self.recipe.rollout.log_every)
+        every, log = self.recipe.rollout.log_every, self.directory.rollouts
+        source = OccasionallyLogged(plain, logged, requests, every=every, log=log)
         return OverlappedSource(source, max_lag=self.recipe.inference.max_lag)
 
     def _rollout_source(self, requests: TrainingRequests, log: Path | None, sampler: Sampler) -> RolloutBatchSource:
@@ -229,7 +254,8 @@ class Run:
         self._preflight = None if sampler is None else self._check_of(sampler)
         checkpoints = self.directory.checkpoints / phase
         facts = task_reducers(self.parts.task)
-        return Trainer(
+        seed_phase(self.recipe.seed, phase)
+        trainer = Trainer(
             model=self.parts.model,
             algo=algorithm,
             batch_source=StoppableSource(source, self.stop),
@@ -247,6 +273,8 @@ class Run:
             total_training_steps=self.recipe.warmup.steps if phase == WARM_UP else self.recipe.steps,
             preflight=self._preflight,
         )
+        set_back(self.directory, phase, trainer, note=self.screen.note)
+        return trainer
 
     def _check_of(self, sampler: Sampler) -> Preflight | None:
         """Before the first step. The trainer's own model samples as it trains, but may be read in another way."""
@@ -261,14 +289,16 @@ class Run:
         )
 
     async def _train(self, trainer: Trainer, steps: int, phase: str) -> None:
-        """All steps that are left, or those until a stop; then a checkpoint is kept."""
+        """All steps that are left, or those until a stop. A checkpoint is kept after a stop, and at the end of the reinforcement: before
+        its policy takes the place of the one that it began with."""
         with self.watch.measure(phase):
             with suppress(RequestsExhausted):  # a stop was asked for between two steps
                 await trainer.train(steps - trainer.current_step)
-            if self.stop:
-                trainer.save_checkpoint()
+            if self.stop or phase == REINFORCE:
+                keep_checkpoint(trainer)
         if phase == REINFORCE:
             self.progress.steps = trainer.current_step
+            self.directory.write_progress(self.progress)
         self._stop_if_asked()
 
     async def _evaluate(self) -> Evaluation:
@@ -307,13 +337,3 @@ class Run:
     def save_model(self) -> None:
         """Model and tokenizer, in Hugging Face layout."""
         save_policy(self.parts.model, self.parts.tokenizer, self.directory.model, base=plain_place(self.recipe.model))
-
-
-def latest_checkpoint(checkpoints: Path) -> Path | None:
-    """Where `CheckpointManager` finds the newest checkpoint, if there is any."""
-    from ludic.training.checkpoint import CheckpointManager
-
-    try:
-        return CheckpointManager(CheckpointConfig(checkpoints)).find()
-    except FileNotFoundError:
-        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -94,6 +94,26 @@ class RunDirectory:
             if line.get("phase") == phase:
                 by_step.setdefault(line["step"], {}).update(line)  # a step that was evaluated has two lines
         return [by_step[step] for step in sorted(by_step)]
+
+    def cut_metrics(self, phase: str, step: int, *, evaluated: bool) -> int:
+        """Take lines of the phase after `step` out of metrics.jsonl, and what was torn off. How many steps are to be done again.
+
+        `evaluated`: an evaluation of `step` counts, and its line stays.
+        """
+        if not self.metrics.is_file():
+            return 0
+        lines = self.metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        kept = [text for text in lines if (line := _whole(text)) and _stands(line, phase, step, evaluated)]
+        if kept != lines:
+            write_text(self.metrics, "".join(kept))
+        return len({line["step"] for line in map(_whole, lines) if line.get("phase") == phase and line["step"] > step})
+
+
+def _stands(line: Mapping[str, Any], phase: str, step: int, evaluated: bool) -> bool:
+    if line.get("phase") != phase or line["step"] < step:
+        return True
+    only_measured = not any(key.startswith("train/") for key in line)
+    return bool(line["step"] == step and (evaluated or not only_measured))
 
 
 def _whole(line: str) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class CheckpointSection:
     """Where a killed run resumes: in either phase."""
 
     every_n_steps: int = MISSING
-    """0: only when interrupted."""
+    """0: only at the end, or when interrupted."""
     max_to_keep: int = MISSING
 
 

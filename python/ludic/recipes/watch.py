@@ -87,13 +87,16 @@ class StoppableSource:
 
 
 class PhaseLogger:
-    """Passes everything on to a logger that takes words, too, with the phase that it belongs to."""
+    """Passes everything on to a JSONL logger with the phase that it belongs to."""
 
     def __init__(self, inner: Any, phase: str) -> None:
         self._inner, self._phase = inner, phase
 
     def log(self, step: int, stats: Mapping[str, Any]) -> None:
         self._inner.log(step, {"phase": self._phase, **stats})
+
+    def sync(self) -> None:
+        self._inner.sync()
 
 
 class EveryFew:

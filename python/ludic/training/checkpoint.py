@@ -7,16 +7,14 @@
         trainer_state.json    {"step", and what the trainer keeps of the run}
       latest.json             {"last_checkpoint", "step"}
 
-Nothing is pickled, and nothing pickled is read. A checkpoint is written into a folder beside its place and renamed; a crash leaves the
-older ones as they were. `state_files` turns models and optimizers into files.
+Nothing is pickled, and nothing pickled is read. A checkpoint is written into a folder beside its place and renamed, and renamed again
+before it is deleted (`whole_folders`); a crash leaves the older ones as they were. `state_files` turns models and optimizers into files.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,11 +27,11 @@ from torch import nn
 from ludic.errors import CheckpointError, ConfigError
 from ludic.training import ranks
 from ludic.training.state_files import read_json, read_model, read_optimizer, write_json, write_model, write_optimizer
+from ludic.training.whole_folders import clear_unfinished, delete_folder, written_aside
 
 logger = logging.getLogger(__name__)
 
 STEP_NAME = re.compile(r"step_(\d{6,})")
-UNFINISHED = ".unfinished_"
 
 
 @dataclass(frozen=True)
@@ -103,6 +101,10 @@ class CheckpointManager:
         ranks.barrier()
         return target if ranks.rank() == 0 else None
 
+    def holds(self, step: int) -> bool:
+        """Whether there is a checkpoint of `step`."""
+        return (self.root / f"step_{step:06d}").is_dir()
+
     def amend(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Replace some of the metadata of the checkpoint that was saved last, if it is of `step`: what became known only afterwards."""
         if ranks.rank() == 0 and self._saved is not None and _step_of(self._saved) == step:
@@ -115,27 +117,17 @@ class CheckpointManager:
         if ranks.rank() != 0:
             yield None
             return
-        aside = self.root / f"{UNFINISHED}{target.name}"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        yield aside
-        _flush(aside)
-        if target.exists():
-            replaced = self.root / f"{UNFINISHED}replaced_{target.name}"
-            shutil.rmtree(replaced, ignore_errors=True)
-            os.replace(target, replaced)
-        os.replace(aside, target)
-        _flush(self.root)
+        with written_aside(target) as aside:
+            yield aside
         write_json(self.root / "latest.json", {"last_checkpoint": target.name, "step": _step_of(target)})
         self._prune(target)
 
     def _prune(self, written: Path) -> None:
         """Delete what an interrupted save left behind, and all but the newest checkpoints; the one just written always stays."""
-        for leftover in self.root.glob(f"{UNFINISHED}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        clear_unfinished(self.root)
         older = [folder for folder in self._folders() if folder != written]
         for folder in older[: max(0, len(older) - (self.cfg.max_to_keep - 1))]:
-            shutil.rmtree(folder)
+            delete_folder(folder)
 
     def _folders(self) -> list[Path]:
         """Checkpoints by step."""
@@ -193,13 +185,3 @@ def _step_of(folder: Path) -> int:
     if match is None:
         raise CheckpointError(f"{folder} is not named step_NNNNNN")
     return int(match.group(1))
-
-
-def _flush(folder: Path) -> None:
-    """Bring the folder and the files in it to disk, so that a rename never comes before its content."""
-    for path in [*(entry for entry in folder.iterdir() if entry.is_file()), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -115,10 +115,28 @@ def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
         raise FileNotFoundError(f"{folder} holds no weights: neither {INDEX} nor {MODEL} nor {ADAPTER}")
 
 
-def _sharded(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def holds_whole_weights(folder: Path) -> bool:
+    """Whether a model's files are all in the folder, none of them cut short. Tensors are not read."""
+    try:
+        read_json(folder / "config.json")
+        names = set(_weight_map(folder).values()) if (folder / INDEX).exists() else {MODEL}
+        for name in names:
+            with safe_open(folder / name, framework="pt"):
+                pass
+    except (OSError, SafetensorError, CheckpointError, DataError):
+        return False
+    return True
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
     places = read_json(folder / INDEX).get("weight_map")
     if not isinstance(places, dict):
         raise DataError(f"{folder / INDEX} has no weight_map; the checkpoint is damaged")
+    return places
+
+
+def _sharded(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    places = _weight_map(folder)
     for name in sorted(set(places.values())):
         if Path(name).name != name:
             raise CheckpointError(f"{folder / INDEX} names the file {name}, which is not in the folder")

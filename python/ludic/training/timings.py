@@ -32,6 +32,10 @@ class PhaseTimer:
     def add(self, name: str, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
+    def seconds(self, name: str) -> float:
+        """Of one phase so far."""
+        return self._seconds.get(name, 0.0)
+
     def stats(self) -> dict[str, float]:
         """`perf/<phase>_s` for each phase, and `perf/step_s` since the timer was made."""
         whole = time.perf_counter() - self._started

@@ -29,7 +29,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.early_stopping import EarlyStopping
 from ludic.training.event_loop import EventLoop, awaited
 from ludic.training.futures import TrainFuture
-from ludic.training.loggers.base import TrainingLogger
+from ludic.training.loggers.base import SyncedLogger, TrainingLogger
 from ludic.training.lora import LoraSettings, apply_lora
 from ludic.training.loss.base import reads_shared_only, zero_weight_is_zero_gradient
 from ludic.training.preflight import Preflight
@@ -118,6 +118,7 @@ class Trainer:
         self._publish_first = False
         self._gradient_came = False
         """Since the last push."""
+        self._checkpoint_s = 0.0
         if resume_from is not None:
             self._resume(resume_from)
 
@@ -191,6 +192,7 @@ class Trainer:
                 self.early_stopping.heed(metrics, self.cfg.model_device)
             self.evaluated_step = self._step
             if self.checkpointer is not None:
+                self._sync_log()
                 self.checkpointer.amend(self._step, evaluation_state(self))
         return self.early_stopping.stopped
 
@@ -212,6 +214,9 @@ class Trainer:
     async def train_step(self) -> Stats:
         """One macro-batch: one optimizer step, or several if the config says so. Its statistics, grouped by prefix."""
         timer = PhaseTimer()
+        if self._checkpoint_s:
+            timer.add("checkpoint", self._checkpoint_s)
+            self._checkpoint_s = 0.0
         if self._publish_first:
             await self.publish(timer)
         batch, macro = await self._next_batch(timer)
@@ -228,8 +233,9 @@ class Trainer:
         self._step += 1
         if self.sync_every_steps and self._step % self.sync_every_steps == 0:
             await self.publish(timer)
-        self._checkpoint(timer)
-        return self._logged(record)
+        stats = self._logged(record)
+        self._checkpoint()
+        return stats
 
     def _ingest(self, items: Sequence[SAWItem]) -> MacroBatch:
         """The samples of a batch, cut, without those that have nothing to train; a subclass may keep some together."""
@@ -313,7 +319,8 @@ class Trainer:
         """Once, with the first samples that are trained. All ranks stop where one of them has to."""
         check, self.preflight = self.preflight, None
         if check is not None:
-            await check(self.backend, self.cfg, macro.items)
+            with preserved_rng():
+                await check(self.backend, self.cfg, macro.items)
 
     async def publish(self, timer: PhaseTimer | None = None) -> None:
         """Hand the weights to the publisher as version `current_step`."""
@@ -335,15 +342,19 @@ class Trainer:
         push = functools.partial(publisher.publish, weights, version=self._step)
         await awaited(await asyncio.to_thread(push) if self._overlaps else push())
 
-    def _checkpoint(self, timer: PhaseTimer) -> None:
+    def _checkpoint(self) -> None:
+        """After the line of its step, so that no step is in a checkpoint and not in the log. Its seconds are in the line of the next."""
         if self.checkpointer is not None and self.checkpointer.should_save(self._step):
+            timer = PhaseTimer()
             with timer.phase("checkpoint"):
                 self.save_checkpoint()
+            self._checkpoint_s = timer.seconds("checkpoint")
 
     def save_checkpoint(self, *, metadata: Mapping[str, Any] | None = None) -> Path | None:
         """Write weights, optimizer and the state of the run; the folder, None on other ranks than 0."""
         if self.checkpointer is None:
             raise CheckpointError("the trainer has no checkpointer; pass checkpointer= or checkpoint_config=")
+        self._sync_log()
         content = {**(metadata or {}), "algorithm": self.algo.name, **run_state(self)}
         return self.checkpointer.save(self.model, optimizer=self.optimizer, step=self._step, metadata=content)
 
@@ -372,6 +383,15 @@ class Trainer:
             self.train_logger.log(self._step, stats)
         except Exception:
             logger.exception("the logger failed at step %d; training goes on", self._step)
+
+    def _sync_log(self) -> None:
+        """What was logged is on disk before a checkpoint says that it is done."""
+        log: object = self.train_logger
+        if isinstance(log, SyncedLogger) and ranks.rank() == 0:
+            try:
+                log.sync()
+            except Exception:
+                logger.exception("the logger could not be synced at step %d; training goes on", self._step)
 
     async def eval(
         self,

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class TrainingLogger(Protocol):
     """Takes the statistics of a step. Keys have a prefix: `train/`, `eval/` or `perf/`."""
 
     def log(self, step: int, stats: Mapping[str, float]) -> None: ...
+
+
+@runtime_checkable
+class SyncedLogger(Protocol):
+    """A logger whose lines outlive the machine once `sync` returns. The trainer calls it before it writes a checkpoint."""
+
+    def sync(self) -> None: ...
 
 
 def select(stats: Mapping[str, float], keys: Sequence[str]) -> list[tuple[str, float]]:

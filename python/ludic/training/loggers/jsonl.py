@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,11 @@ class JSONLLogger:
         record = {"step": step, **{key: _finite(value) for key, value in stats.items()}}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
+
+    def sync(self) -> None:
+        """Bring every line to disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         if self._file is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from types import TracebackType
 
-from ludic.training.loggers.base import TrainingLogger
+from ludic.training.loggers.base import SyncedLogger, TrainingLogger
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,12 @@ class TeeLogger:
                 each.log(step, stats)
             except Exception:
                 logger.exception("%s failed at step %d", type(each).__name__, step)
+
+    def sync(self) -> None:
+        """Of those that have something to sync."""
+        for each in self.loggers:
+            if isinstance(each, SyncedLogger):
+                each.sync()
 
     def close(self) -> None:
         for each in self.loggers:

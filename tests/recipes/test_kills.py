@@ -1,0 +1,220 @@
+"""A run that is killed anywhere and resumed is the run: the same weights, each step once in metrics.jsonl, each episode once in
+rollouts.jsonl. `pytest -m slow` kills at every change on disk."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import NETWORK, exit_status, metrics_of, refused, same_weights, summary_of
+from killed_commands import changes, finished, killed_at
+from safetensors.torch import load_file
+
+from ludic.recipes.run_directory import RunDirectory
+
+TINY = [
+    *("threads=1", "warmup.steps=3", "warmup.batch_size=4", "steps=3", "rollout.prompts=2", "rollout.group_size=4"),
+    *("rollout.log_every=1", "evaluation.prompts=3", "evaluation.samples_per_prompt=2", *NETWORK),
+]
+REWARD = ["reward=byte_rewards:mean_id", "task.args.max_new_tokens=4", "task.args.num_heldout=3"]
+EVALUATED = [*TINY, "checkpoint.every_n_steps=2", "checkpoint.max_to_keep=1", "trainer.eval_every_n_steps=2"]
+CHANGES = 43
+"""That a run of EVALUATED makes on disk."""
+
+
+def problems(folder: Path) -> str:
+    path = folder / "rows.jsonl"
+    rows = [{"prompt": f"{n * 7919 % 100000}>", "completion": f"{n:03d}"} for n in range(30)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return f"data={path}"
+
+
+def lines_of(run: Path) -> list[tuple[Any, ...]]:
+    """What each line of metrics.jsonl is about, and the loss that it says."""
+    return [(line["phase"], line["step"], line.get("train/loss"), line.get("eval/greedy_accuracy")) for line in metrics_of(run)]
+
+
+def episodes_of(run: Path) -> list[Any]:
+    lines = (json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines())
+    return [(line["meta"]["problem_id"], line["meta"]["engine"]["sampling_seed"], line["total_reward"]) for line in lines]
+
+
+def assert_is_the_run(run: Path, whole: Path) -> None:
+    assert same_weights(run, whole)
+    assert lines_of(run) == lines_of(whole)
+    assert episodes_of(run) == episodes_of(whole)
+    found, wanted = summary_of(run), summary_of(whole)
+    assert {key: found[key] for key in ("before", "after", "steps")} == {key: wanted[key] for key in ("before", "after", "steps")}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("whole")
+    made = changes("train", *EVALUATED, f"output={parent}", "name=run")
+    assert len(made) == CHANGES
+    return parent / "run"
+
+
+@pytest.mark.parametrize(
+    "moment", [pytest.param(n, marks=[] if n in (10, 24) else pytest.mark.slow) for n in range(3, CHANGES + 1)]
+)
+def test_a_run_killed_at_any_change_on_disk_and_resumed_is_the_run(whole: Path, tmp_path: Path, moment: int) -> None:
+    assert killed_at(moment, "train", *EVALUATED, f"output={tmp_path}", "name=run")
+    finished("train", "--resume", str(tmp_path / "run"))
+    assert_is_the_run(tmp_path / "run", whole)
+
+
+def moment_of(made: list[str], name: str, *, after: str) -> int:
+    """The first change of that name after the last one called `after`; 1-based."""
+    start = len(made) - made[::-1].index(after)
+    return made.index(name, start) + 1
+
+
+@pytest.mark.parametrize("adapted", ["a small model", pytest.param("a model that is loaded", marks=pytest.mark.integration)])
+def test_dropout_of_adapters_is_drawn_as_it_would_have_been_before_the_first_checkpoint(tmp_path: Path, adapted: str) -> None:
+    settings = [
+        *TINY,
+        *REWARD,
+        problems(tmp_path),
+        "lora.rank=2",
+        "lora.dropout=0.3",
+        "trainer.lr=0.01",
+        "checkpoint.every_n_steps=0",
+    ]
+    if adapted == "a model that is loaded":
+        finished("train", *TINY, "steps=0", f"output={tmp_path}", "name=start")
+        settings += [f"model={tmp_path / 'start'}"]
+    made = changes("train", *settings, f"output={tmp_path}", "name=whole")
+    moment = moment_of(made, "line reinforce 2", after="line reinforce 1")
+    assert killed_at(moment, "train", *settings, f"output={tmp_path}", "name=run")
+    finished("train", "--resume", str(tmp_path / "run"))
+    adapters = [load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("run", "whole")]
+    assert any(value.any() for name, value in adapters[0].items() if "lora_B" in name)
+    assert_is_the_run(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.integration
+def test_dropout_of_the_model_is_drawn_as_it_would_have_been_before_the_first_checkpoint(tmp_path: Path) -> None:
+    from training_samples import TOKENIZER
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(TOKENIZER), n_embd=16, n_layer=1, n_head=2, n_positions=64)).save_pretrained(
+        tmp_path / "gpt2"
+    )
+    TOKENIZER.save_pretrained(tmp_path / "gpt2")
+    settings = [*TINY, *REWARD, problems(tmp_path), f"model={tmp_path / 'gpt2'}", "trainer.lr=0.01", "checkpoint.every_n_steps=0"]
+    made = changes("train", *settings, f"output={tmp_path}", "name=whole")
+    moment = moment_of(made, "line reinforce 2", after="line reinforce 1")
+    assert killed_at(moment, "train", *settings, f"output={tmp_path}", "name=run")
+    finished("train", "--resume", str(tmp_path / "run"))
+    assert_is_the_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_run_killed_between_its_last_model_and_its_progress_is_not_reinforced_twice(tmp_path: Path) -> None:
+    settings = [*TINY, "checkpoint.every_n_steps=0"]
+    made = changes("train", *settings, f"output={tmp_path}", "name=whole")
+    assert killed_at(
+        moment_of(made, "rename progress.json", after="rename model"), "train", *settings, f"output={tmp_path}", "name=run"
+    )
+    finished("train", "--resume", str(tmp_path / "run"))
+    assert_is_the_run(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.integration
+def test_a_model_torn_while_it_was_kept_is_not_needed_to_go_on(tmp_path: Path) -> None:
+    """The reinforcement has a checkpoint; the folder `model`, as an older version could leave it, is replaced."""
+    settings = [*TINY, "checkpoint.every_n_steps=1"]
+    made = changes("train", *settings, f"output={tmp_path}", "name=whole")
+    assert killed_at(
+        moment_of(made, "line reinforce 3", after="line reinforce 2"), "train", *settings, f"output={tmp_path}", "name=run"
+    )
+    torn = tmp_path / "run" / "model" / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:100])
+    finished("train", "--resume", str(tmp_path / "run"))
+    assert_is_the_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_without_checkpoints_a_policy_that_was_reinforced_is_not_reinforced_again(whole: Path, tmp_path: Path) -> None:
+    import shutil
+
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "checkpoints")
+    progress = RunDirectory(run).read_progress()
+    progress.phase = "reinforce"
+    RunDirectory(run).write_progress(progress)
+    assert "after 3 steps of reinforcement" in refused("train", "--resume", str(run))
+
+
+def test_without_checkpoints_a_phase_begins_anew_and_says_so(tmp_path: Path) -> None:
+    import shutil
+
+    from typer.testing import CliRunner
+
+    from ludic.cli import app
+
+    settings = ["threads=1", "rows=40", "batch_size=8", "epochs=1", "heldout=0.1", *NETWORK, "checkpoint.every_n_steps=1"]
+    made = changes("sft", *settings, f"output={tmp_path}", "name=whole")
+    moment = made.index("line sft 4") + 1
+    assert killed_at(moment, "sft", *settings, f"output={tmp_path}", "name=run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    said = CliRunner().invoke(app, ["sft", "--resume", str(tmp_path / "run")]).output
+    assert "3 steps of sft are done again, from the beginning of the phase, since there is no checkpoint" in " ".join(
+        said.split()
+    )
+    steps = [line["step"] for line in metrics_of(tmp_path / "run") if "train/loss" in line]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.integration
+def test_a_base_torn_by_an_older_version_is_written_anew(tmp_path: Path) -> None:
+    finished("train", *TINY, *REWARD, problems(tmp_path), "lora.rank=2", f"output={tmp_path}", "name=first")
+    settings = [*TINY, *REWARD, problems(tmp_path), "lora.rank=2", f"model={tmp_path / 'first' / 'adapter'}", "warmup.steps=0"]
+    made = changes("train", *settings, f"output={tmp_path}", "name=whole")
+    assert killed_at(made.index("line reinforce 2") + 1, "train", *settings, f"output={tmp_path}", "name=run")
+    torn = tmp_path / "run" / "base" / "model.safetensors"
+    whole = torn.read_bytes()
+    torn.write_bytes(whole[: len(whole) // 2])
+    finished("train", "--resume", str(tmp_path / "run"))
+    assert torn.read_bytes() == whole
+
+
+@pytest.mark.integration
+def test_a_base_is_never_half_written(tmp_path: Path) -> None:
+    finished("train", *TINY, *REWARD, problems(tmp_path), "lora.rank=2", f"output={tmp_path}", "name=first")
+    settings = [*TINY, *REWARD, problems(tmp_path), "lora.rank=2", f"model={tmp_path / 'first' / 'adapter'}", "warmup.steps=0"]
+    made = changes("train", *settings, f"output={tmp_path}", "name=whole")
+    assert killed_at(made.index("rename base") + 1, "train", *settings, f"output={tmp_path}", "name=run")
+    assert not (tmp_path / "run" / "base").exists()
+    finished("train", "--resume", str(tmp_path / "run"))
+    assert_is_the_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_lines_of_an_evaluation_that_is_done_again_are_taken_out(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    lines = [
+        {"step": 4, "phase": "warm_up", "train/loss": 1},
+        {"step": 1, "phase": "reinforce", "train/loss": 1},
+        {"step": 1, "phase": "reinforce", "eval/a": 1},
+        {"step": 2, "phase": "reinforce", "train/loss": 2, "eval/a": 1},
+        {"step": 2, "phase": "reinforce", "eval/a": 2},
+        {"step": 3, "phase": "reinforce", "train/loss": 3},
+    ]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    for evaluated, kept in ((True, 5), (False, 4)):
+        directory.metrics.write_text(text + '{"step": 3, "pha')
+        assert directory.cut_metrics("reinforce", 2, evaluated=evaluated) == 1
+        assert metrics_of(tmp_path) == lines[:kept]
+
+
+def test_a_report_of_a_run_that_lost_the_line_of_a_step_is_still_made(whole: Path, tmp_path: Path) -> None:
+    """As an older version left it: an evaluation of step 2 without the step itself."""
+    import shutil
+
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    kept = [line for line in metrics_of(run) if (line["phase"], line["step"]) != ("reinforce", 2) or "train/loss" not in line]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in kept))
+    (run / "summary.json").unlink()
+    assert exit_status("train", "--resume", str(run)) == 0
+    assert summary_of(run)["steps"] == 3
