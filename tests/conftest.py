@@ -5,6 +5,7 @@ Threads that wait spin for a moment, then sleep (see `ludic.cli.main`).
 
 import os
 import signal
+import tempfile
 
 from hypothesis import settings
 from real_vllm import vllm_server, vllm_server_to_change
@@ -14,6 +15,7 @@ __all__ = ["vllm_server", "vllm_server_to_change"]
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job that a shell started in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.environ["LUDIC_SERVER_SECRETS"] = tempfile.mkdtemp(prefix="ludic-test-secrets-")  # not among those of real servers
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch is loaded: spinning threads make busy machines crawl
 
 settings.register_profile("quick", max_examples=50, deadline=None, derandomize=True)

@@ -22,6 +22,7 @@ from ludic.distributed import (
 from ludic.distributed.adapters.vllm import VllmPublisherAdapter, server_urls
 from ludic.distributed.unchanged import MOST_IN_A_ROW
 from ludic.errors import LudicError, PublishError
+from ludic.inference.servers.server_secret import drop_secret, keep_secret
 
 PUSH = [
     "/start_weight_update",
@@ -59,6 +60,21 @@ def test_a_push_is_taken_aside_then_loaded_while_paused_then_checked(start):
     serves(server, "2", 2)
     assert server.paths().count("/init_weight_transfer_engine") == 1
     assert set(push.timings) == {"transfer_s", "paused_s"}
+
+
+def test_a_push_brings_the_secret_that_a_server_of_ours_asks_for(start):
+    server = start()
+    server.secret = "only-the-starter-knows-it"
+    with pytest.raises(PublishError, match=r"401.*needs the server's secret"):
+        publisher(server).publish(weights(1), version=1)
+    assert server.calls == []
+    port = int(server.url.rsplit(":", 1)[1])
+    keep_secret(port, server.secret)
+    try:
+        publisher(server).publish(weights(1), version=1)
+    finally:
+        drop_secret(port, server.secret)
+    serves(server, "1", 1)
 
 
 def test_a_push_to_several_servers_reaches_each(start):

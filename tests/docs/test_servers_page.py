@@ -32,7 +32,7 @@ def commands():
 
 def test_the_training_commands_of_the_page_are_recipes():
     shown = [command[command.index("train") + 1 :] for command in commands() if "train" in command]
-    assert len(shown) == 8
+    assert len(shown) == 9
     for arguments in shown:
         recipe = compose(arguments)
         assert kind_of(recipe.inference) == "vllm"

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 import ludic
 from ludic.inference.think_limits import ThinkLimits, heeded, thought_limit
-from ludic.inference.vllm.server import server_command
+from ludic.inference.vllm.server import port_of, server_command
 
 CLOSING = [7, 8, 9]
 
@@ -117,6 +117,8 @@ def test_the_servers_own_flags_win_and_the_rest_is_what_training_needs():
     assert command[command.index("--host") + 1] == "127.0.0.1"
     assert "VLLM_BATCH_INVARIANT" not in variables
     assert variables["VLLM_SERVER_DEV_MODE"] == "1"
+    assert command[command.index("--middleware") + 1] == "ludic.inference.servers.secret_middleware.SecretMiddleware"
+    assert variables["LUDIC_SERVER_SECRET"] not in " ".join(command)
 
 
 def test_the_module_becomes_the_server(tmp_path):
@@ -133,3 +135,11 @@ def test_the_module_becomes_the_server(tmp_path):
     command = [sys.executable, "-m", "ludic.inference.vllm.server", "--batch-invariant", "--model", "m"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=True)
     assert found.stdout.split() == ["1", "0", "--model", "m"]
+
+
+@pytest.mark.parametrize(
+    ("given", "port"),
+    [([], 8000), (["--port", "8001"], 8001), (["--port=8002", "--model", "m"], 8002), (["--port", "1", "--port", "8003"], 8003)],
+)
+def test_the_module_keeps_the_secret_for_the_port_that_it_serves_at(given, port):
+    assert port_of(given) == port

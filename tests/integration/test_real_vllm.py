@@ -21,6 +21,7 @@ from ludic.inference import (
     VLLMChatClient,
     VLLMExtensions,
 )
+from ludic.inference.vllm.endpoints import VllmEndpoints
 from ludic.interaction import SingleAgentProtocol
 from ludic.training.batching.rollout_engine import RolloutEngine
 from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest
@@ -140,8 +141,8 @@ def test_a_request_stopped_on_order_is_made_again(vllm_server):
         asked = asyncio.create_task(client.complete(ask(max_tokens=400, seed=3)))
         while not asked.done() and client._pool.servers[0].in_flight == 0:
             await asyncio.sleep(0)
-        await asyncio.to_thread(requests.post, f"{vllm_server.url}/pause?mode=abort", timeout=60)
-        await asyncio.to_thread(requests.post, f"{vllm_server.url}/resume", timeout=60)
+        await asyncio.to_thread(VllmEndpoints(vllm_server.url).pause, "abort")
+        await asyncio.to_thread(VllmEndpoints(vllm_server.url).resume)
         return await asked
 
     response, _ = run(vllm_server, scenario)
@@ -171,9 +172,7 @@ def test_tags_are_echoed_by_the_middleware_on_every_endpoint(vllm_server):
 
 
 def test_the_version_of_the_weights_is_read_and_comes_with_every_sample(vllm_server):
-    def set_version(version):
-        requests.post(f"{vllm_server.url}/update_weight_version", json={"new_version": version}, timeout=60).raise_for_status()
-
+    set_version = VllmEndpoints(vllm_server.url).set_weight_version
     try:
         set_version("7")
 
@@ -201,7 +200,7 @@ def test_weights_pushed_by_the_client_are_those_that_are_sampled_from(vllm_serve
         finally:
             await asyncio.to_thread(push, vllm_server.model, 12)
             client.close_communicator()
-            requests.post(f"{vllm_server.url}/update_weight_version", json={"new_version": "default"}, timeout=60)
+            VllmEndpoints(vllm_server.url).set_weight_version("default")
         return committed, response.to_trace(), info["policy_version"]
 
     committed, trace, version = run(vllm_server, scenario, enable_weight_updates=True)

@@ -38,13 +38,13 @@ def main():
     facts = {
         "arguments": arguments,
         "child": child.pid,
-        "environment": {k: v for k, v in os.environ.items() if "VLLM" in k or "PYTHON" in k},
+        "environment": {k: v for k, v in os.environ.items() if "VLLM" in k or "PYTHON" in k or "LUDIC" in k},
     }
     Path(os.environ["FAKE_VLLM_FACTS"]).write_text(json.dumps(facts), encoding="utf-8")
     print("x" * 200_000, flush=True)  # more than a pipe holds
     if mode == "deaf":
         threading.Event().wait()
-    stub = StubVLLM(port=int(arguments[arguments.index("--port") + 1]))
+    stub = StubVLLM(port=int(arguments[arguments.index("--port") + 1]), secret=os.environ.get("LUDIC_SERVER_SECRET"))
     stub.dead = mode == "sick"
     with stub:
         threading.Event().wait()

@@ -14,6 +14,8 @@ import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
+from ludic.inference.servers.secret_middleware import refusal
+
 HANG = object()
 """As a fault: the connection stays open and silent until the server closes."""
 CUT = object()
@@ -51,9 +53,12 @@ class StubVLLM:
         manifest=None,
         echo_tags=False,
         port=0,
+        secret=None,
     ):
         self.model, self.max_model_len, self.vocabulary, self.eos_id = model, max_model_len, vocabulary, eos_id
         self.scale_out, self.dev_mode, self.echo_tags = scale_out, dev_mode, echo_tags
+        self.secret = secret
+        """Asked for as a server does that we start; None as one of somebody else's."""
         self.manifest = manifest
         """Name -> shape of the weights, where pushes are checked against it."""
         self.weights, self.weight_version = "initial", "default"
@@ -383,6 +388,10 @@ class StubVLLM:
                     server._closing.wait()
                 if fault in (HANG, CUT):
                     self.close_connection = True
+                    return
+                refused = server.secret and refusal(server.secret, method, parts.path, headers)
+                if refused:
+                    self.respond(refused[0], Refused(*refused).body)
                     return
                 try:
                     status, answer = (

@@ -14,6 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 from safetensors.torch import save_file
 
+from ludic.inference.servers.secret_middleware import refusal
 from ludic.inference.vllm.weight_fingerprint import fingerprint
 from ludic.inference.vllm.weight_receiver import Checkpoint, WeightReceiver
 
@@ -44,6 +45,8 @@ class StubWeightServer:
         save_file(first or weights(0), folder / "model.safetensors")
         self.folder, self.backend, self.tied, self.dtype = folder, backend, tied, dtype
         self.faults, self.calls, self.adapters = {}, [], {}
+        self.secret = None
+        """Asked for as a server does that we start; None as one of somebody else's."""
         self.without_extension = self.loads_nothing = False
         self.closing = threading.Event()
         self._boot()
@@ -233,6 +236,9 @@ def _handler(server):
                 return
             split = urlsplit(self.path)
             try:
+                headers = {name.lower(): value for name, value in self.headers.items()}
+                if refused := server.secret and refusal(server.secret, self.command, split.path, headers):
+                    raise Refused(*refused)
                 status, content = 200, server.answer(split.path, parse_qs(split.query), body)
             except Refused as error:
                 status, content = error.status, {"error": {"message": str(error)}}

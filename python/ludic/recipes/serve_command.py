@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, Literal, cast
 
 from ludic.errors import ConfigError, InferenceError
+from ludic.inference.servers.server_secret import VARIABLE, is_this_machine, secret_file
 from ludic.inference.vllm.environment import is_cpu_build, server_python
 from ludic.inference.vllm.flags import WeightBackend
 from ludic.inference.vllm.launch import LogprobsMode, start_vllm_server, stop_vllm_server, wait_for_vllm_health
@@ -66,6 +67,7 @@ def serve_command(settings: ServeSettings) -> int:
         try:
             if not _ready(settings, proc, stopped):
                 return 0
+            console.print(f"It takes orders from who sends its secret: {_where_the_secret_is(settings)}", soft_wrap=True)
             console.print(f"[bold]ready[/] at http://{settings.host}:{settings.port}; Ctrl-C stops it")
             stopped.wait()
             if proc.poll() is not None:
@@ -95,6 +97,13 @@ def _start(settings: ServeSettings) -> subprocess.Popen[Any]:
         think_limits=settings.think_limits,
         weights=_weights(settings),
     )
+
+
+def _where_the_secret_is(settings: ServeSettings) -> str:
+    if os.environ.get(VARIABLE):
+        return f"that of {VARIABLE}, which trainers need too"
+    here = f"trainers of this user on this machine find it in {secret_file(settings.port)}"
+    return here if is_this_machine(settings.host) else f"{here}, others need it as {VARIABLE}"
 
 
 def _weights(settings: ServeSettings) -> WeightBackend | None:

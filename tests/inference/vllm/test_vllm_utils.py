@@ -11,11 +11,14 @@ from pathlib import Path
 
 import fake_vllm
 import pytest
+import requests
 from processes import is_running, until_gone
 from stub_vllm import StubVLLM
 
 import ludic
 from ludic.errors import ConfigError, EngineDeadError
+from ludic.inference.servers.server_secret import secret_file
+from ludic.inference.vllm.endpoints import VllmEndpoints
 from ludic.inference.vllm.environment import package_root, server_python, server_variables
 from ludic.inference.vllm.launch import (
     collect_proc_output,
@@ -146,9 +149,53 @@ def test_on_a_cpu_the_flags_are_those_that_work_there(start):
         "--middleware": "ludic.inference.servers.client_tag_middleware.ClientTagMiddleware",
     }
     assert {flag: after(arguments, flag) for flag in expected} == expected
+    assert after(arguments[arguments.index("--middleware") + 1 :], "--middleware").endswith(".SecretMiddleware")
     assert {"--enforce-eager", "--enable-scale-out"} <= set(arguments)
     assert "--gpu-memory-utilization" not in arguments
     assert (env["VLLM_SERVER_DEV_MODE"], env["VLLM_USE_V1"], env["VLLM_ENABLE_V1_MULTIPROCESSING"]) == ("1", "1", "0")
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in env
+
+
+@pytest.mark.parametrize(
+    ("settings", "development", "adapters"),
+    [({}, None, None), ({"weights": "gloo"}, "1", None), ({"extra_args": ["--enable-lora"]}, "1", "1")],
+)
+def test_the_endpoints_that_change_a_server_exist_where_something_is_to_change(
+    start, monkeypatch, settings, development, adapters
+):
+    monkeypatch.delenv("VLLM_SERVER_DEV_MODE", raising=False)
+    monkeypatch.delenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", raising=False)
+    env = start(**settings)[2]()["environment"]
+    assert env.get("VLLM_SERVER_DEV_MODE") == development
+    assert env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == adapters
+
+
+def test_a_server_asks_for_a_secret_that_is_on_no_command_line_and_is_gone_with_it(start):
+    proc, port, facts = start(weights="gloo")
+    arguments, secret = facts()["arguments"], facts()["environment"]["LUDIC_SERVER_SECRET"]
+    assert after(arguments, "--middleware") == "ludic.inference.servers.secret_middleware.SecretMiddleware"
+    assert not any(secret in argument for argument in arguments)
+    assert "LUDIC_SERVER_SECRET" not in os.environ
+    wait_for_vllm_health("127.0.0.1", port, proc, timeout_s=60)
+    url = f"http://127.0.0.1:{port}"
+    assert requests.post(f"{url}/resume", timeout=30).status_code == 401
+    VllmEndpoints(url).resume()
+    assert secret_file(port).read_text() == secret
+    stop_vllm_server(proc)
+    assert not secret_file(port).exists()
+
+
+def test_a_secret_of_ones_own_is_written_nowhere(start):
+    _, port, facts = start(env={"LUDIC_SERVER_SECRET": "one-of-my-own-for-all"})
+    assert facts()["environment"]["LUDIC_SERVER_SECRET"] == "one-of-my-own-for-all"
+    assert not secret_file(port).exists()
+
+
+def test_a_server_that_cannot_be_started_leaves_no_secret(tmp_path):
+    port = free_port()
+    with pytest.raises(FileNotFoundError):
+        start_vllm_server("tiny", "127.0.0.1", port, python=sys.executable, log_path=tmp_path / "no" / "log")
+    assert not secret_file(port).exists()
 
 
 def test_on_a_gpu_the_model_chooses_its_type(tmp_path, start):
@@ -156,9 +203,7 @@ def test_on_a_gpu_the_model_chooses_its_type(tmp_path, start):
     _, _, facts = start(python=python, gpu_memory_utilization=0.5, enforce_eager=False)
     arguments = facts()["arguments"]
     assert after(arguments, "--gpu-memory-utilization") == "0.5"
-    assert not {"--dtype", "--enforce-eager", "--kv-cache-memory-bytes", "--middleware", "--worker-extension-cls"} & set(
-        arguments
-    )
+    assert not {"--dtype", "--enforce-eager", "--kv-cache-memory-bytes", "--worker-extension-cls"} & set(arguments)
 
 
 def test_what_the_caller_says_wins(start):
@@ -206,7 +251,8 @@ def test_what_the_server_loads_needs_the_standard_library_alone():
     """Its environment has none of this package's dependencies but those that vLLM brings."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); before = set(sys.modules)\n"
-        "import ludic.inference.servers.client_tag_middleware, ludic.inference.think_limits, ludic.inference.vllm.server\n"
+        "import ludic.inference.servers.client_tag_middleware, ludic.inference.servers.secret_middleware\n"
+        "import ludic.inference.think_limits, ludic.inference.vllm.server\n"
         "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
     )
     found = subprocess.run(
@@ -263,6 +309,8 @@ def test_serve_says_when_it_is_ready_and_ctrl_c_stops_everything(tmp_path):
         proc.kill()
         proc.stderr.close()
     assert f"http://127.0.0.1:{port}" in said[-1]
+    assert f"trainers of this user on this machine find it in {secret_file(port)}" in said[-2]
+    assert found["environment"]["LUDIC_SERVER_SECRET"] not in "".join(said) + rest
     assert "Traceback" not in rest
     assert found["arguments"][-2:] == ["--seed", "7"]
     assert after(found["arguments"], "--max-lora-rank") == "8"

@@ -7,6 +7,7 @@ from typing import Any
 
 from ludic.errors import ServerError, ServerTimeoutError, ServerUnreachableError
 from ludic.inference.servers.openai_client import is_loopback
+from ludic.inference.servers.server_secret import secret_headers
 
 QUICK_TIMEOUT_S = 30.0
 """For calls that do not move weights."""
@@ -48,7 +49,9 @@ class ServerCalls:
         deadline = self.timeout_s if timeout_s is None else timeout_s
         body: dict[str, Any] = {} if method == "get" else {"json": json or {}}
         try:
-            answer = send(f"{self.url}{path}", params=params, timeout=deadline, headers=ONE_CALL, **body)
+            answer = send(
+                f"{self.url}{path}", params=params, timeout=deadline, headers={**ONE_CALL, **secret_headers(self.url)}, **body
+            )
         except requests.Timeout as error:
             raise ServerTimeoutError(f"{self.url}{path} gave no answer within {deadline:g} s") from error
         except requests.RequestException as error:

@@ -1,6 +1,6 @@
 """The calls with which a vLLM server is paused, given weights and adapters, and asked what it serves.
 
-They need VLLM_SERVER_DEV_MODE=1 on the server, which guards none of them with a key: bind it to loopback.
+They need VLLM_SERVER_DEV_MODE=1 on the server, which guards none of them: a server that we start asks for its secret, which is sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class VllmEndpoints(ServerCalls):
     'default'
     """
 
-    hint = "start the server with VLLM_SERVER_DEV_MODE=1, as `ludic serve` does"
+    hint = "start the server with VLLM_SERVER_DEV_MODE=1, as `ludic serve` does where --weights or --lora-rank is not none"
 
     def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> None:
         """`keep` freezes requests until `resume`; `abort` ends those in flight. New ones wait."""

@@ -56,16 +56,18 @@ def package_root() -> str:
     return root
 
 
-def server_variables(python: str, *, cpu: bool, given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment that a server gets: ours, with defaults that ours and `given` may set otherwise."""
+def server_variables(
+    python: str, *, cpu: bool, given: Mapping[str, str] | None = None, changing: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The environment that a server gets: ours, with defaults that ours and `given` may set otherwise. `changing` are those with which
+    what it serves can be changed."""
     env = dict(os.environ)
     own = env.get("PYTHONPATH") if python == sys.executable else None  # what fits this interpreter fits no other
     env.pop("PYTHONHOME", None)
     defaults = {
         "VLLM_USE_V1": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        **(changing or {}),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",  # longer than any client's, so that no request meets a connection that is being closed

@@ -8,6 +8,7 @@ from typing import Literal
 
 WeightBackend = Literal["gloo", "ludic_nccl", "disk"]
 TAG_MIDDLEWARE = "ludic.inference.servers.client_tag_middleware.ClientTagMiddleware"
+SECRET_MIDDLEWARE = "ludic.inference.servers.secret_middleware.SecretMiddleware"
 THINK_PROCESSOR = "ludic.inference.vllm.think:GlobalThinkProcessor"
 DEFAULT_FLAGS: list[tuple[str, str | None]] = [
     ("--generation-config", "vllm"),
@@ -23,6 +24,12 @@ def weight_flags(backend: WeightBackend | None) -> list[tuple[str, str | None]]:
     if backend is None:
         return []
     return [("--worker-extension-cls", WORKER_EXTENSION), ("--weight-transfer-config", json.dumps({"backend": backend}))]
+
+
+def changing_variables(*, weights: bool, adapters: bool) -> dict[str, str]:
+    """What a server's environment needs so that what it serves can be changed: the endpoints for that exist nowhere else."""
+    variables = {"VLLM_SERVER_DEV_MODE": "1"} if weights or adapters else {}
+    return variables | ({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if adapters else {})
 
 
 def missing_flags(defaults: Sequence[tuple[str, str | None]], given: Sequence[str]) -> list[str]:

@@ -13,19 +13,22 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import requests
 
 from ludic.errors import ConfigError, EngineDeadError, InferenceError
+from ludic.inference.servers.server_secret import VARIABLE, drop_secret, is_this_machine, keep_secret, secret_of
 from ludic.inference.vllm.environment import is_cpu_build, server_python, server_variables
 from ludic.inference.vllm.flags import (
     DEFAULT_FLAGS,
+    SECRET_MIDDLEWARE,
     TAG_MIDDLEWARE,
     THINK_PROCESSOR,
     WeightBackend,
+    changing_variables,
     missing_flags,
     weight_flags,
 )
@@ -71,8 +74,9 @@ def start_vllm_server(
     have the instructions for it, the cache has 64 MiB, and nothing is compiled at the first request. `extra_args` come last and win.
 
     The log-probabilities are those of the distribution drawn from (`processed_logprobs`), sampling defaults are vLLM's and not the
-    model's, and the token endpoint and the endpoints for weights are on. Those ask for no key, so `host` should be this machine.
-    `weights` is how new weights come: gloo through host memory, ludic_nccl between GPUs, disk from a folder that both see.
+    model's, and the token endpoint is on. `weights` is how new weights come: gloo through host memory, ludic_nccl between GPUs, disk from
+    a folder that both see. Who changes what is served must send the server's secret: `LUDIC_SERVER_SECRET` if that is set, else a random
+    one, which this user's processes on this machine find by themselves. Sampling needs none, so `host` should be this machine.
     `client_tags` loads the middleware that says the tags of clients again, `think_limits` what heeds `max_think`.
 
     Output goes where ours does, to `log_path`, or with `stream_output=False` is kept for `collect_proc_output`. Raises ConfigError for a
@@ -81,8 +85,11 @@ def start_vllm_server(
     interpreter = server_python(python)
     cpu = device == "cpu" or (device == "auto" and is_cpu_build(interpreter))
     _check_port(host, port)
-    if host not in ("127.0.0.1", "localhost", "::1"):
-        logger.warning("the server listens on %s: whoever reaches it can replace its weights, and no key is asked for that", host)
+    if not is_this_machine(host):
+        logger.warning(
+            "the server listens on %s: whoever reaches it can sample, and can read what travels, the secret for new weights too",
+            host,
+        )
     given = list(extra_args or ())
     flags: list[tuple[str, str | None]] = [("--host", host), ("--port", str(port))]
     flags += [("--served-model-name", served_model_name)] if served_model_name is not None else []
@@ -98,8 +105,26 @@ def start_vllm_server(
         flags += [("--gpu-memory-utilization", str(gpu_memory_utilization))]
     command = [interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *missing_flags(flags, given)]
     command += ["--middleware", TAG_MIDDLEWARE] if client_tags else []  # may be given several times
-    command += given
-    return _start(command, server_variables(interpreter, cpu=cpu, given=env), stream_output=stream_output, log_path=log_path)
+    command += ["--middleware", SECRET_MIDDLEWARE, *given]
+    changing = changing_variables(weights=weights is not None, adapters="--enable-lora" in given)
+    variables = server_variables(interpreter, cpu=cpu, given=env, changing=changing)
+    with _secret_for(port, variables) as secret:
+        proc = _start(command, {**variables, VARIABLE: secret}, stream_output=stream_output, log_path=log_path)
+        _SECRETS[proc] = port, secret
+    return proc
+
+
+@contextlib.contextmanager
+def _secret_for(port: int, variables: Mapping[str, str]) -> Iterator[str]:
+    """The secret of a server that is being started. One that was not given lies where clients look, unless the start fails."""
+    secret = secret_of(variables)
+    if not variables.get(VARIABLE):
+        keep_secret(port, secret)
+    try:
+        yield secret
+    except BaseException:
+        drop_secret(port, secret)
+        raise
 
 
 def wait_for_vllm_health(host: str, port: int, proc: subprocess.Popen[Any], timeout_s: float = 180.0) -> None:
@@ -138,6 +163,8 @@ def stop_vllm_server(
         proc.wait(timeout_s)
     if proc.poll() is not None and (guard := _GUARDS.pop(proc.pid, None)) is not None:
         guard.dismiss()
+    if proc in _SECRETS:
+        drop_secret(*_SECRETS.pop(proc))
     return proc.poll()
 
 
@@ -194,6 +221,8 @@ class _Output:
 _OUTPUT: weakref.WeakKeyDictionary[subprocess.Popen[Any], _Output] = weakref.WeakKeyDictionary()
 _LOGS: weakref.WeakKeyDictionary[subprocess.Popen[Any], Path] = weakref.WeakKeyDictionary()
 _RUNNING: weakref.WeakSet[subprocess.Popen[Any]] = weakref.WeakSet()
+_SECRETS: weakref.WeakKeyDictionary[subprocess.Popen[Any], tuple[int, str]] = weakref.WeakKeyDictionary()
+"""Port and secret."""
 _GUARDS: dict[int, Guard] = {}
 """By the server's process. One whose `Popen` nobody holds any more is guarded all the same."""
 

@@ -12,6 +12,7 @@ from requests.adapters import HTTPAdapter
 
 from ludic.errors import ConfigError, InferenceError, ServerUnreachableError
 from ludic.inference.servers.openai_client import is_loopback
+from ludic.inference.servers.server_secret import secret_headers
 from ludic.inference.servers.weight_versions import version_number
 
 HEALTH_TIMEOUT_S = 5.0
@@ -84,7 +85,7 @@ def read_version(session: Any, url: str) -> int | None:
 def reset_prefix_cache(session: Any, url: str) -> None:
     """Make a server forget what it computed of earlier prompts. Raises InferenceError where that fails."""
     try:
-        answer = session.post(f"{url}/reset_prefix_cache", timeout=RESET_TIMEOUT_S)
+        answer = session.post(f"{url}/reset_prefix_cache", timeout=RESET_TIMEOUT_S, headers=secret_headers(url))
     except requests.RequestException as error:
         raise ServerUnreachableError(f"{url} could not reset its prefix cache: {error}") from error
     if answer.status_code != 200:
