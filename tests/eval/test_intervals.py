@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ludic.errors import ConfigError
-from ludic.eval.intervals import mean_interval, share_interval, student_quantile, wilson_interval
+from ludic.eval.intervals import difference_interval, mean_interval, share_interval, student_quantile, wilson_interval
 
 shares = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 
@@ -131,3 +131,41 @@ def test_numbers_without_meaning_are_refused():
         with pytest.raises(ConfigError, match="at least one problem"):
             interval([])
     assert not math.isnan(share_interval([0.1 + 0.2 - 0.3] * 3).low)  # a rounding error away from 0
+
+
+def test_a_difference_of_shares_by_hand():
+    """Newcombe 1998, method 10, on 56/70 against 48/80, his example (a): 0.2, from 0.0524 to 0.3339."""
+    before, after = [1.0] * 48 + [0.0] * 32, [1.0] * 56 + [0.0] * 14
+    (late_low, late_high), (early_low, early_high) = wilson_interval(56, 70), wilson_interval(48, 80)
+    low = 0.2 - math.hypot(0.8 - late_low, early_high - 0.6)
+    high = 0.2 + math.hypot(late_high - 0.8, 0.6 - early_low)
+    assert (low, high) == pytest.approx((0.0524, 0.3339), abs=1e-4)
+    with pytest.raises(ConfigError, match=r"before \(80\) and after \(70\)"):
+        difference_interval(before, after)
+    same = difference_interval([1.0, 0.0] * 35, after)
+    (early_low, early_high) = wilson_interval(35, 70)
+    assert same.value == pytest.approx(0.3)
+    assert same.low == pytest.approx(0.3 - math.hypot(0.8 - late_low, early_high - 0.5))
+    assert same.high == pytest.approx(0.3 + math.hypot(late_high - 0.8, 0.5 - early_low))
+
+
+def test_a_difference_of_other_numbers_is_students_of_the_differences():
+    """Differences 1, 2, 3: mean 2, s = 1, t = 4.303, reach 4.303 / sqrt(3) = 2.484."""
+    found = difference_interval([-1.0, 10.0, 5.0], [0.0, 12.0, 8.0])
+    assert (found.value, found.low, found.high) == pytest.approx((2.0, 2 - 2.4841, 2 + 2.4841), abs=1e-3)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=30))
+def test_a_difference_of_shares_turns_round_with_its_sides(pairs):
+    early, late = [a for a, _ in pairs], [b for _, b in pairs]
+    there, back = difference_interval(early, late), difference_interval(late, early)
+    assert there.low is not None
+    assert there.high is not None
+    assert (there.low, there.high) == pytest.approx((-back.high, -back.low), abs=1e-9)
+    assert -1 <= there.low <= there.value <= there.high <= 1
+
+
+def test_two_problems_that_rose_alike_are_still_noise():
+    """Student's interval of two equal differences would have no width at all."""
+    found = difference_interval([0.25, 0.25], [0.5, 0.5])
+    assert found.low < 0 < found.high

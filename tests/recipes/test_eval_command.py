@@ -58,7 +58,11 @@ def test_the_model_of_a_run_is_measured_on_the_task_of_the_run(run):
         (question.rstrip(">"), j) for question in PROBLEMS[:3] for j in (0, 1)
     ]
     assert rollouts[0]["steps"][0]["trace"]["completion_token_ids"]
-    assert [line["answers"] for line in lines(folder / "problems.jsonl")] == [2, 2, 2]
+    problems = lines(folder / "problems.jsonl")
+    assert [(line["question"], line["reference"], line["answers"]) for line in problems] == [
+        (question, right(question), 2) for question in PROBLEMS[:3]
+    ]
+    assert [text for line in problems for text in line["texts"]] == [r["steps"][0]["action"] for r in rollouts]
     assert resolve([str(folder / "config.yaml")])[0].evaluation.prompts == 3
 
 
@@ -186,6 +190,10 @@ def test_of_several_models_one_must_be_named(tmp_path):
         (["trainer.learning=1"], "there is no setting 'trainer.learning'"),
         (["timeout_s=0"], "timeout_s (0.0) must be > 0"),
         (["timeout_s=soon"], "timeout_s=soon"),
+        (["confidence=95"], "confidence (95) must be between 0 and 1"),
+        (["episode_timeout_s=0"], "episode_timeout_s (0) must be > 0"),
+        (["episode_retries=-1"], "episode_retries (-1) must be >= 0"),
+        (["solved_at=nan", "base_url=http://127.0.0.1:9/v1"], "solved_at (nan) must be a finite reward"),
         (["base_url=localhost:1"], "must begin with http"),
         (["problems=0"], "evaluation.prompts (0) must be at least 1"),
     ],
@@ -194,6 +202,15 @@ def test_what_is_wrong_is_said_before_anything_is_written(given, said, tmp_path,
     monkeypatch.chdir(tmp_path)
     assert said in re.sub(r"\s+", " ", evaluate(*given, code=2).output)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_problems_that_there_are_not_are_missed_aloud(run, tmp_path):
+    given = ["sort", f"model={run / 'model'}", "threads=1", "k=1", f"output={tmp_path}", "task.args.digits=3"]
+    shown = evaluate(*given, "problems=100000").output
+    (summary,) = tmp_path.glob("*/summary.json")
+    there = json.loads(summary.read_text())["num_problems"]
+    assert there < 100000
+    assert f"{there} held-out problems; the task has no more, 100000 were asked for" in shown
 
 
 def test_a_name_that_is_taken_is_an_error(run, tmp_path):
@@ -209,11 +226,11 @@ def test_settings_are_shown_with_their_short_names_resolved():
 
 
 def test_short_names_mean_what_they_stand_for():
-    recipe, settings = resolve(["k=3", "problems=7", "top_p=0.5", "max_tokens=9", "concurrency=2", "device=cpu", "solved_at=0.5"])
+    recipe, _ = resolve(["k=3", "problems=7", "top_p=0.5", "max_tokens=9", "concurrency=2", "device=cpu", "solved_at=0.5"])
     assert (recipe.evaluation.samples_per_prompt, recipe.evaluation.prompts) == (3, 7)
     assert (recipe.rollout.top_p, recipe.rollout.max_new_tokens, recipe.rollout.concurrency) == (0.5, 9, 2)
     assert recipe.trainer.model_device == "cpu"
-    assert settings.solved_at == 0.5
+    assert recipe.evaluation.solved_at == 0.5
     with pytest.raises(ConfigError, match="confidence"):
         resolve(["confidence=high"])
 

@@ -33,6 +33,14 @@ def chatty(prompts, completions, **columns):
     return [float(completion[0]["role"] == "assistant") for completion in completions]
 
 
+def half(completions, **columns):
+    return [0.5] * len(completions)
+
+
+def early(prompts, completions, **columns):
+    return [float(prompt < "e") for prompt in prompts]
+
+
 def broken(completions, **columns):
     raise ZeroDivisionError("the reward divides by nothing")
 
@@ -106,11 +114,13 @@ def rollouts(run: str = "run") -> list[dict]:
 
 
 def test_a_file_and_a_function_are_all_it_takes(here: Path, model: Path) -> None:
-    shown = trained(f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:vowels")
+    given = [f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:vowels", "evaluation.solved_at=0.5"]
+    shown = trained(*given)
     assert "the reward sees what vowels returned for the whole answer" in shown
     assert "demonstrations" not in shown
     assert list(summary()) == [
-        *("before", "after", "wall_s", "phases_s", "padding", "steps", "clip_fraction"),
+        *("before", "after", "solved_at", "intervals", "heldout", "wall_s", "phases_s", "padding"),
+        *("steps", "idle_steps", "stopped_early", "clip_fraction"),
         *("mismatch", "weight_sync", "overlap", "seed", "config_hash"),
     ]
     assert set(summary()["before"]) == set(summary()["after"]) == {"sampled_reward", "greedy_accuracy"}
@@ -119,6 +129,36 @@ def test_a_file_and_a_function_are_all_it_takes(here: Path, model: Path) -> None
         assert Path("run", name).stat().st_size > 0, name
     calls = sys.modules["own_problem_rewards"].calls
     assert calls == [6, 3, 8, 8, 6, 3]  # 3 held-out problems twice and greedily; 2 batches of 2 x 4; the same again
+
+
+def test_rewards_with_another_maximum_have_no_accuracy_until_a_setting_says_what_is_right(here: Path, model: Path) -> None:
+    """The right answer of a reward of at most 0.5 was once shown as wrong, and its accuracy as 0."""
+    given = [f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:half", "steps=0"]
+    shown = trained(*given)
+    assert not set("✓✗") & set(shown)
+    assert "say from which reward on an answer is right with evaluation.solved_at=NUMBER" in " ".join(shown.split())
+    assert (summary()["solved_at"], summary()["after"]) == (None, {"sampled_reward": 0.5, "greedy_reward": 0.5})
+    shown = trained(*given, "name=told", "evaluation.solved_at=0.5")
+    assert "✓" in shown
+    assert "✗" not in shown
+    assert (summary("told")["solved_at"], summary("told")["after"]["greedy_accuracy"]) == (0.5, 1.0)
+    found = evaluated("told", "k=2")
+    assert (found["solved_at"], found["accuracy"]["value"]) == (0.5, 1.0)
+    found = evaluated("run", "k=2")
+    assert (found["solved_at"], found["accuracy"], found["reward"]["value"]) == (None, None, 0.5)
+
+
+def test_rewards_of_0_and_1_are_wrong_and_right_without_being_told(here: Path, model: Path) -> None:
+    trained(f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:early", "steps=0")
+    assert summary()["solved_at"] == 1.0
+    assert summary()["after"]["greedy_accuracy"] == summary()["after"]["sampled_reward"]
+    assert evaluated("run", "temperature=0")["accuracy"]["value"] == pytest.approx(summary()["after"]["greedy_accuracy"])
+
+
+def evaluated(*arguments: str) -> dict:
+    result = CliRunner().invoke(app, ["eval", "output=evaluations", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
 
 
 def test_the_reward_of_a_rollout_is_what_the_function_says_of_its_text(here: Path, model: Path) -> None:
@@ -132,7 +172,8 @@ def test_the_reward_of_a_rollout_is_what_the_function_says_of_its_text(here: Pat
 
 def test_several_functions_with_weights_are_reported_by_name(here: Path, model: Path) -> None:
     names = "[own_problem_rewards:vowels,own_problem_rewards:short]"
-    shown = trained(f"model={model}", "data=problems.jsonl", f"reward={names}", "reward_weights=[2.0,0.5]")
+    weights = "reward_weights=[2.0,0.5]"
+    shown = trained(f"model={model}", "data=problems.jsonl", f"reward={names}", weights, "evaluation.solved_at=1")
     assert "2 * vowels + 0.5 * short" in shown
     after = summary()["after"]
     assert set(after) == {"sampled_reward", "greedy_accuracy", "rewards/vowels", "rewards/short"}

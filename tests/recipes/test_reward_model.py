@@ -17,8 +17,6 @@ from ludic.envs.tasks import DigitSort, EpisodicTask, as_episodic
 from ludic.errors import ConfigError
 from ludic.recipes.build import build_task
 from ludic.recipes.compose import compose
-from ludic.recipes.evaluate import Evaluation
-from ludic.recipes.report import _two_numbers
 from ludic.recipes.reward_model import JudgedTask, judged_by, load_reward_model
 from ludic.recipes.rollouts import training_requests
 from ludic.recipes.schema import TaskSection
@@ -67,7 +65,7 @@ def test_training_is_rewarded_by_the_score_and_the_held_out_reward_is_the_tasks_
     assert 0 <= summary["after"]["sampled_reward"] <= 1
     said = " ".join(result.stdout.split())
     assert "the score of" in said
-    assert "the reward model's score went from" in said
+    assert "The held-out score of the reward model" in said
 
 
 def test_the_task_may_count_as_well(tiny: list[str], tmp_path: Path, folder: Path) -> None:
@@ -98,6 +96,52 @@ def test_prompts_alone_are_enough_where_a_reward_model_judges(tiny: list[str], t
     assert summary["after"]["sampled_reward"] == pytest.approx(summary["after"]["rewards/reward_model"], abs=1e-6)
 
 
+def test_a_score_alone_is_no_accuracy_and_an_evaluation_of_the_run_finds_what_the_run_found(
+    tiny: list[str], tmp_path: Path, folder: Path
+) -> None:
+    """Scores above 1 were once "right answers" of the run, and the evaluation of the same model found an accuracy of 0."""
+    data = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"{n}+1=", "completion": f"{n + 1}", "answer": f"{n + 1}"} for n in range(30)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    few = ["warmup.steps=2", "steps=1", "rollout.max_new_tokens=4"]
+    result = train(*tiny, f"data={data}", f"reward_model={folder}", *few)
+    assert result.exit_code == 0, result.output
+    assert not set("✓✗") & set(result.output)
+    assert "right answer" not in result.output
+    assert "reference" in result.output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["solved_at"] is None
+    assert set(summary["after"]) == {"sampled_reward", "greedy_reward", "rewards/reward_model"}
+    assert "train/rewards/task" not in lines(tmp_path / "run")[0]
+
+    evaluated = CliRunner().invoke(app, ["eval", str(tmp_path / "run"), "temperature=0", "--json"])
+    assert evaluated.exit_code == 0, evaluated.output
+    found = json.loads(evaluated.stdout)
+    assert (found["accuracy"], found["accuracy_bounds"], found["pass_at_k"], found["solved_at"]) == (None, None, {}, None)
+    assert found["reward"]["value"] == pytest.approx(summary["after"]["greedy_reward"], abs=1e-4)
+    assert found["reward_model"] == str(folder)
+    assert "the score of" in " ".join(evaluated.stderr.split())
+    assert "No accuracy: a score does not say what is right" in " ".join(evaluated.stderr.split())
+
+
+def test_a_score_beside_a_reward_of_the_tasks_own_is_measured_by_an_evaluation_too(
+    tiny: list[str], tmp_path: Path, folder: Path
+) -> None:
+    assert train("sort", *tiny, f"reward_model={folder}", "steps=0").exit_code == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    evaluated = CliRunner().invoke(app, ["eval", str(tmp_path / "run"), "temperature=0", "--json"])
+    found = json.loads(evaluated.stdout)
+    assert found["accuracy"]["value"] == pytest.approx(summary["after"]["greedy_accuracy"])
+    assert "rewards/reward_model" in found["also"]
+
+
+def test_a_reward_model_cannot_score_what_a_server_says_and_the_evaluation_says_so(folder: Path) -> None:
+    given = ["eval", "sort", f"reward_model={folder}", "base_url=http://127.0.0.1:9/v1"]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 2
+    assert "scores the answers of a model in this process" in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -117,14 +161,6 @@ def test_what_cannot_be_is_said_before_anything_is_written(
     assert result.exit_code != 0
     assert message in " ".join(result.output.split())
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(("after", "said"), [((0.5, 0.4), False), ((0.5, 0.1), True), ((-0.5, 0.1), False)])
-def test_a_score_that_rose_while_the_reward_fell_is_called_over_optimised(after: tuple[float, float], said: bool) -> None:
-    def measured(score: float, reward: float) -> Evaluation:
-        return Evaluation(reward, 0.0, {"rewards/reward_model": score}, [])
-
-    assert ("over-optimised" in _two_numbers(measured(0.0, 0.2), measured(*after))) is said
 
 
 def test_a_policy_is_no_reward_model(tmp_path: Path) -> None:

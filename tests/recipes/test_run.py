@@ -21,8 +21,8 @@ from ludic.recipes.run_directory import new_folder
 from ludic.training.presets import REGISTRY
 
 SUMMARY_KEYS = [
-    *("before", "after", "wall_s", "phases_s", "padding", "steps", "clip_fraction", "mismatch", "weight_sync", "overlap", "seed"),
-    "config_hash",
+    *("before", "after", "solved_at", "intervals", "heldout", "wall_s", "phases_s", "padding"),
+    *("steps", "idle_steps", "stopped_early", "clip_fraction", "mismatch", "weight_sync", "overlap", "seed", "config_hash"),
 ]
 
 
@@ -130,6 +130,14 @@ def test_a_step_that_was_evaluated_keeps_what_it_measured_of_itself(tiny: list[s
     assert len(measured) == 3
 
 
+def test_evaluations_during_the_training_are_in_the_report(tiny: list[str]) -> None:
+    shown = train(*tiny, "steps=4", "trainer.eval_every_n_steps=2", "network.initializer_range=0.02")
+    table = shown.split("Measured during training: 2 times")[1].splitlines()
+    steps = [cells[1].strip() for cells in (line.split("│") for line in table) if len(cells) > 2]
+    assert steps[:2] == ["2", "4"]
+    assert "Measured during training" not in train(*tiny, "name=none", "steps=1")
+
+
 def test_without_steps_of_reinforcement_nothing_changes_after_the_warm_up(tiny: list[str], tmp_path: Path) -> None:
     summary = json.loads(train(*tiny, "steps=0", "--json"))
     assert summary["before"] == summary["after"]
@@ -182,9 +190,13 @@ def test_the_folder_of_a_run_names_its_model(tiny: list[str], tmp_path: Path) ->
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_the_report_claims_no_more_than_happened(tiny: list[str]) -> None:
+def test_the_report_claims_no_more_than_happened(tiny: list[str], tmp_path: Path) -> None:
     assert "There was no reinforcement" in train(*tiny, "name=none", "steps=0")
-    assert "did not rise" in " ".join(train(*tiny, "name=few").split())
+    said = " ".join(train(*tiny, "name=few").split())
+    assert "Nothing was trained on: no step of 3 had a signal." in said
+    assert "sharpens" not in said
+    assert " rose " not in said
+    assert json.loads((tmp_path / "few" / "summary.json").read_text())["idle_steps"] == 3
 
 
 def test_fewer_held_out_problems_than_asked_for_are_counted(tiny: list[str]) -> None:

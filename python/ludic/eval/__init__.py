@@ -9,7 +9,7 @@ from ludic.eval.cli import (
 )
 from ludic.eval.core import run_eval, run_eval_sync
 from ludic.eval.evaluator import EngineEvaluator, Evaluator
-from ludic.eval.intervals import Interval, mean_interval, share_interval, wilson_interval
+from ludic.eval.intervals import Interval, difference_interval, mean_interval, share_interval, wilson_interval
 from ludic.eval.pass_at_k import pass_at_k
 from ludic.eval.problems import ProblemEvaluator
 from ludic.eval.tally import Measurement, ProblemResult, measure
@@ -23,6 +23,7 @@ __all__ = [
     "ProblemResult",
     "add_common_eval_args",
     "build_single_agent_engine",
+    "difference_interval",
     "inference_spec_from_cli",
     "maybe_start_vllm",
     "mean_interval",

@@ -49,8 +49,11 @@ class ProblemEvaluator:
 
     async def measure(self) -> Measurement:
         """Play and count. Raises RolloutError if no episode could be played."""
-        _, measurement = await self._play(await awaited(self.requests_fn()), self.max_steps, self.timeout_s, self.concurrency)
-        return measurement
+        return (await self.play())[1]
+
+    async def play(self) -> tuple[list[Rollout], Measurement]:
+        """The same, with the rollouts that were counted."""
+        return await self._play(await awaited(self.requests_fn()), self.max_steps, self.timeout_s, self.concurrency)
 
     async def eval(
         self,

@@ -40,9 +40,7 @@ class _Train:
     def conclude(self, run: Run, console: Console) -> str:
         from ludic.recipes.report import draw_rewards, outcome_of, show_report
 
-        outcome = outcome_of(
-            run.progress, run.directory, run.parts.task, seed=run.recipe.seed, config_hash=config_hash(run.recipe)
-        )
+        outcome = outcome_of(run.progress, run.directory, run.parts.task, run.recipe, config_hash=config_hash(run.recipe))
         outcome.summary.write(run.directory)
         if outcome.rewards:
             draw_rewards(outcome, run.directory, f"{run.recipe.recipe}, {run.recipe.algorithm}, seed {run.recipe.seed}")

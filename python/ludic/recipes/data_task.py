@@ -12,7 +12,7 @@ from ludic.data import DataSet, Row, load_data
 from ludic.envs.prompt_env import PromptEnv, prompt_shown
 from ludic.envs.tasks import Problem
 from ludic.errors import ConfigError, DataError
-from ludic.recipes.rewards import NoRewards, build_rewards
+from ludic.recipes.rewards import NoRewards, build_rewards, is_one_verifier
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction")
 """Where the prompt is looked for, in this order, if `prompt_column` does not say."""
@@ -54,6 +54,7 @@ class DataTask:
         if data is None or (reward is None and not judged):
             raise ConfigError("a problem of your own needs data=FILE and reward=MODULE:FUNCTION, or reward_model=DIRECTORY")
         self.scorer = NoRewards() if reward is None else build_rewards(reward, reward_weights, timeout_s=reward_timeout_s)
+        self._is_verified = is_one_verifier(reward) and self.scorer.weights == [1.0]
         self.max_new_tokens = max_new_tokens
         loaded = _load(data, prompt_column, config, split)
         problems = self._problems(loaded, "")
@@ -77,6 +78,11 @@ class DataTask:
             for name, weight in zip(self.scorer.names, self.scorer.weights, strict=True)
         ]
         return f"what {' + '.join(terms)} returned for the whole answer"
+
+    @property
+    def success_reward(self) -> float | None:
+        """1 where a built-in verifier alone gives the reward; what functions of the user's give for a right answer they do not say."""
+        return 1.0 if self._is_verified else None
 
     @property
     def system_prompt(self) -> str | None:

@@ -20,9 +20,10 @@ from ludic.recipes.eval_settings import EvalSettings, resolve
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ludic.envs.tasks import EpisodicTask
+    from ludic.envs.tasks import Episode, EpisodicTask
     from ludic.eval import ProblemEvaluator
     from ludic.inference import ChatClient
+    from ludic.inference.local.client import LocalChatClient
     from ludic.recipes.schema import Recipe
     from ludic.training.batching.rollout_engine import RolloutEngine
     from ludic.training.types import RolloutRequest
@@ -51,38 +52,60 @@ def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: boo
 async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) -> str:
     """Play, measure, write and show; the summary as JSON. Everything is built before the folder is made."""
     from ludic.recipes.build import check_numbers, task_of
-    from ludic.recipes.eval_report import show, summary_of, write
+    from ludic.recipes.eval_report import Found, show, summary_of, write
+    from ludic.recipes.success import success_of
 
     started = time.perf_counter()
     check_numbers(recipe)
-    task = task_of(recipe)
-    requests = _requests(recipe, settings, task)
-    solved_at = task.success_reward if settings.solved_at is None else settings.solved_at
-    async with _client(recipe, settings) as (client, model_name):
+    _check_reward_model(recipe, settings)
+    own_task = task_of(recipe)
+    success_of(own_task, recipe.evaluation.solved_at)  # a wrong setting costs nothing
+    problems = _problems(recipe, settings, own_task, console)
+    async with _client(recipe, settings, own_task) as (client, model_name, task):
         folder = _make_folder(recipe, model_name)
-        episodes = len(requests) * recipe.evaluation.samples_per_prompt
+        success = success_of(task, recipe.evaluation.solved_at)
+        episodes = len(problems) * recipe.evaluation.samples_per_prompt
         console.print(f"{model_name}: {episodes} episodes, writing to {folder}/", highlight=False, markup=False)
         with _progress(console, episodes) as on_episode:
             engine = _engine(recipe, settings, task, client, model_name, folder, on_episode)
-            measurement = await _evaluator(recipe, settings, task, engine, requests, solved_at).measure()
-    facts = {
+            evaluator = _evaluator(recipe, settings, task, engine, _requests(recipe, task, problems), success.reward)
+            rollouts, measurement = await evaluator.play()
+    solved_at = success.holds_for(reward for problem in measurement.problems for reward in problem.rewards)
+    found = Found(measurement, rollouts, problems, task, success, solved_at)
+    facts = _facts(recipe, settings, task, model_name) | {
+        "solved_at": solved_at,
+        "wall_s": round(time.perf_counter() - started, 2),
+    }
+    summary = summary_of(found, facts)
+    write(folder, found, summary, title=f"{recipe.recipe}, {model_name}, temperature {recipe.rollout.temperature:g}")
+    show(console, found, folder)
+    return summary
+
+
+def _facts(recipe: Recipe, settings: EvalSettings, task: EpisodicTask, model_name: str) -> dict[str, Any]:
+    """What was asked, and how."""
+    return {
         "recipe": recipe.recipe,
         "task": recipe.task.kind,
         "model": model_name,
+        "reward_model": recipe.reward_model,
         "base_url": settings.base_url,
         "temperature": recipe.rollout.temperature,
         "top_p": recipe.rollout.top_p,
         "max_tokens": recipe.rollout.max_new_tokens or task.max_new_tokens,
         "seed": recipe.seed,
         "suite": settings.suite,
-        "solved_at": solved_at,
         "config_hash": config_hash(recipe),
-        "wall_s": round(time.perf_counter() - started, 2),
     }
-    summary = summary_of(measurement, facts)
-    write(folder, measurement, summary, title=f"{recipe.recipe}, {model_name}, temperature {recipe.rollout.temperature:g}")
-    show(console, measurement, folder, task)
-    return summary
+
+
+def _check_reward_model(recipe: Recipe, settings: EvalSettings) -> None:
+    """It scores tokens, which it must read as the policy's tokenizer wrote them."""
+    if recipe.reward_model is not None and settings.base_url is not None:
+        raise ConfigError(
+            f"reward_model ({recipe.reward_model}) scores the answers of a model in this process; give model=FOLDER in the place of "
+            "base_url, or reward_model=null and a reward= of the task's own"
+        )
 
 
 @contextmanager
@@ -124,9 +147,13 @@ def _evaluator(
     task: EpisodicTask,
     engine: RolloutEngine,
     requests: Sequence[RolloutRequest],
-    solved_at: float,
+    solved_at: float | None,
 ) -> ProblemEvaluator:
     from ludic.eval import ProblemEvaluator
+    from ludic.recipes.measures import measures_of
+    from ludic.training.reward_scorer import TASK_REWARD_INFO
+
+    numbers = [name for name in measures_of(task) if name != TASK_REWARD_INFO]  # that is the reward, which is measured anyway
 
     return ProblemEvaluator(
         engine=engine,
@@ -136,39 +163,55 @@ def _evaluator(
         timeout_s=settings.timeout_s if settings.base_url is None else None,  # the client of a server has the deadline itself
         concurrency=recipe.rollout.concurrency,
         seed=recipe.seed,
-        solved_at=solved_at,
+        solved_at=1.0 if solved_at is None else solved_at,  # where nothing says what is right, nobody is told what this gives
         confidence=settings.confidence,
-        also={**{name: _fact(name) for name in task.facts}, "cut_off": _cut_off, "answer_tokens": _answer_tokens},
+        also={
+            **{name: _fact(name) for name in task.facts},
+            **{name: _number(name) for name in numbers},
+            "cut_off": _cut_off,
+            "answer_tokens": _answer_tokens,
+        },
     )
 
 
-def _requests(recipe: Recipe, settings: EvalSettings, task: EpisodicTask) -> list[RolloutRequest]:
-    """One for each held-out problem; its seed follows from the recipe's and its place. Episodes that begin alike and differ by their
-    seed, such as games, are problems of their own."""
+def _problems(recipe: Recipe, settings: EvalSettings, task: EpisodicTask, console: Console) -> list[Episode]:
+    """The held-out problems that are asked. Those that begin alike and differ by their seed, such as games, count each by itself."""
+    suites = task.suites()
+    if settings.suite not in (None, *suites):
+        raise ConfigError(f"suite ({settings.suite}) must be one of {', '.join(suites)}")
+    asked, there = recipe.evaluation.prompts, suites[settings.suite or next(iter(suites))]
+    if len(there) < asked:
+        console.print(f"{len(there)} held-out problems; the task has no more, {asked} were asked for", highlight=False)
+    problems = there[:asked]
+    repeated = Counter(problem["id"] for problem in problems)
+    return [
+        {**problem, "id": f"{problem['id']}, {i}"} if repeated[problem["id"]] > 1 else problem
+        for i, problem in enumerate(problems)
+    ]
+
+
+def _requests(recipe: Recipe, task: EpisodicTask, problems: Sequence[Episode]) -> list[RolloutRequest]:
+    """One for each problem; its seed follows from the recipe's and its place."""
     from ludic.interaction.base import derived_seed
     from ludic.recipes.rollouts import evaluation_inference, request_for
 
     inference = evaluation_inference(recipe.rollout, task, greedy=False)
-    suites = task.suites()
-    if settings.suite not in (None, *suites):
-        raise ConfigError(f"suite ({settings.suite}) must be one of {', '.join(suites)}")
-    problems = suites[settings.suite or next(iter(suites))][: recipe.evaluation.prompts]
-    repeated = Counter(problem["id"] for problem in problems)
     return [
-        request_for(
-            {**problem, "id": f"{problem['id']}, {i}"} if repeated[problem["id"]] > 1 else problem,
-            inference=inference,
-            seed=derived_seed(recipe.seed, 1 + i) or 0,
-        )
+        request_for(problem, inference=inference, seed=derived_seed(recipe.seed, 1 + i) or 0)
         for i, problem in enumerate(problems)
     ]
 
 
 @asynccontextmanager
-async def _client(recipe: Recipe, settings: EvalSettings) -> AsyncIterator[tuple[ChatClient, str]]:
-    """(client, name of the model)."""
+async def _client(
+    recipe: Recipe, settings: EvalSettings, task: EpisodicTask
+) -> AsyncIterator[tuple[ChatClient, str, EpisodicTask]]:
+    """(client, name of the model, the task, whose answers the recipe's reward model scores if there is one)."""
     if settings.base_url is None:
-        yield _local_client(recipe), str(recipe.model)
+        from ludic.recipes.build import with_reward_model
+
+        local = _local_client(recipe)
+        yield local, str(recipe.model), with_reward_model(recipe, task, local.tokenizer)
         return
     from ludic.inference import OpenAIChatClient
 
@@ -179,10 +222,10 @@ async def _client(recipe: Recipe, settings: EvalSettings) -> AsyncIterator[tuple
         returns_token_ids=settings.returns_token_ids,
     )
     async with client:
-        yield client, recipe.model or await _only_model(client)
+        yield client, recipe.model or await _only_model(client), task
 
 
-def _local_client(recipe: Recipe) -> ChatClient:
+def _local_client(recipe: Recipe) -> LocalChatClient:
     if recipe.model is None:
         raise ConfigError(
             "there is no model to evaluate; give model=FOLDER, the folder of a run (ludic eval runs/NAME), or base_url=URL of a server"
@@ -228,6 +271,10 @@ def _make_folder(recipe: Recipe, model_name: str) -> Path:
 
 def _fact(name: str) -> Callable[[Rollout], bool | None]:
     return lambda rollout: bool(rollout.steps[-1].info.get(name, False)) if rollout.steps else None
+
+
+def _number(name: str) -> Callable[[Rollout], float | None]:
+    return lambda rollout: rollout.steps[-1].info.get(name) if rollout.steps else None
 
 
 def _cut_off(rollout: Rollout) -> bool:

@@ -18,6 +18,7 @@ from ludic.recipes.schema import Recipe
 SHORT_NAMES = {
     "k": "evaluation.samples_per_prompt",
     "problems": "evaluation.prompts",
+    "solved_at": "evaluation.solved_at",
     "temperature": "rollout.temperature",
     "top_p": "rollout.top_p",
     "max_tokens": "rollout.max_new_tokens",
@@ -44,8 +45,6 @@ class EvalSettings:
     """Of a whole episode; null: none."""
     episode_retries: int = 1
     """How often a failed episode is played again."""
-    solved_at: Optional[float] = None  # noqa: UP045
-    """An answer is right from this total reward on; null: from what the task calls a success."""
     suite: Optional[str] = None  # noqa: UP045
     """Which held-out problems, where the task has several sets, such as `perfect` of tictactoe; null: the first."""
     confidence: float = 0.95
@@ -106,4 +105,10 @@ def _settings(overrides: Sequence[Override]) -> EvalSettings:
     settings = cast(EvalSettings, OmegaConf.to_object(tree))
     if settings.timeout_s <= 0:
         raise ConfigError(f"timeout_s ({settings.timeout_s}) must be > 0; a call without a deadline may never end")
+    if not 0 < settings.confidence < 1:
+        raise ConfigError(f"confidence ({settings.confidence:g}) must be between 0 and 1, such as 0.95")
+    if settings.episode_timeout_s is not None and settings.episode_timeout_s <= 0:
+        raise ConfigError(f"episode_timeout_s ({settings.episode_timeout_s:g}) must be > 0, or null for no limit")
+    if settings.episode_retries < 0:
+        raise ConfigError(f"episode_retries ({settings.episode_retries}) must be >= 0; 0 never plays a failed episode again")
     return settings

@@ -8,26 +8,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ludic.recipes.conclusion import Facts, conclude, count_idle, facts_of
 from ludic.recipes.curve import text_curve, write_picture
-from ludic.recipes.evaluate import Answer, Evaluation
+from ludic.recipes.evaluate import Answer, Evaluation, compared
 from ludic.recipes.measures import logged_names
-from ludic.recipes.reward_model import is_unrewarded
+from ludic.recipes.reward_model import is_scored
 from ludic.recipes.run_directory import Progress, RunDirectory, write_text
 from ludic.recipes.sampling_report import mismatch_of, overlap_of, weight_sync_of
-from ludic.training.reward_scorer import SCORE_INFO
+from ludic.recipes.success import success_of
 from ludic.training.stats import SAMPLED_REWARD
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ludic.envs.tasks import EpisodicTask
+    from ludic.recipes.schema import Recipe
 
 _TRAINER_PHASES = ("rollout", "batching", "forward_backward", "optimizer", "publish")
 _TOKEN_KEYS = ("real_tokens", "padded_tokens", "padded_tokens_greedy", "padded_tokens_unpacked")
-_STANDARD_ERROR = 0.5**0.5
-"""Of the difference of two rates from one answer each, at its largest."""
 _DRAWN = 4  # rates in the picture; all are in the table
-_RATE_NAMES = {"sampled_reward": "held-out reward, sampled", "greedy_accuracy": "held-out accuracy, greedy"}
+_RATE_NAMES = {
+    "sampled_reward": "held-out reward, sampled",
+    "greedy_accuracy": "held-out accuracy, greedy",
+    "greedy_reward": "held-out reward, greedy",
+}
+_SHOWN_EVALUATIONS = 12
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,21 @@ class Summary:
     """Held-out rates after the warm-up; null where the run was interrupted before."""
     after: dict[str, float] | None
     """Held-out rates at the end; null where the run was interrupted."""
+    solved_at: float | None
+    """The reward from which on an answer counts as right; null where nothing says what is right, and there is no accuracy."""
+    intervals: dict[str, dict[str, list[float | None]]]
+    """95 % intervals over problems, `[low, high]`, of the rates whose noise is known: for `before` and `after`."""
+    heldout: dict[str, int]
+    """`problems`, and the `answers` that were sampled to them, at the last measurement."""
     wall_s: float
     phases_s: dict[str, float]
     padding: dict[str, float]
     steps: int
     """Batches of reinforcement done."""
+    idle_steps: int
+    """Those of them that had nothing to train on, because every answer had the weight 0."""
+    stopped_early: bool
+    """Early stopping ended the run before all its steps."""
     clip_fraction: float | None
     """Mean over the steps; null for an algorithm without a clip."""
     mismatch: dict[str, Any] | None
@@ -74,31 +89,53 @@ class Outcome:
     """Mean reward of the sampled answers of each step."""
     facts: Mapping[str, Sequence[float]]
     """The same for each of the task's facts and measures."""
-    warmed_up: bool
-    """There were demonstrations before."""
+    known: Facts
+    """What the closing sentences are made of."""
+    no_accuracy: str | None
+    """Why there is none, and what would give one; None where there is one."""
+    measured: Sequence[tuple[int, Mapping[str, float]]]
+    """(step, rates) of each evaluation during the training."""
 
 
-def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, *, seed: int, config_hash: str) -> Outcome:
+def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, recipe: Recipe, *, config_hash: str) -> Outcome:
     """From what the run wrote: progress.json and metrics.jsonl, so that a resumed run reports as a whole."""
-    before, after = (None if found is None else Evaluation.from_dict(found) for found in (progress.before, progress.after))
+    before, after = compared(
+        *(None if found is None else Evaluation.from_dict(found) for found in (progress.before, progress.after))
+    )
+    every_line = directory.read_metrics("reinforce")
     warm_up, reinforce = (
-        [line for line in directory.read_metrics(phase) if "train/loss" in line] for phase in ("warm_up", "reinforce")
+        [line for line in lines if "train/loss" in line] for lines in (directory.read_metrics("warm_up"), every_line)
     )
     clipped = [value for line in reinforce for key, value in line.items() if key.endswith("clip_frac") and "ratio" not in key]
+    known = facts_of(
+        before,
+        after,
+        asked_steps=recipe.steps,
+        steps=progress.steps,
+        idle_steps=count_idle(every_line),
+        reward_is_score=is_scored(task),
+        clip_fraction=sum(clipped) / len(clipped) if clipped else None,
+    )
     summary = Summary(
         before=before.rates() if before else None,
         after=after.rates() if after else None,
+        solved_at=_solved_at(before, after),
+        intervals={name: _intervals(found) for name, found in (("before", before), ("after", after)) if found},
+        heldout=_counts(after or before),
         wall_s=round(progress.seconds.get("wall", 0.0), 2),
         phases_s=phases_of(progress.seconds, reinforce, own=("set_up", "warm_up", "evaluate"), timed=_TRAINER_PHASES),
         padding=padding_of([*warm_up, *reinforce]),
         steps=progress.steps,
-        clip_fraction=sum(clipped) / len(clipped) if clipped else None,
+        idle_steps=known.idle_steps,
+        stopped_early=known.stopped_early,
+        clip_fraction=known.clip_fraction,
         mismatch=mismatch_of(reinforce, progress.preflight),
         weight_sync=weight_sync_of(reinforce),
         overlap=overlap_of(reinforce),
-        seed=seed,
+        seed=recipe.seed,
         config_hash=config_hash,
     )
+    asked = success_of(task, recipe.evaluation.solved_at)
     return Outcome(
         summary=summary,
         task=task,
@@ -106,8 +143,34 @@ def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, 
         after=after,
         rewards=[line[f"train/{SAMPLED_REWARD}"] for line in reinforce],
         facts={name: [line[f"train/{name}"] for line in reinforce] for name in logged_names(task)},
-        warmed_up=bool(warm_up),
+        known=known,
+        no_accuracy=asked.why_unknown("evaluation.solved_at") if before and summary.solved_at is None else None,
+        measured=[(line["step"], _rates_in(line)) for line in every_line if line.get("eval/step") == line["step"]],
     )
+
+
+def _solved_at(*found: Evaluation | None) -> float | None:
+    return next((evaluation.solved_at for evaluation in found if evaluation is not None), None)
+
+
+def _intervals(found: Evaluation) -> dict[str, list[float | None]]:
+    known = {name: found.interval(name) for name in found.rates()}
+    return {name: [interval.low, interval.high] for name, interval in known.items() if interval is not None}
+
+
+def _counts(found: Evaluation | None) -> dict[str, int]:
+    if found is None:
+        return {}
+    played = found.by_problem.get("sampled_reward", ())
+    return {"problems": sum(value is not None for value in played), "answers": found.num_sampled}
+
+
+def _rates_in(line: Mapping[str, float]) -> dict[str, float]:
+    """What an evaluation left in a line of metrics.jsonl."""
+    rates = {key.removeprefix("eval/"): value for key, value in line.items() if key.startswith("eval/")}
+    if "greedy_accuracy" in rates:
+        rates.pop("greedy_reward", None)
+    return {name: value for name, value in rates.items() if name not in ("step", "num_failed_episodes")}
 
 
 def phases_of(
@@ -146,48 +209,92 @@ def draw_rewards(outcome: Outcome, directory: RunDirectory, title: str) -> None:
     marks = {}
     if outcome.before is not None and outcome.after is not None:
         before, after = outcome.before.rates(), outcome.after.rates()
-        marks = {_RATE_NAMES.get(name, f"held-out {name}"): (before[name], after[name]) for name in list(before)[:_DRAWN]}
+        marks = {_drawn_name(outcome.task, name): (before[name], after[name]) for name in list(before)[:_DRAWN] if name in after}
     series = {"reward of the sampled answers": outcome.rewards, **outcome.facts}
     write_picture(directory.picture, series, marks=marks, title=title)
+
+
+def _drawn_name(task: EpisodicTask, name: str) -> str:
+    return label_of(task, name) if name in _RATE_NAMES else f"held-out {name}"
 
 
 def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> None:
     """Rates, answers, curve, timings, padding, and where everything lies."""
     if outcome.before is not None:
-        console.print(_rates_table(outcome.task, outcome.before, outcome.after))
+        console.print(_rates_table(outcome, outcome.before, outcome.after))
+    if outcome.no_accuracy is not None:
+        console.print(outcome.no_accuracy, highlight=False, markup=False)
     if outcome.before is not None and outcome.after is not None:
-        console.print(_answers_table(outcome.before.answers, outcome.after.answers))
+        console.print(_answers_table(outcome, outcome.before.answers, outcome.after.answers))
+    if outcome.measured:
+        console.print(_measured_table(outcome))
     for line in text_curve(outcome.rewards):
         console.print(line, highlight=False, markup=False)
     console.print(seconds_line(outcome.summary.wall_s, outcome.summary.phases_s), highlight=False)
     console.print(padding_line(outcome.summary.padding), highlight=False)
-    console.print(_honest_line(outcome), highlight=False)
+    console.print(f"[bold]What this shows[/]: {conclude(outcome.known)}", highlight=False)
+    console.print(f"[bold]What is rewarded[/]: the reward sees {outcome.task.reward_sees}.", highlight=False)
     show_files(console, directory, _files_of(directory))
 
 
-def _rates_table(task: EpisodicTask, before: Evaluation, after: Evaluation | None) -> Any:
+def _rates_table(outcome: Outcome, before: Evaluation, after: Evaluation | None) -> Any:
     from rich.table import Table
 
-    table = Table(title="Held-out problems", title_justify="left")
-    for column in ("", "before reinforcement", "after"):
-        table.add_column(column, justify="left" if not column else "right")
+    counts = outcome.summary.heldout
+    asked = f": {counts['problems']}, {counts['answers']} sampled answers" if counts.get("problems") else ""
+    table = Table(title=f"Held-out problems{asked}; 95 % intervals", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for column in ("before reinforcement", "after"):
+        table.add_column(column, justify="right")
     later = after.rates() if after else {}
-    for name, value in before.rates().items():
-        label = _RATE_NAMES.get(name) or f"{task.rates[name]}, sampled"
-        table.add_row(label, f"{value:.3f}", f"{later[name]:.3f}" if name in later else "not measured")
+    for name in before.rates():
+        cells = [_with_interval(before, name), _with_interval(after, name) if after and name in later else "not measured"]
+        table.add_row(label_of(outcome.task, name), *cells)
     return table
 
 
-def _answers_table(before: Sequence[Answer], after: Sequence[Answer]) -> Any:
+def label_of(task: EpisodicTask, name: str) -> str:
+    """What a held-out rate is called where people read it."""
+    if is_scored(task) and name in ("sampled_reward", "greedy_reward"):
+        return f"held-out score as rewarded, {name.split('_')[0]}"
+    return _RATE_NAMES.get(name) or task.rates.get(name, name)
+
+
+def _with_interval(found: Evaluation, name: str) -> str:
+    interval = found.interval(name)
+    value = f"{found.rates()[name]:.3f}"
+    return value if interval is None or interval.low is None else f"{value}\n{interval.low:.3f} to {interval.high:.3f}"
+
+
+def _measured_table(outcome: Outcome) -> Any:
+    """Some of the evaluations during the training, the last among them."""
+    from rich.table import Table
+
+    names = list(outcome.measured[-1][1])[:_DRAWN]
+    table = Table(title=f"Measured during training: {len(outcome.measured)} times", title_justify="left")
+    for column in ("step", *(label_of(outcome.task, name) for name in names)):
+        table.add_column(column, justify="right")
+    stride = -(-len(outcome.measured) // _SHOWN_EVALUATIONS)
+    for step, rates in reversed(outcome.measured[::-1][::stride]):
+        table.add_row(str(step), *(f"{rates[name]:.3f}" if name in rates else "" for name in names))
+    return table
+
+
+def _answers_table(outcome: Outcome, before: Sequence[Answer], after: Sequence[Answer]) -> Any:
+    """Marks and a right answer where something says what is right, rewards and a reference where nothing does."""
     from rich.table import Table
     from rich.text import Text
 
+    has_reference = any(answer.expected for answer in before)
+    expected = "right answer" if outcome.no_accuracy is None else "reference in the data"
+    marks = "" if outcome.no_accuracy is None else ", with its reward"
     table = Table(title="Sampled answers", title_justify="left")
-    for column in ("question", "right answer", "before", "after"):
+    for column in ("question", *([expected] if has_reference else []), f"before{marks}", f"after{marks}"):
         table.add_column(column)
     for old, new in zip(before, after, strict=True):
         cells = [Text(*_marked(answer)) for answer in (old, new)]
-        table.add_row(Text(_shortened(old.question)), Text(_shortened(old.expected)), *cells)
+        reference = [Text(_shortened(old.expected))] if has_reference else []
+        table.add_row(Text(_shortened(old.question)), *reference, *cells)
     return table
 
 
@@ -195,8 +302,10 @@ def _marked(answer: Answer) -> tuple[str, str]:
     """What the answer was and its colour."""
     if answer.reward is None:
         return "? could not be graded", "yellow"
-    right = answer.success
-    return f"{'✓' if right else '✗'} {_printable(_shortened(answer.text))}", "green" if right else "red"
+    text = _printable(_shortened(answer.text))
+    if answer.success is None:
+        return f"{answer.reward:.3g}  {text}", ""
+    return f"{'✓' if answer.success else '✗'} {text}", "green" if answer.success else "red"
 
 
 def _shortened(text: str, limit: int = 240) -> str:
@@ -216,41 +325,6 @@ def padding_line(padding: Mapping[str, float]) -> str:
         f"packing would compute {padding['greedy_tokens']:,.0f} ({padding['saved_vs_greedy']:.1%} saved), no packing "
         f"{padding['unpacked_tokens']:,.0f} ({padding['saved_vs_unpacked']:.1%} saved)"
     )
-
-
-def _honest_line(outcome: Outcome) -> str:
-    clip = outcome.summary.clip_fraction
-    clipped = "" if clip is None else f" The clip acted on {clip:.2%} of what it saw."
-    return f"[bold]What this shows[/]: the reward sees {outcome.task.reward_sees}. {_what_happened(outcome)}{clipped}"
-
-
-def _what_happened(outcome: Outcome) -> str:
-    if outcome.before is None or outcome.after is None:
-        return "The run was stopped before its end was measured."
-    if not outcome.summary.steps:
-        return "There was no reinforcement."
-    gain = outcome.after.sampled_reward - outcome.before.sampled_reward
-    if SCORE_INFO in outcome.before.facts and not is_unrewarded(outcome.task):
-        return _two_numbers(outcome.before, outcome.after)
-    if gain <= 2 * _STANDARD_ERROR / max(1, outcome.after.num_sampled) ** 0.5:
-        return (
-            f"The sampled reward did not rise ({gain:+.3f}): with few right answers among the samples, or few steps, there is little "
-            "to select."
-        )
-    return "The warm-up's demonstrations already contain right answers; reinforcement selects and sharpens them."
-
-
-def _two_numbers(before: Evaluation, after: Evaluation) -> str:
-    """What was trained on and what is wanted, where these are not the same."""
-    score = before.facts[SCORE_INFO], after.facts[SCORE_INFO]
-    reward = before.sampled_reward, after.sampled_reward
-    said = (
-        f"On held-out problems the reward model's score went from {score[0]:.3f} to {score[1]:.3f}, the task's own reward from "
-        f"{reward[0]:.3f} to {reward[1]:.3f}."
-    )
-    if score[1] > score[0] and reward[1] < reward[0]:
-        return f"{said} The reward model is over-optimised: what it scores higher is worse."
-    return said
 
 
 def _files_of(directory: RunDirectory) -> dict[Path, str]:

@@ -61,7 +61,7 @@ class JudgedTask:
         return self.task.cut_off_reward
 
     @property
-    def success_reward(self) -> float:
+    def success_reward(self) -> float | None:
         return self.task.success_reward
 
     @property
@@ -77,7 +77,8 @@ class JudgedTask:
     @property
     def measures(self) -> Mapping[str, str]:
         own: Mapping[str, str] = getattr(self.task, "measures", {})
-        return {**own, SCORE_INFO: "score of the reward model, its mean", TASK_REWARD_INFO: "the task's own reward, its mean"}
+        scored = {**own, SCORE_INFO: "score of the reward model, its mean"}
+        return scored if is_unrewarded(self.task) else {**scored, TASK_REWARD_INFO: "the task's own reward, its mean"}
 
     @property
     def rates(self) -> Mapping[str, str]:
@@ -108,6 +109,11 @@ class JudgedTask:
 def is_unrewarded(task: Any) -> bool:
     """Whether only a reward model can say how good an answer is."""
     return getattr(getattr(task, "scorer", None), "names", None) == []
+
+
+def is_scored(task: Any) -> bool:
+    """Whether held-out answers are rewarded by the score of a reward model, because there is nothing else."""
+    return isinstance(task, JudgedTask) and is_unrewarded(task.task)
 
 
 def judged_by(

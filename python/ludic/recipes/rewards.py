@@ -39,6 +39,12 @@ def build_rewards(reward: Any, weights: Any, *, timeout_s: float) -> RewardFunct
     return RewardFunctions([_function(name) for name in names], _numbers(weights), timeout_s=timeout_s)
 
 
+def is_one_verifier(reward: Any) -> bool:
+    """Whether a built-in verifier is the whole reward: 1 for a right answer, 0 for any other."""
+    names = [reward] if isinstance(reward, str) else list(reward or ())
+    return len(names) == 1 and names[0] in BUILT_IN
+
+
 def _function(name: str) -> RewardFunction:
     if ":" not in name:
         if name in BUILT_IN:

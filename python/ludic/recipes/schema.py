@@ -97,6 +97,9 @@ class EvaluationSection:
     """Held-out problems, of each kind that the task measures; one greedy answer to each of the first kind."""
     samples_per_prompt: int = MISSING
     """Answers sampled to each at the rollout's temperature."""
+    solved_at: Optional[float] = None  # noqa: UP045
+    """An answer is right from this total reward on; null: from what the task calls a success. Where the reward functions are yours that is
+    1, as long as every reward is 0 or 1; with other rewards there is no accuracy until this says what is right."""
 
 
 @dataclass

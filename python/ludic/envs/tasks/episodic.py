@@ -62,8 +62,8 @@ class EpisodicTask(Protocol):
         """Reward of an action that ran into the token limit, which ends the episode."""
 
     @property
-    def success_reward(self) -> float:
-        """Total reward from which an episode is a success."""
+    def success_reward(self) -> float | None:
+        """Total reward from which an episode is a success; None: the task does not know."""
 
     @property
     def reward_sees(self) -> str:
@@ -104,7 +104,12 @@ class OneTurn:
 
     max_turns: ClassVar[int] = 1
     cut_off_reward: ClassVar[float] = 0.0
-    success_reward: ClassVar[float] = 1.0
+
+    @property
+    def success_reward(self) -> float | None:
+        """1, unless the task says something else."""
+        reward: float | None = getattr(self.task, "success_reward", 1.0)
+        return reward
 
     @property
     def max_new_tokens(self) -> int:

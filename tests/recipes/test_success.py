@@ -1,0 +1,55 @@
+"""Which rewards count as right: what was asked for, what the task says, and what follows from rewards of 0 and 1."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from ludic.envs.tasks import DigitSort, TicTacToe, as_episodic
+from ludic.errors import ConfigError
+from ludic.recipes.build import build_task
+from ludic.recipes.schema import TaskSection
+from ludic.recipes.success import Success, success_of
+
+
+@dataclass(frozen=True)
+class Unsure(DigitSort):
+    """Its rewards may be anything."""
+
+    success_reward: float | None = None
+
+
+def own(tmp_path, reward: Any) -> Any:
+    path = tmp_path / "problems.jsonl"
+    path.write_text('{"prompt": "a", "answer": "#### 1"}\n{"prompt": "b", "answer": "#### 2"}\n')
+    return as_episodic(build_task(TaskSection(kind="data"), data=str(path), reward=reward))
+
+
+def test_a_built_in_task_knows_what_is_right():
+    assert success_of(as_episodic(DigitSort()), None) == Success(1.0)
+    assert success_of(TicTacToe(), None) == Success(0.5)
+
+
+def test_a_verifier_alone_knows_and_any_other_reward_may_have_another_maximum(tmp_path, monkeypatch):
+    (tmp_path / "success_rewards.py").write_text("def length(completions, **columns):\n    return list(map(len, completions))\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert success_of(own(tmp_path, "gsm8k"), None) == Success(1.0)
+    for reward in ({"gsm8k": 2.0}, ["gsm8k", "success_rewards:length"], "success_rewards:length"):
+        assert success_of(own(tmp_path, reward), None) == Success(1.0, is_assumed=True), reward
+
+
+def test_what_is_asked_for_goes_before_everything():
+    assert success_of(TicTacToe(), 1.0) == Success(1.0)
+    assert success_of(as_episodic(Unsure()), 0.3) == Success(0.3)
+    with pytest.raises(ConfigError, match=r"solved_at \(inf\)"):
+        success_of(TicTacToe(), math.inf)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "found"), [([0, 1, 1.0], 1.0), ([0.0], 1.0), ([], 1.0), ([0, 0.5], None), ([1, 2], None), ([-1], None)]
+)
+def test_an_assumption_holds_for_rewards_of_0_and_1_alone(rewards, found):
+    assert success_of(as_episodic(Unsure()), None).holds_for(rewards) == found
+    assert Success(0.5).holds_for(rewards) == 0.5
+    assert Success(None).holds_for(rewards) is None
