@@ -11,6 +11,7 @@ from rich.console import Console
 from ludic.errors import MissingExtraError
 from ludic.training.loggers import JSONLLogger, PrintLogger, RichLiveLogger, TeeLogger, WandbLogger
 from ludic.training.loggers.rich_live import sparkline
+from ludic.training.percent import Percent
 
 STATS = {"train/loss": 0.12345, "train/avg_total_reward": 0.5, "eval/accuracy": 0.75, "eval/step": 4.0, "perf/step_s": 0.25}
 
@@ -96,6 +97,59 @@ def test_a_display_that_was_passed_in_running_is_left_running():
         with RichLiveLogger(live=live) as logger:
             logger.log(1, STATS)
         assert live.is_started
+
+
+def test_a_narrow_terminal_has_the_panels_one_above_another_with_whole_names():
+    logger = RichLiveLogger(console=Console(width=50, file=io.StringIO(), color_system=None))
+    logger.console.print(logger.render(7, {"train/avg_completion_length": 5.0, "eval/greedy_accuracy": 0.5, "perf/step_s": 1.5}))
+    text = logger.console.file.getvalue()
+    for name in ("avg_completion_length", "greedy_accuracy", "step_s"):
+        assert name in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) == 50
+
+
+def test_an_evaluation_leaves_the_numbers_of_training_and_training_those_of_the_evaluation():
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
+    with RichLiveLogger(console=console) as logger:
+        logger.log(3, {"train/loss": 0.25, "perf/step_s": 1.5})
+        logger.log(4, {"eval/accuracy": 0.75, "eval/step": 4.0})
+        evaluated = console.file.getvalue().rpartition("train · step 3")[2]
+        assert {"0.2500", "1.5000", "0.7500", "eval · step 4"} <= {word for word in EXPECTED if word in evaluated}
+        logger.log(5, {"train/loss": 0.125, "perf/step_s": 2.5})
+        trained = console.file.getvalue().rpartition("train · step 5")[2]
+        assert {"0.1250", "2.5000", "0.7500", "eval · step 4"} <= {word for word in EXPECTED if word in trained}
+    assert "nothing yet" not in evaluated + trained
+
+
+EXPECTED = {"0.2500", "1.5000", "0.7500", "eval · step 4", "0.1250", "2.5000"}
+
+
+def test_progress_bars_of_transformers_stay_out_of_the_dashboard_and_come_back():
+    from transformers.utils import logging as bars
+
+    was = bars.is_progress_bar_enabled()
+    bars.enable_progress_bar()
+    try:
+        with RichLiveLogger(console=Console(file=io.StringIO(), force_terminal=True, width=80)):
+            assert not bars.is_progress_bar_enabled()
+        assert bars.is_progress_bar_enabled()
+        bars.disable_progress_bar()
+        with RichLiveLogger(console=Console(file=io.StringIO(), width=80)):
+            pass
+        assert not bars.is_progress_bar_enabled()  # they were off, and stay off
+    finally:
+        (bars.enable_progress_bar if was else bars.disable_progress_bar)()
+
+
+def test_percentages_are_shown_as_such_and_written_as_fractions(capsys, tmp_path):
+    stats = {"train/cut_rate": Percent(0.125)}
+    PrintLogger(precision=3).log(1, stats)
+    assert capsys.readouterr().out == "[trainer] step=1 train/cut_rate=12.5%\n"
+    assert "12.50%" in drawn(RichLiveLogger(precision=4), stats=stats)
+    with JSONLLogger(tmp_path / "metrics.jsonl") as logger:
+        logger.log(1, stats)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "train/cut_rate": 0.125}
 
 
 def test_numbers_are_readable():
@@ -193,6 +247,41 @@ def test_wandb_starts_with_the_first_log_and_finishes(wandb):
         ("log", STATS, 4),
         ("finish",),
     ]
+
+
+class OpenRun:
+    """A run that somebody else began."""
+
+    def __init__(self):
+        self.logged, self.finished = [], False
+
+    def log(self, stats, step):
+        self.logged.append((step, stats))
+
+    def finish(self):
+        self.finished = True
+
+
+def test_wandb_logs_to_the_run_that_is_open_and_leaves_it_open(wandb, caplog):
+    wandb.run = OpenRun()
+    with WandbLogger() as logger:
+        logger.log(3, {"train/loss": 0.5, "train/cut_rate": Percent(0.5)})
+    assert wandb.calls == []  # neither begun nor ended
+    assert wandb.run.logged == [(3, {"train/loss": 0.5, "train/cut_rate": 0.5})]
+    assert type(wandb.run.logged[0][1]["train/cut_rate"]) is float
+    assert not wandb.run.finished
+    assert not caplog.text
+    WandbLogger(name="mine", project="p").log(4, {})
+    assert "a run is open already" in caplog.text
+
+
+def test_wandb_begins_a_run_of_its_own_beside_an_open_one_if_asked_to_and_ends_it_alone(wandb):
+    wandb.run, own = OpenRun(), OpenRun()
+    wandb.init = lambda **kwargs: own
+    with WandbLogger(init_kwargs={"reinit": "create_new"}) as logger:
+        logger.log(3, STATS)
+    assert (own.logged, own.finished) == ([(3, STATS)], True)
+    assert (wandb.run.logged, wandb.run.finished) == ([], False)
 
 
 def test_wandb_arguments_outrank_init_kwargs_and_the_environment_outranks_the_default_project(wandb, monkeypatch):

@@ -14,6 +14,8 @@ REQUIRED = ("ludic", "torch", "transformers", "peft", "numpy", "safetensors", "h
 # Extra: (modules that it brings, what it adds). Those that nothing here would use are not named.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "wandb": (("wandb",), "WandbLogger sends metrics to Weights & Biases"),
+    "tensorboard": (("tensorboard",), "TensorboardLogger writes metrics for TensorBoard"),
+    "trackio": (("trackio",), "TrackioLogger sends metrics to Trackio, which may be local"),
     "datasets": (("datasets",), "data of `ludic train` by their hub id, from parquet files and folders"),
     "math": (("math_verify",), "the verifiers `gsm8k` and `math`: math-verify, in processes with a deadline"),
 }

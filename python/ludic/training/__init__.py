@@ -56,7 +56,16 @@ _HOMES = {
         "keep_all",
     ),
     "futures": ("TrainFuture",),
-    "loggers": ("JSONLLogger", "PrintLogger", "RichLiveLogger", "TeeLogger", "TrainingLogger", "WandbLogger"),
+    "loggers": (
+        "JSONLLogger",
+        "PrintLogger",
+        "RichLiveLogger",
+        "TeeLogger",
+        "TensorboardLogger",
+        "TrackioLogger",
+        "TrainingLogger",
+        "WandbLogger",
+    ),
     "loss": (
         "BatchTotals",
         "BradleyTerryLoss",
@@ -211,6 +220,8 @@ if TYPE_CHECKING:
         PrintLogger as PrintLogger,
         RichLiveLogger as RichLiveLogger,
         TeeLogger as TeeLogger,
+        TensorboardLogger as TensorboardLogger,
+        TrackioLogger as TrackioLogger,
         TrainingLogger as TrainingLogger,
         WandbLogger as WandbLogger,
     )

@@ -5,6 +5,17 @@ from ludic.training.loggers.jsonl import JSONLLogger
 from ludic.training.loggers.print import PrintLogger
 from ludic.training.loggers.rich_live import RichLiveLogger
 from ludic.training.loggers.tee import TeeLogger
+from ludic.training.loggers.tensorboard import TensorboardLogger
+from ludic.training.loggers.trackio import TrackioLogger
 from ludic.training.loggers.wandb import WandbLogger
 
-__all__ = ["JSONLLogger", "PrintLogger", "RichLiveLogger", "TeeLogger", "TrainingLogger", "WandbLogger"]
+__all__ = [
+    "JSONLLogger",
+    "PrintLogger",
+    "RichLiveLogger",
+    "TeeLogger",
+    "TensorboardLogger",
+    "TrackioLogger",
+    "TrainingLogger",
+    "WandbLogger",
+]

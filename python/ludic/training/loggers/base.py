@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+from ludic.training.percent import Percent
 
 
 class TrainingLogger(Protocol):
@@ -28,3 +30,8 @@ def bare(name: str) -> str:
     """`train/loss` is `loss`; `train/cispo/loss` is `cispo/loss`."""
     prefix, slash, rest = name.partition("/")
     return rest if slash and prefix in ("train", "eval", "perf") else name
+
+
+def plain_values(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for services that know floats alone: a `Percent` is its fraction."""
+    return {key: float(value) if isinstance(value, Percent) else value for key, value in stats.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ludic.training.loggers.base import select
+from ludic.training.percent import Percent
 
 
 class PrintLogger:
@@ -22,7 +23,8 @@ class PrintLogger:
         precision: int = 4,
         max_items_per_line: int = 6,
     ) -> None:
-        """`keys` are the statistics shown, in that order, with or without their prefix; None: all, sorted."""
+        """`keys` are the statistics shown, in that order, with or without their prefix; None: all, sorted. `precision`: decimal places, two
+        less of a percentage."""
         self.prefix, self.keys = prefix, keys
         self.precision, self.max_items_per_line = precision, max(1, max_items_per_line)
 
@@ -36,4 +38,6 @@ class PrintLogger:
         print("\n".join(lines), flush=True)
 
     def _text(self, value: object) -> str:
+        if isinstance(value, Percent):
+            return value.shown(max(0, self.precision - 2))
         return f"{value:.{self.precision}f}" if isinstance(value, float) else str(value)

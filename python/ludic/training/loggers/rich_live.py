@@ -1,8 +1,10 @@
-"""A dashboard in the terminal: three columns (train, eval, perf) over a panel with the course of one metric."""
+"""A dashboard in the terminal: train, eval and perf side by side, or one above another where it is narrow, and the course of one metric."""
 
 from __future__ import annotations
 
 import math
+import sys
+import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -15,10 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ludic.training.loggers.base import bare, select
+from ludic.training.percent import Percent
 
 SECTIONS = {"train": "green", "eval": "magenta", "perf": "cyan"}
 HIDDEN = frozenset({"phase", "train_step", "eval_step", "train/step", "eval/step"})
 BARS = "▁▂▃▄▅▆▇█"
+NARROW = 72
+"""Columns of a terminal below which the panels stand one above another: side by side they would have no room for names."""
 
 
 class RichLiveLogger:
@@ -47,14 +52,27 @@ class RichLiveLogger:
         self.console = console or (live.console if live is not None else Console())
         self._live = live
         self._owns_live = False
+        self._latest: dict[str, dict[str, float]] = {section: {} for section in SECTIONS}
+        self._step = 0
+        self._quieted = False
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
         value = stats.get(self.spark_key, stats.get(f"train/{self.spark_key}"))
         if value is not None and math.isfinite(value):
             self.history_vals.append(float(value))
+        self._keep(step, stats)
         self.start()
         assert self._live is not None
-        self._live.update(self.render(step, stats), refresh=True)
+        latest = {key: value for section in self._latest.values() for key, value in section.items()}
+        self._live.update(self.render(self._step, latest), refresh=True)
+
+    def _keep(self, step: int, stats: Mapping[str, float]) -> None:
+        """Each section shows what it was last told: an evaluation leaves the training's numbers where they are, and the other way round."""
+        for section in SECTIONS:
+            told = {key: value for key, value in stats.items() if section_of(key) == section}
+            if told:
+                self._latest[section] = told
+                self._step = step if section == "train" else self._step or step
 
     def start(self) -> None:
         """Take the terminal, unless a running display was passed in."""
@@ -64,12 +82,25 @@ class RichLiveLogger:
         if not self._live.is_started:
             self._live.start()
             self._owns_live = True
+        self._quiet_bars()
+
+    def _quiet_bars(self) -> None:
+        """Progress bars that transformers draws over a checkpoint's files would break into the picture."""
+        bars = sys.modules.get("transformers.utils.logging")
+        if bars is not None and not self._quieted and bars.is_progress_bar_enabled():
+            bars.disable_progress_bar()
+            self._quieted = True
 
     def close(self) -> None:
         """Give the terminal back; the last picture stays."""
         if self._live is not None and self._owns_live:
             self._live.stop()
             self._live, self._owns_live = None, False
+        if self._quieted:
+            with warnings.catch_warnings():  # where the environment forbids bars altogether
+                warnings.simplefilter("ignore")
+                sys.modules["transformers.utils.logging"].enable_progress_bar()
+            self._quieted = False
 
     def __enter__(self) -> RichLiveLogger:
         self.start()
@@ -80,12 +111,16 @@ class RichLiveLogger:
 
     def render(self, step: int, stats: Mapping[str, float]) -> RenderableType:
         """The dashboard as rich draws it."""
+        shown = self._by_section(stats)
+        titles = {name: self._title(name, step, stats) for name in shown}
+        if self.console.width < NARROW:
+            panels = [self._section(name, rows, titles[name]) for name, rows in shown.items() if rows or name == "train"]
+            return Group(self._sparkline_panel(), *panels)
         columns = Table.grid(expand=True, padding=(0, 1))
         for _ in SECTIONS:
             columns.add_column(ratio=1)
-        shown = self._by_section(stats)
         height = max(1, *map(len, shown.values())) + 2
-        columns.add_row(*(self._section(name, rows, self._title(name, step, stats), height) for name, rows in shown.items()))
+        columns.add_row(*(self._section(name, rows, titles[name], height) for name, rows in shown.items()))
         return Group(columns, self._sparkline_panel())
 
     def _by_section(self, stats: Mapping[str, float]) -> dict[str, list[tuple[str, float]]]:
@@ -96,7 +131,7 @@ class RichLiveLogger:
             for section in SECTIONS
         }
 
-    def _section(self, name: str, shown: Sequence[tuple[str, float]], title: str, height: int) -> Panel:
+    def _section(self, name: str, shown: Sequence[tuple[str, float]], title: str, height: int | None = None) -> Panel:
         rows = Table.grid(expand=True, padding=(0, 1))
         rows.add_column(style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
         rows.add_column(justify="right", no_wrap=True, style="bold")
@@ -114,6 +149,8 @@ class RichLiveLogger:
     def _number(self, value: float) -> str:
         if not math.isfinite(value):
             return str(value)
+        if isinstance(value, Percent):
+            return value.shown(max(1, self.precision - 2))
         value = float(value)
         if value.is_integer() and abs(value) >= 1:
             return f"{int(value):,}"

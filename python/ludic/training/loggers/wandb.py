@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from ludic.errors import MissingExtraError
+from ludic.training.loggers.base import plain_values
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_PROJECT = "Ludic"
 
 
 class WandbLogger:
-    """Logs to a run of its own, started with the first statistics.
+    """Logs to the run that is open when the first statistics come (`wandb.run`), which it leaves open; without one, to a run of
+    its own, which `close` ends.
 
-    Named arguments outrank `init_kwargs`. The project is `Ludic` unless it is given or `WANDB_PROJECT` is set.
+    The arguments are those of its own run; named ones outrank `init_kwargs`. The project is `Ludic` unless it is given or `WANDB_PROJECT`
+    is set. `init_kwargs={"reinit": ...}` begins a run of its own in any case.
     """
 
     def __init__(
@@ -50,16 +56,31 @@ class WandbLogger:
         if "project" not in self.init_kwargs and not os.environ.get("WANDB_PROJECT"):
             self.init_kwargs["project"] = DEFAULT_PROJECT
         self._run: Any = None
+        self._owns_run = False
+
+    def start(self) -> None:
+        """Find the open run, or begin one; the first `log` does it otherwise."""
+        if self._run is not None:
+            return
+        open_run = getattr(self._wandb, "run", None)
+        if open_run is None or "reinit" in self.init_kwargs:
+            self._run, self._owns_run = self._wandb.init(**self.init_kwargs), True
+            return
+        self._run, self._owns_run = open_run, False
+        if set(self.init_kwargs) - {"project"}:
+            logger.warning(
+                "wandb: a run is open already and is logged to; %s would be those of a new run", sorted(self.init_kwargs)
+            )
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
-        if self._run is None:
-            self._run = self._wandb.init(**self.init_kwargs)
-        self._wandb.log(dict(stats), step=step)
+        self.start()
+        log = getattr(self._run, "log", self._wandb.log)  # of this run, should another be begun later
+        log(plain_values(stats), step=step)
 
     def close(self) -> None:
-        if self._run is not None:
-            self._wandb.finish()
-            self._run = None
+        if self._run is not None and self._owns_run:
+            getattr(self._run, "finish", self._wandb.finish)()
+        self._run, self._owns_run = None, False
 
     def __enter__(self) -> WandbLogger:
         return self

@@ -1,0 +1,74 @@
+"""Trackio: experiments in a local database, or on a server of one's own or of the hub."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from ludic.errors import MissingExtraError
+from ludic.training.loggers.base import plain_values
+
+DEFAULT_PROJECT = "Ludic"
+
+
+class TrackioLogger:
+    """Logs to a run of its own, begun with the first statistics. Without `space_id` or `server_url` it stays on this machine;
+    `trackio show` displays it.
+
+    Named arguments outrank `init_kwargs`, which `trackio.init` is given as well. The project is `Ludic` unless it is given or
+    `TRACKIO_PROJECT` is set.
+    """
+
+    def __init__(
+        self,
+        *,
+        init_kwargs: Mapping[str, Any] | None = None,
+        project: str | None = None,
+        name: str | None = None,
+        group: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        space_id: str | None = None,
+        server_url: str | None = None,
+        resume: str | None = None,
+    ) -> None:
+        """Raises MissingExtraError without the package trackio. `resume`: never (the default), allow or must, of a run of this name."""
+        try:
+            self._trackio = importlib.import_module("trackio")
+        except ImportError as error:
+            raise MissingExtraError.for_extra("trackio", "trackio") from error
+        named = {
+            "project": project,
+            "name": name,
+            "group": group,
+            "config": None if config is None else dict(config),
+            "space_id": space_id,
+            "server_url": server_url,
+            "resume": resume,
+        }
+        given = {**(init_kwargs or {}), **{key: value for key, value in named.items() if value is not None}}
+        self.init_kwargs = {"project": os.environ.get("TRACKIO_PROJECT") or DEFAULT_PROJECT, **given}
+        self._run: Any = None
+
+    def start(self) -> None:
+        """Begin the run; the first `log` does it otherwise."""
+        if self._run is None:
+            self._run = self._trackio.init(**self.init_kwargs)
+
+    def log(self, step: int, stats: Mapping[str, float]) -> None:
+        self.start()
+        self._run.log(plain_values(stats), step=step)
+
+    def close(self) -> None:
+        """End the run; what it was told is then in the database."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+    def __enter__(self) -> TrackioLogger:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

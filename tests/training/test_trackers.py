@@ -1,0 +1,148 @@
+"""Loggers of services, over the services' own libraries: what is written is read back with their readers."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from ludic.errors import MissingExtraError
+from ludic.training import TensorboardLogger, TrackioLogger, WandbLogger
+from ludic.training.percent import Percent
+
+STATS = [
+    {"train/loss": 0.5, "train/clip_rate": Percent(0.25), "phase": "reinforce"},
+    {"train/loss": 0.125, "train/clip_rate": Percent(0.5), "phase": "reinforce"},
+]
+EVALUATION = {"eval/accuracy": 0.75}
+
+
+def in_a_process_of_its_own(folder, script):
+    """What the script prints last, as JSON. It stays on this machine."""
+    root = Path(__file__).parents[2]
+    environment = {
+        **os.environ,
+        "TRACKIO_DIR": str(folder),
+        "WANDB_MODE": "offline",
+        "PYTHONPATH": os.pathsep.join([str(root / "python"), str(root)]),
+    }
+    said = subprocess.run(
+        [sys.executable, "-c", script], env=environment, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert said.returncode == 0, said.stderr
+    return json.loads(next(line for line in said.stdout.splitlines() if line.startswith("[")))
+
+
+def log_all(logger):
+    with logger:
+        for step, stats in enumerate(STATS, 1):
+            logger.log(step, stats)
+        logger.log(2, EVALUATION)
+
+
+# --- tensorboard
+
+
+@pytest.fixture
+def accumulator(monkeypatch):
+    """TensorBoard's reader. It asks for nothing that is not installed."""
+    pytest.importorskip("tensorboard")
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator
+
+
+def test_tensorboard_reads_back_every_scalar_with_its_step(tmp_path, accumulator):
+    log_all(TensorboardLogger(tmp_path / "run"))
+    events = accumulator(str(tmp_path / "run"))
+    events.Reload()
+    found = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert found == {
+        "train/loss": [(1, 0.5), (2, 0.125)],
+        "train/clip_rate": [(1, 0.25), (2, 0.5)],
+        "eval/accuracy": [(2, 0.75)],
+    }
+
+
+def test_tensorboard_makes_no_file_before_the_first_statistics(tmp_path, accumulator):
+    with TensorboardLogger(tmp_path / "run"):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_logger_that_was_closed_goes_on_in_another_file(tmp_path, accumulator):
+    logger = TensorboardLogger(tmp_path)
+    for step in (1, 2):
+        logger.log(step, {"x": float(step)})
+        logger.close()
+    events = accumulator(str(tmp_path))
+    events.Reload()
+    assert [event.step for event in events.Scalars("x")] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("module", "make"), [("tensorboard", lambda: TensorboardLogger("x")), ("trackio", TrackioLogger), ("wandb", WandbLogger)]
+)
+def test_without_the_package_the_error_names_the_extra(monkeypatch, module, make):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=rf"ludic\[{module}\]"):
+        make()
+
+
+# --- wandb
+
+
+def test_wandb_itself_keeps_the_users_run_open_and_ends_the_loggers_own(tmp_path):
+    pytest.importorskip("wandb", reason="pip install 'ludic[wandb]'")
+    script = """
+import json, wandb
+from ludic.training import WandbLogger
+with WandbLogger() as logger:
+    for step in (1, 2):
+        logger.log(step, {"train/loss": 0.5 / step})
+    found = [wandb.run.project, wandb.run.summary["train/loss"]]
+found += [wandb.run is None]
+with wandb.init(project="mine") as run:
+    with WandbLogger() as logger:
+        for step in (1, 2):
+            logger.log(step, {"train/loss": 0.25 / step})
+    found += [wandb.run is run, run.project, run.summary["train/loss"]]
+print(json.dumps(found))
+"""
+    assert in_a_process_of_its_own(tmp_path, script) == ["Ludic", 0.5, True, True, "mine", 0.25]
+
+
+# --- trackio, whose database is where it was when the package was imported
+
+
+def test_trackio_reads_back_what_was_logged_and_goes_on_with_a_run(tmp_path):
+    pytest.importorskip("trackio", reason="constraints-trackio.txt has an environment for it")
+    begun = """
+import json
+from ludic.training import TrackioLogger
+from ludic.training.percent import Percent
+with TrackioLogger(project="sorting", name="a", config={"lr": 0.5}, resume="allow") as logger:
+    logger.log(STEP, {"train/loss": 0.5, "train/clip_rate": Percent(0.25), "phase": "reinforce"})
+from trackio.sqlite_storage import SQLiteStorage
+print(json.dumps([{key: line[key] for key in line if key != "timestamp"} for line in SQLiteStorage.get_logs("sorting", "a")]))
+"""
+    line = {"train/loss": 0.5, "train/clip_rate": 0.25, "phase": "reinforce"}
+    assert in_a_process_of_its_own(tmp_path, begun.replace("STEP", "1")) == [{**line, "step": 1}]
+    assert in_a_process_of_its_own(tmp_path, begun.replace("STEP", "2")) == [{**line, "step": 1}, {**line, "step": 2}]
+
+
+def test_trackio_arguments_outrank_init_kwargs_and_the_environment_the_default_project(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", types.ModuleType("trackio"))
+    monkeypatch.delenv("TRACKIO_PROJECT", raising=False)
+    assert TrackioLogger(init_kwargs={"name": "a", "group": "g"}, name="b").init_kwargs == {
+        "project": "Ludic",
+        "name": "b",
+        "group": "g",
+    }
+    monkeypatch.setenv("TRACKIO_PROJECT", "c")
+    assert TrackioLogger().init_kwargs == {"project": "c"}
+    assert TrackioLogger(project="d").init_kwargs == {"project": "d"}
