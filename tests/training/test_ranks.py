@@ -1,11 +1,13 @@
 """A step on two ranks, with unlike numbers of samples, is the step on one."""
 
 import pytest
+import torch
 from rank_processes import on_two_ranks
-from safetensors.torch import load_file
-from training_samples import sorting_items, tiny_model, weights_of
+from safetensors.torch import load_file, save_file
+from training_samples import ListSource, cpu_config, sorting_items, tiny_model, weights_of
 
-from ludic.training import CheckpointConfig, CheckpointManager, ranks
+from ludic.training import CheckpointConfig, CheckpointManager, Trainer, make_sft, ranks
+from ludic.training.state_files import read_json, read_optimizer, write_json
 
 
 @pytest.mark.integration
@@ -38,6 +40,45 @@ def test_statistics_of_two_ranks_are_those_of_their_samples_together_whatever_ke
     # rank 1 sampled nothing that was compared: the sums are rank 0's, and so are the numbers
     mismatch = {name: found[f"mismatch/{name}"] for name in ("tokens", "mean", "max", "kl", "ess")}
     assert mismatch == {"tokens": 2.0, "mean": 0.5, "max": 0.75, "kl": 0.25, "ess": 0.5}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("wrapping", ["none", "ddp", "fsdp"])
+def test_bfloat16_weights_have_masters_on_two_ranks_and_resume_with_them(tmp_path, wrapping):
+    result = on_two_ranks("two_ranks_half.py", tmp_path, wrapping)
+    assert result["dtypes"] == ["torch.float32"]
+    assert result["moved"] > 0.99
+    assert result["resumed"]
+    stored = load_file(tmp_path / "checkpoints" / "step_000001" / "optimizer.safetensors")
+    weights = {name: tensor.shape for name, tensor in weights_of(tiny_model()).items()}
+    masters = [tensor.shape for name, tensor in stored.items() if name.endswith("/master")]
+    assert sorted(masters) == sorted(weights.values())  # whole, whatever the sharding
+
+
+def test_a_checkpoint_that_names_its_parameters_is_read_by_their_place(tmp_path):
+    """As sharded runs wrote them: names in the groups and in the keys."""
+    trainer = Trainer(
+        model=tiny_model(),
+        algo=make_sft(),
+        batch_source=ListSource(sorting_items(8)),
+        cfg=cpu_config(),
+        checkpoint_config=CheckpointConfig(tmp_path, every_n_steps=1),
+    )
+    trainer.train_sync(1)
+    folder = tmp_path / "step_000001"
+    names = [name for name, _ in trainer.model.named_parameters()]
+    content = read_json(folder / "optimizer.json")
+    content["param_groups"][0]["params"] = names
+    write_json(folder / "optimizer.json", content)
+    stored = load_file(folder / "optimizer.safetensors")
+    named = {f"{names[int(key.split('/')[0])]}/{key.split('/')[1]}": tensor for key, tensor in stored.items()}
+    save_file(named, folder / "optimizer.safetensors")
+    before = trainer.optimizer.state_dict()["state"]
+    other = torch.optim.AdamW(tiny_model().parameters())
+    read_optimizer(other, tiny_model(), folder)
+    after = other.state_dict()["state"]
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[index][name], after[index][name]) for index in before for name in before[index])
 
 
 def test_one_rank_is_a_world_of_its_own():

@@ -27,6 +27,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.futures import TrainFuture
 from ludic.training.loss import BatchTotals, SharedContext
 from ludic.training.loss.base import needs_first_pass
+from ludic.training.master_weights import MasterWeights, check_precision
 from ludic.training.memory import MemoryProfile
 from ludic.training.nonfinite import nonfinite_report
 from ludic.training.parameter_groups import parameter_groups
@@ -129,12 +130,13 @@ class TorchBackend:
         self.model = model if _is_sharded(model) else model.to(cfg.model_device)
         if enable_gradient_checkpointing:
             enable_checkpointing(self.model)
+        check_precision(self.model)
         self.optimizer = build_optimizer(self.model, cfg) if optimizer_factory is None else optimizer_factory()
+        self._masters = MasterWeights(self.optimizer, enabled=cfg.master_weights)
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
-        averages = _is_sharded(model) or isinstance(model, DistributedDataParallel)
-        self._gradient_scale = float(ranks.world_size()) if averages else 1.0
-        self._sum_gradients = ranks.is_distributed() and not averages
+        self._averages = _is_sharded(model) or isinstance(model, DistributedDataParallel)
+        self._gradient_scale = float(ranks.world_size()) if self._averages else 1.0
         self._pending: list[tuple[MicroBatches, BatchTotals | None]] = []
         self._loss: Tensor | None = None
 
@@ -151,6 +153,8 @@ class TorchBackend:
         for index, micro_batch in enumerate(batch):
             with self._gradient_sync(last=index == len(batch) - 1):
                 loss, stats = self._backward(micro_batch, totals)
+            if not self._averages:  # a wrapper adds up the gradients of its ranks in the parameters' own
+                self._masters.take_gradients()
             result.loss = result.loss + loss
             result.micro_stats.append(stats)
             result.micro_sizes.append(micro_batch.num_items)
@@ -210,32 +214,39 @@ class TorchBackend:
     def _optim_step(self, lr_factor: float) -> dict[str, float]:
         pending, self._pending = self._pending, []
         loss, self._loss = self._loss, None
+        self._masters.take_gradients()
         norm = self._clipped_norm()
         self._check_finite(norm, loss, pending)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lr_factor
+        self._masters.follow_weights()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._masters.write_back()
+        self._clear_gradients()
         return {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]}
 
     def _clipped_norm(self) -> float:
         """L2 norm of the gradient over all ranks, before it is clipped. Waits for the device."""
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        if self._sum_gradients:
-            for parameter in self.model.parameters():
-                if parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                    dist.all_reduce(parameter.grad)
+        stepped = [self._masters.of(parameter) for parameter in self.model.parameters() if parameter.requires_grad]
+        if ranks.is_distributed() and not self._averages:
+            for parameter in stepped:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(parameter.grad)
         limit = float("inf") if self.cfg.max_grad_norm is None else self.cfg.max_grad_norm
-        norm: Any = nn.utils.clip_grad_norm_(parameters, limit)
+        norm: Any = nn.utils.clip_grad_norm_([parameter for parameter in stepped if parameter.grad is not None], limit)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def _clear_gradients(self) -> None:
+        """Also of parameters that the optimizer does not step, which would add up for ever."""
+        self.model.zero_grad(set_to_none=True)
+        self._masters.zero_grad()
 
     def _check_finite(self, norm: float, loss: Tensor | None, pending: list[tuple[MicroBatches, BatchTotals | None]]) -> None:
         value = 0.0 if loss is None else float(loss)
         broken = not torch.isfinite(torch.tensor([norm, value])).all()
         if not ranks.max_over_ranks([float(broken)], self.cfg.model_device)[0]:
             return
-        self.model.zero_grad(set_to_none=True)
+        self._clear_gradients()
         reports = (self._report(batch, totals) for batch, totals in pending) if broken else iter(["they are on another rank"])
         raise NonFiniteError(f"loss {value} with gradient norm {norm} is not finite; {'; '.join(reports)}. No weight was changed")
 

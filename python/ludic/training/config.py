@@ -113,8 +113,12 @@ class TrainerConfig:
     """`longest * rows` of a micro-batch, at most; for `padding_free` the sum of lengths. Not below `max_seq_len`."""
     sync_every_steps: int = 1
     """Publish the weights every so many steps; 0: never."""
+    master_weights: bool = True
+    """Parameters in bfloat16 are stepped as float32 copies and rounded back, for most updates are too small to change a bfloat16 weight.
+    Off: they are stepped in bfloat16, which saves 10 bytes a parameter and leaves most of them where they are. Float32 has no use for it."""
     mixed_precision_dtype: str | None = None
-    """"bf16" runs forward passes under autocast; None computes in the model's own dtype."""
+    """"bf16" runs the forward passes of a float32 model under autocast; None computes in the model's own dtype. Weights and optimizer keep
+    the dtype that the model was loaded in."""
     temperature: float = 1.0
     """The policy is that of logits / temperature. Set it to the temperature that is sampled with, where the sampler returns the
     log-probabilities of the distribution drawn from (vLLM's `processed_logprobs`)."""

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ludic.errors import CheckpointError, DataError
 from ludic.training.weights import unwrapped
@@ -211,21 +212,29 @@ def _check_adapter(model: nn.Module, stored: Mapping[str, Tensor], places: Mappi
 
 
 def write_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path | None) -> None:
-    """Tensors to optimizer.safetensors under `<parameter>/<value>`, everything else to optimizer.json."""
-    state = _optimizer_state(optimizer, model)
-    if folder is None:
-        return
+    """Tensors to optimizer.safetensors under `<number of the parameter>/<value>`, everything else to optimizer.json. State of sharded
+    parameters is gathered, by all ranks together; without a folder only the collectives are taken."""
+    state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
     for parameter, entries in state["state"].items():
         for name, value in entries.items():
-            if isinstance(value, Tensor):
-                tensors[f"{parameter}/{name}"] = value.detach().contiguous()
-            else:
+            if not isinstance(value, Tensor):
                 values.setdefault(str(parameter), {})[name] = value
+                continue
+            whole = _whole(value)
+            if folder is not None:
+                tensors[f"{parameter}/{name}"] = whole.detach().cpu().contiguous()
+    if folder is None:
+        return
     save_file(tensors, folder / "optimizer.safetensors")
     groups = [{name: _plain(value) for name, value in group.items()} for group in state["param_groups"]]
     write_json(folder / "optimizer.json", {"class": type(optimizer).__name__, "values": values, "param_groups": groups})
+
+
+def _whole(value: Tensor) -> Tensor:
+    """All of a tensor that may be sharded."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _plain(value: Any) -> Any:
@@ -233,22 +242,35 @@ def _plain(value: Any) -> Any:
 
 
 def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path) -> None:
-    """Restore what `write_optimizer` wrote."""
+    """Restore what `write_optimizer` wrote, on any number of ranks."""
     stored = read_json(folder / "optimizer.json")
     if stored["class"] != type(optimizer).__name__:
         raise CheckpointError(
             f"{folder} holds the state of {stored['class']}, the optimizer is {type(optimizer).__name__}; use the same, or load without it"
         )
     _check_groups(stored["param_groups"], optimizer.param_groups, folder)
-    sharded = hasattr(model, "set_requires_gradient_sync")
-    state: dict[Any, dict[str, Any]] = {}
-    for parameter, entries in stored["values"].items():
-        state.setdefault(parameter if sharded else int(parameter), {}).update(entries)
+    # Their place among the groups: sharded runs used to write names here.
+    numbers = {str(key): number for number, key in enumerate(key for group in stored["param_groups"] for key in group["params"])}
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, dict[str, Any]] = {}
+    for key, entries in stored["values"].items():
+        state.setdefault(numbers[key], {}).update(entries)
     for key, tensor in load_file(folder / "optimizer.safetensors").items():
         parameter, name = key.rsplit("/", 1)
-        state.setdefault(parameter if sharded else int(parameter), {})[name] = tensor
-    groups = [_typed_like(group, like) for group, like in zip(stored["param_groups"], optimizer.param_groups, strict=True)]
-    _set_optimizer_state(optimizer, model, {"state": state, "param_groups": groups})
+        number = numbers[parameter]
+        state.setdefault(number, {})[name] = _placed_like(tensor, stepped[number])
+    groups = [
+        {**_typed_like(group, like), "params": [numbers[str(key)] for key in group["params"]]}
+        for group, like in zip(stored["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _placed_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, where it belongs to a sharded parameter. A count of steps is of no part."""
+    if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
+        return tensor
+    return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _check_groups(stored: list[Any], current: list[Any], folder: Path) -> None:
@@ -263,22 +285,3 @@ def _check_groups(stored: list[Any], current: list[Any], folder: Path) -> None:
 def _typed_like(group: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
     """JSON turns tuples into lists; this turns them back."""
     return {name: tuple(value) if isinstance(like.get(name), tuple) else value for name, value in group.items()}
-
-
-def _optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    if not hasattr(model, "set_requires_gradient_sync"):
-        return optimizer.state_dict()
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
-    return state
-
-
-def _set_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
-    if not hasattr(model, "set_requires_gradient_sync"):
-        optimizer.load_state_dict(state)
-        return
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
-    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))

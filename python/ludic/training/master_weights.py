@@ -1,0 +1,112 @@
+"""Float32 masters of half-precision parameters: what the optimizer steps, while the model computes in its own dtype.
+
+A bfloat16 number has 8 significant bits, so that an update below 1/512 of a weight rounds to nothing, and at the learning rates of
+post-training nearly every update is that small. The masters keep what is rounded away (Micikevicius et al., arXiv:1710.03740, section 3.1).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ludic.errors import ConfigError
+
+HALF_PRECISION = (torch.bfloat16, torch.float16)
+MASTER = "master"
+"""Name of a master among the values that the optimizer's state dict has of a parameter."""
+
+
+class MasterWeights:
+    """Puts float32 masters in the place of the half-precision parameters that `optimizer` steps; float32 parameters stay.
+
+    >>> masters = MasterWeights(torch.optim.AdamW(model.parameters(), lr=1e-5))
+    >>> loss.backward()
+    >>> masters.take_gradients()   # to the masters, in float32; the parameters' own are cleared
+    >>> masters.optimizer.step()
+    >>> masters.write_back()       # rounded to the dtype of the parameters
+
+    The state dict of the optimizer holds the masters too, and loading one restores them. Where it has none they are made of the weights.
+    A weight that something else has set since the last step is taken over into its master. Sharded parameters (DTensor) have sharded masters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, enabled: bool = True) -> None:
+        """With `enabled` off nothing is replaced, and masters in a loaded state are left out."""
+        self.optimizer = optimizer
+        self._masters: dict[Tensor, Tensor] = {}
+        """By parameter."""
+        if enabled:
+            for group in optimizer.param_groups:
+                group["params"][:] = [self._stepped(parameter) for parameter in group["params"]]
+        optimizer.register_state_dict_post_hook(self._add_masters)
+        optimizer.register_load_state_dict_pre_hook(self._take_masters)
+
+    def _stepped(self, parameter: nn.Parameter) -> Tensor:
+        if parameter.dtype not in HALF_PRECISION:
+            return parameter
+        self._masters[parameter] = nn.Parameter(parameter.detach().float())
+        return self._masters[parameter]
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """What the optimizer steps for `parameter`: its master, or itself."""
+        return self._masters.get(parameter, parameter)
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Add the gradients of the parameters to those of their masters, in float32, and clear them."""
+        for parameter, master in self._masters.items():
+            if parameter.grad is None:
+                continue
+            gradient = parameter.grad.float()
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            parameter.grad = None
+
+    @torch.no_grad()
+    def follow_weights(self) -> None:
+        """Take over the weights that are no longer what was written back: somebody has set them."""
+        for parameter, master in self._masters.items():
+            untouched = master.to(parameter.dtype) == parameter
+            master.copy_(torch.where(untouched, master, parameter.float()))
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Round the masters into the parameters."""
+        for parameter, master in self._masters.items():
+            parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        for master in self._masters.values():
+            master.grad = None
+
+    def _by_index(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """(parameter, master) by the number that the optimizer's state dict gives it."""
+        parameters = {master: parameter for parameter, master in self._masters.items()}
+        stepped = [value for group in self.optimizer.param_groups for value in group["params"]]
+        return {index: (parameters[value], value) for index, value in enumerate(stepped) if value in parameters}
+
+    def _add_masters(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        self.follow_weights()
+        state = state_dict["state"]
+        for index, (_, master) in self._by_index().items():
+            state[index] = {**state.get(index, {}), MASTER: master.detach()}
+
+    @torch.no_grad()
+    def _take_masters(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state = state_dict["state"]
+        for index, (parameter, master) in self._by_index().items():
+            stored = state.get(index, {}).get(MASTER)
+            master.copy_(parameter if stored is None else stored)
+        # An entry of a parameter that was never stepped must be empty, or the optimizer would not begin its state.
+        kept = {index: {name: value for name, value in values.items() if name != MASTER} for index, values in state.items()}
+        return {**state_dict, "state": {index: values for index, values in kept.items() if values}}
+
+
+def check_precision(model: nn.Module) -> None:
+    """Raise ConfigError where a trained parameter is float16, whose gradients underflow without a scaled loss."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            raise ConfigError(
+                f"{name} is float16, in which small gradients are zero and large activations infinite; load the model in bfloat16 "
+                "(dtype=torch.bfloat16, or dtype=bfloat16 of a recipe), or in float32"
+            )

@@ -1,0 +1,220 @@
+"""Half-precision parameters and the float32 masters that the optimizer steps for them."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from training_samples import ListSource, assert_same_tensors, cpu_config, sorting_items, tiny_model, weights_of
+
+from ludic.errors import ConfigError
+from ludic.training import CheckpointConfig, LoraSettings, ReinforceLoss, RLAlgorithm, Trainer
+from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.master_weights import MasterWeights
+
+ALGO = RLAlgorithm("plain", ConstantCredit(1.0), ReinforceLoss())
+
+
+def half_model(seed=0):
+    return tiny_model(seed).bfloat16()
+
+
+def trainer_of(model, *, lr=1e-5, master_weights=True, **options):
+    cfg = cpu_config(lr=lr, weight_decay=0.01, master_weights=master_weights)
+    return Trainer(model=model, algo=ALGO, batch_source=ListSource(sorting_items(8, weight=1.0)), cfg=cfg, **options)
+
+
+def stepped_weights(trainer):
+    """What the optimizer steps, in its order."""
+    return [parameter.detach().clone() for group in trainer.optimizer.param_groups for parameter in group["params"]]
+
+
+def share_moved(before, after):
+    moved = sum((left != right).sum().item() for left, right in zip(before, after, strict=True))
+    return moved / sum(tensor.numel() for tensor in before)
+
+
+def test_nearly_every_master_moves_where_most_bfloat16_weights_would_not():
+    shares = {}
+    for master_weights in (True, False):
+        trainer = trainer_of(half_model(), master_weights=master_weights)
+        before = stepped_weights(trainer)
+        trainer.train_sync(20)
+        shares[master_weights] = share_moved(before, stepped_weights(trainer))
+    assert shares[True] > 0.99
+    assert shares[False] < 0.5
+
+
+def test_bfloat16_weights_follow_those_of_a_float32_run():
+    """200 steps at 1e-5 move a weight by 2e-3 at most, less than half the spacing of most; all the same the two runs stay together."""
+    begun = weights_of(half_model())
+    ends = {}
+    for name, model, master_weights in (
+        ("float32", half_model().float(), True),
+        ("masters", half_model(), True),
+        ("bfloat16", half_model(), False),
+    ):
+        trainer_of(model, master_weights=master_weights).train_sync(200)
+        ends[name] = weights_of(model)
+
+    def along(name):
+        """How far a run went in the direction of the float32 run, as a share of it."""
+        travelled = torch.cat([(ends["float32"][key] - begun[key]).flatten() for key in begun])
+        own = torch.cat([(ends[name][key].float() - begun[key].float()).flatten() for key in begun])
+        return float(own @ travelled / (travelled @ travelled))
+
+    assert along("masters") == pytest.approx(1.0, abs=0.1)
+    assert along("bfloat16") < 0.5
+
+
+class Priced(torch.nn.Module):
+    """Its loss is the inner product with given prices, which are its gradient whatever the weights are."""
+
+    def __init__(self, weight, price):
+        super().__init__()
+        self.weight, self.price = torch.nn.Parameter(weight), price
+
+    def loss(self):
+        return (self.weight * self.price).sum()
+
+
+@given(seed=st.integers(0, 2**16), steps=st.integers(1, 40), lr=st.sampled_from([1e-6, 1e-5, 1e-3, 0.1]))
+def test_masters_are_the_float32_run_bit_for_bit_where_the_gradients_are_the_same(seed, steps, lr):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(64, generator=generator).bfloat16()
+    prices = [torch.randn(64, generator=generator).bfloat16() for _ in range(steps)]
+    wide, half = Priced(weight.float(), None), Priced(weight.clone(), None)
+    plain = torch.optim.AdamW(wide.parameters(), lr=lr)
+    masters = MasterWeights(torch.optim.AdamW(half.parameters(), lr=lr))
+    for price in prices:
+        wide.price, half.price = price.float(), price
+        wide.loss().backward()
+        half.loss().backward()
+        masters.take_gradients()
+        for optimizer in (plain, masters.optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+        masters.write_back()
+    assert torch.equal(masters.of(half.weight), wide.weight)
+    assert torch.equal(half.weight, wide.weight.bfloat16())
+
+
+def test_gradients_of_micro_batches_add_up_in_float32():
+    # 1 + 2^-9 is no bfloat16: in that dtype the second gradient would be lost.
+    model = Priced(torch.zeros(1, dtype=torch.bfloat16), None)
+    masters = MasterWeights(torch.optim.SGD(model.parameters(), lr=1.0))
+    for price in (1.0, 2.0**-9):
+        model.price = torch.tensor([price], dtype=torch.bfloat16)
+        model.loss().backward()
+        masters.take_gradients()
+    assert masters.of(model.weight).grad.tolist() == [1 + 2.0**-9]
+    assert model.weight.grad is None
+
+
+def test_float32_parameters_are_stepped_themselves():
+    trainer = trainer_of(tiny_model())
+    stepped = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+    assert {id(parameter) for parameter in stepped} == {id(parameter) for parameter in trainer.model.parameters()}
+
+
+def checkpoints(tmp_path, **options):
+    return {"checkpoint_config": CheckpointConfig(tmp_path, every_n_steps=1, max_to_keep=9), **options}
+
+
+def test_a_resumed_run_has_the_masters_of_the_run_bit_for_bit(tmp_path):
+    trainer = trainer_of(half_model(), **checkpoints(tmp_path))
+    trainer.train_sync(5)
+    resumed = trainer_of(half_model(seed=1), **checkpoints(tmp_path, resume_from=3))
+    resumed.train_sync(2)
+    assert_same_tensors(weights_of(resumed.model), weights_of(trainer.model))
+    assert all(map(torch.equal, stepped_weights(resumed), stepped_weights(trainer)))
+
+
+def test_a_checkpoint_has_the_dtype_of_the_model_and_float32_masters_beside_it(tmp_path):
+    trainer = trainer_of(half_model(), **checkpoints(tmp_path))
+    trainer.train_sync(1)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "step_000001/model.safetensors").values()} == {torch.bfloat16}
+    stored = load_file(tmp_path / "step_000001/optimizer.safetensors")
+    assert {tensor.dtype for name, tensor in stored.items() if name.endswith("/master")} == {torch.float32}
+    assert all(map(torch.equal, stepped_weights(trainer), [stored[f"{n}/master"] for n in range(len(stepped_weights(trainer)))]))
+
+
+def without_masters(folder):
+    """The checkpoint as it was written before there were masters: state in bfloat16, and no master."""
+    path = folder / "optimizer.safetensors"
+    stored = {name: tensor for name, tensor in load_file(path).items() if not name.endswith("/master")}
+    save_file({name: tensor.bfloat16() if tensor.ndim else tensor for name, tensor in stored.items()}, path)
+
+
+def test_a_checkpoint_without_masters_makes_them_of_its_weights(tmp_path):
+    trainer_of(half_model(), lr=1e-3, **checkpoints(tmp_path)).train_sync(2)
+    without_masters(tmp_path / "step_000002")
+    resumed = trainer_of(half_model(seed=1), lr=1e-3, **checkpoints(tmp_path, resume_from=2))
+    weights = [parameter.detach() for parameter in resumed.model.parameters()]
+    assert all(torch.equal(master, weight.float()) for master, weight in zip(stepped_weights(resumed), weights, strict=True))
+    assert all(value.dtype == torch.float32 for state in resumed.optimizer.state.values() for value in state.values())
+    resumed.train_sync(1)
+    assert share_moved(weights, stepped_weights(resumed)) > 0.99
+
+
+def test_a_checkpoint_without_the_optimizer_makes_them_of_its_weights_too(tmp_path):
+    config = CheckpointConfig(tmp_path, every_n_steps=1, save_optimizer=False)
+    trainer = trainer_of(half_model(), lr=1e-2, checkpoint_config=config)
+    trainer.train_sync(1)
+    resumed = trainer_of(half_model(seed=1), lr=0.0, checkpoint_config=config, resume_from=1)
+    resumed.train_step_sync()  # at a rate of 0: what is written back is what was loaded
+    assert_same_tensors(weights_of(resumed.model), weights_of(trainer.model))
+
+
+def test_masters_in_a_checkpoint_are_left_out_where_they_are_off(tmp_path):
+    trainer_of(half_model(), **checkpoints(tmp_path)).train_sync(1)
+    resumed = trainer_of(half_model(), master_weights=False, **checkpoints(tmp_path, resume_from=1))
+    assert all("master" not in state for state in resumed.optimizer.state.values())
+    resumed.train_sync(1)
+
+
+def test_weights_that_somebody_sets_are_the_ones_that_are_stepped():
+    trainer = trainer_of(half_model(), lr=0.0)
+    with torch.no_grad():
+        trainer.model.model.norm.weight.fill_(3.0)
+    trainer.train_step_sync()
+    assert trainer.model.model.norm.weight.tolist() == [3.0] * 16
+
+
+def test_frozen_parameters_have_no_masters_and_stay():
+    model = half_model()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    before = weights_of(model)
+    trainer = trainer_of(model, lr=1e-1)
+    trainer.train_sync(2)
+    assert torch.equal(before["model.embed_tokens.weight"], model.model.embed_tokens.weight)
+    assert len(stepped_weights(trainer)) == len(before) - 1
+
+
+def test_adapters_in_bfloat16_have_masters():
+    from peft import get_peft_model
+
+    config = LoraSettings(rank=2).config()
+    config.target_modules = ["q_proj"]
+    model = get_peft_model(half_model(), config, autocast_adapter_dtype=False)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.bfloat16}
+    trainer = trainer_of(model)
+    before = stepped_weights(trainer)
+    trainer.train_sync(2)
+    assert {tensor.dtype for tensor in before} == {torch.float32}
+    assert share_moved(before, stepped_weights(trainer)) > 0.99
+
+
+def test_published_weights_have_the_dtype_of_the_model():
+    class Publisher:
+        def publish(self, state_dict, version=None):
+            self.dtypes = {tensor.dtype for tensor in state_dict.values()}
+
+    publisher = Publisher()
+    trainer_of(half_model(), publisher=publisher).train_sync(1)
+    assert publisher.dtypes == {torch.bfloat16}
+
+
+def test_float16_is_refused_with_its_remedy():
+    with pytest.raises(ConfigError, match="is float16, .* load the model in bfloat16"):
+        trainer_of(tiny_model().half())
