@@ -24,6 +24,7 @@ LAYERS = [
         "ludic.training.reward_credit",
         "ludic.training.filters",
         "ludic.training.loss",
+        "ludic.training.packed_attention",
     ],
     ["ludic.training.algorithm", "ludic.training.presets"],
     ["ludic.training.batching"],

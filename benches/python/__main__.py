@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from benches.python.contest import hold, markdown
 
-SUBJECTS = ["collation", "planning", "reduction", "loss_memory"]
+SUBJECTS = ["collation", "planning", "reduction", "loss_memory", "packing"]
 
 
 def main() -> None:

@@ -144,3 +144,23 @@ def test_the_trainer_works_through_any_backend():
         weights.append(weights_of(model))
     assert_same_tensors(*weights)
     assert backend.asked == ["forward_backward", "optim_step"] * 2
+
+
+async def test_a_frozen_part_in_evaluation_mode_stays_in_it():
+    """Its dropout would otherwise act from the first evaluation, or the first step, on."""
+    mini_batch = mini_batch_of(sorting_items(4))
+    model = tiny_model(attention_dropout=0.5)
+    model.train()
+    frozen = model.model.layers[0].requires_grad_(False).eval()
+    backend = backend_of(model)
+    await backend.forward_logprobs(next(iter(mini_batch))).result()
+    await backend.forward_backward(mini_batch, totals=mini_batch.totals).result()
+    assert not any(module.training for module in frozen.modules())
+    assert model.model.layers[1].training
+
+
+async def test_a_model_in_evaluation_mode_is_trained_in_training_mode():
+    backend = backend_of(tiny_model().eval())
+    mini_batch = mini_batch_of(sorting_items(4))
+    await backend.forward_backward(mini_batch, totals=mini_batch.totals).result()
+    assert all(module.training for module in backend.model.modules())

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
 from training_samples import ListSource, assert_same_tensors, cpu_config, sorting_items, tiny_model, weights_of
 
@@ -216,5 +215,5 @@ def test_published_weights_have_the_dtype_of_the_model():
 
 
 def test_float16_is_refused_with_its_remedy():
-    with pytest.raises(ConfigError, match="is float16, .* load the model in bfloat16"):
+    with pytest.raises(ConfigError, match=r"is float16, .* load the model in bfloat16"):
         trainer_of(tiny_model().half())

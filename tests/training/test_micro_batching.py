@@ -14,11 +14,13 @@ from ludic.training import (
     MicroBatch,
     SampleAttachments,
     SAWItem,
+    TrainerConfig,
     collate_micro_batches,
     collate_saw_items,
     split_items_by_token_budget,
 )
 from ludic.training.batching.micro_batching import _truncate_item
+from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 
 
 def item_of(length, *, actions=1, meta=None, logps=None):
@@ -186,3 +188,25 @@ def test_a_row_of_a_packed_micro_batch_is_its_sample():
     assert row.tensors["max_seqlen"] == len(items[2].input_ids)
     assert row.tensors["weight"].tolist() == [items[2].weight]
     assert row.sample_names == ("c",)
+
+
+def test_the_dearest_micro_batch_of_a_mini_batch_comes_first():
+    # Lengths 4, 4, 6, 6, 12 in a budget of 12, no overhead: padded tokens 12 (one row of 12), 12 (two of 6), 8 (two of 4).
+    lengths = (4, 6, 12, 4, 6)
+    items = [SAWItem([1] * n, [1] * n, [0] + [1] * (n - 1), 1.0) for n in lengths]
+    for packing, order in (("optimal", [[12], [6, 6], [4, 4]]), ("padding_free", [[12], [6, 6], [4, 4]])):
+        cfg = TrainerConfig(model_device="cpu", max_seq_len=12, micro_token_budget=12, overhead_tokens=0, packing=packing)
+        mini_batch = MiniBatch(MacroBatch.ingest(items, 12), np.arange(5), cfg)
+        assert [[lengths[row] for row in mini_batch.rows_of(index)] for index in range(len(mini_batch))] == order
+
+
+@given(st.lists(st.integers(2, 30), min_size=1, max_size=25), st.sampled_from(["greedy", "optimal", "padding_free"]))
+def test_costs_fall_whatever_the_packing_and_every_sample_is_there_once(lengths, packing):
+    items = [SAWItem([1] * n, [1] * n, [0] + [1] * (n - 1), 1.0) for n in lengths]
+    cfg = TrainerConfig(model_device="cpu", max_seq_len=30, micro_token_budget=45, packing=packing)
+    mini_batch = MiniBatch(MacroBatch.ingest(items, 30), np.arange(len(items)), cfg)
+    costs = [micro_batch.tensors["input_ids"].numel() for micro_batch in mini_batch]
+    assert costs == sorted(costs, reverse=True)
+    rows = [int(row) for index in range(len(mini_batch)) for row in mini_batch.rows_of(index)]
+    assert sorted(rows) == list(range(len(items)))
+    assert mini_batch.plan.padded_tokens == sum(costs)

@@ -22,6 +22,7 @@ from ludic.training.loss.base import (
     scaled_loss,
 )
 from ludic.training.loss.mismatch import mismatch_sums
+from ludic.training.packed_attention import packed_keywords, transformer_of
 from ludic.training.types import CreditAssigner, SAWBatch, SAWItem, is_float_array
 from ludic.types import is_list_of
 
@@ -130,10 +131,10 @@ def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
 
     A model of transformers is told to keep no key-value cache: with one it would not tell the rows apart.
     """
-    cached = hasattr(getattr(model, "config", None), "use_cache")
+    cached = hasattr(getattr(transformer_of(model), "config", None), "use_cache")
     keywords: dict[str, Any] = {"use_cache": False} if cached else {}
     if "cu_seqlens" in batch:
-        keywords |= {"position_ids": batch["position_ids"], "attention_mask": None}
+        keywords |= packed_keywords(model, batch)
     else:
         keywords |= {"attention_mask": batch["attention_mask"]}
     output = model(input_ids=batch["input_ids"], **keywords)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ludic.errors import ConfigError, NonFiniteError
+from ludic.inference.local.decode import evaluating
 from ludic.inference.local.sampler import nucleus
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_logits
@@ -147,7 +148,8 @@ class TorchBackend:
         return TrainFuture.of("forward_backward", lambda: self._forward_backward(micro_batches, totals))
 
     def _forward_backward(self, batch: MicroBatches, totals: BatchTotals | None) -> BackwardResult:
-        self.model.train()
+        if not self.model.training:  # what is put into evaluation mode inside of a model in training mode stays so
+            self.model.train()
         totals = self._with_first_pass(batch, totals)
         result = BackwardResult(torch.zeros((), device=self.cfg.model_device))
         for index, micro_batch in enumerate(batch):
@@ -260,17 +262,12 @@ class TorchBackend:
 
     @torch.no_grad()
     def _forward_logprobs(self, batch: MicroBatch, temperature: float | None, top_p: float) -> Tensor:
-        training = self.model.training
-        self.model.eval()
-        try:
-            with self._autocast():
-                logits = forward_logits(self.model, batch.tensors)
-                chosen = self.cfg.temperature if temperature is None else temperature
-                if top_p < 1.0:
-                    logits, chosen = _within_nucleus(logits, chosen, top_p), 1.0
-                return SharedContext(logits, batch.tensors, temperature=chosen).token_logp
-        finally:
-            self.model.train(training)
+        with evaluating(self.model), self._autocast():
+            logits = forward_logits(self.model, batch.tensors)
+            chosen = self.cfg.temperature if temperature is None else temperature
+            if top_p < 1.0:
+                logits, chosen = _within_nucleus(logits, chosen, top_p), 1.0
+            return SharedContext(logits, batch.tensors, temperature=chosen).token_logp
 
     def export_weights(self, *, param_filter: ParamFilter | None = None) -> TrainFuture[dict[str, Tensor]]:
         return TrainFuture.of("export_weights", lambda: self._export(param_filter))

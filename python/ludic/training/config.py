@@ -114,8 +114,9 @@ class TrainerConfig:
     sync_every_steps: int = 1
     """Publish the weights every so many steps; 0: never."""
     master_weights: bool = True
-    """Parameters in bfloat16 are stepped as float32 copies and rounded back, for most updates are too small to change a bfloat16 weight.
-    Off: they are stepped in bfloat16, which saves 10 bytes a parameter and leaves most of them where they are. Float32 has no use for it."""
+    """Parameters in bfloat16 are stepped as float32 copies and rounded back, for most updates are too small to change a bfloat16
+    weight. Off: they are stepped in bfloat16, which saves 10 bytes a parameter and leaves most of them where they are. Parameters in
+    float32 are always stepped as they are."""
     mixed_precision_dtype: str | None = None
     """"bf16" runs the forward passes of a float32 model under autocast; None computes in the model's own dtype. Weights and optimizer keep
     the dtype that the model was loaded in."""

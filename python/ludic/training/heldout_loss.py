@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from ludic.errors import ConfigError
+from ludic.inference.local.decode import evaluating
 from ludic.training.algorithm import forward_logits
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.base import SharedContext
+from ludic.training.packing_support import with_supported_packing
 from ludic.training.types import SAWItem
 
 
@@ -35,12 +37,9 @@ class HeldOutLoss:
 
     def measure(self) -> dict[str, float]:
         """`loss`, `perplexity`, and the `tokens` that they were measured on."""
-        training = self._model.training
-        self._model.eval()
-        try:
+        self._cfg = with_supported_packing(self._cfg, self._model)
+        with evaluating(self._model):
             total, tokens = self._sums()
-        finally:
-            self._model.train(training)
         loss = total / tokens
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": float(tokens)}
 

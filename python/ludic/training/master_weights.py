@@ -28,7 +28,8 @@ class MasterWeights:
     >>> masters.write_back()       # rounded to the dtype of the parameters
 
     The state dict of the optimizer holds the masters too, and loading one restores them. Where it has none they are made of the weights.
-    A weight that something else has set since the last step is taken over into its master. Sharded parameters (DTensor) have sharded masters.
+    A weight that something else has set since the last step is taken over into its master. Sharded parameters (DTensor) have sharded
+    masters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, enabled: bool = True) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ludic.errors import ConfigError
+from ludic.inference.local.decode import evaluating
 from ludic.training import ranks
 from ludic.training.algorithm import forward_logits
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
@@ -83,17 +84,13 @@ def score_batch(model: nn.Module, batch: MacroBatch, cfg: TrainerConfig, *, scor
     mine = np.arange(len(batch.items))[ranks.rank() :: ranks.world_size()]
     mini_batch = MiniBatch(batch, mine, cfg)
     scores = np.zeros(len(batch.items))
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for index, micro_batch in enumerate(mini_batch):
             with _autocast(cfg):
                 shared = SharedContext(forward_logits(model, micro_batch.tensors), micro_batch.tensors)
                 found = preference_scores(shared, score_type)
             rows = mini_batch.rows_of(index)
             scores[rows] = found[: len(rows)].double().cpu().numpy()
-    finally:
-        model.train(training)
     return np.array(ranks.sum_over_ranks(scores.tolist(), cfg.model_device))
 
 

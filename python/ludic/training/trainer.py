@@ -32,6 +32,7 @@ from ludic.training.futures import TrainFuture
 from ludic.training.loggers.base import SyncedLogger, TrainingLogger
 from ludic.training.lora import LoraSettings, apply_lora
 from ludic.training.loss.base import reads_shared_only, zero_weight_is_zero_gradient
+from ludic.training.packing_support import with_supported_packing
 from ludic.training.preflight import Preflight
 from ludic.training.proximal import with_proximal_logps
 from ludic.training.rng import preserved_rng
@@ -105,6 +106,8 @@ class Trainer:
             optimizer_factory=self.initialize_optimizer,
             enable_gradient_checkpointing=enable_gradient_checkpointing,
         )
+        if backend is None:  # another one has its own way to keep sequences apart
+            self.cfg = with_supported_packing(self.cfg, self.model)
         self.checkpointer = checkpointer or (CheckpointManager(checkpoint_config) if checkpoint_config else None)
         self.schedule = LearningRateSchedule.from_config(self.cfg, total_training_steps)
         self.early_stopping = EarlyStopping(self.cfg)

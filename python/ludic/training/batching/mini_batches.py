@@ -127,8 +127,31 @@ class Packing(Protocol):
     def padded_tokens(self) -> int: ...
 
 
+class DearestFirst:
+    """The micro-batches of a plan in falling order of `costs`, the earlier of equal ones first: what does not fit into memory shows in the
+    first pass, and ranks that wait for each other pass by pass have alike ones at once."""
+
+    def __init__(self, plan: Packing, costs: Sequence[tuple[int, ...]]) -> None:
+        self._plan = plan
+        self._order = sorted(range(len(plan)), key=costs.__getitem__, reverse=True)
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def __getitem__(self, index: int, /) -> Rows:
+        return self._plan[self._order[index]]
+
+    @property
+    def num_tokens(self) -> int:
+        return self._plan.num_tokens
+
+    @property
+    def padded_tokens(self) -> int:
+        return self._plan.padded_tokens
+
+
 class MiniBatch:
-    """The micro-batches of one optimizer step. It can be run through more than once.
+    """The micro-batches of one optimizer step, the dearest first. It can be run through more than once.
 
     >>> for micro_batch in MiniBatch(batch, rows, cfg):
     ...     loss, stats = algo.compute_loss(model, micro_batch.tensors, totals=mini_batch.totals)
@@ -150,7 +173,7 @@ class MiniBatch:
         """Where each row of the model begins in `rows`, and the end of the last."""
         self.lengths = np.ascontiguousarray(batch.table.lengths[self.rows[self.lines[1:] - 1]])
         """Tokens of each row of the model: those of its last sample."""
-        self.plan: Packing | None = self._planned() if len(self.rows) else None
+        self.plan: Packing | None = self._ordered(self._planned()) if len(self.rows) else None
         # Where every sample weighs zero and is left out, one weightless row stands for them: the optimizer steps as it would.
         own = len(self.plan) if self.plan is not None else min(1, len(rows))
         self.num_micro_batches = int(ranks.max_over_ranks([own], cfg.model_device)[0])
@@ -176,6 +199,13 @@ class MiniBatch:
 
     def _totals(self, rows: Rows) -> BatchTotals:
         return batch_totals(self.batch.table, rows, self.cfg.model_device)
+
+    def _ordered(self, plan: Packing) -> DearestFirst:
+        """By computed tokens, then by the longest row, to which attention is quadratic."""
+        rows = [self.lengths[plan[index]] for index in range(len(plan))]
+        padded = self.cfg.packing != "padding_free"
+        computed = [int(lengths.max()) * len(lengths) if padded else int(lengths.sum()) for lengths in rows]
+        return DearestFirst(plan, [(tokens, int(lengths.max())) for tokens, lengths in zip(computed, rows, strict=True)])
 
     def _planned(self) -> Packing:
         """How the rows of the model are packed."""

@@ -1,0 +1,176 @@
+"""Attention over sequences that stand one behind another in a row, without a mask of [S, S].
+
+transformers builds such a mask for sdpa, and its time and memory are quadratic in the whole row. Here attention stays within each
+sequence: on CUDA in half precision by torch's `varlen_attn`, elsewhere by a call of sdpa for each group of sequences of alike length.
+Everything that is not a padding-free batch goes to transformers' own sdpa, so that a model may keep this attention for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PACKED = "ludic_packed"
+"""Its name among transformers' attention implementations."""
+
+
+@dataclass(frozen=True)
+class SequenceGroups:
+    """The sequences of a row in groups of alike length, each padded on the right to its longest: causal attention needs no mask then, for
+    no token sees what stands behind it."""
+
+    gather: Tensor
+    """[P] the token of the row at each place of the padded groups, one group behind another."""
+    shapes: tuple[tuple[int, int], ...]
+    """(sequences, longest) of each group."""
+    scatter: Tensor
+    """[S] the place of each token of the row."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> SequenceGroups:
+        """A group ends where its longest would pad a sequence by more than a third of it, and by more than 16 tokens."""
+        sizes = torch.tensor(lengths)
+        begins = sizes.cumsum(0) - sizes
+        groups: list[list[int]] = []
+        for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+            longest = lengths[groups[-1][0]] if groups else 0
+            if not groups or longest - lengths[index] > max(16, longest // 4):
+                groups.append([])
+            groups[-1].append(index)
+        gathered, places, end = [], torch.empty(int(sizes.sum()), dtype=torch.int64), 0
+        for group in groups:
+            own, longest = sizes[group, None], lengths[group[0]]
+            columns = torch.arange(longest)[None]
+            tokens = begins[group, None] + columns.minimum(own - 1)
+            there = columns < own
+            places[tokens[there]] = end + there.flatten().nonzero()[:, 0]
+            gathered.append(tokens.flatten())
+            end += tokens.numel()
+        shapes = tuple((len(group), lengths[group[0]]) for group in groups)
+        return cls(torch.cat(gathered).to(device), shapes, places.to(device))
+
+    def padded(self, tensor: Tensor) -> list[Tensor]:
+        """[1, H, S, D] as [B, H, T, D] for each group."""
+        rows = tensor[0].transpose(0, 1).index_select(0, self.gather).split([count * longest for count, longest in self.shapes])
+        return [row.unflatten(0, shape).transpose(1, 2) for row, shape in zip(rows, self.shapes, strict=True)]
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """[B, T, H, D] of each group as [1, S, H, D]."""
+        return torch.cat([part.flatten(0, 1) for part in parts]).index_select(0, self.scatter)[None]
+
+
+def transformer_of(model: Any) -> Any:
+    """The model inside of data parallelism and adapters."""
+    inner = model.module if isinstance(getattr(model, "module", None), nn.Module) else model
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
+def attention_of(model: nn.Module) -> str | None:
+    """The name of the model's attention implementation; None for a model that is not of transformers."""
+    found: str | None = getattr(getattr(transformer_of(model), "config", None), "_attn_implementation", None)
+    return found
+
+
+def set_attention(model: nn.Module, name: str) -> None:
+    """Let a model of transformers use the attention implementation `name`; `PACKED` is registered first."""
+    if name == PACKED:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+
+        AttentionInterface.register(PACKED, packed_attention)
+        AttentionMaskInterface.register(PACKED, sdpa_mask)
+    transformer_of(model).config._attn_implementation = name
+
+
+def packed_keywords(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What a forward pass over a padding-free `batch` is told: position ids, and where its attention can use them, the bounds of the
+    sequences."""
+    keywords: dict[str, Any] = {"position_ids": batch["position_ids"], "attention_mask": None}
+    name = attention_of(model) or ""
+    if name != PACKED and "flash" not in name:
+        return keywords
+    bounds = batch["cu_seqlens"].to(torch.int32)
+    longest = batch["max_seqlen"] if "max_seqlen" in batch else int(bounds.diff().max())
+    keywords |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+    if name == PACKED:
+        # A mask of four dimensions is passed on as it is; one that is empty cannot be attended with by mistake.
+        keywords["attention_mask"] = bounds.new_empty(1, 1, 0, 0, dtype=torch.bool)
+        keywords["sequence_groups"] = SequenceGroups.of(bounds.diff().tolist(), bounds.device)
+    return keywords
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    sequence_groups: SequenceGroups | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """[1, S, H, D] attention of `query` [1, H, S, D] and `key`, `value` [1, H_kv, S, D] within each of the sequences, causal, over the last
+    `sliding_window` tokens where one is given. Without `sequence_groups`, transformers' sdpa."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if sequence_groups is None:
+        attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, sliding_window=sliding_window, **options)
+        return attended, None
+    if _has_kernel(query, value, options):
+        return _varlen(query, key, value, sliding_window, options), None
+    parts = zip(*(sequence_groups.padded(tensor) for tensor in (query, key, value)), strict=True)
+    bounds = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+    rest = {name: option for name, option in options.items() if name not in bounds}
+    return sequence_groups.joined(
+        [sdpa_attention_forward(module, q, k, v, _window(q, sliding_window), **rest)[0] for q, k, v in parts]
+    ), None
+
+
+def _window(query: Tensor, size: int | None) -> Tensor | None:
+    """[1, 1, L, L] which tokens a token sees: itself and the `size - 1` before it. None where it sees all before it."""
+    length = query.shape[2]
+    if size is None or length <= size:
+        return None
+    place = torch.arange(length, device=query.device)
+    behind = place[:, None] - place[None, :]
+    return ((behind >= 0) & (behind < size))[None, None]
+
+
+def _has_kernel(query: Tensor, value: Tensor, options: Mapping[str, Any]) -> bool:
+    """Whether torch's kernel for sequences of unlike length computes this."""
+    half = _computed_dtype(query) in (torch.bfloat16, torch.float16)
+    plain = not options.get("dropout") and options.get("position_bias") is None and options.get("softcap") is None
+    return query.is_cuda and half and plain and query.shape[-1] == value.shape[-1] <= 256
+
+
+def _computed_dtype(query: Tensor) -> torch.dtype:
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, sliding_window: int | None, options: Mapping[str, Any]) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    dtype = _computed_dtype(query)
+    q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
+    bounds, longest = options["cu_seq_lens_q"], options["max_length_q"]
+    left = -1 if sliding_window is None else sliding_window - 1
+    attended: Any = varlen_attn(
+        q,
+        k,
+        v,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=options.get("scaling"),
+        window_size=(left, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    found: Tensor = attended[None]
+    return found
