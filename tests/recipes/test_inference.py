@@ -7,6 +7,7 @@ from pathlib import Path
 import fake_vllm
 import pytest
 import requests
+from stub_vllm import HANG, StubVLLM
 from typer.testing import CliRunner
 
 from ludic.cli import app
@@ -73,12 +74,29 @@ def test_an_interpreter_without_vllm_is_refused_before_anything_is_done():
     import sys
 
     recipe = compose([f"inference.python={sys.executable}"])
-    with pytest.raises(ConfigError, match=r"has no vLLM; `make vllm`"):
+    with pytest.raises(ConfigError, match=r"has no vLLM; .*`make vllm`.*ludic\[vllm\]"):
         check_inference(recipe, None)
 
 
+@pytest.mark.parametrize("state", ["dead", "silent", "sick"])
+def test_a_server_that_does_not_answer_is_refused_before_anything_is_done(state, monkeypatch):
+    """Not after the warm-up, and not after the time that an answer may take."""
+    monkeypatch.setattr("ludic.inference.vllm.session.HEALTH_TIMEOUT_S", 0.5)
+    with StubVLLM() as alive, StubVLLM() as server:
+        check_inference(compose([f"inference.url={alive.url}"]), None)
+        if state == "dead":
+            server.close()
+        elif state == "silent":
+            server.fail("/health", HANG)
+        else:
+            server.healthy = False
+        recipe = compose([f"inference.url=[{alive.url},{server.url}]"])
+        with pytest.raises(ConfigError, match=rf"inference.url \({server.url}\) names no server that answers.*`ludic serve`"):
+            check_inference(recipe, None)
+
+
 def test_a_model_that_a_server_on_a_cpu_cannot_run_is_refused_with_what_to_set(monkeypatch):
-    monkeypatch.setattr("ludic.recipes.sampler._has_vllm", lambda python: True)
+    monkeypatch.setattr("ludic.inference.vllm.environment.check_has_vllm", lambda python: None)
     recipe = compose(["inference=vllm", "inference.device=cpu", "network.num_heads=8"])
     with pytest.raises(ConfigError, match=r"have 16 dimensions.*set network.hidden_size"):
         check_inference(recipe, make_small_model(recipe.network))

