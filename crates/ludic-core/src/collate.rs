@@ -106,7 +106,7 @@ impl Piece {
 
     /// Whether `row` may go on in the line of this piece.
     fn is_continued_by(&self, row: &Row) -> bool {
-        row.chain != Row::ALONE && row.chain == self.row.chain && row.start > self.row.start && row.len >= self.row.len
+        row.chain != Row::ALONE && row.chain == self.row.chain && row.link > self.row.link && row.len >= self.row.len
     }
 }
 

@@ -70,7 +70,7 @@ impl TableBuilder {
         self.push_attention(at, start, len, sample.attention_mask)?;
         self.push_logps(at, start, sample.actor_logps)?;
         let weight = finite_weight(at, sample.weight)?;
-        self.rows.push(Row { start, len: len as u32, original_len: len as u32, weight, chain: Row::ALONE });
+        self.rows.push(Row::whole(start, len as u32, weight));
         Ok(())
     }
 
@@ -213,13 +213,7 @@ fn unweighted_rows<T: Int>(offsets: &[T], tokens: usize) -> Result<Vec<Row>, Cor
         if length > i128::from(i32::MAX) {
             return Err(CoreError::SampleTooLong { sample, length: length as usize });
         }
-        Ok(Row {
-            start: begin as usize,
-            len: length as u32,
-            original_len: length as u32,
-            weight: 1.0,
-            chain: Row::ALONE,
-        })
+        Ok(Row::whole(begin as usize, length as u32, 1.0))
     };
     let mut rows = Vec::with_capacity(offsets.len() - 1);
     for step in offsets.windows(2).enumerate() {

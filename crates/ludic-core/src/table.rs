@@ -67,10 +67,17 @@ pub(crate) struct Row {
     pub(crate) weight: f32,
     /// The index of the sample that its chain begins with; [`ALONE`](Self::ALONE) outside any chain.
     pub(crate) chain: u32,
+    /// The index that it had when it was chained: samples of a chain continue one another in this order.
+    pub(crate) link: u32,
 }
 
 impl Row {
     pub(crate) const ALONE: u32 = u32::MAX;
+
+    /// A sample of `len` tokens from `start` on, all of them kept, in no chain.
+    pub(crate) fn whole(start: usize, len: u32, weight: f32) -> Self {
+        Self { start, len, original_len: len, weight, chain: Self::ALONE, link: Self::ALONE }
+    }
 
     pub(crate) fn span(&self) -> std::ops::Range<usize> {
         self.start..self.start + self.len as usize
@@ -164,12 +171,16 @@ impl SampleTable {
     ///
     /// Samples of a chain that stand one after the other in a micro-batch share a line: it holds the ids of the last of them, and
     /// for a causal model everything that is computed for the others.
+    ///
+    /// Chains are made of the samples as they stand here: those that an earlier call made are forgotten, so that a view is
+    /// chained like a table of its samples.
     pub fn chained(&self) -> Self {
-        let mut rows = self.rows.clone();
+        let alone = |(row, link): (&Row, u32)| Row { chain: Row::ALONE, link, ..*row };
+        let mut rows: Vec<Row> = self.rows.iter().zip(0..).map(alone).collect();
         for at in 1..rows.len() {
             if self.columns.continues(&rows[at - 1], &rows[at]) {
                 let before = &mut rows[at - 1];
-                before.chain = before.chain.min((at - 1) as u32);
+                before.chain = before.chain.min(before.link);
                 rows[at].chain = rows[at - 1].chain;
             }
         }

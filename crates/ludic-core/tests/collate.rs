@@ -250,6 +250,28 @@ proptest! {
     }
 
     #[test]
+    fn chaining_a_view_is_chaining_a_table_of_its_samples(
+        samples in samples::dialogues(), limit in 1usize..60, picks in prop::collection::vec(any::<prop::sample::Index>(), 1..12),
+        rows in prop::collection::vec(any::<prop::sample::Index>(), 1..12), in_order in any::<bool>(), before in any::<bool>(),
+    ) {
+        let mut indices: Vec<i64> = picks.iter().map(|pick| pick.index(samples.len()) as i64).collect();
+        if in_order {
+            indices.sort_unstable();
+        }
+        let whole = table(&samples).unwrap();
+        let whole = if before { whole.chained() } else { whole };
+        let view = whole.truncate(limit as i64).unwrap().select(&indices).unwrap().chained();
+        let kept: Vec<Owned> = indices.iter().map(|&at| samples[at as usize].cut(limit)).collect();
+        let fresh = table(&kept).unwrap().chained();
+        prop_assert_eq!(view.chains(), fresh.chains());
+        let rows: Vec<i64> = rows.iter().map(|row| row.index(indices.len()) as i64).collect();
+        let (of_view, of_fresh) = (view.batch(&rows).unwrap(), fresh.batch(&rows).unwrap());
+        prop_assert_eq!(of_view.turns(), of_fresh.turns());
+        prop_assert_eq!(padded(&view, &of_view), padded(&fresh, &of_fresh));
+        prop_assert_eq!(padding_free(&view, &of_view), padding_free(&fresh, &of_fresh));
+    }
+
+    #[test]
     fn only_the_padded_layout_takes_a_hole_in_the_attention(samples in samples::samples_with_holes()) {
         prop_assume!(!samples.is_empty());
         let table = table(&samples).unwrap();
@@ -285,6 +307,16 @@ fn three_turns_of_which_the_third_rewrites_the_history_take_two_lines() {
     assert_eq!((batch.num_samples(), batch.num_lines(), batch.num_tokens()), (3, 2, 5 + 7));
     assert_eq!(batch.turns().unwrap(), [[0, 0, 3], [0, 3, 5], [1, 0, 7]]);
     assert_eq!(padded(&table, &batch).action, [0., 0., 1., 0., 1., 0., 0., 0., 0., 0., 0., 0., 0., 1.]);
+}
+
+#[test]
+fn samples_of_a_view_that_was_chained_twice_keep_their_own_tokens() {
+    // Two dialogues of two turns. In the view the second comes first, and its first turn is missing.
+    let turns = [turn(&[1, 2], 1..2), turn(&[1, 2, 3, 4], 3..4), turn(&[8, 8], 1..2), turn(&[8, 8, 8, 8], 3..4)];
+    let view = table(&turns).unwrap().chained().select(&[3, 0, 1]).unwrap().chained();
+    assert_eq!(view.chains(), [-1, 1, 1]);
+    let batch = view.batch(&[0, 2]).unwrap();
+    assert_eq!(padded(&view, &batch).ids, [8, 8, 8, 8, 1, 2, 3, 4]);
 }
 
 #[test]
