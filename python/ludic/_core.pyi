@@ -33,11 +33,13 @@ class SampleTable:
 
     @staticmethod
     def from_items(items: Sequence[Any]) -> SampleTable:
-        """Ingest `SAWItem`s once. Their sequences may be lists, tuples, numpy arrays or bytes.
+        """Ingest `SAWItem`s once. Their sequences may be lists, tuples, ranges, numpy arrays, bytes, other buffers, and whatever has
+        `__array__`, such as tensors on the CPU.
 
         An array that is not contiguous or not aligned is copied; foreign byte order and any other type raise `DataTypeError`.
-        Ids outside 0..2**31 - 1, masks that are ragged or hold anything but 0 and 1, log-probs that are not finite, not one for
-        each action or not on all samples, weights that are not finite: `DataError`, naming the sample, the value and the rule.
+        Samples without tokens, ids outside 0..2**31 - 1, masks that are ragged or hold anything but 0 and 1, log-probs that are not
+        finite, not one for each action or not on all samples, weights that are not finite: `DataError`, naming the sample, the value
+        and the rule.
         At most 2**20 items; columns have no such limit.
         """
 
@@ -50,7 +52,7 @@ class SampleTable:
         actor_logps: NDArray[np.floating[Any]] | Sequence[float] | None = None,
         attention_mask: NDArray[np.integer[Any] | np.bool] | Sequence[int] | None = None,
     ) -> SampleTable:
-        """Columns of S tokens; `offsets` [N + 1]; weights are 1 when absent. `actor_logps` [S] is aligned with the tokens: what
+        """Columns of S tokens; `offsets` [N + 1], which rise; weights are 1 when absent. `actor_logps` [S] is aligned with the tokens: what
         stands off the actions is not read."""
 
     def __len__(self) -> int: ...
@@ -80,11 +82,14 @@ class SampleTable:
         """The same samples, of which neighbours that continue each other are chained: the ids of one begin with all ids of the one
         before, and none of those is one of its actions. In a collation, neighbours of one chain share a line of the B that the
         shapes below speak of, and `turns` [N, 3] i64 says of each of the N samples its line, and where in it its own tokens begin and
-        end. `weight` and `old_logp_action` have one value a sample."""
+        end. `weight` and `old_logp_action` have one value a sample. Chains that an earlier call made are forgotten."""
     def truncate(self, max_seq_len: int) -> SampleTable:
         """The same samples cut on the right to at most `max_seq_len` tokens. A change of length, no copy."""
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> SampleTable:
-        """The samples at `indices`, in that order; an index may come twice. No token is copied."""
+        """The samples at `indices`, in that order; an index may come twice. No token is copied.
+
+        Indices are whole numbers, here and in collations: a mask is refused, since as numbers it would mean samples 0 and 1. Take
+        `np.flatnonzero(mask)`."""
     def collate(
         self, indices: Sequence[int] | NDArray[np.int64], pad_token_id: int, arena: Arena | None = None
     ) -> dict[str, NDArray[Any]]:
@@ -102,8 +107,8 @@ class SampleTable:
 
 @final
 class Arena:
-    """Output buffers used again in turn, by one thread at a time. An array handed out is overwritten `slots` collations later: copy
-    it, or be done with it, by then."""
+    """Output buffers used again in turn, by one thread at a time; from 1 to 1024 slots. An array handed out is overwritten `slots`
+    collations later: copy it, or be done with it, by then."""
 
     def __new__(cls, slots: int = 2) -> Arena: ...
 

@@ -1,12 +1,16 @@
 """The layouts that the core writes, against collation one value at a time."""
 
+import array
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import collation_oracle as oracle
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 from ludic import _core
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError, DataError, DataTypeError
 from ludic.training.types import SAWItem
 
 DTYPES = {
@@ -140,9 +144,83 @@ def test_the_longest_line_is_that_of_the_samples_that_share_it() -> None:
     assert table.collate_padding_free([2])["max_seqlen"] == 3
 
 
-def test_an_arena_without_slots_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"slots \(0\)"):
-        _core.Arena(0)
+@pytest.mark.parametrize("slots", [0, -1, 1025, 2**40, 2**62, 2**70])
+def test_an_arena_has_from_1_to_1024_slots(slots: int) -> None:
+    with pytest.raises(ConfigError, match=r"slots \(-?\d+\) must be from 1 to 1024"):
+        _core.Arena(slots)
+
+
+def test_an_arena_is_for_one_thread_at_a_time() -> None:
+    table, arena = table_of(*[1024] * 8192), _core.Arena()
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(table.collate, np.arange(8192), 0, arena) for _ in range(8)]
+    refused = [error for error in (future.exception() for future in done) if error is not None]
+    assert len(refused) < len(done)
+    assert all(isinstance(error, ConfigError) and "arena of its own" in str(error) for error in refused)
+
+
+class Tensorlike:
+    """Has no buffer, and says what it is as an array, as tensors do."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray[Any, Any]:
+        return np.array(self.values)
+
+
+MASKS = [
+    [True, False, True],
+    np.array([True, False, True]),
+    (True, False, True),
+    list(np.array([True, False, True])),
+    memoryview(np.array([True, False, True])),
+    Tensorlike([True, False, True]),
+    b"\0\1",
+    bytearray(b"\0\1"),
+]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: type(mask).__name__)
+def test_a_mask_is_no_list_of_indices(mask: Any) -> None:
+    table = table_of(3, 3, 3)
+    for take in (
+        table.select,
+        lambda rows: table.collate(rows, 0),
+        table.collate_padding_free,
+        lambda rows: table.collate_compact(rows, 0),
+        lambda offsets: _core.SampleTable.from_columns([1], [1], offsets),
+    ):
+        with pytest.raises(DataTypeError, match=r"(indices|offsets).* np\.flatnonzero\(mask\)"):
+            take(mask)
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [range(2), (0, 1), np.arange(2, dtype=np.uint8), Tensorlike([0, 1]), array.array("h", [0, 1])],
+)
+def test_indices_come_in_any_sequence_of_integers(indices: Any) -> None:
+    assert table_of(1, 2).select(indices).lengths.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("nothing", [[], (), range(0), np.array([]), Tensorlike([])])
+def test_no_indices_select_nothing(nothing: Any) -> None:
+    assert len(table_of(1, 2).select(nothing)) == 0
+
+
+def test_tensors_are_read_as_the_arrays_that_they_share() -> None:
+    torch = pytest.importorskip("torch")
+    table = _core.SampleTable.from_columns(torch.arange(3), torch.tensor([False, True, True]), torch.tensor([0, 1, 3]))
+    assert table.select(torch.tensor([1])).collate([0], 0)["input_ids"].tolist() == [[1, 2]]
+    with pytest.raises(RuntimeError, match="detach"):
+        _core.SampleTable.from_columns([1], [1], [0, 1], weights=torch.ones(1, requires_grad=True))
+
+
+def test_what_the_padding_alone_makes_too_large_is_packed() -> None:
+    table = table_of(*[1] * 3000, 1 << 20)
+    assert table.collate_padding_free(range(3001))["input_ids"].shape == (1, 1_051_576)
+    with pytest.raises(DataError, match="a batch of 3001 rows by 1048576 tokens"):
+        table.collate(range(3001), 0)
 
 
 def test_a_hole_in_the_attention_is_kept_by_the_padded_layout_only() -> None:

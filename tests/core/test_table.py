@@ -91,6 +91,7 @@ def test_the_columns_are_a_copy() -> None:
         ({"weight": float("nan")}, r"sample 1: weight is NaN"),
         ({"weight": float("-inf")}, r"weight is -inf"),
         ({"weight": 1e39}, r"weight is 1e39, .* float32"),
+        ({"input_ids": [], "action_mask": [], "attention_mask": []}, r"sample 1 has no tokens.*; drop it"),
     ],
 )
 def test_a_bad_value_is_named(change: dict[str, Any], message: str) -> None:
@@ -163,6 +164,7 @@ def test_what_is_no_sample_is_refused(items: Any) -> None:
         ({"offsets": [1, 4]}, "begin at 1"),
         ({"offsets": [0, 3, 2, 4]}, "sample 1: offsets fall from 3 to 2"),
         ({"offsets": [0, -1, 4]}, "sample 0: offsets fall from 0 to -1"),
+        ({"offsets": [0, 4, 4]}, "sample 1 has no tokens"),
         ({"action_mask": [1] * 3}, "action_mask has length 3, but must have length 4"),
         ({"attention_mask": [1] * 5}, "attention_mask has length 5"),
         ({"actor_logps": [0.0]}, "actor_logps has length 1"),

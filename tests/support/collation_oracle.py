@@ -53,7 +53,8 @@ def float_forms() -> list[Callable[[list[float]], Any]]:
 def item(draw: st.DrawFn, with_logps: bool, plain: bool = False) -> SAWItem:
     """A sample; every form of sequence unless `plain`, which means lists."""
     action = draw(
-        st.lists(st.integers(0, 1), max_size=40) | st.integers(0, 40).map(lambda n: [0] * (n // 4) + [1] * (n - n // 4))
+        st.lists(st.integers(0, 1), min_size=1, max_size=40)
+        | st.integers(1, 40).map(lambda n: [0] * (n // 4) + [1] * (n - n // 4))
     )
     ids = draw(st.lists(st.integers(0, 298), min_size=len(action), max_size=len(action)))
     logps = [draw(st.floats(-20, 0, width=32)) for _ in range(sum(action))]

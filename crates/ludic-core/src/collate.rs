@@ -150,7 +150,6 @@ impl SampleTable {
             pieces.push(Piece { row, line: lines - 1, begin, last: true });
         }
         let longest = pieces.iter().map(|piece| piece.row.len as usize).max().unwrap_or(0);
-        check_size(lines, longest)?;
         let num_tokens = pieces.iter().map(|piece| piece.span().len()).sum();
         Ok(Batch { columns, pieces, lines, partial_attention, longest, num_tokens })
     }
@@ -177,6 +176,19 @@ impl Batch<'_> {
         self.num_tokens
     }
 
+    /// B * T, what the padded and the compact layout hold, if 32-bit offsets can address as much.
+    pub fn padded_size(&self) -> Result<usize, CoreError> {
+        let (rows, columns) = (self.lines, self.longest);
+        let size = rows.checked_mul(columns).filter(|&size| size <= i32::MAX as usize);
+        size.ok_or(CoreError::BatchTooLarge { rows, columns })
+    }
+
+    /// S, what the padding-free layout holds, if 32-bit offsets can address as much.
+    pub fn packed_size(&self) -> Result<usize, CoreError> {
+        let (rows, tokens) = (self.lines, self.num_tokens);
+        if tokens <= i32::MAX as usize { Ok(tokens) } else { Err(CoreError::PackedTooLarge { rows, tokens }) }
+    }
+
     /// Where each sample's own tokens lie: its line, where in it they begin, and where they end. `None` if every sample has a line
     /// to itself.
     pub fn turns(&self) -> Option<Vec<[i64; 3]>> {
@@ -191,7 +203,7 @@ impl Batch<'_> {
         out: PaddedOut<'_, I, F>,
     ) -> Result<(), CoreError> {
         let pad = i64::from(checked_pad(pad_token_id)?);
-        let size = self.lines * self.longest;
+        let size = self.padded_size()?;
         check_output("input_ids", out.input_ids, size)?;
         check_output("attention_mask", out.attention_mask, size)?;
         check_output("action_mask", out.action_mask, size)?;
@@ -225,9 +237,10 @@ impl Batch<'_> {
         out: PaddingFreeOut<'_, I, C, F>,
     ) -> Result<(), CoreError> {
         self.refuse_partial_attention()?;
-        check_output("input_ids", out.input_ids, self.num_tokens)?;
-        check_output("position_ids", out.position_ids, self.num_tokens)?;
-        check_output("action_mask", out.action_mask, self.num_tokens)?;
+        let size = self.packed_size()?;
+        check_output("input_ids", out.input_ids, size)?;
+        check_output("position_ids", out.position_ids, size)?;
+        check_output("action_mask", out.action_mask, size)?;
         check_output("cu_seqlens", out.cu_seqlens, self.lines + 1)?;
         self.write_weights(out.weight)?;
         self.write_logps(out.logps, 0)?;
@@ -257,7 +270,7 @@ impl Batch<'_> {
     ) -> Result<(), CoreError> {
         let pad = checked_pad(pad_token_id)?;
         self.refuse_partial_attention()?;
-        let size = self.lines * self.longest;
+        let size = self.padded_size()?;
         check_output("input_ids", out.input_ids, size)?;
         check_output("action_mask", out.action_mask, size)?;
         check_output("lengths", out.lengths, self.lines)?;
@@ -357,13 +370,6 @@ fn sum_in_lanes(values: &[f32]) -> f32 {
         lanes.iter_mut().zip(group).for_each(|(lane, value)| *lane += value);
     }
     lanes.iter().chain(tail).sum()
-}
-
-fn check_size(rows: usize, columns: usize) -> Result<(), CoreError> {
-    match rows.checked_mul(columns) {
-        Some(size) if size <= i32::MAX as usize => Ok(()),
-        _ => Err(CoreError::BatchTooLarge { rows, columns }),
-    }
 }
 
 fn checked_pad(pad_token_id: i64) -> Result<i32, CoreError> {

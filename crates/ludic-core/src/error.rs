@@ -1,5 +1,18 @@
 //! Everything that can be wrong with the input, with the values that were wrong.
 
+/// Whose fault an error is, and so what a caller can do about it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ErrorKind {
+    /// A token budget that cannot hold what must be packed into it.
+    Budget,
+    /// Another setting that breaks a rule.
+    Setting,
+    /// A sample, a column or an index that breaks a rule.
+    Data,
+    /// Memory that the machine does not have.
+    Memory,
+}
+
 /// What the core refuses, naming the value, the rule and the remedy.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
@@ -253,6 +266,13 @@ pub enum CoreError {
         value: f64,
     },
 
+    /// A sample without a token.
+    #[error("sample {sample} has no tokens, so that a model computes nothing for it; drop it")]
+    NoTokens {
+        /// The sample.
+        sample: usize,
+    },
+
     /// A sample whose length does not fit in 32 bits.
     #[error("sample {sample} has {length} tokens, more than 2147483647; split it")]
     SampleTooLong {
@@ -310,17 +330,44 @@ pub enum CoreError {
         samples: usize,
     },
 
+    /// An index beyond what any table can hold.
+    #[error("index {index} names no sample: no table has as many")]
+    IndexTooLarge {
+        /// The index given.
+        index: i128,
+    },
+
     /// A collation of nothing.
     #[error("cannot collate an empty list of samples; skip micro-batches without samples")]
     EmptyBatch,
 
-    /// A batch that 32-bit offsets cannot address.
+    /// A padded batch that 32-bit offsets cannot address.
     #[error("a batch of {rows} rows by {columns} tokens is more than 2147483647 tokens; split it by a token budget")]
     BatchTooLarge {
         /// Its rows.
         rows: usize,
-        /// Its columns, or the tokens of all its rows divided among them.
+        /// Its columns: the tokens of its longest row.
         columns: usize,
+    },
+
+    /// A padding-free batch that 32-bit offsets cannot address.
+    #[error(
+        "a padding-free batch of {rows} rows has {tokens} tokens, more than 2147483647; split it by a token budget"
+    )]
+    PackedTooLarge {
+        /// Its rows.
+        rows: usize,
+        /// The tokens of all its rows.
+        tokens: usize,
+    },
+
+    /// A column that the machine has no memory for.
+    #[error("no memory for {values} more values of {column}; ingest fewer samples at once")]
+    OutOfMemory {
+        /// Which column.
+        column: &'static str,
+        /// What was to be added to it.
+        values: usize,
     },
 
     /// An attention mask that a layout without one cannot say.
@@ -356,6 +403,54 @@ pub enum CoreError {
         /// The name given.
         name: String,
     },
+}
+
+impl CoreError {
+    /// Whose fault it is. Every variant is named, so that a new one must say it.
+    #[must_use]
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::BudgetTooSmall { .. } | Self::BudgetNotPositive { .. } | Self::PairBudgetTooSmall { .. } => {
+                ErrorKind::Budget
+            }
+            Self::NegativeSetting { .. }
+            | Self::NotPositive { .. }
+            | Self::OutOfRange { .. }
+            | Self::PadToken { .. }
+            | Self::UnknownDenominator { .. }
+            | Self::UnknownPacking { .. }
+            | Self::UnknownReduction { .. } => ErrorKind::Setting,
+            Self::OutOfMemory { .. } => ErrorKind::Memory,
+            Self::NegativeLength { .. }
+            | Self::TooManySamples { .. }
+            | Self::PairIndex { .. }
+            | Self::PairRepeats { .. }
+            | Self::UnknownRole { .. }
+            | Self::DuplicateRole { .. }
+            | Self::IncompletePair { .. }
+            | Self::UnequalColumns { .. }
+            | Self::TokenId { .. }
+            | Self::MaskValue { .. }
+            | Self::MaskLength { .. }
+            | Self::MixedLogps { .. }
+            | Self::LogpCount { .. }
+            | Self::NonFiniteLogp { .. }
+            | Self::NonFiniteWeight { .. }
+            | Self::NoTokens { .. }
+            | Self::SampleTooLong { .. }
+            | Self::NoOffsets
+            | Self::OffsetEnds { .. }
+            | Self::OffsetOrder { .. }
+            | Self::ColumnLength { .. }
+            | Self::IndexOutOfRange { .. }
+            | Self::IndexTooLarge { .. }
+            | Self::EmptyBatch
+            | Self::BatchTooLarge { .. }
+            | Self::PackedTooLarge { .. }
+            | Self::PartialAttention { .. }
+            | Self::OutputLength { .. } => ErrorKind::Data,
+        }
+    }
 }
 
 fn some_or_none(present: bool) -> &'static str {

@@ -9,7 +9,7 @@ use crate::table::{Columns, Row, SampleTable, ones};
 /// One sample as the caller has it.
 #[derive(Debug, Clone, Copy)]
 pub struct Sample<'a> {
-    /// Token ids, each in `0..=i32::MAX`.
+    /// Token ids, at least one, each in `0..=i32::MAX`.
     pub input_ids: Ints<'a>,
     /// 1 where the policy chose the token, 0 elsewhere; as many as ids.
     pub action_mask: Ints<'a>,
@@ -34,13 +34,13 @@ pub struct ColumnInput<'a> {
     pub actor_logps: Option<Floats<'a>>,
     /// One a sample; absent means 1.
     pub weights: Option<Floats<'a>>,
-    /// Where each sample begins, and the end of the last.
+    /// Where each sample begins, and the end of the last. They rise: a sample has at least one token.
     pub offsets: Ints<'a>,
 }
 
 /// Takes samples one at a time and makes a [`SampleTable`] of them.
 ///
-/// After an error the builder holds a part of the refused sample: drop it.
+/// A sample that is refused leaves nothing behind: the builder goes on as if it had not come.
 #[derive(Debug, Default)]
 pub struct TableBuilder {
     columns: Columns,
@@ -48,28 +48,49 @@ pub struct TableBuilder {
 }
 
 impl TableBuilder {
-    /// A builder that does not grow until it holds more than this.
+    /// A builder that does not grow until it holds more than this, where there is memory for as much.
+    #[must_use]
     pub fn with_capacity(samples: usize, tokens: usize) -> Self {
-        let columns =
-            Columns { ids: Vec::with_capacity(tokens), action: Vec::with_capacity(tokens), ..Columns::default() };
-        Self { columns, rows: Vec::with_capacity(samples) }
+        let mut builder = Self::default();
+        // A guess that memory does not hold is no error: what is pushed may be less.
+        let _ = builder.columns.ids.try_reserve(tokens);
+        let _ = builder.columns.action.try_reserve(tokens);
+        let _ = builder.rows.try_reserve(samples);
+        builder
     }
 
     /// Checks one sample and copies it to the end of the columns.
+    ///
+    /// # Errors
+    /// What is wrong with the sample, or that there is no memory for it. The columns are then as they were.
     pub fn push(&mut self, sample: &Sample<'_>) -> Result<(), CoreError> {
-        let at = self.rows.len();
         let start = self.columns.ids.len();
+        let pushed = self.try_push(start, sample);
+        if pushed.is_err() {
+            self.columns.truncate(start);
+        }
+        pushed
+    }
+
+    fn try_push(&mut self, start: usize, sample: &Sample<'_>) -> Result<(), CoreError> {
+        let at = self.rows.len();
         let len = sample.input_ids.len();
+        if len == 0 {
+            return Err(CoreError::NoTokens { sample: at });
+        }
         if len > i32::MAX as usize {
             return Err(CoreError::SampleTooLong { sample: at, length: len });
         }
+        reserve("input_ids", &mut self.columns.ids, len)?;
         push_ids(sample.input_ids, &mut self.columns.ids).map_err(|bad| bad.token_id((at, bad.position)))?;
         check_length(at, "action_mask", sample.action_mask.len(), len)?;
+        reserve("action_mask", &mut self.columns.action, len)?;
         push_mask(sample.action_mask, &mut self.columns.action)
             .map_err(|bad| bad.mask((at, bad.position), "action_mask"))?;
         self.push_attention(at, start, len, sample.attention_mask)?;
         self.push_logps(at, start, sample.actor_logps)?;
         let weight = finite_weight(at, sample.weight)?;
+        reserve("weight", &mut self.rows, 1)?;
         self.rows.push(Row::whole(start, len as u32, weight));
         Ok(())
     }
@@ -82,25 +103,27 @@ impl TableBuilder {
     fn push_attention(&mut self, at: usize, start: usize, len: usize, mask: Option<Ints<'_>>) -> Result<(), CoreError> {
         let Some(mask) = mask else {
             if let Some(column) = &mut self.columns.attention {
+                reserve("attention_mask", column, len)?;
                 column.resize(start + len, 1);
             }
             return Ok(());
         };
         check_length(at, "attention_mask", mask.len(), len)?;
-        if self.columns.attention.is_none() {
-            if all_ones(mask) {
-                return Ok(());
-            }
-            self.columns.attention = Some(vec![1; start]);
+        if self.columns.attention.is_none() && all_ones(mask) {
+            return Ok(());
         }
         let column = self.columns.attention.get_or_insert_default();
+        // Its first values stand for the samples before, which had none of their own.
+        reserve("attention_mask", column, start + len - column.len())?;
+        column.resize(start, 1);
         push_mask(mask, column).map_err(|bad| bad.mask((at, bad.position), "attention_mask"))
     }
 
     fn push_logps(&mut self, at: usize, start: usize, logps: Option<Floats<'_>>) -> Result<(), CoreError> {
         if at == 0 && logps.is_some() {
-            self.columns.logps = Some(Vec::with_capacity(self.columns.ids.capacity()));
+            self.columns.logps = Some(Vec::new());
         }
+        let capacity = self.columns.ids.capacity();
         let (logps, column) = match (logps, &mut self.columns.logps) {
             (Some(logps), Some(column)) => (logps, column),
             (None, None) => return Ok(()),
@@ -113,6 +136,8 @@ impl TableBuilder {
         if logps.len() != actions {
             return Err(CoreError::LogpCount { sample: at, logps: logps.len(), actions });
         }
+        // At once for all tokens to come, as for the ids.
+        reserve("actor_logps", column, capacity - column.len())?;
         each_float!(logps, values => {
             if let Some(position) = first_non_finite(values) {
                 return Err(CoreError::NonFiniteLogp { sample: at, position, value: Float::wide(values[position]) });
@@ -130,20 +155,23 @@ impl SampleTable {
         let rows = rows_of(input.offsets, tokens, input.weights)?;
         let place = |position: usize| locate(&rows, position);
         let mut columns = Columns::default();
+        reserve("input_ids", &mut columns.ids, tokens)?;
         push_ids(input.input_ids, &mut columns.ids).map_err(|bad| bad.token_id(place(bad.position)))?;
         check_column("action_mask", input.action_mask.len(), tokens)?;
+        reserve("action_mask", &mut columns.action, tokens)?;
         push_mask(input.action_mask, &mut columns.action)
             .map_err(|bad| bad.mask(place(bad.position), "action_mask"))?;
         if let Some(mask) = input.attention_mask {
             check_column("attention_mask", mask.len(), tokens)?;
             if !all_ones(mask) {
                 let column = columns.attention.get_or_insert_default();
+                reserve("attention_mask", column, tokens)?;
                 push_mask(mask, column).map_err(|bad| bad.mask(place(bad.position), "attention_mask"))?;
             }
         }
         if let Some(logps) = input.actor_logps {
             check_column("actor_logps", logps.len(), tokens)?;
-            let column = each_float!(logps, values => aligned_logps(values, &columns.action));
+            let column = each_float!(logps, values => aligned_logps(values, &columns.action))?;
             if let Some(at) = first_non_finite(&column) {
                 let (sample, position) = place(at);
                 return Err(CoreError::NonFiniteLogp { sample, position, value: f64::from(column[at]) });
@@ -179,8 +207,11 @@ fn leading(mask: &[u8], bit: u8) -> usize {
 }
 
 /// Token-aligned log-probabilities, with 0 wherever the token is no action.
-fn aligned_logps<T: Float>(values: &[T], mask: &[u8]) -> Vec<f32> {
-    values.iter().zip(mask).map(|(value, &bit)| if bit == 1 { value.single() } else { 0.0 }).collect()
+fn aligned_logps<T: Float>(values: &[T], mask: &[u8]) -> Result<Vec<f32>, CoreError> {
+    let mut column = Vec::new();
+    reserve("actor_logps", &mut column, mask.len())?;
+    column.extend(values.iter().zip(mask).map(|(value, &bit)| if bit == 1 { value.single() } else { 0.0 }));
+    Ok(column)
 }
 
 fn rows_of(offsets: Ints<'_>, tokens: usize, weights: Option<Floats<'_>>) -> Result<Vec<Row>, CoreError> {
@@ -210,12 +241,16 @@ fn unweighted_rows<T: Int>(offsets: &[T], tokens: usize) -> Result<Vec<Row>, Cor
         if length < 0 {
             return Err(CoreError::OffsetOrder { sample, begin, end });
         }
+        if length == 0 {
+            return Err(CoreError::NoTokens { sample });
+        }
         if length > i128::from(i32::MAX) {
             return Err(CoreError::SampleTooLong { sample, length: length as usize });
         }
         Ok(Row::whole(begin as usize, length as u32, 1.0))
     };
-    let mut rows = Vec::with_capacity(offsets.len() - 1);
+    let mut rows = Vec::new();
+    reserve("offsets", &mut rows, offsets.len() - 1)?;
     for step in offsets.windows(2).enumerate() {
         rows.push(row(step)?);
     }
@@ -224,7 +259,6 @@ fn unweighted_rows<T: Int>(offsets: &[T], tokens: usize) -> Result<Vec<Row>, Cor
 
 /// The sample that holds a position of the columns, and where in the sample that is.
 fn locate(rows: &[Row], position: usize) -> (usize, usize) {
-    // Empty samples begin where the next one does: the last row that begins at or before the position holds it.
     let sample = rows.partition_point(|row| row.start <= position).saturating_sub(1);
     (sample, position - rows.get(sample).map_or(0, |row| row.start))
 }
@@ -232,6 +266,11 @@ fn locate(rows: &[Row], position: usize) -> (usize, usize) {
 fn finite_weight(sample: usize, weight: f64) -> Result<f32, CoreError> {
     let single = weight as f32;
     if single.is_finite() { Ok(single) } else { Err(CoreError::NonFiniteWeight { sample, value: weight }) }
+}
+
+/// Room for `more` values of a column, or an error in place of the end of the process.
+fn reserve<T>(column: &'static str, values: &mut Vec<T>, more: usize) -> Result<(), CoreError> {
+    values.try_reserve(more).map_err(|_| CoreError::OutOfMemory { column, values: more })
 }
 
 fn check_length(sample: usize, field: &'static str, length: usize, tokens: usize) -> Result<(), CoreError> {

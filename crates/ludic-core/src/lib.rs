@@ -14,7 +14,7 @@ mod table;
 mod truncate;
 mod vectors;
 
-pub use error::CoreError;
+pub use error::{CoreError, ErrorKind};
 pub use ingest::{ColumnInput, Sample, TableBuilder};
 pub use numbers::{Floats, Ints};
 pub use table::SampleTable;

@@ -52,9 +52,13 @@ macro_rules! each_float {
 pub(crate) use {each_float, each_width};
 
 impl Ints<'_> {
-    /// A copy as signed integers; what does not fit becomes the largest.
-    pub fn to_i64(&self) -> Vec<i64> {
-        each_width!(self, values => values.iter().map(|value| i64::try_from(value.exact()).unwrap_or(i64::MAX)).collect())
+    /// A copy as indices.
+    ///
+    /// # Errors
+    /// [`CoreError::IndexTooLarge`] where one does not fit in a signed integer.
+    pub fn to_i64(&self) -> Result<Vec<i64>, CoreError> {
+        let index = |value: i128| i64::try_from(value).map_err(|_| CoreError::IndexTooLarge { index: value });
+        each_width!(self, values => values.iter().map(|value| index(value.exact())).collect())
     }
 
     /// How many there are.

@@ -34,11 +34,24 @@ impl Columns {
         Arc::new(self)
     }
 
+    /// Takes back all tokens from `end` on, in columns that are not sealed.
+    pub(crate) fn truncate(&mut self, end: usize) {
+        self.ids.truncate(end);
+        self.action.truncate(end);
+        // The first sample decides whether there are log-probabilities.
+        self.logps = self.logps.take().filter(|_| end > 0);
+        if let Some(column) = &mut self.logps {
+            column.truncate(end);
+        }
+        if let Some(column) = &mut self.attention {
+            column.truncate(end);
+        }
+    }
+
     /// Whether `row` holds all ids of `before`, then others, and acts on the others alone.
     fn continues(&self, before: &Row, row: &Row) -> bool {
         let shared = before.len as usize;
-        before.len > 0
-            && before.len < row.len
+        before.len < row.len
             && self.ids[before.span()] == self.ids[row.start..row.start + shared]
             && self.rank(row.start) == self.rank(row.start + shared)
             && self.attention.as_ref().is_none_or(|mask| ![before, row].iter().any(|row| mask[row.span()].contains(&0)))

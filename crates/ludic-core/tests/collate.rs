@@ -346,7 +346,7 @@ fn an_output_of_the_wrong_size_is_refused() {
 
 #[test]
 fn a_padding_token_outside_the_vocabulary_is_refused() {
-    let table = table(&[plain(0)]).unwrap();
+    let table = table(&[plain(1)]).unwrap();
     let batch = table.batch(&[0]).unwrap();
     for value in [-1, i64::from(i32::MAX) + 1] {
         let mut weight = [0f32; 1];
@@ -369,6 +369,20 @@ fn an_empty_batch_is_refused() {
 #[test]
 fn a_batch_that_32_bits_cannot_address_is_refused_before_any_memory_is_asked_for() {
     let table = table(&[plain(1000)]).unwrap();
-    let error = table.batch(&vec![0; 10_000_000]).unwrap_err();
-    assert_eq!(error, CoreError::BatchTooLarge { rows: 10_000_000, columns: 1000 });
+    let batch = table.batch(&vec![0; 10_000_000]).unwrap();
+    let rows = 10_000_000;
+    assert_eq!(batch.padded_size().unwrap_err(), CoreError::BatchTooLarge { rows, columns: 1000 });
+    assert_eq!(batch.packed_size().unwrap_err(), CoreError::PackedTooLarge { rows, tokens: 10_000_000_000 });
+}
+
+#[test]
+fn a_batch_that_only_its_padding_makes_too_large_is_packed() {
+    // 3000 rows of one token and one of 2^20: 3001 * 2^20 = 3.1e9 tokens with padding, 1,051,576 without.
+    let mut samples = vec![plain(1); 3000];
+    samples.push(plain(1 << 20));
+    let table = table(&samples).unwrap();
+    let batch = table.batch(&(0..3001).collect::<Vec<_>>()).unwrap();
+    assert_eq!(batch.padded_size().unwrap_err(), CoreError::BatchTooLarge { rows: 3001, columns: 1 << 20 });
+    assert_eq!(batch.packed_size(), Ok(1_051_576));
+    assert_eq!(*padding_free(&table, &batch).boundaries.last().unwrap(), 1_051_576);
 }

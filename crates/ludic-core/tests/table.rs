@@ -7,11 +7,14 @@ use proptest::prelude::*;
 use samples::{Owned, table};
 
 /// Every sample read back through a batch of its own.
-fn read_back(table: &SampleTable) -> Vec<(Vec<i64>, Vec<f32>, Vec<f32>)> {
+fn read_back(table: &SampleTable) -> Vec<Contents> {
     (0..table.len() as i64).map(|at| one_row(table, at)).collect()
 }
 
-fn one_row(table: &SampleTable, at: i64) -> (Vec<i64>, Vec<f32>, Vec<f32>) {
+/// Ids, action mask, log-probabilities and attention mask.
+type Contents = (Vec<i64>, Vec<f32>, Vec<f32>, Vec<i64>);
+
+fn one_row(table: &SampleTable, at: i64) -> Contents {
     use ludic_core::collate::{LogpsOut, PaddedOut};
     let batch = table.batch(&[at]).unwrap();
     let size = batch.num_tokens();
@@ -31,7 +34,7 @@ fn one_row(table: &SampleTable, at: i64) -> (Vec<i64>, Vec<f32>, Vec<f32>) {
             },
         )
         .unwrap();
-    (ids, action, if with_logps { logps } else { vec![] })
+    (ids, action, if with_logps { logps } else { vec![] }, attention)
 }
 
 fn columns(samples: &[Owned]) -> SampleTable {
@@ -54,7 +57,42 @@ fn columns(samples: &[Owned]) -> SampleTable {
     .unwrap()
 }
 
+/// What is wrong with a sample that is refused; each check of `push` is the one that finds it.
+fn spoilt(mut sample: Owned, how: u8) -> Owned {
+    match how {
+        0 => *sample.ids.last_mut().unwrap() = -1,
+        1 => *sample.action.last_mut().unwrap() = 2,
+        2 => sample.action.push(0),
+        3 => *sample.attention.first_mut().unwrap() = 2,
+        4 => sample.attention.push(1),
+        5 => sample.logps = Some(vec![-1.0; sample.actions() + 1]),
+        6 => sample.logps = Some(vec![f32::NAN; sample.actions().max(1)]),
+        7 => sample.weight = f64::NAN,
+        _ => sample.ids.clear(),
+    }
+    sample
+}
+
 proptest! {
+    #[test]
+    fn a_refused_sample_leaves_nothing_behind(
+        samples in samples::samples_with_holes(), spoils in prop::collection::vec((any::<prop::sample::Index>(), 0..9u8), 1..6),
+    ) {
+        prop_assume!(!samples.is_empty());
+        let mut builder = TableBuilder::default();
+        for (at, sample) in samples.iter().enumerate() {
+            for (which, how) in spoils.iter().filter(|(which, _)| which.index(samples.len()) == at) {
+                let bad = spoilt(samples[which.index(samples.len())].clone(), *how);
+                prop_assert!(builder.push(&bad.view()).is_err());
+            }
+            builder.push(&sample.view()).unwrap();
+        }
+        let (got, want) = (builder.finish(), table(&samples).unwrap());
+        prop_assert_eq!(read_back(&got), read_back(&want));
+        prop_assert_eq!(got.action_counts(), want.action_counts());
+        prop_assert_eq!(got.has_actor_logps(), want.has_actor_logps());
+    }
+
     #[test]
     fn counts_are_those_of_the_samples(samples in samples::samples_with_holes(), limit in 1usize..160) {
         let cut: Vec<Owned> = samples.iter().map(|sample| sample.cut(limit)).collect();
@@ -76,7 +114,7 @@ proptest! {
     }
 
     #[test]
-    fn every_width_makes_the_same_table(ids in prop::collection::vec(0u8..128, 0..200)) {
+    fn every_width_makes_the_same_table(ids in prop::collection::vec(0u8..128, 1..200)) {
         let mask: Vec<u8> = ids.iter().map(|id| id % 2).collect();
         macro_rules! read_as {
             ($($variant:ident $width:ty),*) => {$({
@@ -164,12 +202,14 @@ proptest! {
             input_ids: Ints::I64(&ids), action_mask: Ints::U8(&mask), attention_mask: None, actor_logps: None,
             weights: None, offsets: Ints::I64(offsets),
         });
-        let sound = offsets.first() == Some(&0) && offsets.last() == Some(&8) && offsets.is_sorted();
+        let rises = offsets.windows(2).all(|pair| pair[0] < pair[1]);
+        let sound = offsets.first() == Some(&0) && offsets.last() == Some(&8) && rises;
         prop_assert_eq!(build(&offsets).is_ok(), sound);
-        // With the ends in place and sorted between them it is a table.
+        // With the ends in place and rising between them it is a table.
         offsets.retain(|&offset| (0..=8).contains(&offset));
         offsets.extend([0, 8]);
         offsets.sort_unstable();
+        offsets.dedup();
         prop_assert_eq!(build(&offsets).unwrap().len(), offsets.len() - 1);
     }
 }
@@ -231,11 +271,25 @@ fn a_bad_value_of_a_column_is_placed_in_its_sample() {
         attention_mask: None,
         actor_logps: None,
         weights: None,
-        // The second sample is empty.
-        offsets: Ints::I32(&[0, 3, 3, 5]),
+        offsets: Ints::I32(&[0, 2, 3, 5]),
     })
     .unwrap_err();
     assert_eq!(error, CoreError::TokenId { sample: 2, position: 1, value: -5 });
+}
+
+#[test]
+fn a_sample_without_tokens_is_refused_at_the_border() {
+    let none = Owned { ids: vec![], action: vec![], attention: vec![], logps: Some(vec![]), weight: 1.0 };
+    assert_eq!(table(&[one(&[1], &[-1.0], 1.0), none]).unwrap_err(), CoreError::NoTokens { sample: 1 });
+    let columns = ColumnInput {
+        input_ids: Ints::I32(&[1, 2]),
+        action_mask: Ints::U8(&[0; 2]),
+        attention_mask: None,
+        actor_logps: None,
+        weights: None,
+        offsets: Ints::I32(&[0, 1, 1, 2]),
+    };
+    assert_eq!(SampleTable::from_columns(&columns).unwrap_err(), CoreError::NoTokens { sample: 1 });
 }
 
 #[test]

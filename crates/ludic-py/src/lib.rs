@@ -2,6 +2,8 @@
 mod arguments;
 mod collate;
 mod errors;
+mod fields;
+mod lists;
 mod pairs;
 mod plan;
 mod ranks;

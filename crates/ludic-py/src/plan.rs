@@ -8,7 +8,7 @@ use pyo3::types::PyList;
 
 use crate::arguments::{Count, Lengths};
 use crate::errors::{Result, raised};
-use crate::sequences::{length_at, picked};
+use crate::lists::{length_at, picked};
 
 /// Micro-batches as lists of sample indices: every index once, none empty.
 #[pyclass(frozen, sequence, module = "ludic._core")]

@@ -1,41 +1,51 @@
-//! Numbers out of Python sequences: lists element by element without an object for each, arrays and bytes through the
-//! buffer protocol without touching elements.
+//! Numbers out of Python sequences: lists element by element without an object for each, arrays without touching elements.
 //!
-//! A list, a tuple, bytes and anything with a buffer of one dimension is read. An array that is not contiguous or not
-//! aligned is copied first. Anything else, also a buffer in foreign byte order, is a `DataTypeError`.
+//! A list, a tuple, a range, bytes, anything with a buffer of one dimension and anything that numpy makes an array of is read.
+//! Reading has two phases, because Python code may run while a sequence is converted, and such code can free the memory of
+//! any array. `prepare` runs it: what is no plain array is copied. `borrow` runs none: it looks at a plain array's memory,
+//! which therefore stays where it is until the caller has read it, as long as the caller runs no Python code in between.
 
-use std::slice;
+use std::{ptr, slice};
 
 use ludic_core::{Floats, Ints};
 use numpy::{PyArray1, PyArrayDescrMethods, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::buffer::{ElementType, PyUntypedBuffer};
-use pyo3::exceptions::PyOverflowError;
-use pyo3::ffi;
+use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyInt, PyList, PyTuple};
+use pyo3::types::{PyByteArray, PyBytes};
 
-use crate::errors::raised;
+use crate::errors::{raised, refusal};
+use crate::fields::{Field, kind_of};
+use crate::lists::{as_list, read_bits, read_list, reserve};
 
-/// What is being read, for messages.
-#[derive(Clone, Copy)]
-pub struct Field {
-    pub name: &'static str,
-    /// None when a column of all samples is read.
-    pub sample: Option<usize>,
+/// Where `prepare` left the numbers.
+#[derive(Clone, Copy, Default)]
+enum Found {
+    /// In the reader, converted.
+    #[default]
+    Converted,
+    /// In the reader, as zeros and ones.
+    Bits,
+    /// In the reader, as they lay in a buffer.
+    Copied(Layout),
+    /// In the array that was given.
+    InPlace,
 }
 
-impl Field {
-    fn at(&self, position: usize) -> String {
-        format!("{}[{position}]", self.whole())
-    }
+/// The elements of a copied buffer.
+#[derive(Clone, Copy)]
+struct Layout {
+    kind: Kind,
+    width: usize,
+    count: usize,
+}
 
-    fn whole(&self) -> String {
-        match self.sample {
-            Some(sample) => format!("sample {sample}: {}", self.name),
-            None => self.name.to_owned(),
-        }
-    }
+#[derive(Clone, Copy)]
+enum Kind {
+    Signed,
+    Unsigned,
+    Float,
 }
 
 /// Reads one field of many samples in turn; its memory is used again.
@@ -43,30 +53,46 @@ impl Field {
 pub struct IntReader {
     wide: Vec<i64>,
     bits: Vec<u8>,
-    buffer: Option<PyUntypedBuffer>,
+    copied: Copied,
+    found: Found,
 }
 
 impl IntReader {
-    /// Integers of any width.
-    pub fn read<'a>(&'a mut self, value: &'a Bound<'_, PyAny>, field: Field) -> PyResult<Ints<'a>> {
+    /// Converts integers of any width, except those of a plain array. Python code may run. Returns how many there are.
+    pub fn prepare(&mut self, value: &Bound<'_, PyAny>, field: Field) -> PyResult<usize> {
         if let Some(ints) = int_array(value) {
-            return Ok(ints);
+            self.found = Found::InPlace;
+            return Ok(ints.len());
         }
+        if let Some(list) = as_list(value)? {
+            read_list(&list, &mut self.wide, field)?;
+            self.found = Found::Converted;
+            return Ok(self.wide.len());
+        }
+        let layout = self.copied.fill(value, field, int_kind, "integers in native byte order")?;
+        self.found = Found::Copied(layout);
+        Ok(layout.count)
+    }
+
+    /// The same for zeros and ones, which in a list are two objects known beforehand: no element is looked into.
+    pub fn prepare_mask(&mut self, value: &Bound<'_, PyAny>, field: Field) -> PyResult<usize> {
         match as_list(value)? {
-            Some(list) => {
-                read_list(&list, &mut self.wide, field)?;
-                Ok(Ints::I64(&self.wide))
+            Some(list) if read_bits(&list, &mut self.bits, field)? => {
+                self.found = Found::Bits;
+                Ok(self.bits.len())
             }
-            None => int_buffer(hold(&mut self.buffer, value, field)?, field),
+            _ => self.prepare(value, field),
         }
     }
 
-    /// Zeros and ones, which in a list are two objects known beforehand: no element is looked into.
-    pub fn read_mask<'a>(&'a mut self, value: &'a Bound<'_, PyAny>, field: Field) -> PyResult<Ints<'a>> {
-        match as_list(value)? {
-            Some(list) if read_bits(&list, &mut self.bits) => Ok(Ints::U8(&self.bits)),
-            _ => self.read(value, field),
-        }
+    /// What was prepared from `value`. No Python code runs.
+    pub fn borrow<'a>(&'a self, value: &'a Bound<'_, PyAny>, field: Field) -> PyResult<Ints<'a>> {
+        Ok(match self.found {
+            Found::Converted => Ints::I64(&self.wide),
+            Found::Bits => Ints::U8(&self.bits),
+            Found::Copied(layout) => self.copied.ints(layout),
+            Found::InPlace => int_array(value).ok_or_else(|| changed(field))?,
+        })
     }
 }
 
@@ -74,184 +100,107 @@ impl IntReader {
 #[derive(Default)]
 pub struct FloatReader {
     wide: Vec<f64>,
-    buffer: Option<PyUntypedBuffer>,
+    copied: Copied,
+    found: Found,
 }
 
 impl FloatReader {
-    pub fn read<'a>(&'a mut self, value: &'a Bound<'_, PyAny>, field: Field) -> PyResult<Floats<'a>> {
-        if let Some(floats) = float_array(value) {
-            return Ok(floats);
-        }
-        match as_list(value)? {
-            Some(list) => {
-                read_list(&list, &mut self.wide, field)?;
-                Ok(Floats::F64(&self.wide))
-            }
-            None => float_buffer(hold(&mut self.buffer, value, field)?, field),
-        }
-    }
-}
-
-/// Whether `value` is a list of `length` values that all equal 1. The list counts them itself, several times as fast as they
-/// can be read from outside; nearly every attention mask is such a list.
-pub fn is_list_of_ones(value: &Bound<'_, PyAny>, length: usize) -> PyResult<bool> {
-    match value.cast_exact::<PyList>() {
-        Ok(list) if list.len() == length => {
-            Ok(list.call_method1(intern!(list.py(), "count"), (1,))?.extract::<usize>()? == length)
-        }
-        _ => Ok(false),
-    }
-}
-
-/// The list itself, or the items of a tuple as a list; None for anything else.
-fn as_list<'py>(value: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyList>>> {
-    if let Ok(list) = value.cast::<PyList>() {
-        return Ok(Some(list.clone()));
-    }
-    value.cast::<PyTuple>().ok().map(|tuple| tuple.as_sequence().to_list()).transpose()
-}
-
-/// A number that a list may hold.
-trait Element: Copy + Default {
-    const KIND: &'static str;
-
-    /// Reads an object of exactly the usual type. None when it is of another type, or out of range.
-    ///
-    /// # Safety
-    /// `item` is a live object. No Python code runs.
-    unsafe fn quick(item: *mut ffi::PyObject) -> Option<Self>;
-
-    /// Reads anything that converts. Python code may run.
-    fn slow(item: &Bound<'_, PyAny>) -> PyResult<Self>;
-}
-
-impl Element for i64 {
-    const KIND: &'static str = "an integer";
-
-    #[inline(always)]
-    unsafe fn quick(item: *mut ffi::PyObject) -> Option<Self> {
-        // SAFETY: the caller vouches for `item`; an exact int is converted without running Python code.
-        unsafe {
-            if ffi::Py_TYPE(item) != &raw mut ffi::PyLong_Type {
-                return None;
-            }
-            let value = ffi::PyLong_AsLongLong(item);
-            if value == -1 && !ffi::PyErr_Occurred().is_null() {
-                ffi::PyErr_Clear();
-                return None;
-            }
-            Some(value)
-        }
-    }
-
-    fn slow(item: &Bound<'_, PyAny>) -> PyResult<Self> {
-        item.extract()
-    }
-}
-
-impl Element for f64 {
-    const KIND: &'static str = "a number";
-
-    #[inline(always)]
-    unsafe fn quick(item: *mut ffi::PyObject) -> Option<Self> {
-        // SAFETY: the caller vouches for `item`; an exact float is read without running Python code, and without errors.
-        unsafe {
-            let exact = ffi::Py_TYPE(item) == &raw mut ffi::PyFloat_Type;
-            exact.then(|| ffi::PyFloat_AsDouble(item))
-        }
-    }
-
-    fn slow(item: &Bound<'_, PyAny>) -> PyResult<Self> {
-        item.extract()
-    }
-}
-
-fn read_list<T: Element>(list: &Bound<'_, PyList>, out: &mut Vec<T>, field: Field) -> PyResult<()> {
-    out.clear();
-    out.resize(list.len(), T::default());
-    for (position, slot) in out.iter_mut().enumerate() {
-        let item = list_item(list, position)?;
-        // SAFETY: the list holds a reference to `item`, and nothing runs that could take it out.
-        *slot = match unsafe { T::quick(item) } {
-            Some(value) => value,
-            None => {
-                // SAFETY: as above; from here on `item` is owned, so Python code may run.
-                let item = unsafe { Bound::from_borrowed_ptr(list.py(), item) };
-                T::slow(&item).map_err(|error| refused(&item, error, field, position, T::KIND))?
-            }
+    pub fn prepare(&mut self, value: &Bound<'_, PyAny>, field: Field) -> PyResult<()> {
+        self.found = if float_array(value).is_some() {
+            Found::InPlace
+        } else if let Some(list) = as_list(value)? {
+            read_list(&list, &mut self.wide, field)?;
+            Found::Converted
+        } else {
+            Found::Copied(self.copied.fill(value, field, float_kind, "float32 or float64 in native byte order")?)
         };
+        Ok(())
     }
-    Ok(())
+
+    pub fn borrow<'a>(&'a self, value: &'a Bound<'_, PyAny>, field: Field) -> PyResult<Floats<'a>> {
+        Ok(match self.found {
+            Found::Converted | Found::Bits => Floats::F64(&self.wide),
+            Found::Copied(layout) => self.copied.floats(layout),
+            Found::InPlace => float_array(value).ok_or_else(|| changed(field))?,
+        })
+    }
 }
 
-/// The item at `position`, borrowed from the list.
-#[inline(always)]
-fn list_item(list: &Bound<'_, PyList>, position: usize) -> PyResult<*mut ffi::PyObject> {
-    // SAFETY: `list` is a list and the interpreter is attached. The bound is checked, and the result with it.
-    let item = unsafe { ffi::PyList_GetItem(list.as_ptr(), position as ffi::Py_ssize_t) };
-    if item.is_null() { Err(PyErr::fetch(list.py())) } else { Ok(item) }
+/// The bytes of a buffer, in words so that elements of any width are aligned.
+#[derive(Default)]
+struct Copied {
+    words: Vec<u64>,
 }
 
-/// Reads a list of which every item is the object 0, 1, False or True; false at the first that is not.
-fn read_bits(list: &Bound<'_, PyList>, out: &mut Vec<u8>) -> bool {
-    let py = list.py();
-    let [zero, one] = [0, 1].map(|bit| PyInt::new(py, bit));
-    let (zero, one) = (zero.as_ptr(), one.as_ptr());
-    // SAFETY: the two are immortal statics of the interpreter.
-    let (no, yes) = unsafe { (ffi::Py_False(), ffi::Py_True()) };
-    out.clear();
-    out.resize(list.len(), 0);
-    for (position, slot) in out.iter_mut().enumerate() {
-        let Ok(item) = list_item(list, position) else { return false };
-        if item == one || item == yes {
-            *slot = 1;
-        } else if item != zero && item != no {
-            return false;
+impl Copied {
+    /// Takes the buffer of `value`, copies it before any other Python code can run, and lets go of it.
+    fn fill(
+        &mut self,
+        value: &Bound<'_, PyAny>,
+        field: Field,
+        kind_of: fn(&PyUntypedBuffer) -> Option<Kind>,
+        wanted: &str,
+    ) -> PyResult<Layout> {
+        if field.places && (value.is_instance_of::<PyBytes>() || value.is_instance_of::<PyByteArray>()) {
+            return Err(field.no_mask("bytes"));
+        }
+        let buffer = plain_buffer(value, field)?;
+        let (width, count) = (buffer.item_size(), buffer.item_count());
+        let kind = kind_of(&buffer).filter(|_| [1, 2, 4, 8].contains(&width));
+        let truths = matches!(element_type(&buffer), ElementType::Bool);
+        let layout = match kind {
+            _ if field.places && truths => Err(field.no_mask("an array of truths")),
+            // Without an element there is none of a wrong type: so is what numpy makes of an empty list.
+            None if count == 0 => Ok(Layout { kind: Kind::Signed, width: 8, count }),
+            None => Err(wrong_elements(&buffer, field, wanted)),
+            Some(kind) => Ok(Layout { kind, width, count }),
+        };
+        if layout.is_ok() {
+            self.words.clear();
+            reserve(&mut self.words, buffer.len_bytes().div_ceil(size_of::<u64>()), field)?;
+            self.words.resize(buffer.len_bytes().div_ceil(size_of::<u64>()), 0);
+            // SAFETY: `plain_buffer` made sure of contiguity, `words` has room for as many bytes, and between taking the
+            // buffer and here no Python code has run.
+            unsafe {
+                ptr::copy_nonoverlapping(
+                    buffer.buf_ptr().cast(),
+                    self.words.as_mut_ptr().cast::<u8>(),
+                    buffer.len_bytes(),
+                )
+            };
+        }
+        buffer.release(value.py());
+        layout
+    }
+
+    fn ints(&self, layout: Layout) -> Ints<'_> {
+        match (layout.kind, layout.width) {
+            (Kind::Unsigned, 1) => Ints::U8(self.elements(layout)),
+            (Kind::Unsigned, 2) => Ints::U16(self.elements(layout)),
+            (Kind::Unsigned, 4) => Ints::U32(self.elements(layout)),
+            (Kind::Unsigned, _) => Ints::U64(self.elements(layout)),
+            (_, 1) => Ints::I8(self.elements(layout)),
+            (_, 2) => Ints::I16(self.elements(layout)),
+            (_, 4) => Ints::I32(self.elements(layout)),
+            _ => Ints::I64(self.elements(layout)),
         }
     }
-    true
-}
 
-/// `len` of the item at `position`, without taking hold of it if it is a list.
-pub fn length_at(sequences: &Bound<'_, PyList>, position: usize) -> PyResult<usize> {
-    let item = list_item(sequences, position)?;
-    // SAFETY: the list holds a reference to `item`; the size of an exact list is read without running Python code.
-    unsafe {
-        if ffi::Py_TYPE(item) == &raw mut ffi::PyList_Type {
-            return Ok(ffi::PyList_Size(item) as usize);
+    fn floats(&self, layout: Layout) -> Floats<'_> {
+        match layout.width {
+            4 => Floats::F32(self.elements(layout)),
+            _ => Floats::F64(self.elements(layout)),
         }
-        Bound::from_borrowed_ptr(sequences.py(), item).len()
     }
-}
 
-/// A list of the items at `positions`. `PyList::new` would go through a vector of them.
-pub fn picked<'py>(items: &Bound<'py, PyList>, positions: &[u32]) -> PyResult<Bound<'py, PyList>> {
-    let py = items.py();
-    // SAFETY: a new list, whose every slot is given an owned reference below; a list with empty slots may be dropped. The
-    // index is within the list, so that nothing runs and nothing fails.
-    unsafe {
-        let list = Bound::from_owned_ptr_or_err(py, ffi::PyList_New(positions.len() as ffi::Py_ssize_t))?;
-        for (slot, &position) in positions.iter().enumerate() {
-            let item = list_item(items, position as usize)?;
-            ffi::Py_IncRef(item);
-            ffi::PyList_SetItem(list.as_ptr(), slot as ffi::Py_ssize_t, item);
-        }
-        Ok(list.cast_into_unchecked())
+    /// The elements as `T`, a number of the width that the layout says.
+    fn elements<T: numpy::Element>(&self, layout: Layout) -> &[T] {
+        debug_assert_eq!(size_of::<T>(), layout.width);
+        let count = layout.count.min(self.words.len() * size_of::<u64>() / size_of::<T>());
+        // SAFETY: the words are this reader's own, hold as many elements, are aligned for any number of up to 64 bits, and any
+        // bits are such a number.
+        unsafe { slice::from_raw_parts(self.words.as_ptr().cast(), count) }
     }
-}
-
-fn refused(item: &Bound<'_, PyAny>, error: PyErr, field: Field, position: usize, kind: &str) -> PyErr {
-    let place = field.at(position);
-    let shown = item.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());
-    if error.is_instance_of::<PyOverflowError>(item.py()) {
-        return raised("DataError", format!("{place} is {shown}, which does not fit in 64 bits"));
-    }
-    let found = item.get_type().name().map_or_else(|_| "?".to_owned(), |name| name.to_string());
-    let mut refusal = format!("{place} is {shown} ({found}), but must be {kind}");
-    if kind == i64::KIND {
-        refusal.push_str("; convert the sequence once with list(map(int, ...)) or numpy's astype");
-    }
-    raised("DataTypeError", refusal)
 }
 
 /// The elements of a numpy array of one plain dimension; None for anything else, which the buffer protocol then reads or refuses.
@@ -283,53 +232,53 @@ fn plain_array<'a, T: numpy::Element>(value: &'a Bound<'_, PyAny>) -> Option<&'a
         return Some(&[]);
     }
     let plain = array.is_c_contiguous() && data.is_aligned();
-    // SAFETY: as for `elements`, with the type checked by the cast and the array kept by `value`.
+    // SAFETY: the type is checked by the cast, contiguity and alignment here, and `value` keeps the array. Only Python code
+    // could free its memory, and none runs while the slice is in use: see the head of this file.
     plain.then(|| unsafe { slice::from_raw_parts(data, array.len()) })
 }
 
-/// Takes the buffer of `value`, of a copy where its layout is not plain, and keeps it until the next call.
-fn hold<'a>(
-    held: &'a mut Option<PyUntypedBuffer>,
-    value: &Bound<'_, PyAny>,
-    field: Field,
-) -> PyResult<&'a PyUntypedBuffer> {
-    if let Some(last) = held.take() {
-        last.release(value.py());
-    }
-    let Ok(buffer) = PyUntypedBuffer::get(value) else {
-        return Err(wrong_type(value, field));
-    };
+/// An array that was plain when it was looked at, and is not when it is read.
+fn changed(field: Field) -> PyErr {
+    raised("DataError", format!("{} changed while the sample was read; give a copy", field.whole()))
+}
+
+/// A contiguous buffer of one dimension: that of `value`, or of a copy that numpy makes.
+fn plain_buffer(value: &Bound<'_, PyAny>, field: Field) -> PyResult<PyUntypedBuffer> {
+    let buffer = PyUntypedBuffer::get(value).or_else(|error| {
+        let Some(array) = as_array(value, field)? else { return Err(wrong_type(value, field, error)) };
+        PyUntypedBuffer::get(&array).map_err(|error| wrong_type(value, field, error))
+    })?;
     if buffer.dimensions() != 1 {
         let found = format!("{} has {} dimensions, but must have one", field.whole(), buffer.dimensions());
         return Err(raised("DataTypeError", found));
     }
-    let plain = buffer.is_c_contiguous() && buffer.buf_ptr().addr().is_multiple_of(buffer.item_size().max(1));
-    if plain {
-        return Ok(held.insert(buffer));
+    if buffer.is_c_contiguous() {
+        return Ok(buffer);
     }
-    let copy = value.py().import("numpy")?.call_method1("array", (value,))?;
-    Ok(held.insert(PyUntypedBuffer::get(&copy)?))
+    PyUntypedBuffer::get(&value.py().import("numpy")?.call_method1("array", (value,))?)
 }
 
-fn wrong_type(value: &Bound<'_, PyAny>, field: Field) -> PyErr {
-    let found = value.get_type().name().map_or_else(|_| "?".to_owned(), |name| name.to_string());
-    let place = field.whole();
-    raised(
-        "DataTypeError",
-        format!("{place} is a {found}, but must be a list, a tuple, a one-dimensional numpy array or bytes"),
-    )
+/// The array that an object without a buffer says it is: so does a tensor of torch. None where it does not say it.
+fn as_array<'py>(value: &Bound<'py, PyAny>, field: Field) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let py = value.py();
+    let Some(convert) = value.getattr_opt(intern!(py, "__array__"))? else { return Ok(None) };
+    let array = convert.call0().map_err(|error| {
+        let (place, found) = (field.whole(), kind_of(value));
+        let message = format!("{place} is a {found} that numpy cannot read: {}", error.value(py));
+        refusal(py, error, "DataTypeError", message)
+    })?;
+    Ok(array.cast::<PyUntypedArray>().is_ok().then_some(array))
 }
 
-/// The elements of a contiguous, aligned buffer.
-fn elements<T>(buffer: &PyUntypedBuffer) -> &[T] {
-    let count = buffer.len_bytes() / size_of::<T>();
-    if count == 0 {
-        return &[];
+fn wrong_type(value: &Bound<'_, PyAny>, field: Field, error: PyErr) -> PyErr {
+    let py = value.py();
+    let (place, found) = (field.whole(), kind_of(value));
+    let mut message =
+        format!("{place} is a {found}, but must be a list, a tuple, a one-dimensional numpy array or bytes");
+    if !error.is_instance_of::<PyTypeError>(py) {
+        message.push_str(&format!(": {}", error.value(py)));
     }
-    // SAFETY: `hold` made sure of contiguity and alignment, the caller of the width of the elements; `buffer` keeps the
-    // memory. The interpreter stays attached, and the slice is read only after the last field has been converted, when no
-    // more Python code runs.
-    unsafe { slice::from_raw_parts(buffer.buf_ptr().cast(), count) }
+    refusal(py, error, "DataTypeError", message)
 }
 
 /// What the buffer holds; unknown in foreign byte order, which `ElementType` does not look at.
@@ -341,26 +290,18 @@ fn element_type(buffer: &PyUntypedBuffer) -> ElementType {
     }
 }
 
-fn int_buffer(buffer: &PyUntypedBuffer, field: Field) -> PyResult<Ints<'_>> {
-    match (element_type(buffer), buffer.item_size()) {
-        (ElementType::SignedInteger { bytes: 1 }, 1) => Ok(Ints::I8(elements(buffer))),
-        (ElementType::SignedInteger { bytes: 2 }, 2) => Ok(Ints::I16(elements(buffer))),
-        (ElementType::SignedInteger { bytes: 4 }, 4) => Ok(Ints::I32(elements(buffer))),
-        (ElementType::SignedInteger { bytes: 8 }, 8) => Ok(Ints::I64(elements(buffer))),
-        (ElementType::UnsignedInteger { bytes: 1 } | ElementType::Bool, 1) => Ok(Ints::U8(elements(buffer))),
-        (ElementType::UnsignedInteger { bytes: 2 }, 2) => Ok(Ints::U16(elements(buffer))),
-        (ElementType::UnsignedInteger { bytes: 4 }, 4) => Ok(Ints::U32(elements(buffer))),
-        (ElementType::UnsignedInteger { bytes: 8 }, 8) => Ok(Ints::U64(elements(buffer))),
-        _ => Err(wrong_elements(buffer, field, "integers in native byte order")),
+/// The width is the buffer's to say: ctypes gives a long of eight bytes the letter of one of four.
+fn int_kind(buffer: &PyUntypedBuffer) -> Option<Kind> {
+    match element_type(buffer) {
+        ElementType::SignedInteger { .. } => Some(Kind::Signed),
+        ElementType::UnsignedInteger { .. } | ElementType::Bool => Some(Kind::Unsigned),
+        _ => None,
     }
 }
 
-fn float_buffer(buffer: &PyUntypedBuffer, field: Field) -> PyResult<Floats<'_>> {
-    match (element_type(buffer), buffer.item_size()) {
-        (ElementType::Float { bytes: 4 }, 4) => Ok(Floats::F32(elements(buffer))),
-        (ElementType::Float { bytes: 8 }, 8) => Ok(Floats::F64(elements(buffer))),
-        _ => Err(wrong_elements(buffer, field, "float32 or float64 in native byte order")),
-    }
+fn float_kind(buffer: &PyUntypedBuffer) -> Option<Kind> {
+    let wide = matches!(element_type(buffer), ElementType::Float { .. }) && buffer.item_size() >= 4;
+    wide.then_some(Kind::Float)
 }
 
 fn wrong_elements(buffer: &PyUntypedBuffer, field: Field, wanted: &str) -> PyErr {

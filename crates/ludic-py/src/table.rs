@@ -8,8 +8,10 @@ use pyo3::types::{PyDict, PyList, PyString};
 
 use crate::arguments::Count;
 use crate::collate::{self, Arena};
-use crate::errors::{Result, raised};
-use crate::sequences::{Field, FloatReader, IntReader, is_list_of_ones};
+use crate::errors::{Error, Result, is_error_of_the_value, raised, refusal};
+use crate::fields::Field;
+use crate::lists::is_list_of_ones;
+use crate::sequences::{FloatReader, IntReader};
 
 /// More items than this are refused at once: reading an object costs about half a microsecond, columns cost nothing.
 const MAX_ITEMS: usize = 1 << 20;
@@ -24,7 +26,7 @@ impl SampleTable {
     #[staticmethod]
     fn from_items(items: &Bound<'_, PyAny>) -> Result<Self> {
         let items = list_of_items(items)?;
-        let mut builder = TableBuilder::with_capacity(items.len(), expected_tokens(&items));
+        let mut builder = TableBuilder::with_capacity(items.len(), expected_tokens(&items)?);
         let mut reader = ItemReader::default();
         for (at, item) in items.iter().enumerate() {
             reader.push(&mut builder, at, &item)?;
@@ -44,20 +46,8 @@ impl SampleTable {
         actor_logps: Option<&Bound<'_, PyAny>>,
         attention_mask: Option<&Bound<'_, PyAny>>,
     ) -> Result<Self> {
-        let [mut ids, mut action, mut bounds, mut attention] = [(); 4].map(|()| IntReader::default());
-        let [mut credit, mut logps] = [(); 2].map(|()| FloatReader::default());
-        let column = |name| Field { name, sample: None };
-        let input = ColumnInput {
-            input_ids: ids.read(input_ids, column("input_ids"))?,
-            action_mask: action.read_mask(action_mask, column("action_mask"))?,
-            attention_mask: attention_mask
-                .map(|mask| attention.read_mask(mask, column("attention_mask")))
-                .transpose()?,
-            actor_logps: actor_logps.map(|values| logps.read(values, column("actor_logps"))).transpose()?,
-            weights: weights.map(|values| credit.read(values, column("weights"))).transpose()?,
-            offsets: bounds.read(offsets, column("offsets"))?,
-        };
-        Ok(Self(ludic_core::SampleTable::from_columns(&input)?))
+        let column = Columns { input_ids, action_mask, offsets, weights, actor_logps, attention_mask };
+        column.table()
     }
 
     fn __len__(&self) -> usize {
@@ -130,9 +120,9 @@ impl SampleTable {
         py: Python<'py>,
         indices: Indices,
         pad_token_id: Count,
-        mut arena: Option<PyRefMut<'py, Arena>>,
+        arena: Option<&Bound<'py, Arena>>,
     ) -> Result<Bound<'py, PyDict>> {
-        collate::padded(py, self, &indices.0, pad_token_id.0, arena.as_deref_mut())
+        collate::padded(py, self, &indices.0, pad_token_id.0, collate::locked(arena)?.as_deref_mut())
     }
 
     /// The padding-free layout: `input_ids` and `position_ids` i64, `action_mask` f32 [1, S], `cu_seqlens` i32 [B + 1],
@@ -142,9 +132,9 @@ impl SampleTable {
         &self,
         py: Python<'py>,
         indices: Indices,
-        mut arena: Option<PyRefMut<'py, Arena>>,
+        arena: Option<&Bound<'py, Arena>>,
     ) -> Result<Bound<'py, PyDict>> {
-        collate::padding_free(py, self, &indices.0, arena.as_deref_mut())
+        collate::padding_free(py, self, &indices.0, collate::locked(arena)?.as_deref_mut())
     }
 
     /// The compact layout: `input_ids` i32, `action_mask` u8 [B, T], `lengths` i32 [B], `weight` f32 [B].
@@ -154,9 +144,9 @@ impl SampleTable {
         py: Python<'py>,
         indices: Indices,
         pad_token_id: Count,
-        mut arena: Option<PyRefMut<'py, Arena>>,
+        arena: Option<&Bound<'py, Arena>>,
     ) -> Result<Bound<'py, PyDict>> {
-        collate::compact(py, self, &indices.0, pad_token_id.0, arena.as_deref_mut())
+        collate::compact(py, self, &indices.0, pad_token_id.0, collate::locked(arena)?.as_deref_mut())
     }
 }
 
@@ -168,8 +158,45 @@ impl<'py> FromPyObject<'_, 'py> for Indices {
 
     fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let mut reader = IntReader::default();
-        let field = Field { name: "indices", sample: None };
-        Ok(Self(reader.read(&value, field)?.to_i64()))
+        let field = Field::places("indices");
+        reader.prepare(&value, field)?;
+        Ok(Self(reader.borrow(&value, field)?.to_i64().map_err(Error::from)?))
+    }
+}
+
+/// The columns as Python gives them.
+struct Columns<'a, 'py> {
+    input_ids: &'a Bound<'py, PyAny>,
+    action_mask: &'a Bound<'py, PyAny>,
+    offsets: &'a Bound<'py, PyAny>,
+    weights: Option<&'a Bound<'py, PyAny>>,
+    actor_logps: Option<&'a Bound<'py, PyAny>>,
+    attention_mask: Option<&'a Bound<'py, PyAny>>,
+}
+
+impl Columns<'_, '_> {
+    fn table(&self) -> Result<SampleTable> {
+        let [mut ids, mut action, mut bounds, mut attention] = [(); 4].map(|()| IntReader::default());
+        let [mut credit, mut logps] = [(); 2].map(|()| FloatReader::default());
+        let column = Field::column;
+        ids.prepare(self.input_ids, column("input_ids"))?;
+        action.prepare_mask(self.action_mask, column("action_mask"))?;
+        let attend = |mask| attention.prepare_mask(mask, column("attention_mask"));
+        self.attention_mask.map(attend).transpose()?;
+        self.actor_logps.map(|values| logps.prepare(values, column("actor_logps"))).transpose()?;
+        self.weights.map(|values| credit.prepare(values, column("weights"))).transpose()?;
+        bounds.prepare(self.offsets, Field::places("offsets"))?;
+        // From here on no Python code runs: arrays are borrowed.
+        let attended = |mask| attention.borrow(mask, column("attention_mask"));
+        let input = ColumnInput {
+            input_ids: ids.borrow(self.input_ids, column("input_ids"))?,
+            action_mask: action.borrow(self.action_mask, column("action_mask"))?,
+            attention_mask: self.attention_mask.map(attended).transpose()?,
+            actor_logps: self.actor_logps.map(|values| logps.borrow(values, column("actor_logps"))).transpose()?,
+            weights: self.weights.map(|values| credit.borrow(values, column("weights"))).transpose()?,
+            offsets: bounds.borrow(self.offsets, Field::places("offsets"))?,
+        };
+        Ok(SampleTable(ludic_core::SampleTable::from_columns(&input)?))
     }
 }
 
@@ -185,25 +212,29 @@ struct ItemReader {
 impl ItemReader {
     fn push<'py>(&mut self, builder: &mut TableBuilder, at: usize, item: &Bound<'py, PyAny>) -> Result<()> {
         let py = item.py();
-        let field = |name| Field { name, sample: Some(at) };
+        let field = |name| Field::of_sample(name, at);
         let attribute = |name: &Bound<'py, PyString>| item.getattr(name).map_err(|error| not_an_item(item, at, error));
         let input_ids = attribute(intern!(py, "input_ids"))?;
         let action_mask = attribute(intern!(py, "action_mask"))?;
         let attention_mask = attribute(intern!(py, "attention_mask"))?;
         let weight = attribute(intern!(py, "weight"))?;
         let logps = token_logps(item)?;
-        let ids = self.ids.read(&input_ids, field("input_ids"))?;
-        let attended = is_list_of_ones(&attention_mask, ids.len())?;
-        let attention = match attended {
-            true => None,
-            false => Some(self.attention.read_mask(&attention_mask, field("attention_mask"))?),
-        };
+        let weight = weight.extract().map_err(|error| wrong_weight(&weight, at, error))?;
+        let tokens = self.ids.prepare(&input_ids, field("input_ids"))?;
+        self.action.prepare_mask(&action_mask, field("action_mask"))?;
+        let is_attended = is_list_of_ones(&attention_mask, tokens)?;
+        if !is_attended {
+            self.attention.prepare_mask(&attention_mask, field("attention_mask"))?;
+        }
+        logps.as_ref().map(|logps| self.logps.prepare(logps, field("actor_logps"))).transpose()?;
+        // From here on no Python code runs: arrays are borrowed.
+        let attention = || self.attention.borrow(&attention_mask, field("attention_mask"));
         let sample = Sample {
-            input_ids: ids,
-            action_mask: self.action.read_mask(&action_mask, field("action_mask"))?,
-            attention_mask: attention,
-            actor_logps: logps.as_ref().map(|logps| self.logps.read(logps, field("actor_logps"))).transpose()?,
-            weight: weight.extract().map_err(|_| wrong_weight(&weight, at))?,
+            input_ids: self.ids.borrow(&input_ids, field("input_ids"))?,
+            action_mask: self.action.borrow(&action_mask, field("action_mask"))?,
+            attention_mask: (!is_attended).then(attention).transpose()?,
+            actor_logps: logps.as_ref().map(|logps| self.logps.borrow(logps, field("actor_logps"))).transpose()?,
+            weight,
         };
         Ok(builder.push(&sample)?)
     }
@@ -223,37 +254,51 @@ fn token_logps<'py>(item: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAn
 }
 
 /// A guess at the tokens of all items, so that the columns need not grow: what a sequence says of its length may be wrong.
-fn expected_tokens(items: &Bound<'_, PyList>) -> usize {
+fn expected_tokens(items: &Bound<'_, PyList>) -> PyResult<usize> {
     const LIMIT: usize = 1 << 26;
-    let length = |item: Bound<'_, PyAny>| item.getattr(intern!(item.py(), "input_ids"))?.len();
-    let total = items.iter().fold(0usize, |total, item| total.saturating_add(length(item).unwrap_or(0)));
-    total.min(LIMIT)
+    let mut total = 0usize;
+    for item in items {
+        let length = item.getattr(intern!(item.py(), "input_ids")).and_then(|ids| ids.len());
+        total = match length {
+            Ok(length) => total.saturating_add(length),
+            // What is wrong with it is said when it is read.
+            Err(error) if is_error_of_the_value(&error, items.py()) => total,
+            Err(error) => return Err(error),
+        };
+    }
+    Ok(total.min(LIMIT))
 }
 
 fn list_of_items<'py>(items: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
     let found = items.get_type().name()?;
-    let Ok(count) = items.len() else {
+    let count = items.len().map_err(|error| {
         let message = format!("items is a {found}, but must be a sequence of SAWItem; wrap it in list()");
-        return Err(raised("DataTypeError", message));
-    };
+        refusal(items.py(), error, "DataTypeError", message)
+    })?;
     if count > MAX_ITEMS {
         let message =
             format!("{count} items are more than one table takes ({MAX_ITEMS}); split them, or use from_columns");
         return Err(raised("DataError", message));
     }
-    match items.cast::<PyList>() {
-        Ok(list) => Ok(list.clone()),
-        Err(_) => Ok(PyList::new(items.py(), items.try_iter()?.collect::<PyResult<Vec<_>>>()?)?),
+    if let Ok(list) = items.cast::<PyList>() {
+        return Ok(list.clone());
     }
+    let read = items.try_iter()?.take(count + 1).collect::<PyResult<Vec<_>>>()?;
+    if read.len() > count {
+        let message = format!("items is a {found} that says it has {count} items, and has more; wrap it in list()");
+        return Err(raised("DataError", message));
+    }
+    PyList::new(items.py(), read)
 }
 
 fn not_an_item(item: &Bound<'_, PyAny>, at: usize, error: PyErr) -> PyErr {
     let found = item.get_type().name().map_or_else(|_| "?".to_owned(), |name| name.to_string());
     let message = format!("sample {at} is a {found}, but must be a SAWItem: {error}");
-    raised("DataTypeError", message)
+    refusal(item.py(), error, "DataTypeError", message)
 }
 
-fn wrong_weight(weight: &Bound<'_, PyAny>, at: usize) -> PyErr {
+fn wrong_weight(weight: &Bound<'_, PyAny>, at: usize, error: PyErr) -> PyErr {
     let shown = weight.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());
-    raised("DataTypeError", format!("sample {at}: weight is {shown}, but must be a number"))
+    let message = format!("sample {at}: weight is {shown}, but must be a number");
+    refusal(weight.py(), error, "DataTypeError", message)
 }

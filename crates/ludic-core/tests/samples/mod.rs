@@ -57,9 +57,9 @@ pub fn table(samples: &[Owned]) -> Result<SampleTable, CoreError> {
 
 /// A mask of a few runs, as real ones are, or of bits drawn one by one.
 fn mask() -> impl Strategy<Value = Vec<u8>> {
-    let runs = prop::collection::vec((0u8..2, 0usize..70), 0..4)
+    let runs = prop::collection::vec((0u8..2, 1usize..70), 1..4)
         .prop_map(|runs| runs.into_iter().flat_map(|(bit, length)| vec![bit; length]).collect());
-    prop_oneof![3 => runs, 1 => prop::collection::vec(0u8..2, 0..150)]
+    prop_oneof![3 => runs, 1 => prop::collection::vec(0u8..2, 1..150)]
 }
 
 fn sample(with_logps: bool, holes: bool) -> impl Strategy<Value = Owned> {
