@@ -138,6 +138,23 @@ def test_the_module_becomes_the_server(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("environment", "said"),
+    [({}, "has no vLLM; build an environment with it by `make vllm`"), ({"LUDIC_SERVER_SECRET": "short"}, "at least 16")],
+)
+def test_the_module_says_what_it_lacks(tmp_path, environment, said):
+    if "LUDIC_SERVER_SECRET" in environment:
+        (tmp_path / "vllm").mkdir()
+        (tmp_path / "vllm" / "__init__.py").touch()
+    paths = os.pathsep.join([str(tmp_path), str(Path(ludic.__file__).parents[1])])
+    command = [sys.executable, "-m", "ludic.inference.vllm.server", "--model", "m"]
+    env = {**os.environ, "PYTHONPATH": paths, **environment}
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert found.returncode == 1
+    assert found.stderr.startswith("error: ")
+    assert said in found.stderr
+
+
+@pytest.mark.parametrize(
     ("given", "port"),
     [([], 8000), (["--port", "8001"], 8001), (["--port=8002", "--model", "m"], 8002), (["--port", "1", "--port", "8003"], 8003)],
 )

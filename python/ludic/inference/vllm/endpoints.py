@@ -25,7 +25,7 @@ class VllmEndpoints(ServerCalls):
     'default'
     """
 
-    hint = "start the server with VLLM_SERVER_DEV_MODE=1, as `ludic serve` does where --weights or --lora-rank is not none"
+    hint = "start the server with VLLM_SERVER_DEV_MODE=1, as `ludic serve` does for one that takes weights or adapters"
 
     def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> None:
         """`keep` freezes requests until `resume`; `abort` ends those in flight. New ones wait."""

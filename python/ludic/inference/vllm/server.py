@@ -13,7 +13,9 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from ludic.errors import ConfigError
 from ludic.inference.servers.server_secret import VARIABLE, keep_secret, secret_of
+from ludic.inference.vllm.environment import check_has_vllm
 from ludic.inference.vllm.flags import (
     DEFAULT_FLAGS,
     SECRET_MIDDLEWARE,
@@ -47,10 +49,14 @@ def port_of(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Become the server."""
-    command, variables = server_command(sys.argv[1:], os.environ)
-    if not os.environ.get(VARIABLE):
-        keep_secret(port_of(sys.argv[1:]), variables[VARIABLE])
+    """Become the server. Without vLLM it says how to get it."""
+    try:
+        check_has_vllm(sys.executable)
+        command, variables = server_command(sys.argv[1:], os.environ)
+        if not os.environ.get(VARIABLE):
+            keep_secret(port_of(sys.argv[1:]), variables[VARIABLE])
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
     os.execve(command[0], command, variables)
 
 
