@@ -54,8 +54,32 @@ def test_the_picture_is_a_png(tmp_path: Path, values: list[float]) -> None:
     assert path.stat().st_size > 10_000
 
 
-def test_the_picture_has_room_for_every_reward_and_for_rates_from_0_to_1() -> None:
+def test_the_axis_of_the_picture_is_that_of_rates_or_of_the_values() -> None:
     from ludic.recipes.curve import _range
 
     assert _range([]) == _range([0.2, 0.9]) == (0.0, 1.0)
     assert _range([-2.5, 0.3, 4.0]) == (-2.5, 4.0)
+    assert _range([-5.0, -3.0]) == (-5.0, -3.0)
+    assert _range([-3.0, -3.0]) == (-3.5, -2.5)
+
+
+def test_negative_rewards_are_drawn_from_the_lowest_up() -> None:
+    # Two rows from -4 to 0: -4 is the foot, -3 half a cell, -2 one, -1 one and a half, 0 both.
+    lines = text_curve([-4.0, -3.0, -2.0, -1.0, 0.0], width=5, height=2)
+    assert lines[:3] == [" 0.00 ┤   ▄█", "-2.00 ┤▁▄███", "-4.00 ┼─────"]
+    assert text_curve([-2.0] * 3, height=1)[0].endswith("┤▁▁▁")
+
+
+@given(values=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=50), height=st.integers(1, 9))
+def test_no_column_with_a_reward_below_zero_is_blank(values: list[float], height: int) -> None:
+    lines = text_curve(values, height=height)
+    assert len({line.index("┤") for line in lines[:height]}) == 1
+    if min(values) < 0:
+        assert " " not in lines[height - 1].partition("┤")[2]
+
+
+def test_evaluations_between_are_joined_with_both_ends() -> None:
+    from ludic.recipes.curve import points_of
+
+    points = points_of({"accuracy": (0.25, 0.75), "reward": (0.0, 1.0)}, {"accuracy": [(0, 0.25), (2, 0.5), (4, 0.75)]}, steps=4)
+    assert points == {"accuracy": [(0, 0.25), (2, 0.5), (4, 0.75)], "reward": [(0, 0.0), (4, 1.0)]}

@@ -638,7 +638,7 @@ def test_a_failing_logger_does_not_end_the_run(caplog):
     assert "the logger failed" in caplog.text
 
 
-def test_evaluation_runs_at_the_start_and_every_n_steps_and_is_logged_with_each_step_after():
+def test_evaluation_runs_at_the_start_and_every_n_steps_and_is_logged_once():
     recorder, evaluator, noted = Recorder(), Evaluator(0.9, 0.8, 0.7), []
     trainer = trainer_of(train_logger=recorder, evaluator=evaluator, config={"eval_at_start": True, "eval_every_n_steps": 2})
     trainer.train_sync(4, eval_log_fn=noted.append)
@@ -647,8 +647,10 @@ def test_evaluation_runs_at_the_start_and_every_n_steps_and_is_logged_with_each_
         {"eval/loss": 0.8, "eval/step": 2.0},
         {"eval/loss": 0.7, "eval/step": 4.0},
     ]
-    with_training = [stats for _, stats in recorder.logged if "train/loss" in stats]
-    assert [stats["eval/loss"] for stats in with_training] == [0.9, 0.9, 0.8, 0.8]
+    kinds = [(step, "train" if "train/loss" in stats else "eval") for step, stats in recorder.logged]
+    assert kinds == [(0, "eval"), (1, "train"), (2, "train"), (2, "eval"), (3, "train"), (4, "train"), (4, "eval")]
+    assert not any(key.startswith("eval/") for _, stats in recorder.logged if "train/loss" in stats for key in stats)
+    assert trainer.last_eval == noted[-1]
 
 
 def test_the_evaluator_s_own_settings_hold_unless_others_are_given():

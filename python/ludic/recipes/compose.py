@@ -125,8 +125,8 @@ def to_yaml(recipe: Any) -> str:
 
 
 def config_hash(recipe: Any) -> str:
-    """16 hex digits over everything that can change results: all but the run's name and folder."""
-    content = {key: value for key, value in asdict(recipe).items() if key not in ("name", "output")}
+    """16 hex digits over everything that can change results: all but the run's name and folder, and who is told."""
+    content = {key: value for key, value in asdict(recipe).items() if key not in ("name", "output", "report_to")}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def text_curve(values: Sequence[float], *, width: int = 60, height: int = 8) -> list[str]:
-    """Lines of a bar chart from 0 to the highest value (at least 1), each column the mean of its share of the steps."""
+    """Lines of a bar chart, each column the mean of its share of the steps: from 0 to the highest (at least 1), or, where a value is
+    negative, from the lowest to the highest, the lowest being a line at the foot."""
     if not values:
         return []
     columns = _bucket_means(values, min(width, len(values)))
-    top = max(1.0, max(columns))
+    low = min(0.0, *columns)
+    top = max(1.0, *columns) if low == 0 else max(*columns, low + 1e-9)
+    least = 0 if low == 0 else 1
+    labels = [f"{low + (top - low) * row / height:5.2f}" for row in range(height, -1, -1)]
+    room = max(map(len, labels))
     lines = []
-    for row in range(height, 0, -1):
-        cells = "".join(_EIGHTHS[_clamp(round(8 * (value / top * height - (row - 1))))] for value in columns)
-        lines.append(f"{top * row / height:5.2f} ┤{cells}")
-    return [*lines, f"{0:5.2f} ┼{'─' * len(columns)}", f"       step 1{f'  step {len(values)}':>{max(0, len(columns) - 6)}}"]
+    for row, label in zip(range(height, 0, -1), labels, strict=False):
+        filled = ((value - low) / (top - low) * height - (row - 1) for value in columns)
+        cells = "".join(_EIGHTHS[_clamp(max(round(8 * share), least if row == 1 else 0))] for share in filled)
+        lines.append(f"{label:>{room}} ┤{cells}")
+    foot = f"{' ' * room}  step 1{f'  step {len(values)}':>{max(0, len(columns) - 6)}}"
+    return [*lines, f"{labels[-1]:>{room}} ┼{'─' * len(columns)}", foot]
 
 
 def write_picture(
@@ -29,8 +36,11 @@ def write_picture(
     marks: Mapping[str, tuple[float, float]],
     title: str,
     measure: str = "rate",
+    measured: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> None:
-    """`series`: label to one value a step. `marks`: label to (before, after), drawn at the two ends. Rates are shown from 0 to 1."""
+    """`series`: label to one value a step. `marks`: label to (before, after), drawn at the two ends, and joined by what was
+    `measured` under that label between: (step, value). Rates are shown from 0 to 1; where a value lies outside, the axis is that of
+    the values."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -41,16 +51,33 @@ def write_picture(
     for label, values in series.items():
         (line,) = axes.plot(range(1, len(values) + 1), values, alpha=0.3, linewidth=1)
         axes.plot(range(1, len(values) + 1), running_mean(values), color=line.get_color(), linewidth=2, label=label)
-    for label, (before, after) in marks.items():
-        axes.plot([0, steps + 1], [before, after], linestyle="none", marker="o", label=label)
-    low, high = _range(
-        [*(value for values in series.values() for value in values), *(v for pair in marks.values() for v in pair)]
-    )
-    limits = {"ylim": (low - 0.03 * (high - low), high + 0.03 * (high - low))} if measure == "rate" else {}
+    points = points_of(marks, measured or {}, steps)
+    for marker, (label, course) in zip(cycle("os^Dv"), points.items(), strict=False):
+        places, heights = zip(*course, strict=True)
+        joined = "dashed" if len(course) > 2 else "none"
+        axes.plot(
+            places, heights, linestyle=joined, linewidth=1, marker=marker, fillstyle="none", label=label
+        )  # none hides another
+    drawn = [*(value for values in series.values() for value in values), *(value for at in points.values() for _, value in at)]
+    limits = {}
+    if measure == "rate":
+        low, high = _range(drawn)
+        limits = {"ylim": (low - 0.03 * (high - low), high + 0.03 * (high - low))}
+        measure = measure if (low, high) == (0.0, 1.0) else "value"
     axes.set(xlabel="step", ylabel=measure, title=title, **limits)
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right" if measure == "rate" else "upper right")
+    figure.legend(loc="outside lower center", ncols=2)  # beside the curves, not over them
     figure.savefig(path, dpi=120)
+
+
+def points_of(
+    marks: Mapping[str, tuple[float, float]], measured: Mapping[str, Sequence[tuple[float, float]]], steps: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Label to (step, value): before the first step, what was measured between, and after the last."""
+    return {
+        label: [(0, before), *(point for point in measured.get(label, ()) if 0 < point[0] < steps), (steps, after)]
+        for label, (before, after) in marks.items()
+    }
 
 
 def running_mean(values: Sequence[float], window: int = 10) -> list[float]:
@@ -59,8 +86,11 @@ def running_mean(values: Sequence[float], window: int = 10) -> list[float]:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """0 to 1, and whatever lies beyond."""
-    return min([0.0, *values]), max([1.0, *values])
+    """0 to 1 where all values lie there, else from the lowest to the highest."""
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    if low >= 0.0 and high <= 1.0:
+        return 0.0, 1.0
+    return (low, high) if low < high else (low - 0.5, high + 0.5)
 
 
 def _bucket_means(values: Sequence[float], buckets: int) -> list[float]:

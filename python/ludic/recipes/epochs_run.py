@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 from ludic.recipes.build import seed_phase
 from ludic.recipes.going_on import keep_checkpoint, latest_checkpoint, set_back
 from ludic.recipes.model import keep_base, plain_place, save_policy
+from ludic.recipes.tracking import run_logger
 from ludic.recipes.training_command import TrainingRun
-from ludic.recipes.watch import Interrupted, PhaseLogger, StoppableSource
+from ludic.recipes.watch import Interrupted, StoppableSource
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.requests_from_dataset import RequestsExhausted
 from ludic.training.checkpoint import CheckpointConfig
-from ludic.training.loggers import JSONLLogger, TeeLogger
 from ludic.training.trainer import Trainer
 
 T = TypeVar("T", bound=Trainer)
@@ -27,8 +27,7 @@ async def take_steps(run: TrainingRun, trainer_of: Callable[..., T], source: Ite
     recipe, parts, directory, phase = run.recipe, run.parts, run.directory, run.directory.first_phase
     keep_base(parts.model, recipe.model, directory.base)
     with (
-        JSONLLogger(directory.metrics) as written,
-        run.screen.logger(phase, keys=keys, spark_key="loss", last_step=parts.steps) as shown,
+        run_logger(recipe, directory, run.screen, phase, keys=keys, spark_key="loss", last_step=parts.steps) as logger,
         run.watch.measure("train"),
     ):
         options: dict[str, Any] = {
@@ -41,7 +40,7 @@ async def take_steps(run: TrainingRun, trainer_of: Callable[..., T], source: Ite
                 max_to_keep=recipe.checkpoint.max_to_keep,
             ),
             "resume_from": latest_checkpoint(directory.checkpoints),
-            "train_logger": TeeLogger(PhaseLogger(written, phase), shown),
+            "train_logger": logger,
             "total_training_steps": max(1, parts.steps),
         }
         seed_phase(recipe.seed, phase)

@@ -45,6 +45,8 @@ class EpochsRecipe:
     """Samples or pairs a step, packed into micro-batches by `trainer.packing` and `trainer.micro_token_budget`."""
     log_every: int = MISSING
     """Without a terminal, a line is printed every so many steps. metrics.jsonl has every step."""
+    report_to: Any = None
+    """Trackers that are told every step as well: wandb, tensorboard, trackio, or a list of these; null: none."""
     task: TaskSection = field(default_factory=TaskSection)
     """What generates the data where there is no `data`."""
     network: NetworkSection = field(default_factory=NetworkSection)

@@ -205,13 +205,17 @@ def padding_of(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def draw_rewards(outcome: Outcome, directory: RunDirectory, title: str) -> None:
-    """reward.png: every step, and the held-out rates at both ends."""
-    marks = {}
+    """reward.png: every step, and the held-out rates at both ends and wherever they were measured between."""
+    marks, between = {}, {}
     if outcome.before is not None and outcome.after is not None:
         before, after = outcome.before.rates(), outcome.after.rates()
-        marks = {_drawn_name(outcome.task, name): (before[name], after[name]) for name in list(before)[:_DRAWN] if name in after}
+        drawn = {name: _drawn_name(outcome.task, name) for name in list(before)[:_DRAWN] if name in after}
+        marks = {label: (before[name], after[name]) for name, label in drawn.items()}
+        between = {
+            label: [(step, rates[name]) for step, rates in outcome.measured if name in rates] for name, label in drawn.items()
+        }
     series = {"reward of the sampled answers": outcome.rewards, **outcome.facts}
-    write_picture(directory.picture, series, marks=marks, title=title)
+    write_picture(directory.picture, series, marks=marks, measured=between, title=title)
 
 
 def _drawn_name(task: EpisodicTask, name: str) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,8 @@ from ludic.recipes.run_directory import DONE, RunDirectory
 from ludic.recipes.sampler import Sampler, check_inference, open_sampler
 from ludic.recipes.schema import Recipe
 from ludic.recipes.screen import Screen
-from ludic.recipes.watch import Interrupted, PhaseLogger, StoppableSource, StopRequest, Stopwatch
+from ludic.recipes.tracking import run_logger
+from ludic.recipes.watch import Interrupted, StoppableSource, StopRequest, Stopwatch
 from ludic.training.adapters import has_adapters
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.overlapped import OverlappedSource
@@ -48,7 +48,7 @@ from ludic.training.batching.rollout_engine import RolloutEngine
 from ludic.training.batching.synced_batching import RolloutBatchSource
 from ludic.training.checkpoint import CheckpointConfig
 from ludic.training.config import TrainerConfig
-from ludic.training.loggers import JSONLLogger, TeeLogger, TrainingLogger
+from ludic.training.loggers import TrainingLogger
 from ludic.training.preflight import Preflight
 from ludic.training.presets import make_sft
 from ludic.training.state_files import read_model
@@ -215,6 +215,7 @@ class Run:
         if self.progress.before is not None and not trainer.last_eval:
             rates = Evaluation.from_dict(self.progress.before).rates()
             trainer.last_eval = {"eval/step": 0.0, **{f"eval/{name}": rate for name, rate in rates.items()}}
+        self.screen.show_rates(trainer.last_eval)
 
     def _rollouts(self, sampler: Sampler) -> OverlappedSource:
         requests = training_requests(self.parts.task, self.recipe.rollout, seed=self.recipe.seed)
@@ -232,14 +233,8 @@ class Run:
             concurrency=self.recipe.rollout.concurrency,
         )
 
-    @contextmanager
-    def _logger(self, phase: str, *, keys: list[str], spark_key: str, steps: int) -> Iterator[TrainingLogger]:
-        """To the screen and, with the phase beside every line, to metrics.jsonl."""
-        with (
-            JSONLLogger(self.directory.metrics) as written,
-            self.screen.logger(phase, keys=keys, spark_key=spark_key, last_step=steps) as shown,
-        ):
-            yield TeeLogger(PhaseLogger(written, phase), shown)
+    def _logger(self, phase: str, *, keys: list[str], spark_key: str, steps: int) -> AbstractContextManager[TrainingLogger]:
+        return run_logger(self.recipe, self.directory, self.screen, phase, keys=keys, spark_key=spark_key, last_step=steps)
 
     def _trainer(
         self,

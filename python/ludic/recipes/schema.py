@@ -151,6 +151,8 @@ class Recipe:
     """Batches of reinforcement."""
     log_every: int = MISSING
     """Without a terminal, a line is printed every so many steps. metrics.jsonl has every step."""
+    report_to: Any = None
+    """Trackers that are told every step as well: wandb, tensorboard, trackio, or a list of these; null: none."""
     task: TaskSection = field(default_factory=TaskSection)
     network: NetworkSection = field(default_factory=NetworkSection)
     lora: LoraSection = field(default_factory=LoraSection)

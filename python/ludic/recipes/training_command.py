@@ -100,11 +100,13 @@ def _train(
 
 def _set_up(command: TrainingCommand[D, R], arguments: Sequence[str], resume: Path | None, console: Console) -> R:
     from ludic.recipes.screen import Screen
+    from ludic.recipes.tracking import check_trackers
     from ludic.recipes.watch import StopRequest
 
     quiet_libraries()
     directory = command.directory.go_on(resume) if resume is not None else None
     recipe = _recipe(command, arguments, directory)
+    check_trackers(recipe.report_to)
     screen = Screen(console, every=recipe.log_every)
     run = command.set_up(recipe, directory, screen, StopRequest(screen.note))
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in run.parts.model.parameters()]

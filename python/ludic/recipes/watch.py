@@ -100,11 +100,11 @@ class PhaseLogger:
 
 
 class EveryFew:
-    """Passes the first of every `every` steps on, and the last."""
+    """Passes the first of every `every` steps on, the last, and every evaluation."""
 
     def __init__(self, inner: TrainingLogger, every: int, last: int) -> None:
         self._inner, self._every, self._last = inner, every, last
 
     def log(self, step: int, stats: Mapping[str, Any]) -> None:
-        if step == self._last or step % self._every == 0:
+        if step == self._last or step % self._every == 0 or "eval/step" in stats:
             self._inner.log(step, stats)

@@ -114,7 +114,7 @@ class Trainer:
         self._schedule_is_open = total_training_steps is None
         self._step = 0
         self.last_eval: Stats = {}
-        """What the last evaluation gave; logged with every step."""
+        """What the last evaluation gave, as it was logged."""
         self.evaluated_step: int | None = None
         """Of the last evaluation that `eval_at_start` or `eval_every_n_steps` asked for."""
         self._event_loop = EventLoop()
@@ -375,7 +375,7 @@ class Trainer:
             return {"train/step": float(self._step)}
         stats = record.stats(self.reducers, self.cfg)
         grouped = group_keys({"train_step": float(self._step), **stats})
-        self._log({**grouped, **self.last_eval})
+        self._log(grouped)
         return grouped
 
     def _log(self, stats: Stats) -> None:

@@ -1,0 +1,201 @@
+"""What a run tells of itself while it runs: its file, the screen, and trackers."""
+
+import io
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from ludic.cli import app
+from ludic.errors import ConfigError
+from ludic.recipes.compose import compose, config_hash
+from ludic.recipes.screen import Screen
+from ludic.recipes.tracking import trackers_named
+
+
+def ludic(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def scalars_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, float]]]:
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+# --- the file and the screen
+
+
+def test_evaluations_have_lines_of_their_own_in_the_file_and_on_the_screen(tiny: list[str], tmp_path: Path) -> None:
+    shown = ludic("train", *tiny, "log_every=3", "trainer.eval_every_n_steps=2")
+    lines = [line for line in lines_of(tmp_path / "run") if line["phase"] == "reinforce"]
+    assert [(line["step"], "train/loss" in line, "eval/sampled_reward" in line) for line in lines] == [
+        (1, True, False),
+        (2, True, False),
+        (2, False, True),
+        (3, True, False),
+    ]
+    [measured] = [line for line in shown.splitlines() if line.startswith("[reinforce] step=2")]
+    assert f"eval/sampled_reward={lines[2]['eval/sampled_reward']:.3f}" in measured
+    assert "[reinforce] step=2\n" not in shown
+
+
+def test_the_dashboard_shows_training_beside_what_was_measured_before_and_last() -> None:
+    console = Console(force_terminal=True, width=140, color_system=None, record=True)
+    screen = Screen(console, every=10)
+    with screen.logger("reinforce", keys=["train/loss"], spark_key="loss", last_step=5) as logger:
+        screen.show_rates({"eval/step": 0.0, "eval/sampled_reward": 0.25})
+        logger.log(1, {"train/loss": 0.5, "perf/step_s": 1.5})
+        logger.log(2, {"eval/step": 2.0, "eval/sampled_reward": 0.75})
+        pictures = console.export_text(clear=False).split("╭─")
+    assert any("eval · step 0" in part for part in pictures)
+    last = console.export_text().rpartition("eval · step 2")
+    assert "0.5000" in last[2]
+    assert "0.7500" in last[2]
+    assert "nothing yet" not in last[2]
+    screen.show_rates({"eval/sampled_reward": 1.0})  # no dashboard is open: nothing to show it on
+
+
+# --- trackers
+
+
+def test_tensorboard_is_told_what_is_in_the_file_phase_by_phase(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = ludic("train", *tiny, "report_to=tensorboard", "trainer.eval_every_n_steps=3")
+    assert f"Reporting to tensorboard: tensorboard --logdir {tmp_path / 'run' / 'tensorboard'}" in shown
+    for phase in ("warm_up", "reinforce"):
+        lines = [line for line in lines_of(tmp_path / "run") if line["phase"] == phase]
+        found = scalars_of(tmp_path / "run" / "tensorboard" / phase, monkeypatch)
+        losses = [(line["step"], pytest.approx(line["train/loss"], rel=1e-6)) for line in lines if "train/loss" in line]
+        assert found["train/loss"] == losses
+    assert [step for step, _ in found["eval/sampled_reward"]] == [3]
+
+
+class OwnWandb(types.ModuleType):
+    """The part of wandb that is used."""
+
+    run = None
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.begun: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.ended = 0
+
+    def init(self, **settings: Any) -> Any:
+        self.begun.append(settings)
+        return types.SimpleNamespace(log=self.log, finish=self.finish)
+
+    def log(self, stats: dict[str, Any], step: int) -> None:
+        self.logged.append((step, stats))
+
+    def finish(self) -> None:
+        self.ended += 1
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> OwnWandb:
+    module = OwnWandb()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_a_tracker_has_a_run_for_each_phase_named_after_the_folder(tiny: list[str], tmp_path: Path, wandb: OwnWandb) -> None:
+    ludic("train", *tiny, "report_to=[wandb,tensorboard]", "warmup.steps=1", "steps=2")
+    assert [run["name"] for run in wandb.begun] == ["run-warm-up", "run"]
+    assert {run["group"] for run in wandb.begun} == {"run"}
+    assert wandb.begun[0]["id"] != wandb.begun[1]["id"]
+    assert wandb.begun[1]["config"]["algorithm"] == compose(tiny).algorithm
+    assert [step for step, _ in wandb.logged] == [1, 1, 2]
+    assert wandb.ended == 2
+    assert (tmp_path / "run" / "tensorboard" / "reinforce").is_dir()
+
+
+def test_a_resumed_run_goes_on_with_the_run_of_its_tracker_and_another_of_that_name_does_not(
+    tiny: list[str], tmp_path: Path, wandb: OwnWandb
+) -> None:
+    from ludic.recipes.run_directory import RunDirectory
+    from ludic.recipes.tracking import run_logger
+
+    recipe = compose([*tiny, "report_to=wandb"])
+    screen = Screen(Console(file=io.StringIO()), every=1)
+    for name in ("one", "one", "two"):
+        directory = RunDirectory(tmp_path / name)
+        directory.path.mkdir(exist_ok=True)
+        with run_logger(recipe, directory, screen, "reinforce", keys=[], spark_key="loss", last_step=1):
+            pass
+    first, resumed, other = (run["id"] for run in wandb.begun)
+    assert first == resumed != other
+    assert wandb.begun[1]["resume"] == "allow"
+
+
+def test_sft_and_reward_models_report_too(tmp_path: Path, wandb: OwnWandb) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "completion": str(n + 1)}) + "\n" for n in range(8)))
+    small = [
+        "threads=1",
+        "network.hidden_size=16",
+        "network.num_heads=2",
+        "network.num_kv_heads=1",
+        "network.intermediate_size=16",
+    ]
+    common = [*small, f"output={tmp_path}", "steps=2", "report_to=wandb"]
+    ludic("sft", *common, f"data={data}", "name=a", "batch_size=2", "heldout=0.0")
+    ludic("train-rm", *common, "pairs=20", "name=b", "batch_size=2")
+    assert [run["name"] for run in wandb.begun] == ["a", "b"]
+    assert [step for step, stats in wandb.logged if "train/loss" in stats] == [1, 2, 1, 2]
+
+
+def test_a_wrong_name_is_an_error_with_the_nearest_and_leaves_no_folder(tiny: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["train", *tiny, "report_to=tensorbord"])
+    assert result.exit_code == 2
+    assert "did you mean tensorboard?" in result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_package_that_is_missing_is_met_before_the_folder_is_made(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    result = CliRunner().invoke(app, ["train", *tiny, "report_to=trackio"])
+    assert result.exit_code == 1
+    assert "ludic[trackio]" in result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tracker_that_cannot_begin_ends_the_run_in_one_line(tiny: list[str], wandb: OwnWandb) -> None:
+    def refuse(**_: Any) -> None:
+        raise PermissionError("no API key")
+
+    wandb.init = refuse  # type: ignore[method-assign]
+    result = CliRunner().invoke(app, ["train", *tiny, "report_to=wandb"])
+    assert result.exit_code == 2
+    assert "wandb could not begin a run (PermissionError: no API key)" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "names"), [(None, []), ("none", []), ("wandb", ["wandb"]), (["trackio", "wandb", "trackio"], ["trackio", "wandb"])]
+)
+def test_trackers_are_named_alone_in_a_list_or_not_at_all(given: Any, names: list[str]) -> None:
+    assert trackers_named(given) == names
+
+
+def test_who_is_told_is_no_part_of_what_a_run_is() -> None:
+    assert config_hash(compose(["report_to=wandb"])) == config_hash(compose([]))
+    with pytest.raises(ConfigError, match="one or a list of tensorboard, trackio, wandb, or none"):
+        trackers_named(["mlflow"])
