@@ -121,8 +121,8 @@ class Agent:
             tools=tools,
             extensions=spec.extensions,
         )
-        call = self._client.complete(request)
-        response, client_info = await (call if timeout_s is None else asyncio.wait_for(call, timeout_s))
+        async with asyncio.timeout(timeout_s):
+            response, client_info = await self._client.complete(request)
         last_info = dict(client_info)
         info = without_traces(last_info)
         info["chat_prompt_messages"] = messages

@@ -12,6 +12,7 @@ from ludic.errors import ConfigError
 from ludic.inference.request import InferenceSpec
 from ludic.interaction.answers import answers_of
 from ludic.interaction.base import InteractionProtocol
+from ludic.interaction.containment import contained
 from ludic.interaction.player import Player
 from ludic.interaction.step_collector import TraceCollector
 from ludic.parsers import ParseResult
@@ -98,7 +99,7 @@ async def _together(acts: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]
     """All answers. If one fails the others are cancelled, and its error is raised as it is."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(act) for act in acts]
+            tasks = [group.create_task(contained(act, what="the turn of an agent")) for act in acts]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]

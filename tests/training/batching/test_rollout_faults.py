@@ -17,6 +17,7 @@ from ludic.training import (
     RolloutEngine,
     RolloutRequest,
 )
+from ludic.types import Rollout, Step
 
 
 class Forever(Counting):
@@ -33,6 +34,51 @@ class Cancelled(Counting):
         lost = asyncio.get_running_loop().create_future()
         lost.cancel()
         await lost
+
+
+class Exits(Counting):
+    """Calls sys.exit, as scripts do that were not written to be a library."""
+
+    async def env_step(self, action):
+        raise SystemExit("usage: env [-h]")
+
+
+class ExitsAtOnce(Counting):
+    def env_reset(self, *, seed=None):
+        raise SystemExit(2)
+
+
+class ExitsAtItsEnd(Counting):
+    async def close(self):
+        raise SystemExit(3)
+
+
+class Unshowable(Counting):
+    def env_step(self, action):
+        class NoMessageError(Exception):
+            def __str__(self):
+                raise OSError("no message")
+
+        raise NoMessageError
+
+
+class NoInfo:
+    """A protocol whose steps have no info."""
+
+    async def run(self, **_):
+        return [Rollout(steps=[Step(0, "o", "a", None, 1.0, False, True, info=None)])]
+
+
+class NoTrace:
+    """A protocol that plays and does not say which tokens were sampled."""
+
+    async def run(self, **_):
+        return [Rollout(steps=[Step(0, "o", "a", None, 1.0, False, True)])]
+
+
+class SameNumbers:
+    async def run(self, **_):
+        return [Rollout(steps=[Step(0, "o", "a", "o", 1.0, False, False), Step(0, "o", "a", None, 1.0, False, True)])]
 
 
 class Garbage(Counting):
@@ -60,6 +106,10 @@ def cannot_be_made():
     raise OSError("no room for an environment")
 
 
+def exits_instead():
+    raise SystemExit("no licence")
+
+
 class Nothing:
     """A protocol that returns no list of rollouts."""
 
@@ -74,13 +124,24 @@ ENVS = {
     "garbage": Garbage,
     "no_observation": NoObservation,
     "unmade": cannot_be_made,
+    "exits": Exits,
+    "exits_at_once": ExitsAtOnce,
+    "exits_at_its_end": ExitsAtItsEnd,
+    "exits_instead": exits_instead,
+    "unshowable": Unshowable,
     "async_close": ClosesAsynchronously,
     "cannot_close": CannotClose,
 }
 
 
 def engine(**settings):
-    protocols = {"single": lambda: protocol(ScriptedClient("ab")), "nothing": Nothing}
+    protocols = {
+        "single": lambda: protocol(ScriptedClient("ab")),
+        "nothing": Nothing,
+        "no_info": NoInfo,
+        "no_trace": NoTrace,
+        "same_numbers": SameNumbers,
+    }
     return RolloutEngine(env_registry=ENVS, protocol_registry=protocols, **settings)
 
 
@@ -100,9 +161,15 @@ def counts(batch):
         (request("garbage"), "AttributeError"),
         (request("no_observation"), "TypeError"),
         (request("unmade"), "OSError: no room for an environment"),
-        (request("cancelled"), "RolloutError: something that the episode waited for was cancelled"),
+        (request("cancelled"), r"RolloutError: something that episode \d \(cancelled\) waited for was cancelled"),
         (request("forever"), "TimeoutError"),
         (request(played_by="nothing"), "TypeError"),
+        (request("exits"), r"RolloutError: episode \d \(exits\) raised SystemExit: usage: env"),
+        (request("exits_at_once"), "raised SystemExit: 2"),
+        (request("exits_instead"), "raised SystemExit: no licence"),
+        (request("unshowable"), "NoMessageError, whose message cannot be shown"),
+        (request(played_by="no_info"), "GarbageError: the info of step 0 is of type NoneType; it must be a dict"),
+        (request(played_by="same_numbers"), r"GarbageError: the steps of a rollout are numbered \[0, 0\]"),
     ],
 )
 def test_a_broken_episode_is_counted_and_the_others_are_played(broken, cause):
@@ -114,6 +181,33 @@ def test_a_broken_episode_is_counted_and_the_others_are_played(broken, cause):
     assert all(env.closed for env in Counting.made)
     with pytest.raises(RolloutError, match=cause):
         play(eng.generate_rollouts([broken], 1))
+
+
+def test_an_episode_without_its_tokens_is_left_out_of_a_batch_and_not_played_again():
+    batch = play(engine().generate_batch([request(), request(played_by="no_trace")], credit_assigner=ConstantCredit()))
+    assert counts(batch) == (2, 0, 1, 1)
+    assert [item.meta["episode_idx"] for item in batch.items] == [0]
+    with pytest.raises(ValueError, match="Missing rollout-time token trace"):
+        play(engine().generate_batch([request(played_by="no_trace")], credit_assigner=ConstantCredit()))
+    assert len(play(engine().generate_rollouts([request(played_by="no_trace")], 1))) == 1  # which nobody trains on
+
+
+def test_an_exit_while_an_environment_closes_does_not_undo_the_episode(caplog):
+    batch = play(engine().generate_batch([request("exits_at_its_end")], credit_assigner=ConstantCredit()))
+    assert counts(batch) == (1, 0, 0, 0)
+    assert "ExitsAtItsEnd.close() raised SystemExit: 3" in caplog.text
+
+
+def test_an_interrupt_in_an_environment_ends_the_run():
+    class Interrupted(Counting):
+        def env_step(self, action):
+            raise KeyboardInterrupt
+
+    eng = RolloutEngine(
+        env_registry={"interrupted": Interrupted}, protocol_registry={"single": lambda: protocol(ScriptedClient("ab"))}
+    )
+    with pytest.raises(KeyboardInterrupt):
+        play(eng.generate_rollouts([request("interrupted")], 1))
 
 
 def test_an_episode_without_a_limit_may_take_its_time():

@@ -5,7 +5,7 @@ import json
 import numpy as np
 from hypothesis import given, strategies as st
 
-from ludic.training.batching.rollout_log import append_rollouts
+from ludic.training.batching.rollout_log import append_rollouts, read_rollouts
 from ludic.types import Rollout, Step, TokenTrace
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
@@ -68,3 +68,23 @@ def test_what_json_has_no_form_for_is_written_as_the_next_best(tmp_path):
         "half": "\ud83d",
         "7": "seven",
     }
+
+
+def test_a_line_that_was_torn_is_cut_off_before_the_next_is_written(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    append_rollouts(path, [Rollout(id="first", steps=[Step(0, "", "", None, 0.0, False, True)])])
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:-9])  # killed while the second was written
+    append_rollouts(path, [Rollout(id="third", steps=[Step(0, "", "", None, 0.0, False, True)])])
+    assert [rollout.id for rollout in read_rollouts(path)] == ["first", "third"]
+
+
+def test_an_info_that_contains_itself_costs_itself_and_neither_the_rollout_nor_its_batch(tmp_path):
+    info = {"kept": 1}
+    info["itself"] = info
+    path = tmp_path / "rollouts.jsonl"
+    steps = [Step(0, "", "", None, 1.0, False, True, info=info)]
+    append_rollouts(path, [Rollout(id="a", steps=steps), Rollout(id="b", steps=[Step(0, "", "", None, 2.0, False, True)])])
+    first, second = read_rollouts(path)
+    assert first.steps[0].info == {"kept": 1, "itself": "<this dict contains itself>"}
+    assert (first.total_reward, second.total_reward) == (1.0, 2.0)

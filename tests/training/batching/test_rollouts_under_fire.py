@@ -7,6 +7,7 @@ import random
 import subprocess
 import weakref
 from collections import Counter
+from contextlib import suppress
 from typing import ClassVar
 
 import pytest
@@ -33,6 +34,8 @@ BY_ENVIRONMENT = {  # what goes wrong in it, and the error that is counted
     "infinite": "GarbageError",
     "spelled": "TypeError",
     "no_text": "RolloutError",
+    "exits": "RolloutError",
+    "swallows": "TimeoutError",
 }
 BY_CLIENT = {
     "client_raises": "OSError",
@@ -67,6 +70,11 @@ class Burning(SingleAgentEnv):
             raise OSError("the disk is gone")
         if self.fault == "hangs":
             await asyncio.Event().wait()
+        if self.fault == "exits":
+            raise SystemExit(1)
+        while self.fault == "swallows":
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
         if self.fault in ("text", "nothing"):
             return {"text": "correct!", "nothing": None}[self.fault]
         reward = {"nan": float("nan"), "infinite": float("inf"), "spelled": "1.0"}.get(self.fault, 1.0)

@@ -51,8 +51,8 @@ class ModelSeat:
         """One answer as a `verifiers.v1.Response`, with its token ids and log-probabilities if the client returned them."""
         try:
             request = self._request(dialect, body)
-            call = self._client.complete(request)
-            response, info = await (call if self._timeout_s is None else asyncio.wait_for(call, self._timeout_s))
+            async with asyncio.timeout(self._timeout_s):
+                response, info = await self._client.complete(request)
         except Exception as error:
             self.error = self.error or error
             raise

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ludic.errors import DataError, RolloutError
-from ludic.types import Rollout, Step
+from ludic.types import Rollout, Step, TokenTrace
 
 
 class GarbageError(RolloutError, DataError):
@@ -21,12 +21,34 @@ def check_rollouts(given: Any) -> list[Rollout]:
     for rollout in given:
         if not isinstance(rollout, Rollout):
             raise GarbageError(f"the protocol returned a list that holds {type(rollout).__name__}; it must hold Rollout")
-        for step in rollout.steps:
-            _check_step(step)
+        _check_rollout(rollout)
     return list(given)
 
 
+def _check_rollout(rollout: Rollout) -> None:
+    _check_type(rollout.id, str, "the id of a rollout")
+    _check_type(rollout.meta, dict, "the meta of a rollout")
+    _check_type(rollout.steps, list, "the steps of a rollout")
+    for step in rollout.steps:
+        _check_type(step, Step, "a step of a rollout")
+        _check_step(step)
+    numbers = [step.index for step in rollout.steps]
+    if len(set(numbers)) < len(numbers):
+        raise GarbageError(
+            f"the steps of a rollout are numbered {numbers}; each needs a number of its own, by which it gets its credit"
+        )
+
+
+def _check_type(value: Any, kind: type, what: str) -> None:
+    if not isinstance(value, kind):
+        raise GarbageError(f"{what} is of type {type(value).__name__}; it must be a {kind.__name__}")
+
+
 def _check_step(step: Step) -> None:
+    _check_type(step.index, int, "the index of a step")
+    _check_type(step.info, dict, f"the info of step {step.index}")
+    if step.trace is not None:
+        _check_type(step.trace, TokenTrace, f"the trace of step {step.index}")
     for name in ("prev_obs", "action", "next_obs"):
         value = getattr(step, name)
         if not isinstance(value, str) and (name, value) != ("next_obs", None):

@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ludic.envs.env import LudicEnv
-from ludic.errors import ConfigError, LudicError, RolloutError
+from ludic.errors import ConfigError, DataError, LudicError, RolloutError
 from ludic.inference.episode import new_episode
 from ludic.inference.request import ReturnSpec
 from ludic.interaction.base import InteractionProtocol
+from ludic.interaction.containment import contained, message_of
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.played_rollouts import EpisodeFailure, PlayedRollouts, RolloutCounts
 from ludic.training.batching.rollout_check import GarbageError, check_rollouts
 from ludic.training.batching.rollout_log import append_rollouts
-from ludic.training.batching.samples import batch_from_rollouts
+from ludic.training.batching.samples import batch_from_rollouts, trace_of
 from ludic.training.types import CreditAssigner, RolloutRequest, RolloutScorer, SampleFilter, SAWBatch
 from ludic.types import Rollout
 
@@ -63,8 +63,13 @@ class RolloutEngine:
     a failure is never a reward. The other members of such a group are cancelled, unless `cancel_siblings` is off; every episode is
     then played, and every failure is found. If nothing is left, RolloutError names the first cause.
 
+    Whatever an environment, an agent or a protocol raises is such a failure, SystemExit and every BaseException among it, but
+    KeyboardInterrupt, which ends the run. Not contained is what no Python code can contain: the end of the process, and what tasks and
+    threads raise that an environment starts itself.
+
     `episode_timeout_s` bounds a whole episode, environment included; the `timeout_s` of a call bounds each model call. An environment
-    that blocks the event loop cannot be interrupted. One that has `close` is closed in any case, and is given time for it.
+    that blocks the event loop cannot be interrupted; one that swallows its cancellation is given `STOP_TIMEOUT_S`, and then closed by
+    force (`interaction.containment`). One that has `close` is closed in any case, and is given time for it.
 
     `scorer` sees the rollouts of a call before credit is given, once and all together, and adds to their rewards. A rollout that it
     cannot reward is a failed episode; it is not played again.
@@ -127,7 +132,7 @@ class RolloutEngine:
     ) -> SAWBatch:
         """Play the requests and make one sample of each step, with the credit of `credit_assigner` or of `algorithm`."""
         assigner = credit_of(algorithm, credit_assigner)
-        rollouts = await self._play_all(requests, max_steps, timeout_s, concurrency)
+        rollouts = await self._play_all(requests, max_steps, timeout_s, concurrency, trained=True)
         batch = batch_from_rollouts(rollouts, assigner, sample_filter)
         batch.meta.update(vars(rollouts.counts), target_rollouts=rollouts.num_requested)
         return batch
@@ -139,7 +144,13 @@ class RolloutEngine:
         self._episodes = int(state["episodes"])
 
     async def _play_all(
-        self, requests: Sequence[RolloutRequest], max_steps: int, timeout_s: float | None, concurrency: int
+        self,
+        requests: Sequence[RolloutRequest],
+        max_steps: int,
+        timeout_s: float | None,
+        concurrency: int,
+        *,
+        trained: bool = False,
     ) -> PlayedRollouts:
         episodes = self._expand(requests)
         groups: dict[object, list[_Episode]] = {}
@@ -151,6 +162,8 @@ class RolloutEngine:
                 siblings = groups[episode.group]
                 episode.task = tasks.create_task(self._play(episode, siblings, gate, max_steps, timeout_s))
                 episode.task.add_done_callback(self._tell)
+        if trained:
+            _check_traces(episodes)
         if self._scorer is not None:
             await _score(self._scorer, episodes)
         played = _without_failed_groups(episodes)
@@ -177,7 +190,7 @@ class RolloutEngine:
         async with gate:
             while True:
                 try:
-                    with _cancelled_within_is_an_error(), new_episode():
+                    with new_episode():
                         episode.rollouts = await self._play_once(episode, max_steps, timeout_s)
                     return
                 except Exception as error:
@@ -187,28 +200,35 @@ class RolloutEngine:
                         episode.error = error
                         break
                     episode.retries += 1
-                    logger.info("episode %d failed with %s: %s; playing it again", episode.index, type(error).__name__, error)
+                    logger.info("episode %d failed with %s; playing it again", episode.index, message_of(error))
         if self._cancel_siblings:
             _cancel(siblings)
 
     async def _play_once(self, episode: _Episode, max_steps: int, timeout_s: float | None) -> list[Rollout]:
+        made: list[Any] = []
+        what = f"episode {episode.index} ({episode.request.env.kind})"
+        try:
+            return await contained(self._run(episode, made, max_steps, timeout_s), what=what, timeout_s=self._episode_timeout_s)
+        finally:
+            for env in made:
+                await _close(env)
+
+    async def _run(self, episode: _Episode, made: list[Any], max_steps: int, timeout_s: float | None) -> list[Rollout]:
+        """All that is not ours of an episode. The environment is put into `made`, for who has to close it."""
         request = episode.request
         protocol = _factory(self._protocols, request.protocol.kind, "protocol")(**request.protocol.kwargs)
         env = _factory(self._envs, request.env.kind, "env")(**request.env.kwargs)
+        made.append(env)
         env_seed = episode.index if request.env_seed is None else request.env_seed
         sampling_seed = episode.index if request.sampling_seed is None else request.sampling_seed
-        try:
-            async with asyncio.timeout(self._episode_timeout_s):
-                given = await protocol.run(
-                    env=env,
-                    max_steps=max_steps,
-                    env_seed=env_seed,
-                    sampling_seed=sampling_seed,
-                    inference=request.inference,
-                    timeout_s=timeout_s,
-                )
-        finally:
-            await _close(env)
+        given = await protocol.run(
+            env=env,
+            max_steps=max_steps,
+            env_seed=env_seed,
+            sampling_seed=sampling_seed,
+            inference=request.inference,
+            timeout_s=timeout_s,
+        )
         rollouts = check_rollouts(given)
         facts = _engine_facts(request, max_steps, timeout_s, env_seed, sampling_seed)
         for rollout in rollouts:
@@ -225,17 +245,6 @@ def credit_of(algorithm: RLAlgorithm | None, credit_assigner: CreditAssigner | N
     return algorithm.credit_assigner
 
 
-@contextmanager
-def _cancelled_within_is_an_error() -> Iterator[None]:
-    """Something that the episode waited for was cancelled, and the episode was not: it failed. A task group would take it for done."""
-    try:
-        yield
-    except asyncio.CancelledError as error:
-        if _is_being_cancelled():
-            raise
-        raise RolloutError("something that the episode waited for was cancelled") from error
-
-
 def _is_being_cancelled() -> bool:
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
@@ -244,9 +253,10 @@ def _is_being_cancelled() -> bool:
 def _cancel(siblings: Sequence[_Episode]) -> None:
     """Stop those that are still to be played: what they would give is not used."""
     for sibling in siblings:
-        if sibling.task is not None and not sibling.task.done() and sibling.task is not asyncio.current_task():
-            sibling.cancelled = True
-            sibling.task.cancel()
+        if sibling.cancelled or sibling.task is None or sibling.task.done() or sibling.task is asyncio.current_task():
+            continue
+        sibling.cancelled = True
+        sibling.task.cancel()
 
 
 def _factory(registry: Mapping[str, Callable[..., Any]], kind: str, what: str) -> Callable[..., Any]:
@@ -289,15 +299,19 @@ def _describe(rollout: Rollout, episode: _Episode, facts: dict[str, Any]) -> Non
 
 async def _close(env: Any) -> None:
     """Release what the environment holds, if it offers to. A failure there does not undo the episode, and a cancellation waits."""
-    close = getattr(env, "close", None)
-    if close is None:
-        return
+    name = type(env).__name__
     try:
-        result = close()
-        if inspect.isawaitable(result):
-            await _to_its_end(asyncio.wait_for(result, CLOSE_TIMEOUT_S))
+        close = getattr(env, "close", None)
+        if close is not None:
+            await _to_its_end(contained(_awaited(close), what=f"{name}.close()", timeout_s=CLOSE_TIMEOUT_S))
     except Exception:
-        logger.warning("%s.close() failed", type(env).__name__, exc_info=True)
+        logger.warning("%s.close() failed", name, exc_info=True)
+
+
+async def _awaited(function: Callable[[], Any]) -> None:
+    result = function()
+    if inspect.isawaitable(result):
+        await result
 
 
 async def _to_its_end(work: Coroutine[Any, Any, object]) -> None:
@@ -314,6 +328,19 @@ async def _to_its_end(work: Coroutine[Any, Any, object]) -> None:
         raise cancelled
     if failure is not None:
         raise failure
+
+
+def _check_traces(episodes: Sequence[_Episode]) -> None:
+    """An episode without the tokens that were sampled cannot be trained on: it has failed. Playing it again would give none either."""
+    for episode in episodes:
+        if episode.error is not None:
+            continue
+        try:
+            for rollout in episode.rollouts:
+                for step in rollout.steps:
+                    trace_of(rollout, step)
+        except DataError as error:
+            episode.error = GarbageError(str(error))
 
 
 async def _score(scorer: RolloutScorer, episodes: Sequence[_Episode]) -> None:
@@ -339,17 +366,7 @@ def _without_failed_groups(episodes: Sequence[_Episode]) -> PlayedRollouts:
         num_cancelled_episodes=sum(episode.cancelled for episode in episodes),
         num_dropped_groups=len(lost),
     )
-    for episode in failed[:SHOWN_FAILURES]:
-        ours = isinstance(episode.error, LudicError)  # what such an error says is enough
-        logger.error(
-            "episode %d failed %d times; its group is left out: %s",
-            episode.index,
-            episode.retries + 1,
-            episode.error,
-            exc_info=None if ours else episode.error,
-        )
-    if len(failed) > SHOWN_FAILURES:
-        logger.error("%d more episodes failed", len(failed) - SHOWN_FAILURES)
+    _log_failures(failed)
     first = failed[0].error if failed else None
     failures = [_failure(episode) for episode in failed]
     for episode in episodes:  # an error refers to its frames, and they to the episode: a circle that would keep environments
@@ -357,11 +374,22 @@ def _without_failed_groups(episodes: Sequence[_Episode]) -> PlayedRollouts:
     if first is not None and not kept:
         raise (GarbageError if isinstance(first, GarbageError) else RolloutError)(
             f"{len(failed)} of {len(episodes)} episodes failed and no complete group is left; "
-            f"the first error was {type(first).__name__}: {first}"
+            f"the first error was {message_of(first)}"
         ) from first
     rollouts = [rollout for episode in kept for rollout in episode.rollouts]
     each = len(rollouts) / len(kept) if kept else 1.0  # an episode of several agents gives several
     return PlayedRollouts(rollouts, counts, failures, num_requested=round(each * len(episodes)))
+
+
+def _log_failures(failed: Sequence[_Episode]) -> None:
+    for episode in failed[:SHOWN_FAILURES]:
+        ours = isinstance(episode.error, LudicError)  # what such an error says is enough
+        said = str(episode.error) if ours else message_of(episode.error)
+        times = f"{episode.retries + 1} times" if episode.retries else "once"
+        traceback = None if ours else episode.error
+        logger.error("episode %d failed %s; its group is left out: %s", episode.index, times, said, exc_info=traceback)
+    if len(failed) > SHOWN_FAILURES:
+        logger.error("%d more episodes failed", len(failed) - SHOWN_FAILURES)
 
 
 def _failure(episode: _Episode) -> EpisodeFailure:
@@ -369,7 +397,7 @@ def _failure(episode: _Episode) -> EpisodeFailure:
         episode_idx=episode.index,
         env_kind=episode.request.env.kind,
         env_seed=episode.request.env_seed,
-        error=f"{type(episode.error).__name__}: {episode.error}",
+        error=message_of(episode.error),
         attempts=episode.retries + 1,
         meta=dict(episode.request.meta),
     )

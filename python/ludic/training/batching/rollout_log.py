@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ludic.errors import DataError
-from ludic.training.batching.jsonl import read_jsonl
+from ludic.training.batching.json_lines import json_lines
+from ludic.training.batching.jsonl import end_last_line, read_jsonl
 from ludic.types import Rollout, Step, TokenTrace
 
 
-def _plain(value: Any) -> Any:
-    """A form that JSON has: numbers and arrays of numpy and torch as numbers and lists, anything else as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-_ENCODER = msgspec.json.Encoder(enc_hook=_plain)
-
-
 def append_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
-    """Append one line a rollout: `id`, `meta`, `steps` (token traces included), `total_reward`, `length`, `duration_ns`."""
-    lines = b"".join(_line(rollout_record(rollout)) for rollout in rollouts)
+    """Append one line a rollout: `id`, `meta`, `steps` (token traces included), `total_reward`, `length`, `duration_ns`.
+
+    What a process that was killed left of a last line is cut off first: a line is one whole rollout.
+    """
+    lines = b"".join(json_lines(map(rollout_record, rollouts)))
+    end_last_line(path)
     with path.open("ab") as file:
         file.write(lines)
-
-
-def _line(record: dict[str, Any]) -> bytes:
-    try:
-        return _ENCODER.encode(record) + b"\n"
-    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can write
-        return json.dumps(msgspec.to_builtins(record, enc_hook=_plain, str_keys=True)).encode() + b"\n"
 
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
@@ -90,4 +77,4 @@ def write_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """One record a line, with the same care for values that JSON has no form for. Makes the folder, replaces the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
-        file.writelines(_line(dict(record)) for record in records)
+        file.writelines(json_lines(map(dict, records)))

@@ -64,7 +64,7 @@ def reward_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
     """Prompt and completion as they were sampled. Meta: the step's facts, then the rollout's, then the step's info."""
-    trace = _trace(rollout, step)
+    trace = trace_of(rollout, step)
     prompt, completion = trace.prompt_token_ids, trace.completion_token_ids
     length = len(prompt) + len(completion)
     logps = trace.completion_logprobs
@@ -98,7 +98,9 @@ def step_facts(rollout: Rollout, step: Step) -> dict[str, Any]:
     }
 
 
-def _trace(rollout: Rollout, step: Step) -> TokenTrace:
+def trace_of(rollout: Rollout, step: Step) -> TokenTrace:
+    """The step's tokens. Raises DataError for a step that cannot be trained on: without them, without the log-probabilities that were
+    asked for, or with a reward that is not finite."""
     where = f"rollout {rollout.id}, step {step.index}"
     if not math.isfinite(step.reward):
         raise DataError(f"the reward of {where} is {step.reward}; rewards must be finite")

@@ -1,0 +1,53 @@
+"""Files of JSON lines: what is appended begins on a line of its own, whatever a killed process left."""
+
+import json
+import os
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ludic.errors import DataError
+from ludic.training.batching.jsonl import end_last_line, read_jsonl
+
+objects = st.lists(st.dictionaries(st.text(max_size=3), st.text(max_size=200_000), max_size=2), max_size=4)
+
+
+@given(objects, st.integers(0, 60))
+def test_wherever_a_file_was_torn_its_whole_lines_stay_and_the_next_is_readable(tmp_path_factory, records, torn):
+    path = tmp_path_factory.mktemp("log") / "records.jsonl"
+    lines = [json.dumps(record).encode() + b"\n" for record in records]
+    last = json.dumps({"the": "line that was being written"}).encode() + b"\n"
+    path.write_bytes(b"".join(lines) + last[: min(torn, len(last) - 2)])  # never the closing brace
+    end_last_line(path)
+    assert path.read_bytes() == b"".join(lines)
+    with path.open("ab") as file:
+        file.write(last)
+    assert [row for _, row in read_jsonl(path)] == [*records, json.loads(last)]
+
+
+def test_a_last_line_that_lacks_its_line_break_alone_is_kept(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"b": 2}')
+    end_last_line(path)
+    assert path.read_bytes() == b'{"a": 1}\n{"b": 2}\n'
+
+
+def test_what_is_cut_off_is_told(tmp_path, caplog):
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"b":')
+    end_last_line(path)
+    assert f"{path} ends with 5 bytes of a line that was not written whole; they are cut off" in caplog.text
+
+
+def test_files_that_are_not_there_or_are_no_files_are_left_alone(tmp_path):
+    end_last_line(tmp_path / "nothing.jsonl")
+    assert not (tmp_path / "nothing.jsonl").exists()
+    os.mkfifo(tmp_path / "pipe")
+    end_last_line(tmp_path / "pipe")  # opening it would wait for a reader
+
+
+def test_a_torn_line_is_an_error_where_it_is_read(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"b":')
+    with pytest.raises(DataError, match=r"records\.jsonl:2 is not JSON"):
+        list(read_jsonl(path))
