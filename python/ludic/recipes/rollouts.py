@@ -108,6 +108,8 @@ class OccasionallyLogged:
     Its state is that of the requests, and how long the log is: batches that are played anew take the place of what was written of them.
     """
 
+    shards_across_ranks = False
+
     def __init__(
         self, plain: RolloutBatchSource, logged: RolloutBatchSource, requests: TrainingRequests, *, every: int, log: Path
     ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ludic.training.batching.requests_from_dataset import RequestsExhausted
 from ludic.training.loggers import TrainingLogger
-from ludic.training.types import SAWBatch
+from ludic.training.types import SAWBatch, shards_across_ranks
 
 
 class Stopwatch:
@@ -72,6 +72,7 @@ class StoppableSource:
         self._inner, self._stop = inner, stop
         self.overlaps, self.max_lag = getattr(inner, "overlaps", False), getattr(inner, "max_lag", 0)
         """As `OverlappedSource` has them; the trainer reads them."""
+        self.shards_across_ranks = shards_across_ranks(inner)
 
     async def next_batch(self) -> SAWBatch:
         if self._stop:

@@ -41,7 +41,7 @@ from ludic.training.schedule import LearningRateSchedule
 from ludic.training.stats import Reducer, check_reducers, default_reducers, distinct_rollouts, group_keys
 from ludic.training.step_record import StepRecord
 from ludic.training.timings import PhaseTimer
-from ludic.training.types import BatchSource, SAWBatch, SAWItem
+from ludic.training.types import BatchSource, SAWBatch, SAWItem, shards_across_ranks
 from ludic.training.weights import ParamFilter
 
 if TYPE_CHECKING:
@@ -131,6 +131,12 @@ class Trainer:
         if self.publisher is None and self.cfg.given("sync_every_steps") and self.cfg.sync_every_steps:
             raise ConfigError(
                 f"sync_every_steps ({self.cfg.sync_every_steps}) needs a PolicyPublisher; pass publisher=, or sync_every_steps=0"
+            )
+        if ranks.world_size() > 1 and shards_across_ranks(self.batch_source) is False:
+            raise ConfigError(
+                f"batch_source ({type(self.batch_source).__name__}) gives each of {ranks.world_size()} ranks the same prompts; let "
+                "requests_fn give each rank prompts and seeds of its own and say so with shards_across_ranks=True, play on one rank, or "
+                "train on recorded rollouts (OfflineBatchSource), which ranks share out"
             )
         ahead = getattr(self.batch_source, "max_lag", 0)
         oldest = ahead + max(1, self.cfg.sync_every_steps) - 1

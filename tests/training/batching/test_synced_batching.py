@@ -1,22 +1,36 @@
 """Batches on demand: what a source passes on, and what a run that resumes from it plays."""
 
 import pytest
-from playing import FOR_RL, Counting, ScriptedClient, play, protocol
+from playing import FOR_RL, Counting, ScriptedClient, play, protocol, tiny_model
 
-from ludic.errors import RolloutError
+from ludic.errors import ConfigError, RolloutError
 from ludic.training import (
+    BatchSource,
     ConstantCredit,
     EnvSpec,
     EpisodicReturn,
+    OfflineBatchSource,
     ProtocolSpec,
     RequestsExhausted,
     RolloutBatchSource,
     RolloutEngine,
     RolloutRequest,
+    SAWBatch,
+    SAWItem,
+    Trainer,
+    TrainerConfig,
     drop_truncated,
     make_dataset_sequence_requests_fn,
     make_grpo,
+    make_reinforce,
+    ranks,
 )
+from ludic.training.batching.epochs import ItemBatchSource
+from ludic.training.batching.overlapped import OverlappedSource
+from ludic.training.batching.rollout_log import append_rollouts
+from ludic.training.batching.samples import sample_from_step
+from ludic.training.types import shards_across_ranks
+from ludic.types import Rollout, Step, TokenTrace
 
 
 class Recording:
@@ -34,6 +48,46 @@ def test_every_setting_reaches_the_engine():
     settings = {"max_steps": 3, "timeout_s": 4.5, "concurrency": 6, "sample_filter": drop_truncated}
     play(RolloutBatchSource(engine=engine, request_fn=lambda: wanted, credit_assigner=assigner, **settings).next_batch())
     assert engine.asked == {"requests": wanted, "credit_assigner": assigner, **settings}
+
+
+def test_a_source_says_whether_ranks_would_play_the_same_prompts(tmp_path):
+    def source(**settings):
+        return RolloutBatchSource(engine=Recording(), requests_fn=list, credit_assigner=ConstantCredit(), **settings)
+
+    item = SAWItem([1, 2], [1, 1], [0, 1], 1.0)
+    assert source().shards_across_ranks is False
+    assert source(shards_across_ranks=True).shards_across_ranks is True
+    assert [OverlappedSource(source(shards_across_ranks=each)).shards_across_ranks for each in (False, True)] == [False, True]
+    assert ItemBatchSource([item], batch_size=1).shards_across_ranks is True
+    append_rollouts(tmp_path / "r.jsonl", [Rollout(steps=[Step(0, "", "", None, 0.0, False, True, trace=TokenTrace([1], [2]))])])
+    assert OfflineBatchSource(tmp_path / "r.jsonl", sample_from_step, ConstantCredit()).shards_across_ranks is True
+
+
+def test_a_source_of_the_users_own_that_says_nothing_is_not_spoken_for():
+    class Own:
+        async def next_batch(self):
+            return SAWBatch([])
+
+    class Inherited(BatchSource):
+        async def next_batch(self):
+            return SAWBatch([])
+
+    assert OverlappedSource(Own()).shards_across_ranks is None
+    assert shards_across_ranks(Inherited()) is None
+
+
+def test_a_trainer_on_several_ranks_refuses_a_source_that_would_play_the_same_prompts_on_each(monkeypatch):
+    def trainer(**settings):
+        source = RolloutBatchSource(engine=Recording(), requests_fn=list, credit_assigner=ConstantCredit(), **settings)
+        return Trainer(model=tiny_model(), algo=make_reinforce(), batch_source=source, cfg=TrainerConfig(model_device="cpu"))
+
+    trainer()
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    with pytest.raises(
+        ConfigError, match=r"RolloutBatchSource\) gives each of 2 ranks the same prompts; .*shards_across_ranks=True"
+    ):
+        trainer()
+    trainer(shards_across_ranks=True)
 
 
 def test_credit_given_comes_before_the_algorithms():

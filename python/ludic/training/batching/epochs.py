@@ -21,6 +21,8 @@ class ItemBatchSource:
     twice (or left out, with `drop_last`). `batch_size` is that of one rank.
     """
 
+    shards_across_ranks = True
+
     def __init__(
         self,
         items: Sequence[SAWItem],

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ludic.errors import ConfigError, DataError
 from ludic.training.batching.chat_template import apply_template, end_of_turn
@@ -50,6 +50,7 @@ class OfflineBatchSource:
     """Rollouts read."""
     num_samples_filtered: int = field(init=False)
     """Samples that `sample_filter` refused."""
+    shards_across_ranks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.jsonl_paths, str | Path):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludic.errors import ConfigError
-from ludic.training.types import BatchSource, SAWBatch
+from ludic.training.types import BatchSource, SAWBatch, shards_across_ranks
 
 GENERATION_S = "generation_s"
 """In the batch's meta: seconds from its beginning to its end."""
@@ -62,6 +62,11 @@ class OverlappedSource:
         self._ahead: deque[_OnItsWay] = deque()
         self._turn = asyncio.Lock()
         """Held by the batch that is being generated: the source draws for one at a time, in order."""
+
+    @property
+    def shards_across_ranks(self) -> bool | None:
+        """What the inner source says."""
+        return shards_across_ranks(self._inner)
 
     @property
     def overlaps(self) -> bool:

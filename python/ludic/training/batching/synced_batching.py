@@ -20,6 +20,9 @@ class RolloutBatchSource:
     `orchestrator` and `engine`, `requests_fn` and `request_fn` are two spellings of one parameter. Credit is that of
     `credit_assigner` or of `algorithm`.
 
+    It knows no rank: the same `requests_fn` on every rank plays the same prompts on each, with the same seeds. Where it gives each rank
+    prompts of its own, say so with `shards_across_ranks`; a trainer on several ranks refuses a source that does not.
+
     Its state is that of the engine and, where it has one, of the requests' source. It counts batches that were given: one that failed or
     is still being played is played by a run that resumes from it.
     """
@@ -37,6 +40,7 @@ class RolloutBatchSource:
         engine: RolloutEngine | None = None,
         request_fn: AnyRequestsFn | None = None,
         algorithm: RLAlgorithm | None = None,
+        shards_across_ranks: bool = False,
     ) -> None:
         self.engine: RolloutEngine = _one(orchestrator, engine, "orchestrator", "engine")
         self.requests_fn: AnyRequestsFn = _one(requests_fn, request_fn, "requests_fn", "request_fn")
@@ -45,6 +49,7 @@ class RolloutBatchSource:
         self.timeout_s = timeout_s
         self.concurrency = concurrency
         self.sample_filter = sample_filter
+        self.shards_across_ranks = shards_across_ranks
         self._before: dict[str, Any] | None = None
         """The state before the batch that is being played, or that failed."""
 
