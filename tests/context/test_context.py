@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ludic.context import ContextStrategy, FullDialog, TruncatedThinkingContext
+from ludic.envs import PromptEnv
 from ludic.types import ChatResponse
 
 
@@ -19,6 +20,33 @@ def test_a_dialogue_grows_message_by_message():
     context.on_before_act().clear()
     context.messages.clear()
     assert len(context.messages) == 4
+
+
+def test_a_dialogue_begins_with_the_messages_that_the_environment_gives():
+    """The pair that Python code reaches for first: a prompt of four messages used to be shown as its last one."""
+    prompt = [
+        {"role": "system", "content": "add"},
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "1+2="},
+    ]
+    for make in (FullDialog, TruncatedThinkingContext):
+        context = make("my own")
+        context.reset()
+        context.on_env_reset(*PromptEnv({"prompt": prompt}).env_reset())
+        assert context.on_before_act() == prompt
+        context.on_before_act()[0]["content"] = "changed"
+        context.reset()
+        context.on_env_reset(*PromptEnv({"prompt": prompt[1:]}).env_reset())
+        assert context.messages == [{"role": "system", "content": "my own"}, *prompt[1:]]
+    assert prompt[0]["content"] == "add"
+
+
+@pytest.mark.parametrize("messages", [3, "two", [], ["text"], [{"content": "no role"}], {"role": "user"}])
+def test_messages_of_another_kind_are_the_environments_own_business(messages):
+    context = FullDialog()
+    context.on_env_reset("the first", {"messages": messages})
+    assert context.messages == [{"role": "user", "content": "the first"}]
 
 
 def test_a_reset_forgets_and_chooses_the_prompt():

@@ -24,15 +24,27 @@ def user(text="hi"):
     return {"role": "user", "content": text}
 
 
-def test_a_prompt_without_a_template_is_the_contents():
-    messages = [user("a"), {"role": "assistant", "tool_calls": [call("f")]}, user("b"), {"role": "assistant", "content": None}]
-    assert ChatTemplate(tokenizer()).render(messages) == "ab"
+def test_a_prompt_without_a_template_is_its_text_and_a_system_message_stands_before_it():
+    template, system = ChatTemplate(tokenizer()), {"role": "system", "content": "Add."}
+    assert template.render([user("1+1=")]) == "1+1="
+    assert template.render([system, user("1+1=")]) == "Add.\n\n1+1="
+    assert template.render([]) == ""
+
+
+@pytest.mark.parametrize("roles", [("user", "assistant"), ("system", "user", "assistant", "user"), ("user", "user")])
+def test_a_conversation_without_a_template_is_refused_and_not_glued_together(roles):
+    messages = [{"role": role, "content": "1+1="} for role in roles]
+    for render in (ChatTemplate(tokenizer()).render, lambda one: ChatTemplate(tokenizer()).render_all([one])):
+        with pytest.raises(
+            ConfigError, match=rf"{len(roles)} messages \({', '.join(roles)}\), and the tokenizer has no chat template"
+        ):
+            render(messages)
 
 
 @pytest.mark.parametrize("made", [tokenizer(), templated()], ids=["no template", "template"])
 def test_many_prompts_are_rendered_as_each_is(made):
     template = ChatTemplate(made)
-    dialogues = [[user("a")], [user("b"), {"role": "assistant", "content": None}, user("c")], [user("a")]]
+    dialogues = [[user("a")], [{"role": "system", "content": "b"}, user("c")], [user("a")]]
     assert template.render_all(dialogues) == [template.render(messages) for messages in dialogues]
     assert template.render_all([]) == []
 

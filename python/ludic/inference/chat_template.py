@@ -27,7 +27,11 @@ def offered_tools(request: ToolRequest | None) -> list[dict[str, Any]]:
 
 
 class ChatTemplate:
-    """Renders prompts: the tokenizer's chat template where it has one, else the contents of the messages one behind another."""
+    """Renders prompts with the tokenizer's chat template.
+
+    Without one, a prompt of one message is its text; a system message goes before it, with a blank line between. A conversation is an
+    error: nothing would say who speaks, nor where one message ends.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -35,7 +39,7 @@ class ChatTemplate:
         """(template, tools) of which it is known that the text shows the tools."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The prompt, ready for the model's answer. Raises ConfigError where the tools would not be seen."""
+        """The prompt, ready for the model's answer. Raises ConfigError where the tools, or who speaks, would not be seen."""
         template = self._source
         if not template:
             if tools:
@@ -81,7 +85,15 @@ class ChatTemplate:
 
 
 def _contents(messages: Sequence[Message]) -> str:
-    return "".join(message.get("content") or "" for message in messages)
+    """The text of a message that stands alone, or that only a system message precedes: that one, a blank line, the text."""
+    contents = [message.get("content") or "" for message in messages]
+    roles = [str(message.get("role")) for message in messages]
+    if len(messages) < 2 or (len(messages) == 2 and roles[0] in ("system", "developer")):
+        return "\n\n".join(content for content in contents if content)
+    raise ConfigError(
+        f"the prompt is a conversation of {len(messages)} messages ({', '.join(roles)}), and the tokenizer has no chat template, which "
+        "says how they are written; set tokenizer.chat_template, or give prompts of one message"
+    )
 
 
 def _as_templates_expect(message: Message) -> Message:

@@ -19,6 +19,7 @@ from ludic.inference import ChatCompletionRequest, LocalChatClient, SamplingPara
 from ludic.inference.episode import Episode, current_episode, new_episode
 from ludic.inference.local.decode import DecodeRequest, decode
 from ludic.inference.local.prefixes import PrefixCache, _common
+from ludic.recipes.tokenizer import make_line_tokenizer
 from ludic.training.batching.rollout_engine import RolloutEngine
 from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest
 
@@ -339,7 +340,10 @@ def played(client, *, seed=0, episodes=12):
 
 def test_episodes_of_an_engine_are_the_same_and_read_less():
     model = tiny_model()
-    with_cache, without = LocalChatClient(model, tokenizer()), LocalChatClient(model, tokenizer(), prefix_cache_bytes=0)
+    with_cache, without = (
+        LocalChatClient(model, make_line_tokenizer()),
+        LocalChatClient(model, make_line_tokenizer(), prefix_cache_bytes=0),
+    )
     read = TokensRead(model)
     expected = played(without)
     whole = sum(read.columns)
