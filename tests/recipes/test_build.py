@@ -114,3 +114,23 @@ def test_the_small_model_reads_the_tokens_of_the_tokenizer_that_is_named(tmp_pat
     assert len(tokenizer) != len(make_byte_tokenizer())
     assert model.get_input_embeddings().num_embeddings == len(tokenizer)
     assert (model.config.pad_token_id, model.config.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.group_size=1"], r"group_size \(1\) must be at least 2"),
+        (["rollout.temperature=0"], r"rollout\.temperature \(0\) gives all members of a group one answer, and grpo learns"),
+        (["rollout.temperature=0", "algorithm=cispo"], "and cispo learns from what differs"),
+    ],
+)
+def test_a_run_that_cannot_learn_is_refused_before_it_begins(overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        build_algorithm(compose(["sort", "algorithm=grpo", *overrides]))
+
+
+@pytest.mark.parametrize(
+    "overrides", [["algorithm=reinforce", "rollout.group_size=1"], ["algorithm=grpo", "rollout.temperature=0", "steps=0"]]
+)
+def test_a_run_that_can_learn_or_is_not_to_is_not_refused(overrides):
+    build_algorithm(compose(["sort", *overrides]))

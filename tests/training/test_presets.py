@@ -1,5 +1,7 @@
 """Presets: what each one is made of, by the table of the API."""
 
+from functools import partial
+
 import pytest
 import torch
 from loss_batches import Bigram, padded, rows
@@ -95,7 +97,11 @@ def test_every_preset_can_be_imported_from_the_package_and_the_algorithm_module(
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: make_rloo(group_size=1), r"group_size \(1\) must be at least 2"),
+        *[
+            (partial(make, group_size=1), r"group_size \(1\) must be at least 2: an answer is compared with the others")
+            for make in (make_rloo, make_grpo, make_dr_grpo, make_dapo, make_gspo, make_sapo, make_gmpo, make_cispo, make_scalerl)
+        ],
+        (lambda: make_grpo(group_size=0), "group_size must be positive"),
         (lambda: make_reinforce_plus_plus(group_baseline=True), "give group_size"),
         (lambda: make_dapo(group_size=G, overlong_buffer_tokens=5), "counts back from max_completion_tokens"),
         (lambda: make_dapo(group_size=G, max_completion_tokens=4, overlong_buffer_tokens=5), r"buffer_tokens \(5\) must be"),

@@ -117,10 +117,22 @@ def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None)
     """The preset of that name with `algorithm_args`. The group size is that of the rollouts, and `max_completion_tokens`, the limit
     of an answer, goes to the presets that ask for it."""
     make = _look_up(REGISTRY, recipe.algorithm, "algorithm").make
+    _check_groups_differ(recipe, make)
     given = dict(recipe.algorithm_args)
     derived = {"group_size": recipe.rollout.group_size, "max_completion_tokens": max_completion_tokens}
     taken = inspect.signature(make).parameters
     return _call(make, {**{name: value for name, value in derived.items() if name in taken}, **given}, "algorithm_args")
+
+
+def _check_groups_differ(recipe: Recipe, make: Callable[..., RLAlgorithm]) -> None:
+    """Raise `ConfigError` where an algorithm that learns from what differs within a group is given groups of one answer."""
+    group_size = inspect.signature(make).parameters.get("group_size")
+    compares = group_size is not None and group_size.default is group_size.empty
+    if compares and recipe.rollout.temperature == 0 and recipe.steps > 0:
+        raise ConfigError(
+            f"rollout.temperature (0) gives all members of a group one answer, and {recipe.algorithm} learns from what differs between "
+            "them; raise it, or take an algorithm without groups, such as algorithm=reinforce_baseline"
+        )
 
 
 def build_trainer_config(section: Any, **derived: Any) -> TrainerConfig:

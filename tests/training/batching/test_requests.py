@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 from playing import Counting, ScriptedClient, play, protocol
 
 from ludic.errors import ConfigError
+from ludic.inference import InferenceSpec, SamplingParams
 from ludic.training import (
     EnvSpec,
     GRPORequestStrategy,
@@ -135,13 +136,23 @@ def test_a_source_takes_credit_from_an_assigner_or_an_algorithm():
         source(algorithm=algorithm, engine=RolloutEngine(env_registry={}, protocol_registry={}))
 
 
+def test_groups_of_one_answer_are_refused_and_single_greedy_answers_are_not():
+    greedy = InferenceSpec(sampling=SamplingParams(temperature=0.0))
+    kinds = {"batch_size": 1, "env_kind": "e", "protocol_kind": "p"}
+    for make in (make_dataset_sequence_requests_fn, make_dataset_queue_requests_fn):
+        samples = ["a"] if make is make_dataset_sequence_requests_fn else queue.Queue()
+        make(samples, **kinds, group_size=1, inference=greedy)
+        make(samples, **kinds, group_size=4)  # the default of sampling is above 0
+        with pytest.raises(ConfigError, match=r"group_size \(4\) at temperature 0 is one answer 4 times"):
+            make(samples, **kinds, group_size=4, inference=greedy)
+
+
 def test_a_source_awaits_requests_that_must_be_awaited():
     async def requests():
         return [RolloutRequest(EnvSpec("e", {"sample": 1}), ProtocolSpec("p"))]
 
-    made = source(algorithm=make_grpo(group_size=1))
+    made = source(algorithm=make_grpo(group_size=2))
     made.requests_fn = requests
-    made.credit_assigner = make_grpo(group_size=1).credit_assigner
     with pytest.raises(ValueError, match="missing group_id"):
         play(made.next_batch())
 

@@ -77,6 +77,7 @@ def make_dataset_queue_requests_fn(
 
     By default the environment gets `sample=...`, and both seeds are the index.
     """
+    _check_groups_differ(group_size, inference)
     build = _builder(
         env_kind, protocol_kind, inference, env_kwargs_fn, protocol_kwargs, request_meta_fn, env_seed_fn, sampling_seed_fn
     )
@@ -105,6 +106,7 @@ def make_dataset_sequence_requests_fn(
 
     The result offers `state_dict` and `load_state_dict`, so that a resumed run goes on with the sample after the last one.
     """
+    _check_groups_differ(group_size, inference)
     build = _builder(
         env_kind, protocol_kind, inference, env_kwargs_fn, protocol_kwargs, request_meta_fn, env_seed_fn, sampling_seed_fn
     )
@@ -189,6 +191,15 @@ def _builder(
 
 def _strategy(group_size: int) -> RequestStrategy:
     return IdentityStrategy() if group_size == 1 else GRPORequestStrategy(group_size)
+
+
+def _check_groups_differ(group_size: int, inference: InferenceSpec | None) -> None:
+    """The members of a group differ by their sampling seed alone, which temperature 0 does not ask."""
+    if group_size > 1 and inference is not None and inference.sampling.temperature == 0:
+        raise ConfigError(
+            f"group_size ({group_size}) at temperature 0 is one answer {group_size} times, and nothing is learnt from a group whose "
+            "members are alike; raise inference.sampling.temperature, or set group_size=1"
+        )
 
 
 def _check_batch_size(batch_size: int) -> None:

@@ -6,6 +6,7 @@ from ludic.training.algorithm import RLAlgorithm, compose_preprocess
 from ludic.training.credit_assignment import GroupNormalizedReturn, HybridNormalizedReturn
 from ludic.training.loss import CISPOLoss, CompositeLoss, Correction, Loss, LossTerm, Normalizer, TokenKLLoss, correction_of
 from ludic.training.loss.kl import Estimator
+from ludic.training.presets.groups import compared
 from ludic.training.presets.preprocess import check_ratios, filter_flat_groups
 
 
@@ -37,7 +38,7 @@ def make_cispo(
     return RLAlgorithm(
         name=name,
         credit_assigner=GroupNormalizedReturn(
-            group_size=group_size, normalize_adv=group_normalize_adv, positive_only=positive_only
+            group_size=compared(group_size), normalize_adv=group_normalize_adv, positive_only=positive_only
         ),
         loss=add_kl(loss, kl_coeff, length_normalize, kl_estimator),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
@@ -72,7 +73,7 @@ def make_scalerl(
     ratios = check_ratios(drop_zero_weight, drop_zero_weight_eps)
     return RLAlgorithm(
         name=name,
-        credit_assigner=HybridNormalizedReturn(group_size=group_size, positive_only=positive_only),
+        credit_assigner=HybridNormalizedReturn(group_size=compared(group_size), positive_only=positive_only),
         loss=add_kl(loss, kl_coeff, length_normalize, kl_estimator),
         preprocess=compose_preprocess(filter_flat_groups(zvp_filter_eps), ratios) if filter_zvp else ratios,
         correction=correction_of(correction),

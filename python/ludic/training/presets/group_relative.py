@@ -14,6 +14,7 @@ from ludic.training.loss import (
     TokenClippedSurrogateLoss,
     correction_of,
 )
+from ludic.training.presets.groups import compared
 from ludic.training.presets.preprocess import check_ratios, filter_flat_groups
 from ludic.training.types import CreditAssigner
 
@@ -37,7 +38,7 @@ def make_grpo(
     return RLAlgorithm(
         name=name,
         credit_assigner=GroupNormalizedReturn(
-            group_size=group_size, normalize_adv=group_normalize_adv, positive_only=positive_only
+            group_size=compared(group_size), normalize_adv=group_normalize_adv, positive_only=positive_only
         ),
         loss=TokenClippedSurrogateLoss(
             clip_eps_low=clip_eps_low,
@@ -102,7 +103,7 @@ def make_dapo(
     `max_completion_tokens`, the `max_tokens` of sampling. `overlong_buffer_tokens` is a fifth of it by default, as in the paper
     (4,096 of 20,480). Groups that are left out are not sampled again here, where the paper refills the batch.
     """
-    credit: CreditAssigner = GroupNormalizedReturn(group_size=group_size, normalize_adv=True)
+    credit: CreditAssigner = GroupNormalizedReturn(group_size=compared(group_size), normalize_adv=True)
     if max_completion_tokens is not None:
         buffer = max_completion_tokens // 5 if overlong_buffer_tokens is None else overlong_buffer_tokens
         credit = OverlongPenalty(credit, max_completion_tokens, buffer, overlong_factor)
@@ -138,7 +139,7 @@ def make_gspo(
     return RLAlgorithm(
         name=name,
         credit_assigner=GroupNormalizedReturn(
-            group_size=group_size, normalize_adv=group_normalize_adv, positive_only=positive_only
+            group_size=compared(group_size), normalize_adv=group_normalize_adv, positive_only=positive_only
         ),
         loss=ClippedSurrogateLoss(
             clip_eps_low=clip_eps_low,
@@ -169,7 +170,7 @@ def make_sapo(
     return RLAlgorithm(
         name=name,
         credit_assigner=GroupNormalizedReturn(
-            group_size=group_size, normalize_adv=group_normalize_adv, positive_only=positive_only
+            group_size=compared(group_size), normalize_adv=group_normalize_adv, positive_only=positive_only
         ),
         loss=SAPOLoss(tau_pos=tau_pos, tau_neg=tau_neg, length_normalize=length_normalize, normalizer=normalizer),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
@@ -195,7 +196,7 @@ def make_gmpo(
     return RLAlgorithm(
         name=name,
         credit_assigner=GroupNormalizedReturn(
-            group_size=group_size, normalize_adv=group_normalize_adv, positive_only=positive_only
+            group_size=compared(group_size), normalize_adv=group_normalize_adv, positive_only=positive_only
         ),
         loss=GMPOLoss(
             clip_eps_low=clip_eps_low,

@@ -18,6 +18,7 @@ from ludic.training.loss import (
     TokenClippedSurrogateLoss,
     correction_of,
 )
+from ludic.training.presets.groups import compared
 from ludic.training.presets.preprocess import check_ratios, drop_zero_weights
 
 
@@ -76,14 +77,9 @@ def make_rloo(
     -mean_b A_b sum_t grad log pi(b, t), its eq. 8 with the log-probability of the answer as a sum over tokens. With several
     steps a batch the token ratios are clipped as PPO's, where the paper has nothing. Its KL term is not here.
     """
-    if group_size < 2:
-        raise ConfigError(
-            f"group_size ({group_size}) must be at least 2: an answer is compared with the others to its prompt; "
-            "raise it, or use make_reinforce_baseline"
-        )
     return RLAlgorithm(
         name=name,
-        credit_assigner=GroupNormalizedReturn(group_size=group_size, leave_one_out=True),
+        credit_assigner=GroupNormalizedReturn(group_size=compared(group_size), leave_one_out=True),
         loss=TokenClippedSurrogateLoss(
             clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
         ),
