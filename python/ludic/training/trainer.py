@@ -38,6 +38,7 @@ from ludic.training.proximal import with_proximal_logps
 from ludic.training.rng import preserved_rng
 from ludic.training.run_state import evaluation_state, restore_run, run_state
 from ludic.training.schedule import LearningRateSchedule
+from ludic.training.signal_watch import SignalWatch
 from ludic.training.stats import Reducer, check_reducers, default_reducers, distinct_rollouts, group_keys
 from ludic.training.step_record import StepRecord
 from ludic.training.timings import PhaseTimer
@@ -118,6 +119,7 @@ class Trainer:
         self.evaluated_step: int | None = None
         """Of the last evaluation that `eval_at_start` or `eval_every_n_steps` asked for."""
         self._event_loop = EventLoop()
+        self._signal = SignalWatch()
         self._publish_first = False
         self._gradient_came = False
         """Since the last push."""
@@ -265,7 +267,7 @@ class Trainer:
     async def _next_batch(self, timer: PhaseTimer) -> tuple[SAWBatch, MacroBatch]:
         """A batch with something to train on."""
         fetched = stale = 0
-        for _ in range(self.cfg.max_empty_batches):
+        for attempt in range(self.cfg.max_empty_batches):
             with timer.phase("rollout"):
                 given = await self.batch_source.next_batch()
             with timer.phase("batching"):
@@ -275,16 +277,27 @@ class Trainer:
                     batch = await awaited(self.algo.preprocess(batch))
                 macro = self._ingest(batch.items)
             if macro.items:
+                self._signal.look(macro.items)
                 batch.items = macro.items
                 batch.meta["effective_rollouts"] = distinct_rollouts(macro.items)
                 batch.meta.update(self._lag(macro.items))
                 return batch, macro
-            logger.warning("a batch of %d samples has none to train on; fetching another", len(given.items))
+            if attempt == 0:  # the error has the number of those that follow
+                logger.warning(
+                    "a batch of %d samples has none to train on%s; fetching others", len(given.items), self._too_long(given.items)
+                )
         raise EmptyBatchError(
             f"{self.cfg.max_empty_batches} batches in a row had no sample to train on: {fetched} samples came, {stale} were older than "
-            f"max_lag ({self.cfg.max_lag}), preprocessing and truncation dropped the rest; check the source and the filters, "
-            "or raise max_empty_batches"
+            f"max_lag ({self.cfg.max_lag}), preprocessing and truncation dropped the rest{self._too_long(given.items)}; check the source "
+            "and the filters, or raise max_empty_batches"
         )
+
+    def _too_long(self, items: Sequence[SAWItem]) -> str:
+        """Said of samples whose prompts alone are longer than what is trained."""
+        prompts = [list(item.action_mask).index(1) for item in items if any(item.action_mask)]
+        if not prompts or min(prompts) < self.cfg.max_seq_len:
+            return ""
+        return f" (the shortest prompt has {min(prompts)} tokens, and max_seq_len is {self.cfg.max_seq_len}: raise that)"
 
     def _is_stale(self, meta: Mapping[str, Any]) -> bool:
         version = meta.get("policy_version")

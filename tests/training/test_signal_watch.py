@@ -1,0 +1,72 @@
+"""Steps that teach nothing, and batches with nothing to train on: told, and told once."""
+
+import pytest
+from training_samples import ListSource, cpu_config, sorting_items, tiny_model
+
+from ludic.errors import EmptyBatchError
+from ludic.training import Trainer, make_reinforce
+from ludic.training.signal_watch import PATIENCE, SignalWatch
+from ludic.training.types import SAWItem
+
+
+def items(*weights):
+    return [SAWItem([1, 2], [1, 1], [0, 1], weight) for weight in weights]
+
+
+def told(caplog):
+    return [record.getMessage() for record in caplog.records if "weight 0" in record.getMessage()]
+
+
+def test_batches_without_a_signal_are_told_once_when_they_do_not_end(caplog):
+    watch = SignalWatch()
+    for _ in range(PATIENCE - 1):
+        watch.look(items(0.0, 0.0))
+    assert told(caplog) == []
+    for _ in range(3 * PATIENCE):
+        watch.look(items(0.0))
+    assert len(told(caplog)) == 1
+    assert f"all samples of {PATIENCE} batches in a row have weight 0" in told(caplog)[0]
+
+
+def test_one_sample_that_teaches_is_a_signal(caplog):
+    watch = SignalWatch()
+    for _ in range(3):
+        for _ in range(PATIENCE - 1):
+            watch.look(items(0.0))
+        watch.look(items(0.0, -0.5))
+    assert told(caplog) == []
+
+
+def test_the_trainer_looks_at_what_it_trains(caplog):
+    flat = sorting_items(4)
+    for item in flat:
+        item.weight = 0.0
+    trainer = Trainer(model=tiny_model(), algo=make_reinforce(), batch_source=ListSource(flat), cfg=cpu_config())
+    trainer.train_sync(num_steps=PATIENCE)
+    assert len(told(caplog)) == 1
+
+
+def test_prompts_that_leave_no_room_are_told_once_with_their_length_and_the_limit(caplog):
+    source = ListSource([SAWItem(list(range(3, 13)), [1] * 10, [0] * 8 + [1] * 2, 1.0)])
+    cfg = cpu_config(max_seq_len=5, max_empty_batches=7)
+    trainer = Trainer(model=tiny_model(), algo=make_reinforce(), batch_source=source, cfg=cfg)
+    said = r"the shortest prompt has 8 tokens, and max_seq_len is 5: raise that"
+    with pytest.raises(EmptyBatchError, match=rf"7 batches in a row had no sample to train on.*{said}"):
+        trainer.train_step_sync()
+    (record,) = caplog.records
+    assert record.getMessage() == f"a batch of 1 samples has none to train on ({said}); fetching others"
+
+
+def test_a_cut_that_leaves_a_prompt_some_room_is_not_blamed(caplog):
+    short = SAWItem([3, 4], [1, 1], [1, 1], 1.0)
+
+    def drop_all(batch):
+        batch.items = []
+        return batch
+
+    algo = make_reinforce()
+    algo.preprocess = drop_all
+    trainer = Trainer(model=tiny_model(), algo=algo, batch_source=ListSource([short]), cfg=cpu_config(max_empty_batches=2))
+    with pytest.raises(EmptyBatchError, match="dropped the rest; check the source"):
+        trainer.train_step_sync()
+    assert "shortest prompt" not in caplog.text
