@@ -37,6 +37,19 @@ def test_afterwards_no_package_is_hidden_by_a_file(here):
     assert sys.path.index(str(here)) == len(sys.path) - 1
 
 
+def test_a_fault_inside_the_file_is_told_with_its_line_and_not_taken_for_a_wrong_name(here):
+    for name, text, said in (
+        ("own_syntax", "x = 1\ndef exact(:\n", r"SyntaxError: invalid syntax \(own_syntax\.py, line 2\)$"),
+        ("own_zero", "x = 1\n1 / 0\n", rf"ZeroDivisionError: division by zero \({here}/own_zero\.py:2, in <module>\)$"),
+        ("own_import", "import own_missing\n", rf"No module named 'own_missing' \({here}/own_import\.py:1, in <module>\)$"),
+    ):
+        (here / f"{name}.py").write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            import_named(f"{name}:exact", "reward")
+    with pytest.raises(ConfigError, match=r"own_nowhere'; write package\.module:name"):
+        import_named("own_nowhere:exact", "reward")
+
+
 @pytest.mark.parametrize(
     ("path", "said"),
     [

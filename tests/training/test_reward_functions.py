@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import sys
 import threading
 
 import pytest
@@ -186,7 +187,8 @@ def test_a_function_that_raises_costs_the_groups_it_raises_on():
     rewards, errors = score(fails_on("bad"), rollout("a", 1), rollout("bad", 2), rollout("b", 2), rollout("c", 3))
     assert rewards == [1.0, 0.0, 0.0, 1.0]
     assert [error is None for error in errors] == [True, False, False, True]
-    assert str(errors[1]) == "reward function exact failed: KeyError: 'bad'"
+    line = fails_on.__code__.co_firstlineno + 3
+    assert str(errors[1]) == f"reward function exact failed: KeyError: 'bad' ({__file__}:{line}, in exact)"
     assert isinstance(errors[1], GradingError)
     assert isinstance(errors[1].__cause__, KeyError)
 
@@ -217,17 +219,20 @@ def test_exactly_the_groups_with_a_failure_have_no_reward(bad, coroutine):
         (1.0, "it returned float; it must return a list"),
         ([1.0, 2.0], "it returned 2 rewards for 1 completions"),
         ([], "it returned 0 rewards for 1 completions"),
-        ([float("nan")], "it returned nan; a reward must be finite"),
-        ([float("inf")], "it returned inf"),
-        (["1.0"], "it returned the text '1.0'"),
-        ([[1.0]], r"it returned \[1\.0\]; a reward is a number or None"),
-        ([None], "no reward function had anything to say"),
+        ([float("nan")], "reward function own returned nan, where a reward must be finite, or None, for the prompt '2"),
+        ([float("inf")], "reward function own returned inf, where"),
+        (["1.0"], "reward function own returned the text '1.0', where a reward must be a number"),
+        ([[1.0]], r"reward function own returned \[1\.0\], where a reward must be a number or None"),
+        ([None], "no reward function had anything to say about the answer to the prompt '2"),
         ([GradingError("too long")], "too long"),
     ],
 )
 def test_what_is_no_reward_is_an_error_and_not_a_reward_of_0(returned, said):
+    def own(completions):
+        return returned
+
     played = rollout("a", reward=0.5)
-    errors = asyncio.run(RewardFunctions(lambda completions: returned).score([played]))
+    errors = asyncio.run(RewardFunctions(own).score([played]))
     with pytest.raises(GradingError, match=said):
         raise errors[played.id]
     assert played.total_reward == 0.5
@@ -261,7 +266,43 @@ def test_a_timeout_of_the_functions_own_is_an_error_like_others():
         raise TimeoutError("the judge is away")
 
     _, (error,) = score(gives_up, rollout("a"))
-    assert str(error) == "reward function gives_up failed: TimeoutError: the judge is away"
+    assert str(error).startswith(f"reward function gives_up failed: TimeoutError: the judge is away ({__file__}:")
+
+
+def test_a_wrong_number_of_rewards_is_told_as_the_whole_batch_saw_it():
+    def forgets(completions):
+        return [1.0 for text in completions if text != "bad"]
+
+    rewards, errors = score(forgets, rollout("a", 1), rollout("bad", 2), rollout("b", 3))
+    assert rewards == [1.0, 0.0, 1.0]
+    assert str(errors[1]) == (
+        "reward function forgets failed: it returned 2 rewards for 3 completions; there must be one for each, and called again for one "
+        "group alone it returned 0 rewards for 1 completions; there must be one for each"
+    )
+
+
+@pytest.mark.parametrize("coroutine", [False, True])
+def test_an_exit_in_a_reward_function_is_an_error_like_others(coroutine):
+    def leaves(completions):
+        if "bad" in completions:
+            sys.exit(3)
+        return [1.0] * len(completions)
+
+    async def leaves_later(completions):
+        return leaves(completions)
+
+    rewards, errors = score(leaves_later if coroutine else leaves, rollout("a", 1), rollout("bad", 2))
+    assert rewards == [1.0, 0.0]
+    assert str(errors[1]).endswith("failed: it called sys.exit(3)")
+
+
+def test_a_long_prompt_is_shown_in_part():
+    played = Rollout(steps=[Step(0, "q", "a", None, 0.0, False, True, info={"row": {"prompt": "why? " * 100}})])
+    errors = asyncio.run(RewardFunctions(lambda completions: [None]).score([played]))
+    assert (
+        str(errors[played.id])
+        == f"no reward function had anything to say about the answer to the prompt {('why? ' * 16)[:77] + '...'!r}"
+    )
 
 
 def test_a_rollout_without_its_row_is_an_error_of_its_own():

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, place_of
 
 
 def import_named(path: str, setting: str) -> Any:
@@ -26,11 +26,18 @@ def import_named(path: str, setting: str) -> Any:
         try:
             loaded = import_module(module)
         except Exception as error:  # the module is the user's, and so is what it raises
-            kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
-            raise ConfigError(f"{setting} ({path}) cannot be imported: {kind}{error}; write package.module:name") from error
+            raise ConfigError(f"{setting} ({path}) cannot be imported: {_fault(error, module)}") from error
     if not hasattr(loaded, name):
         raise ConfigError(f"{setting} ({path}) cannot be imported: {loaded.__file__} has no {name!r}")
     return getattr(loaded, name)
+
+
+def _fault(error: Exception, module: str) -> str:
+    """What is wrong: the name, where no such module is found, else what the module raises and where."""
+    if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(f"{error.name}."):
+        return f"{error}; write package.module:name"
+    place = "" if isinstance(error, SyntaxError) else place_of(error)  # a syntax error says where
+    return f"{type(error).__name__}: {error}" + (f" ({place})" if place else "")
 
 
 @contextmanager

@@ -17,13 +17,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ludic.errors import ConfigError, DataError, GradingError
+from ludic.envs.prompt_env import prompt_shown
+from ludic.errors import ConfigError, DataError, GradingError, LudicError, RolloutError, place_of
+from ludic.interaction.containment import message_of
 from ludic.types import Message, Rollout
 
 RewardFunction = Callable[..., Any]
 Reward = float | None | Exception
 """Of one function for one completion: a number, nothing to say, or why there is none."""
 
+SHOWN_PROMPT = 80
+"""Characters of a prompt that an error shows."""
 _PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
@@ -113,6 +117,8 @@ class RewardFunctions:
             returned = function(**self._arguments(function, asked))
         except Exception as error:
             returned = error
+        except SystemExit as error:
+            returned = _exit(error)
         return self._finish(returned, asked)
 
     async def _finish(self, returned: Any, asked: Sequence[_Asked]) -> list[Reward] | Exception:
@@ -124,6 +130,8 @@ class RewardFunctions:
             return _checked(returned, len(asked))
         except Exception as error:
             return error
+        except SystemExit as error:
+            return _exit(error)
 
     async def _awaited(self, returned: Awaitable[Any]) -> Any:
         """Raises _TookTooLong at the deadline; a TimeoutError of the function's own is an error like others."""
@@ -141,13 +149,13 @@ class RewardFunctions:
         groups: dict[object, list[int]] = {}
         for index, one in enumerate(asked):
             groups.setdefault(one.group, []).append(index)
-        rewards: list[Reward] = [_failure(name, error)] * len(asked)
+        rewards: list[Reward] = [_failure(name, function, error)] * len(asked)
         if len(groups) == 1 or isinstance(error, _TookTooLong):
             return rewards
         for members in groups.values():
             result = await self._start(function, [asked[index] for index in members])
             for position, index in enumerate(members):
-                rewards[index] = _failure(name, result) if isinstance(result, Exception) else result[position]
+                rewards[index] = _failure(name, function, result, error) if isinstance(result, Exception) else result[position]
         return rewards
 
     def _arguments(self, function: RewardFunction, asked: Sequence[_Asked]) -> dict[str, Any]:
@@ -166,13 +174,15 @@ class RewardFunctions:
 
     def _settle(self, rollout: Rollout, rewards: Sequence[Reward]) -> Exception | None:
         """Add the sum to the last step, or say why there is none."""
-        failed = next((reward for reward in rewards if isinstance(reward, Exception)), None)
-        if failed is not None:
-            return failed
+        for name, reward in zip(self.names, rewards, strict=True):
+            if isinstance(reward, _NoReward):
+                return GradingError(f"reward function {name} returned {reward} for {_shown_prompt(rollout)}")
+            if isinstance(reward, Exception):
+                return reward
         each = zip(self.names, self.weights, rewards, strict=True)
         spoken = [(name, weight, reward) for name, weight, reward in each if isinstance(reward, float)]
         if not spoken:
-            return GradingError(f"no reward function had anything to say about the completion of rollout {rollout.id}")
+            return GradingError(f"no reward function had anything to say about the answer to {_shown_prompt(rollout)}")
         last = rollout.steps[-1]
         last.reward += math.fsum(weight * reward for _, weight, reward in spoken)
         last.info.update({f"rewards/{name}": reward for name, _, reward in spoken})
@@ -181,6 +191,14 @@ class RewardFunctions:
 
 class _TookTooLong(TimeoutError):
     """The deadline of this module has passed."""
+
+
+class _NoReward(GradingError):
+    """An element that is neither a number nor None; the message is what it is and what it must be."""
+
+
+class _WrongLength(DataError):
+    """More rewards than completions, or fewer."""
 
 
 class _Asked:
@@ -225,7 +243,7 @@ def _checked(returned: Any, expected: int) -> list[Reward]:
     if not isinstance(returned, list | tuple):
         raise DataError(f"it returned {type(returned).__name__}; it must return a list with one reward for each completion")
     if len(returned) != expected:
-        raise DataError(f"it returned {len(returned)} rewards for {expected} completions; there must be one for each")
+        raise _WrongLength(f"it returned {len(returned)} rewards for {expected} completions; there must be one for each")
     return [_reward(element) for element in returned]
 
 
@@ -233,19 +251,42 @@ def _reward(element: Any) -> Reward:
     if element is None or isinstance(element, Exception):
         return element
     if isinstance(element, str):
-        return GradingError(f"it returned the text {element!r}; a reward is a number or None")
+        return _NoReward(f"the text {element!r}, where a reward must be a number or None,")
     try:
         number = float(element)
     except (TypeError, ValueError):
-        return GradingError(f"it returned {element!r}; a reward is a number or None")
-    return number if math.isfinite(number) else GradingError(f"it returned {number}; a reward must be finite, or None")
+        return _NoReward(f"{element!r}, where a reward must be a number or None,")
+    return number if math.isfinite(number) else _NoReward(f"{number}, where a reward must be finite, or None,")
 
 
-def _failure(name: str, error: Exception) -> Exception:
-    reason = str(error) if isinstance(error, _TookTooLong) else f"{type(error).__name__}: {error}"
+def _failure(name: str, function: RewardFunction, error: Exception, first: Exception | None = None) -> Exception:
+    """`first` is the error of the call for the whole batch, where that was not `error`: it may say more."""
+    if isinstance(error, _WrongLength) and isinstance(first, _WrongLength) and str(first) != str(error):
+        reason = f"{first}, and called again for one group alone {error}"
+    else:
+        reason = _reason(function, error)
     failure = GradingError(f"reward function {name} failed: {reason}")
     failure.__cause__ = error
     return failure
+
+
+def _reason(function: RewardFunction, error: Exception) -> str:
+    if isinstance(error, LudicError | _TookTooLong):
+        return str(error)
+    code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
+    place = place_of(error, None if code is None else code.co_filename)
+    return f"{message_of(error)} ({place})" if place else message_of(error)
+
+
+def _exit(error: SystemExit) -> Exception:
+    failure = RolloutError(f"it called sys.exit({error.code!r})")
+    failure.__cause__ = error
+    return failure
+
+
+def _shown_prompt(rollout: Rollout) -> str:
+    text = prompt_shown(row_of(rollout)["prompt"])
+    return f"the prompt {text if len(text) <= SHOWN_PROMPT else text[: SHOWN_PROMPT - 3] + '...'!r}"
 
 
 def _log_each(asked: Sequence[_Asked], column: str, values: Sequence[Any]) -> None:
