@@ -105,6 +105,46 @@ def test_an_engine_knows_the_kinds_it_was_made_with():
     assert len(rollouts(eng, [request()])) == 1
 
 
+def cut(played):
+    return [record.getMessage() for record in played if "max_steps" in record.getMessage()]
+
+
+def test_a_limit_that_no_episode_fits_into_is_told_once(caplog):
+    eng = engine()
+    rollouts(eng, [request(goal=2, episodes=3)], max_steps=1)
+    rollouts(eng, [request(goal=2, episodes=3)], max_steps=1)
+    assert cut(caplog.records) == [
+        "all 3 episodes were cut after max_steps (1), and none had been ended by its environment (Counting); raise max_steps if episodes "
+        "have more turns"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("requests", "settings"),
+    [
+        ([request(goal=2), request(goal=1)], {"max_steps": 1}),  # one ended by itself
+        ([request(goal=2, truncate=True)], {"max_steps": 2}),  # its environment cut it
+    ],
+)
+def test_a_limit_that_an_episode_fits_into_is_nobodys_mistake(requests, settings, caplog):
+    rollouts(engine(), requests, **settings)
+    assert cut(caplog.records) == []
+
+
+def test_an_answer_that_never_reached_the_environment_says_nothing_of_the_limit(caplog):
+    rollouts(engine(ScriptedClient("ab", finish_reason="length")), [request(goal=1)], max_steps=1)
+    assert cut(caplog.records) == []
+
+
+def test_an_engine_knows_what_happened_to_all_its_episodes(flaky):
+    eng = engine(envs=flaky)
+    rollouts(eng, [request(episodes=2), request("flaky", name="a", failures=1)])
+    rollouts(eng, [request(), request("flaky", name="b", failures=9, meta={"group_id": "g"}), request(meta={"group_id": "g"})])
+    totals = vars(eng.totals)
+    totals.pop("num_cancelled_episodes")
+    assert totals == {"num_episodes": 6, "num_retried_episodes": 2, "num_failed_episodes": 1, "num_dropped_groups": 1}
+
+
 class TwoVoices:
     """A protocol with two rollouts, sampled from several versions of the policy; the second has said who asked."""
 

@@ -71,6 +71,15 @@ def test_rollouts_alone_are_rewarded_and_logged_with_their_rewards(tmp_path):
     assert '"total_reward":1.0' in (tmp_path / "r.jsonl").read_text()
 
 
+def test_the_traceback_of_a_reward_function_is_logged_once_a_batch(caplog):
+    playing = engine(is_four, "boom")
+    with pytest.raises(
+        RolloutError, match=r"reward function is_four failed: ValueError: boom \(.*test_scorer\.py:\d+, in is_four\)"
+    ):
+        asyncio.run(playing.generate_rollouts([request(g) for g in "abc"], 1))
+    assert [record.exc_info is not None and record.exc_info[0] for record in caplog.records] == [ValueError, False, False]
+
+
 def test_a_group_that_could_not_be_rewarded_is_left_out_and_counted(caplog):
     playing = engine(is_four, "4", "boom", "4", "5")
     batch = asyncio.run(playing.generate_batch([request(g) for g in "aabb"], credit_assigner=EpisodicReturn(), concurrency=1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from ludic.types import Rollout
@@ -23,6 +23,9 @@ class RolloutCounts:
     num_dropped_groups: int = 0
     """Groups left out because an episode of theirs failed for good."""
 
+    def __add__(self, other: RolloutCounts) -> RolloutCounts:
+        return RolloutCounts(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
 
 @dataclass(frozen=True)
 class EpisodeFailure:
@@ -37,6 +40,13 @@ class EpisodeFailure:
     attempts: int
     meta: dict[str, Any]
     """Of the request."""
+
+
+def ran_out_of_steps(rollouts: Sequence[Rollout]) -> bool:
+    """Whether every episode was cut by `max_steps` after an action that its environment took and went on from. An episode whose last
+    answer never reached the environment says nothing about that."""
+    answered = [rollout for rollout in rollouts if rollout.steps and not rollout.steps[-1].info.get("parse_error")]
+    return bool(answered) and all(rollout.meta.get("truncation_reason") == "max_steps" for rollout in answered)
 
 
 class PlayedRollouts(list[Rollout]):

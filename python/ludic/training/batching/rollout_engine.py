@@ -6,18 +6,18 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ludic.envs.env import LudicEnv
-from ludic.errors import ConfigError, DataError, LudicError, RolloutError
+from ludic.errors import ConfigError, DataError
 from ludic.inference.episode import new_episode
 from ludic.inference.request import ReturnSpec
 from ludic.interaction.base import InteractionProtocol
 from ludic.interaction.containment import contained, message_of
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.batching.played_rollouts import EpisodeFailure, PlayedRollouts, RolloutCounts
+from ludic.training.batching.episodes import Episode, count_episodes, without_failed_groups
+from ludic.training.batching.played_rollouts import PlayedRollouts, RolloutCounts, ran_out_of_steps
 from ludic.training.batching.rollout_check import GarbageError, check_rollouts
 from ludic.training.batching.rollout_log import append_rollouts
 from ludic.training.batching.samples import batch_from_rollouts, trace_of
@@ -28,31 +28,8 @@ logger = logging.getLogger(__name__)
 
 EnvFactory = Callable[..., LudicEnv[str, str, str]]
 ProtocolFactory = Callable[..., InteractionProtocol]
-SHOWN_FAILURES = 3
-"""Failures of a batch that are logged in full."""
 CLOSE_TIMEOUT_S = 30.0
 """How long an environment may take to close."""
-
-
-@dataclass
-class _Episode:
-    """One episode to play, and what became of it."""
-
-    index: int
-    """Among all episodes of this engine."""
-    request: RolloutRequest
-    rollouts: list[Rollout] = field(default_factory=list)
-    error: Exception | None = None
-    retries: int = 0
-    task: asyncio.Task[None] | None = None
-    cancelled: bool = False
-    """Not played to its end, because its group was lost already."""
-
-    @property
-    def group(self) -> object:
-        """Its group; an episode without one is a group of its own."""
-        group = self.request.meta.get("group_id")
-        return ("episode", self.index) if group is None else ("group", group)
 
 
 class RolloutEngine:
@@ -103,6 +80,9 @@ class RolloutEngine:
         self._on_episode = on_episode
         self._scorer = scorer
         self._episodes = 0
+        self._told_of_max_steps = False
+        self.totals = RolloutCounts()
+        """What happened to the episodes of all calls so far."""
         if self._jsonl_path is not None:
             self._jsonl_path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -153,7 +133,7 @@ class RolloutEngine:
         trained: bool = False,
     ) -> PlayedRollouts:
         episodes = self._expand(requests)
-        groups: dict[object, list[_Episode]] = {}
+        groups: dict[object, list[Episode]] = {}
         for episode in episodes:
             groups.setdefault(episode.group, []).append(episode)
         gate = asyncio.Semaphore(max(1, concurrency))
@@ -166,26 +146,41 @@ class RolloutEngine:
             _check_traces(episodes)
         if self._scorer is not None:
             await _score(self._scorer, episodes)
-        played = _without_failed_groups(episodes)
+        counts = count_episodes(episodes)
+        self.totals += counts
+        played = without_failed_groups(episodes, counts)
+        self._tell_of_max_steps(played, max_steps)
         if self._jsonl_path is not None and played:
             await asyncio.to_thread(append_rollouts, self._jsonl_path, played)
         return played
+
+    def _tell_of_max_steps(self, played: PlayedRollouts, max_steps: int) -> None:
+        """Once: a limit that no episode fits into is more likely forgotten than meant."""
+        if not self._told_of_max_steps and ran_out_of_steps(played):
+            self._told_of_max_steps = True
+            logger.warning(
+                "all %d episodes were cut after max_steps (%d), and none had been ended by its environment (%s); raise max_steps if "
+                "episodes have more turns",
+                len(played),
+                max_steps,
+                played[0].meta.get("env_name", "of its own"),
+            )
 
     def _tell(self, _task: asyncio.Task[None]) -> None:
         if self._on_episode is not None:
             self._on_episode()
 
-    def _expand(self, requests: Sequence[RolloutRequest]) -> list[_Episode]:
+    def _expand(self, requests: Sequence[RolloutRequest]) -> list[Episode]:
         for request in requests:  # a name that is wrong is wrong for every episode: say so before any is played
             _factory(self._protocols, request.protocol.kind, "protocol")
             _factory(self._envs, request.env.kind, "env")
         wanted = [request for request in requests for _ in range(request.num_episodes)]
-        episodes = [_Episode(self._episodes + i, request) for i, request in enumerate(wanted)]
+        episodes = [Episode(self._episodes + i, request) for i, request in enumerate(wanted)]
         self._episodes += len(episodes)
         return episodes
 
     async def _play(
-        self, episode: _Episode, siblings: Sequence[_Episode], gate: asyncio.Semaphore, max_steps: int, timeout_s: float | None
+        self, episode: Episode, siblings: Sequence[Episode], gate: asyncio.Semaphore, max_steps: int, timeout_s: float | None
     ) -> None:
         async with gate:
             while True:
@@ -204,7 +199,7 @@ class RolloutEngine:
         if self._cancel_siblings:
             _cancel(siblings)
 
-    async def _play_once(self, episode: _Episode, max_steps: int, timeout_s: float | None) -> list[Rollout]:
+    async def _play_once(self, episode: Episode, max_steps: int, timeout_s: float | None) -> list[Rollout]:
         made: list[Any] = []
         what = f"episode {episode.index} ({episode.request.env.kind})"
         try:
@@ -213,7 +208,7 @@ class RolloutEngine:
             for env in made:
                 await _close(env)
 
-    async def _run(self, episode: _Episode, made: list[Any], max_steps: int, timeout_s: float | None) -> list[Rollout]:
+    async def _run(self, episode: Episode, made: list[Any], max_steps: int, timeout_s: float | None) -> list[Rollout]:
         """All that is not ours of an episode. The environment is put into `made`, for who has to close it."""
         request = episode.request
         protocol = _factory(self._protocols, request.protocol.kind, "protocol")(**request.protocol.kwargs)
@@ -250,7 +245,7 @@ def _is_being_cancelled() -> bool:
     return task is None or task.cancelling() > 0
 
 
-def _cancel(siblings: Sequence[_Episode]) -> None:
+def _cancel(siblings: Sequence[Episode]) -> None:
     """Stop those that are still to be played: what they would give is not used."""
     for sibling in siblings:
         if sibling.cancelled or sibling.task is None or sibling.task.done() or sibling.task is asyncio.current_task():
@@ -286,7 +281,7 @@ def _engine_facts(
     }
 
 
-def _describe(rollout: Rollout, episode: _Episode, facts: dict[str, Any]) -> None:
+def _describe(rollout: Rollout, episode: Episode, facts: dict[str, Any]) -> None:
     """Say in the rollout's meta where it comes from."""
     rollout.meta.setdefault("episode_idx", episode.index)
     rollout.meta.update(episode.request.meta)
@@ -330,7 +325,7 @@ async def _to_its_end(work: Coroutine[Any, Any, object]) -> None:
         raise failure
 
 
-def _check_traces(episodes: Sequence[_Episode]) -> None:
+def _check_traces(episodes: Sequence[Episode]) -> None:
     """An episode without the tokens that were sampled cannot be trained on: it has failed. Playing it again would give none either."""
     for episode in episodes:
         if episode.error is not None:
@@ -343,7 +338,7 @@ def _check_traces(episodes: Sequence[_Episode]) -> None:
             episode.error = GarbageError(str(error))
 
 
-async def _score(scorer: RolloutScorer, episodes: Sequence[_Episode]) -> None:
+async def _score(scorer: RolloutScorer, episodes: Sequence[Episode]) -> None:
     """Reward the groups in which no episode failed; an episode with a rollout that got no reward has failed now."""
     lost = {episode.group for episode in episodes if episode.error is not None}
     played = [episode for episode in episodes if episode.group not in lost]
@@ -352,52 +347,3 @@ async def _score(scorer: RolloutScorer, episodes: Sequence[_Episode]) -> None:
     errors = await scorer.score([rollout for episode in played for rollout in episode.rollouts])
     for episode in played:
         episode.error = next((errors[rollout.id] for rollout in episode.rollouts if rollout.id in errors), None)
-
-
-def _without_failed_groups(episodes: Sequence[_Episode]) -> PlayedRollouts:
-    """What the episodes of groups gave in which none failed. Raises RolloutError when there were episodes and none is left."""
-    failed = [episode for episode in episodes if episode.error is not None]
-    lost = {episode.group for episode in failed}
-    kept = [episode for episode in episodes if episode.group not in lost]
-    counts = RolloutCounts(
-        num_episodes=len(episodes),
-        num_retried_episodes=sum(episode.retries > 0 for episode in episodes),
-        num_failed_episodes=len(failed),
-        num_cancelled_episodes=sum(episode.cancelled for episode in episodes),
-        num_dropped_groups=len(lost),
-    )
-    _log_failures(failed)
-    first = failed[0].error if failed else None
-    failures = [_failure(episode) for episode in failed]
-    for episode in episodes:  # an error refers to its frames, and they to the episode: a circle that would keep environments
-        episode.error = episode.task = None
-    if first is not None and not kept:
-        raise (GarbageError if isinstance(first, GarbageError) else RolloutError)(
-            f"{len(failed)} of {len(episodes)} episodes failed and no complete group is left; "
-            f"the first error was {message_of(first)}"
-        ) from first
-    rollouts = [rollout for episode in kept for rollout in episode.rollouts]
-    each = len(rollouts) / len(kept) if kept else 1.0  # an episode of several agents gives several
-    return PlayedRollouts(rollouts, counts, failures, num_requested=round(each * len(episodes)))
-
-
-def _log_failures(failed: Sequence[_Episode]) -> None:
-    for episode in failed[:SHOWN_FAILURES]:
-        ours = isinstance(episode.error, LudicError)  # what such an error says is enough
-        said = str(episode.error) if ours else message_of(episode.error)
-        times = f"{episode.retries + 1} times" if episode.retries else "once"
-        traceback = None if ours else episode.error
-        logger.error("episode %d failed %s; its group is left out: %s", episode.index, times, said, exc_info=traceback)
-    if len(failed) > SHOWN_FAILURES:
-        logger.error("%d more episodes failed", len(failed) - SHOWN_FAILURES)
-
-
-def _failure(episode: _Episode) -> EpisodeFailure:
-    return EpisodeFailure(
-        episode_idx=episode.index,
-        env_kind=episode.request.env.kind,
-        env_seed=episode.request.env_seed,
-        error=message_of(episode.error),
-        attempts=episode.retries + 1,
-        meta=dict(episode.request.meta),
-    )

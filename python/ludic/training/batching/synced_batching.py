@@ -20,6 +20,9 @@ class RolloutBatchSource:
     `orchestrator` and `engine`, `requests_fn` and `request_fn` are two spellings of one parameter. Credit is that of
     `credit_assigner` or of `algorithm`.
 
+    `max_steps` is how many turns an episode may have; 1 is a question and an answer. One that is cut there ends as truncated, and the
+    engine warns once where all are.
+
     It knows no rank: the same `requests_fn` on every rank plays the same prompts on each, with the same seeds. Where it gives each rank
     prompts of its own, say so with `shards_across_ranks`; a trainer on several ranks refuses a source that does not.
 
