@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 from loss_batches import Bigram, padded, rows
 
-from ludic.errors import ConfigError, DataError, DataTypeError
+from ludic.errors import ConfigError, ConfigTypeError, DataError, DataTypeError
 from ludic.training.algorithm import (
     RLAlgorithm,
     compose_preprocess,
@@ -33,8 +33,10 @@ def test_samples_with_one_log_probability_for_each_action_pass():
 
 
 def test_missing_log_probabilities_are_listed():
-    with pytest.raises(DataError, match=r"\[1, 3\]"):
+    with pytest.raises(DataError, match=r"^2 of 4 samples \(1, 3\) have no actor_logps; sample with ReturnSpec\.for_rl\(\)"):
         validate_actor_logps(SAWBatch([item(), item(logps=None), item(), item(logps=None)]))
+    with pytest.raises(DataError, match=r"^255 of 255 samples \(0, 1, 2, \.\.\.\) have no actor_logps"):
+        validate_actor_logps(SAWBatch([item(logps=None)] * 255))
 
 
 def test_a_wrong_number_of_log_probabilities_names_the_sample():
@@ -106,3 +108,13 @@ def test_the_logits_are_reduced_in_float32_unless_told_otherwise():
     exact, _ = algorithm.compute_loss(model.double(), batch)
     assert wide.dtype == torch.float32
     assert abs(wide - exact) < 1e-5 < abs(narrow - exact)
+
+
+@pytest.mark.parametrize(("given", "kind"), [(torch.tensor(1.0), "Tensor"), (None, "NoneType"), ((torch.tensor(1.0),), "tuple")])
+def test_a_loss_that_returns_no_statistics_is_told_what_to_return(given, kind):
+    class Bare:
+        def compute(self, logits, batch):
+            return given
+
+    with pytest.raises(ConfigTypeError, match=rf"compute of Bare returned {kind}; it must return the loss and its statistics"):
+        RLAlgorithm("bare", ConstantCredit(), Bare()).compute_loss(Bigram(), padded(rows(2, seed=1)))

@@ -13,6 +13,9 @@ class SingleAgentEnv(LudicEnv[str, str, str]):
 
     _DEFAULT_ID = "agent_0"
 
+    _agent_id: str = _DEFAULT_ID
+    """Here too: a subclass need not call `__init__`."""
+
     def __init__(self, agent_id: str = _DEFAULT_ID) -> None:
         self._agent_id = agent_id
 

@@ -166,8 +166,10 @@ def validate_actor_logps(saw_batch: SAWBatch) -> SAWBatch:
             continue
         _check_logps(index, item, attached.token_logps)
     if missing:
+        some = ", ".join(map(str, missing[:3])) + (", ..." if len(missing) > 3 else "")
         raise DataError(
-            f"samples {missing} have no actor_logps; sample with ReturnSpec.for_rl() so that the log-probabilities come back"
+            f"{len(missing)} of {len(saw_batch.items)} samples ({some}) have no actor_logps; sample with ReturnSpec.for_rl() so that the "
+            "log-probabilities come back"
         )
     return saw_batch
 

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError, ConfigTypeError, DataError
 from ludic.training.loss.functional import (
     LogitsUse,
     compute_token_entropy,
@@ -400,7 +400,13 @@ def call_loss(loss: Loss, logits: Tensor, batch: Batch, shared: SharedContext) -
     parameters = inspect.signature(loss.compute).parameters
     takes_shared = "shared" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     keywords: dict[str, Any] = {"shared": shared} if takes_shared else {}
-    return loss.compute(logits, batch, **keywords)
+    given: object = loss.compute(logits, batch, **keywords)
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise ConfigTypeError(
+            f"compute of {type(loss).__name__} returned {type(given).__name__}; it must return the loss and its statistics: "
+            '`return loss, {"loss": loss.detach()}`'
+        )
+    return given
 
 
 def normalizer_of(loss: object) -> Normalizer:
