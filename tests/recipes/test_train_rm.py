@@ -333,6 +333,21 @@ def test_the_evaluation_can_end_the_training(tiny: list[str], tmp_path: Path) ->
     assert summary_of(tmp_path / "run")["steps"] == 4
 
 
+def test_a_run_that_ends_early_leaves_the_model_of_its_best_evaluation(tiny: list[str], tmp_path: Path) -> None:
+    worse = ["trainer.lr=1", "trainer.warmup_steps=0", "trainer.lr_scheduler_type=null"]  # every step makes it worse
+    stop = ["trainer.eval_every_n_steps=1", "trainer.early_stopping_patience=2"]
+    shown = train_rm(*tiny, "epochs=9", *worse, *stop)
+    summary = summary_of(tmp_path / "run")
+    measured = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["eval/loss"] for line in measured if "eval/loss" in line}
+    best = min(losses, key=losses.__getitem__)
+    assert best < summary["steps"]
+    assert summary["early_stopping"] == {"stopped": True, "kept_step": best, "metric": "eval_loss", "best": losses[best]}
+    assert summary["eval_loss"] == pytest.approx(losses[best])  # of the model that was saved
+    assert f"the model is that of step {best}" in " ".join(shown.split())
+    assert "These pairs also chose the step" in " ".join(shown.split())
+
+
 # ---- wrong settings, stopping, going on ------------------------------------------------------------------------------
 
 

@@ -678,7 +678,8 @@ def test_training_stops_early_when_the_evaluation_no_longer_improves():
 
 
 def test_early_stopping_counts_evaluations_that_are_no_better():
-    trainer = trainer_of(config={"early_stopping_patience": 2, "early_stopping_min_delta": 0.1})
+    config = {"eval_every_n_steps": 1, "early_stopping_patience": 2, "early_stopping_min_delta": 0.1}
+    trainer = trainer_of(evaluator=Evaluator(), config=config)
     # the first is the best; 0.95 is better by less than 0.1; 0.5 is an improvement; two in a row are none
     found = [trainer._check_early_stopping(value) for value in (1.0, 0.95, 0.5, 0.5, 0.45)]
     assert found == [(False, True), (False, False), (False, True), (False, False), (True, False)]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ludic.recipes.build import seed_phase
-from ludic.recipes.going_on import keep_checkpoint, latest_checkpoint, set_back
+from ludic.recipes.going_on import end_with_best, keep_checkpoint, latest_checkpoint, set_back
 from ludic.recipes.model import keep_base, plain_place, save_policy
 from ludic.recipes.tracking import run_logger
 from ludic.recipes.training_command import TrainingRun
@@ -51,6 +51,8 @@ async def take_steps(run: TrainingRun, trainer_of: Callable[..., T], source: Ite
         except RequestsExhausted:  # a stop was asked for, and steps are left that no evaluation has called off
             is_stopped = True
         keep_checkpoint(trainer)
+        if not is_stopped:
+            end_with_best(trainer, run.progress, note=run.screen.note)
     run.progress.steps = trainer.current_step
     save_policy(parts.model, parts.tokenizer, directory.model, base=plain_place(recipe.model))
     if is_stopped:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ludic.recipes.run_directory import RunDirectory
+from ludic.recipes.run_directory import Progress, RunDirectory
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.trainer import Trainer
 
@@ -34,3 +34,14 @@ def set_back(directory: RunDirectory, phase: str, trainer: Trainer, *, note: Cal
     if lost:
         since = f"the checkpoint of step {step}" if step else "the beginning of the phase, since there is no checkpoint"
         note(f"{lost} steps of {phase} are done again, from {since}")
+
+
+def end_with_best(trainer: Trainer, progress: Progress, *, note: Callable[[str], None]) -> None:
+    """Of a run with a patience: its weights become those of the best evaluation, and its progress tells which that was."""
+    step, stopping = trainer.restore_best(), trainer.early_stopping
+    if step is None:
+        return
+    metric = stopping.cfg.early_stopping_metric
+    progress.early_stopping = {"stopped": stopping.stopped, "kept_step": step, "metric": metric, "best": stopping.best}
+    ended = f"Stopped early at step {trainer.current_step}" if stopping.stopped else f"Ended at step {trainer.current_step}"
+    note(f"{ended}; the model is that of step {step}, where {metric} was best ({stopping.best:.4f})")

@@ -21,7 +21,7 @@ from ludic.recipes.build import (
 )
 from ludic.recipes.demonstrations import DemonstrationSource
 from ludic.recipes.evaluate import Evaluation, HeldOut
-from ludic.recipes.going_on import keep_checkpoint, latest_checkpoint, set_back
+from ludic.recipes.going_on import end_with_best, keep_checkpoint, latest_checkpoint, set_back
 from ludic.recipes.inference_section import convention
 from ludic.recipes.lora import lora_settings, trained_share, with_adapters
 from ludic.recipes.measures import logged_names, task_reducers
@@ -291,6 +291,8 @@ class Run:
                 await trainer.train(steps - trainer.current_step)
             if self.stop or phase == REINFORCE:
                 keep_checkpoint(trainer)
+            if not self.stop:
+                end_with_best(trainer, self.progress, note=self.screen.note)
         if phase == REINFORCE:
             self.progress.steps = trainer.current_step
             self.directory.write_progress(self.progress)

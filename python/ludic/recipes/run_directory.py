@@ -33,6 +33,8 @@ class Progress:
     """Batches of reinforcement that are done."""
     preflight: dict[str, Any] | None = None
     """How far trainer and sampler were apart before the first step; null where they were not compared."""
+    early_stopping: dict[str, Any] | None = None
+    """Of a run with a patience: `stopped` early or not, the step whose weights were kept, by which metric, and its value."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of set-up, warm-up, reinforcement and evaluation so far, and of the whole (`wall`)."""
 

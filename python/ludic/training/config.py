@@ -151,7 +151,9 @@ class TrainerConfig:
     early_stopping_patience: int | None = None
     """End after so many evaluations without improvement; None: never."""
     early_stopping_metric: str = "eval_loss"
-    early_stopping_mode: Literal["min", "max"] = "min"
+    """What evaluations are compared by. At the end, the trained weights are those of the best evaluation (`Trainer.restore_best`)."""
+    early_stopping_mode: Literal["auto", "min", "max"] = "auto"
+    """Whether it is better when it is small (min) or large (max); auto: as its name tells, `eval_loss` min, `eval_accuracy` max."""
     early_stopping_min_delta: float = 0.0
     """What counts as improvement must exceed this."""
     packing: Packing = "optimal"
@@ -238,7 +240,8 @@ class TrainerConfig:
         _require(0 <= self.lr_min_ratio <= 1, "lr_min_ratio", self.lr_min_ratio, "be in [0, 1]: a share of lr")
         if self.early_stopping_patience is not None:
             _require_int("early_stopping_patience", self.early_stopping_patience, 1)
-        _require(self.early_stopping_mode in ("min", "max"), "early_stopping_mode", self.early_stopping_mode, "be min or max")
+        mode = self.early_stopping_mode
+        _require(mode in ("auto", "min", "max"), "early_stopping_mode", mode, "be auto, min or max")
         delta = self.early_stopping_min_delta
         _require(delta >= 0, "early_stopping_min_delta", delta, "be >= 0")
 

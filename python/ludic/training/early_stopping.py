@@ -1,17 +1,53 @@
-"""When to stop: no improvement of one metric over a number of evaluations."""
+"""When to stop: no improvement of one metric over a number of evaluations. Which weights then stay: those of the best one."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ludic.errors import ConfigError
 from ludic.training import ranks
 from ludic.training.config import TrainerConfig
+
+_SMALL = {"loss", "perplexity", "nll", "ece", "error", "errors", "fpr", "fnr", "negative", "failed", "incomplete"}
+_LARGE = {"accuracy", "auc", "auroc", "reward", "pass", "score", "tpr", "margin", "correct", "right", "solved", "won", "win"}
+"""Words in the name of a metric that is better when it is small, or large. The first outranks the second: `negative_margin_rate`."""
+
+
+def better_when(cfg: TrainerConfig) -> Literal["min", "max"]:
+    """Whether `early_stopping_metric` is better when it is small ("min") or large ("max"). Raises ConfigError where
+    `early_stopping_mode` contradicts the metric's name, and where it is "auto" and the name does not tell."""
+    words = set(re.split(r"[^a-z]+", cfg.early_stopping_metric.lower()))
+    told: Literal["min", "max"] | None = "min" if words & _SMALL else "max" if words & _LARGE else None
+    if cfg.early_stopping_mode == "auto":
+        if told is None:
+            raise ConfigError(
+                f"early_stopping_metric ({cfg.early_stopping_metric}) does not tell whether it is better when it is small or large; "
+                "set early_stopping_mode to min or max"
+            )
+        return told
+    if told is not None and told != cfg.early_stopping_mode:
+        raise ConfigError(
+            f"early_stopping_mode ({cfg.early_stopping_mode}) would stop a model whose {cfg.early_stopping_metric} improves; "
+            f"set {told}, or leave it out"
+        )
+    return cfg.early_stopping_mode
+
+
+def check_early_stopping(cfg: TrainerConfig) -> None:
+    """Raise ConfigError for a patience that nothing would ever try."""
+    if cfg.early_stopping_patience is None:
+        return
+    if cfg.eval_every_n_steps is None:
+        raise ConfigError(
+            f"early_stopping_patience ({cfg.early_stopping_patience}) counts evaluations, and there are none; set eval_every_n_steps"
+        )
+    better_when(cfg)
 
 
 @dataclass
@@ -21,6 +57,8 @@ class EarlyStopping:
     cfg: TrainerConfig
     best: float | None = None
     stale: int = 0
+    best_step: int | None = None
+    """The step of the best evaluation."""
 
     def update(self, value: float) -> tuple[bool, bool]:
         """Take note of a value: whether to stop, and whether it is an improvement. The first value always is."""
@@ -47,20 +85,27 @@ class EarlyStopping:
                 return self.update(float(metrics[key]))[0]
         raise ConfigError(f"early_stopping_metric ({name}) must be one that the evaluator gives: {', '.join(sorted(metrics))}")
 
-    def heed(self, metrics: Mapping[str, float], device: torch.device | str) -> None:
-        """`should_stop` on rank 0, which may be the only one that has metrics; afterwards all ranks know how patience stands."""
+    def take_note(self, metrics: Mapping[str, float], step: int, device: torch.device | str) -> bool:
+        """`should_stop` on rank 0, which may be the only one that has metrics; afterwards all ranks know how patience stands. Whether
+        this evaluation is the best so far; never without a patience."""
+        if self.cfg.early_stopping_patience is None:
+            return False
         if ranks.rank() == 0:
             self.should_stop(metrics)
         stale = self.stale if ranks.rank() == 0 else 0
         self.stale = int(ranks.max_over_ranks([float(stale)], device)[0])
+        if self.stale == 0:
+            self.best_step = step
+        return self.stale == 0
 
     def _gain(self, value: float, best: float) -> float:
-        if math.isnan(value):
-            return -math.inf
-        return best - value if self.cfg.early_stopping_mode == "min" else value - best
+        """By how much `value` is better. A value that is not a number is worse than any that is."""
+        if math.isnan(value) or math.isnan(best):
+            return -math.inf if math.isnan(value) else math.inf
+        return best - value if better_when(self.cfg) == "min" else value - best
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "stale": self.stale}
+        return {"best": self.best, "stale": self.stale, "best_step": self.best_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.best, self.stale = state["best"], int(state["stale"])
+        self.best, self.stale, self.best_step = state["best"], int(state["stale"]), state.get("best_step")

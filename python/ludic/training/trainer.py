@@ -24,9 +24,10 @@ from ludic.training.backend import TorchBackend, TrainingBackend, build_optimize
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, Rows
 from ludic.training.batching.requests_from_dataset import RequestsExhausted
+from ludic.training.best_weights import BestWeights
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
-from ludic.training.early_stopping import EarlyStopping
+from ludic.training.early_stopping import EarlyStopping, check_early_stopping
 from ludic.training.event_loop import EventLoop, awaited
 from ludic.training.futures import TrainFuture
 from ludic.training.loggers.base import SyncedLogger, TrainingLogger
@@ -112,6 +113,7 @@ class Trainer:
         self.checkpointer = checkpointer or (CheckpointManager(checkpoint_config) if checkpoint_config else None)
         self.schedule = LearningRateSchedule.from_config(self.cfg, total_training_steps)
         self.early_stopping = EarlyStopping(self.cfg)
+        self._best_weights = BestWeights(self.model, None if self.checkpointer is None else self.checkpointer.root)
         self._schedule_is_open = total_training_steps is None
         self._step = 0
         self.last_eval: Stats = {}
@@ -121,6 +123,8 @@ class Trainer:
         self._event_loop = EventLoop()
         self._signal = SignalWatch()
         self._publish_first = False
+        self._shows_best = False
+        """Whether the model has the weights of the best evaluation, and not those of the last step."""
         self._gradient_came = False
         """Since the last push."""
         self._checkpoint_s = 0.0
@@ -129,6 +133,7 @@ class Trainer:
 
     def _check(self, checkpoints: object, resume_from: object) -> None:
         self.cfg.validate()
+        check_early_stopping(self.cfg)
         check_reducers(self.reducers)
         if self.publisher is None and self.cfg.given("sync_every_steps") and self.cfg.sync_every_steps:
             raise ConfigError(
@@ -183,6 +188,8 @@ class Trainer:
             self.schedule = LearningRateSchedule.from_config(self.cfg, self._step + num_steps)
         self._schedule_is_open = False
         last = None if num_steps is None else self._step + num_steps
+        if not self.early_stopping.stopped:
+            self._go_on_from_last()
         while not await self._evaluated_enough(eval_log_fn) and (last is None or self._step < last):
             try:
                 stats = await self.train_step()
@@ -199,13 +206,46 @@ class Trainer:
             if self._publish_first:
                 await self.publish()  # an evaluator may ask those who were given the weights
             metrics = (await self.eval(log_fn=log_fn))["metrics"]
-            if self._step > 0:
-                self.early_stopping.heed(metrics, self.cfg.model_device)
+            if self._step > 0 and self.early_stopping.take_note(metrics, self._step, self.cfg.model_device):
+                self._best_weights.keep(self._step)
             self.evaluated_step = self._step
             if self.checkpointer is not None:
                 self._sync_log()
                 self.checkpointer.amend(self._step, evaluation_state(self))
+        if self.early_stopping.stopped:
+            self._end_early()
         return self.early_stopping.stopped
+
+    def _end_early(self) -> None:
+        """A checkpoint of the run's end, for one that goes on with more patience; then the best weights."""
+        if self.checkpointer is not None and not self.checkpointer.holds(self._step):
+            self.save_checkpoint()
+        self.restore_best()
+
+    def restore_best(self) -> int | None:
+        """Put back the weights of the best evaluation: its step, or None where none is known. `train` does so itself where early stopping
+        ends it; a run that came to its end otherwise may have been better before, too. They are not published. A later `train` goes on
+        from the checkpoint of `current_step`."""
+        step = self.early_stopping.best_step
+        if step is None:
+            return None
+        if not self._best_weights.restore(step):
+            logger.warning(
+                "the weights of step %d, of the best evaluation, are not there; those of step %d stay", step, self._step
+            )
+            return None
+        self._shows_best = True
+        return step
+
+    def _go_on_from_last(self) -> None:
+        """Undo `restore_best`."""
+        if not self._shows_best:
+            return
+        if self.checkpointer is not None and self.checkpointer.holds(self._step):
+            self._resume(self._step)
+        else:
+            logger.warning("training goes on from the best weights: there is no checkpoint of step %d", self._step)
+        self._shows_best = False
 
     @property
     def _owes_evaluation(self) -> bool:
@@ -376,6 +416,8 @@ class Trainer:
         """Write weights, optimizer and the state of the run; the folder, None on other ranks than 0."""
         if self.checkpointer is None:
             raise CheckpointError("the trainer has no checkpointer; pass checkpointer= or checkpoint_config=")
+        if self._shows_best and self.checkpointer.holds(self._step):
+            return self.checkpointer.find(step=self._step)  # it has the weights of the last step, from which a run goes on
         self._sync_log()
         content = {**(metadata or {}), "algorithm": self.algo.name, **run_state(self)}
         return self.checkpointer.save(self.model, optimizer=self.optimizer, step=self._step, metadata=content)

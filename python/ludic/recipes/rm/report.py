@@ -56,6 +56,7 @@ def summary_of(run: RMRun, lines: Sequence[Mapping[str, float]], *, config_hash:
         "pairs_per_s": round(pairs / seconds, 1) if seconds else None,
         "padding": padding_of(lines),
         "steps": steps,
+        "early_stopping": run.progress.early_stopping,
         "epochs": round(steps * run.recipe.batch_size / (len(data.train) // 2), 3),
         "parameters": sum(parameter.numel() for parameter in run.parts.model.parameters()),
         "trained_parameters": sum(p.numel() for p in run.parts.model.parameters() if p.requires_grad),
@@ -77,6 +78,12 @@ def _draw(run: RMRun, summary: Mapping[str, Any], lines: Sequence[Mapping[str, f
 def _show(run: RMRun, console: Console, summary: Mapping[str, Any]) -> None:
     if "eval_loss" in summary:
         console.print(_criteria_table(summary))
+        if run.progress.early_stopping is not None:
+            console.print(
+                "These pairs also chose the step whose weights were kept, so that the figures flatter a little; measure on others for "
+                "figures to publish (heldout_data=FILE in a run of its own with steps=0)",
+                highlight=False,
+            )
     if summary["bayes_accuracy"] is not None:
         console.print(
             f"[bold]The best there is[/]: {summary['bayes_accuracy']:.1%} of such pairs on average; the generator's own quality gets "

@@ -39,6 +39,7 @@ def summary_of(run: SFTRun, lines: Sequence[dict[str, Any]], *, config_hash: str
         "phases_s": phases_of(run.progress.seconds, lines),
         "padding": padding_of(lines),
         "steps": run.progress.steps,
+        "early_stopping": run.progress.early_stopping,
         "epochs": round(run.progress.steps * run.recipe.batch_size / len(run.parts.data.train), 3),
         "data": run.parts.data.counts(run.parts.cfg.max_seq_len, end_token_ids(run.parts.model, run.parts.tokenizer)),
         "seed": run.recipe.seed,

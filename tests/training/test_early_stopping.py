@@ -1,0 +1,153 @@
+"""When a run ends early, which way its metric is better, and that its weights are the best ones."""
+
+import math
+import random
+
+import pytest
+import torch
+from training_samples import DrawingSource, assert_same_tensors, cpu_config, tiny_model, weights_of
+
+from ludic.errors import ConfigError
+from ludic.training import CheckpointConfig, LoraSettings, Trainer, make_grpo
+from ludic.training.best_weights import BestWeights
+from ludic.training.early_stopping import EarlyStopping, better_when
+
+
+class Scripted:
+    """One evaluation a step with these losses; it remembers the weights of each."""
+
+    def __init__(self, *losses):
+        self.losses, self.trainer, self.weights = losses, None, {}
+
+    async def eval(self, **_):
+        step = self.trainer.current_step
+        self.weights[step] = {name: tensor.clone() for name, tensor in weights_of(self.trainer.model).items()}
+        return [], {"loss": self.losses[step - 1]}
+
+
+LOSSES = (0.9, 0.5, 0.6, 0.7, 0.1, 0.2)
+"""The second is the best when patience of 2 ends the run after step 4."""
+
+
+def run(*losses, folder=None, steps=6, patience=2, resume=None, **options):
+    evaluator = Scripted(*(losses or LOSSES))
+    torch.manual_seed(3), random.seed(3)
+    trainer = Trainer(
+        model=tiny_model(attention_dropout=0.1),
+        algo=make_grpo(group_size=4),
+        batch_source=DrawingSource(),
+        cfg=cpu_config(lr=1e-2, eval_every_n_steps=1, early_stopping_patience=patience),
+        checkpoint_config=None if folder is None else CheckpointConfig(folder, every_n_steps=1, max_to_keep=1),
+        resume_from=resume,
+        evaluator=evaluator,
+        total_training_steps=6,
+        **options,
+    )
+    evaluator.trainer = trainer
+    trainer.train_sync(steps)
+    return trainer, evaluator
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_run_that_ends_early_has_the_weights_of_its_best_evaluation(tmp_path, on_disk, lora):
+    trainer, evaluator = run(folder=tmp_path if on_disk else None, lora_config=lora)
+    assert (trainer.current_step, trainer.early_stopping.best_step) == (4, 2)
+    assert_same_tensors(weights_of(trainer.model), evaluator.weights[2])
+    different = [name for name, tensor in evaluator.weights[4].items() if not torch.equal(tensor, evaluator.weights[2][name])]
+    assert different  # there was something to put back
+
+
+def test_a_run_that_comes_to_its_end_can_be_given_its_best_weights():
+    trainer, evaluator = run(patience=9, steps=4)
+    assert_same_tensors(weights_of(trainer.model), evaluator.weights[4])
+    assert trainer.restore_best() == 2
+    assert_same_tensors(weights_of(trainer.model), evaluator.weights[2])
+
+
+def test_a_run_that_ended_early_resumes_to_the_same_weights(tmp_path):
+    ended, evaluator = run(folder=tmp_path)
+    ended.save_checkpoint()  # stays that of the last step
+    resumed, _ = run(folder=tmp_path, resume=4)
+    assert resumed.current_step == 4
+    assert_same_tensors(weights_of(resumed.model), evaluator.weights[2])
+    last, _ = run(folder=tmp_path, resume=4, steps=0, patience=3)
+    assert_same_tensors(weights_of(last.model), evaluator.weights[4])
+
+
+def test_with_more_patience_a_run_goes_on_as_if_it_had_not_ended(tmp_path):
+    whole, _ = run(folder=tmp_path / "whole", patience=3)
+    ended, _ = run(folder=tmp_path / "ended")
+    ended.cfg.early_stopping_patience = 3
+    ended.train_sync(2)
+    assert (whole.current_step, ended.current_step) == (6, 6)
+    assert_same_tensors(weights_of(ended.model), weights_of(whole.model))
+
+
+def test_best_weights_that_are_not_there_are_told_of(tmp_path, caplog):
+    trainer, evaluator = run(folder=tmp_path, patience=9, steps=4)
+    trainer.early_stopping.best_step = 1
+    assert trainer.restore_best() is None
+    assert "the weights of step 1" in caplog.text
+    assert_same_tensors(weights_of(trainer.model), evaluator.weights[4])
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_kept_weights_come_back_by_their_step_alone(tmp_path, on_disk):
+    model = tiny_model()
+    best = BestWeights(model, tmp_path if on_disk else None)
+    assert not best.restore(1)
+    before = {name: tensor.clone() for name, tensor in weights_of(model).items()}
+    best.keep(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert not best.restore(2)
+    assert best.restore(1)
+    assert_same_tensors(weights_of(model), before)
+
+
+@pytest.mark.parametrize(
+    ("metric", "better"),
+    [
+        ("eval_loss", "min"),
+        ("loss", "min"),
+        ("eval_ece", "min"),
+        ("eval/negative_margin_rate", "min"),
+        ("eval_fpr@0.5", "min"),
+        ("eval_pairwise_accuracy", "max"),
+        ("greedy_accuracy", "max"),
+        ("eval_sampled_reward", "max"),
+        ("eval_roc_auc", "max"),
+        ("eval_margin_p50", "max"),
+        ("pass@4", "max"),
+    ],
+)
+def test_the_direction_follows_the_metric_unless_it_is_said_and_is_never_the_wrong_one(metric, better):
+    wrong = {"min": "max", "max": "min"}[better]
+    assert better_when(cpu_config(early_stopping_metric=metric)) == better
+    assert better_when(cpu_config(early_stopping_metric=metric, early_stopping_mode=better)) == better
+    with pytest.raises(ConfigError, match=f"set {better}, or leave it out"):
+        better_when(cpu_config(early_stopping_metric=metric, early_stopping_mode=wrong))
+
+
+def test_a_metric_of_unknown_direction_needs_a_mode():
+    with pytest.raises(ConfigError, match=r"early_stopping_metric \(frobs\) .* set early_stopping_mode to min or max"):
+        better_when(cpu_config(early_stopping_metric="frobs"))
+    assert better_when(cpu_config(early_stopping_metric="frobs", early_stopping_mode="max")) == "max"
+
+
+def test_a_patience_that_counts_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"early_stopping_patience \(2\) counts evaluations, and there are none"):
+        Trainer(
+            model=tiny_model(),
+            algo=make_grpo(group_size=4),
+            batch_source=DrawingSource(),
+            cfg=cpu_config(early_stopping_patience=2),
+        )
+
+
+def test_a_first_value_that_is_not_a_number_is_not_the_best_for_ever():
+    stopping = EarlyStopping(cpu_config(early_stopping_patience=2, eval_every_n_steps=1))
+    found = [stopping.update(value) for value in (math.nan, 0.5, math.nan, 0.4)]
+    assert found == [(False, True), (False, True), (False, False), (False, True)]
