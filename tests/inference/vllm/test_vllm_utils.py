@@ -158,7 +158,12 @@ def test_on_a_cpu_the_flags_are_those_that_work_there(start):
 
 @pytest.mark.parametrize(
     ("settings", "development", "adapters"),
-    [({}, None, None), ({"weights": "gloo"}, "1", None), ({"extra_args": ["--enable-lora"]}, "1", "1")],
+    [
+        ({}, None, None),
+        ({"weights": "gloo"}, "1", None),
+        ({"extra_args": ["--weight-transfer-config={}"]}, "1", None),
+        ({"extra_args": ["--enable-lora"]}, "1", "1"),
+    ],
 )
 def test_the_endpoints_that_change_a_server_exist_where_something_is_to_change(
     start, monkeypatch, settings, development, adapters

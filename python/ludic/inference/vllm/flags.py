@@ -26,9 +26,13 @@ def weight_flags(backend: WeightBackend | None) -> list[tuple[str, str | None]]:
     return [("--worker-extension-cls", WORKER_EXTENSION), ("--weight-transfer-config", json.dumps({"backend": backend}))]
 
 
-def changing_variables(*, weights: bool, adapters: bool) -> dict[str, str]:
-    """What a server's environment needs so that what it serves can be changed: the endpoints for that exist nowhere else."""
-    variables = {"VLLM_SERVER_DEV_MODE": "1"} if weights or adapters else {}
+def changing_variables(arguments: Sequence[str]) -> dict[str, str]:
+    """What a server with these arguments needs in its environment so that what it serves can be changed: the endpoints for that exist
+    nowhere but in development mode. Nothing where it takes neither weights nor adapters."""
+    flags = {argument.split("=")[0] for argument in arguments}
+    adapters = "--enable-lora" in flags
+    changing = adapters or not flags.isdisjoint(["--worker-extension-cls", "--weight-transfer-config"])
+    variables = {"VLLM_SERVER_DEV_MODE": "1"} if changing else {}
     return variables | ({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if adapters else {})
 
 

@@ -107,8 +107,7 @@ def start_vllm_server(
     command = [interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *missing_flags(flags, given)]
     command += ["--middleware", TAG_MIDDLEWARE] if client_tags else []  # may be given several times
     command += ["--middleware", SECRET_MIDDLEWARE, *given]
-    changing = changing_variables(weights=weights is not None, adapters="--enable-lora" in given)
-    variables = server_variables(interpreter, cpu=cpu, given=env, changing=changing)
+    variables = server_variables(interpreter, cpu=cpu, given=env, changing=changing_variables(command))
     with _secret_for(port, variables) as secret:
         proc = _start(command, {**variables, VARIABLE: secret}, stream_output=stream_output, log_path=log_path)
         _SECRETS[proc] = port, secret

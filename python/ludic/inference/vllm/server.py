@@ -26,7 +26,7 @@ from ludic.inference.vllm.flags import (
 )
 
 DEFAULTS = [("--host", "127.0.0.1"), *DEFAULT_FLAGS, ("--logits-processors", THINK_PROCESSOR), *weight_flags("gloo")]
-ENVIRONMENT = {**changing_variables(weights=True, adapters=True), "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60"}
+ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60"}
 PORT = 8000
 """vLLM's own."""
 
@@ -34,10 +34,11 @@ PORT = 8000
 def server_command(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """The command that serves, and its environment: what is set there already stays."""
     given = [argument for argument in arguments if argument != "--batch-invariant"]
-    variables = {**ENVIRONMENT, **environment, VARIABLE: secret_of(environment)}
+    flags = [*missing_flags(DEFAULTS, given), "--middleware", SECRET_MIDDLEWARE]
+    changing = changing_variables([*flags, *given])
+    variables = {**ENVIRONMENT, **changing, **environment, VARIABLE: secret_of(environment)}
     if len(given) < len(arguments):
         variables["VLLM_BATCH_INVARIANT"] = "1"
-    flags = [*missing_flags(DEFAULTS, given), "--middleware", SECRET_MIDDLEWARE]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags, *given], variables
 
 
