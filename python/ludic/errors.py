@@ -102,11 +102,12 @@ class CheckpointError(LudicError, RuntimeError):
 
 
 class ServerError(InferenceError):
-    """A server refused a call with this status of HTTP."""
+    """A server refused a call with this status of HTTP, and `said` why."""
 
-    def __init__(self, message: str, *, status: int) -> None:
+    def __init__(self, message: str, *, status: int, said: str = "") -> None:
         super().__init__(message)
         self.status = status
+        self.said = said
 
 
 class ServerTimeoutError(InferenceError, TimeoutError):

@@ -7,7 +7,6 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-import requests
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from stub_weight_server import Refused, StubWeightServer, refuse, same, weights
@@ -101,7 +100,7 @@ def test_the_disk_backend_needs_a_directory(start):
 
 def test_the_parts_of_the_specification_work_together(start):
     server = start()
-    client = SimpleNamespace(server_url=server.url, _session=requests.Session())
+    client = SimpleNamespace(server_url=server.url, _session=SimpleNamespace(headers={"X-Key": "7"}))
     with pytest.raises(RuntimeError, match="no connection for weights"):
         VllmTensorCommunicator(client)
     control = VllmControlPlane(client)
@@ -116,7 +115,7 @@ def test_the_parts_of_the_specification_work_together(start):
     serves(server, "3", 1)
     with pytest.raises(RuntimeError, match="src \\(1\\) must be 0"):
         communicator.broadcast(torch.zeros(1), src=1)
-    client._session.close()
+    assert {headers.get("x-key") for headers in server.headers} == {"7"}
 
 
 def test_weights_are_sent_in_the_dtype_that_the_server_computes_in(start):

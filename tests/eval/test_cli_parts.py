@@ -5,8 +5,8 @@ import json
 import signal
 
 import fake_vllm
+import httpx2
 import pytest
-import requests
 from playing import Counting, ScriptedClient, play
 from processes import until_gone
 
@@ -73,7 +73,7 @@ def test_a_server_that_was_asked_for_is_ready_within_and_interrupted_after(serve
     port = launch.free_port()
     asked = arguments("--start-server", "--model", "org/model", "--port", str(port), "--max-model-len", "99")
     with maybe_start_vllm(asked):
-        assert requests.get(f"http://127.0.0.1:{port}/health", timeout=30).status_code == 200
+        assert httpx2.get(f"http://127.0.0.1:{port}/health", timeout=30).status_code == 200
         (proc,) = servers
         assert proc.poll() is None
     assert proc.returncode == -signal.SIGINT

@@ -1,7 +1,7 @@
 """What a real vLLM server lets through that was started by us: each of the paths that it has, with the secret and without."""
 
+import httpx2
 import pytest
-import requests
 
 from ludic.inference.servers.secret_middleware import OPEN_PATHS
 from ludic.inference.servers.server_secret import secret_headers
@@ -29,11 +29,11 @@ CHANGING = {
 
 def ask(server, path, *, method="post", **headers):
     sent = {"json": {}} if method == "post" else {}
-    return requests.request(method, server.url + path, headers=headers, timeout=60, **sent).status_code
+    return httpx2.request(method, server.url + path, headers=headers, timeout=60, **sent).status_code
 
 
 def test_every_path_is_refused_without_the_secret_unless_it_samples_or_only_tells(vllm_server):
-    described = requests.get(f"{vllm_server.url}/openapi.json", headers=secret_headers(vllm_server.url), timeout=60).json()
+    described = httpx2.get(f"{vllm_server.url}/openapi.json", headers=secret_headers(vllm_server.url), timeout=60).json()
     paths = {path: sorted(methods) for path, methods in described["paths"].items()}
     assert set(paths) >= (SAMPLING - {"/metrics"}) | CHANGING
     refused = {path for path, methods in paths.items() if ask(vllm_server, path, method=methods[0]) == 401}
@@ -47,7 +47,7 @@ def test_who_guesses_the_secret_changes_nothing_and_who_knows_it_does(vllm_serve
     server = VllmEndpoints(vllm_server.url)
     before = server.weight_version()
     for guess in ("", "guess", "Bearer local"):
-        answer = requests.post(
+        answer = httpx2.post(
             f"{vllm_server.url}/update_weight_version",
             json={"new_version": "theirs"},
             headers={"X-Ludic-Secret": guess},
@@ -65,9 +65,9 @@ def test_a_web_page_reaches_nothing(vllm_server):
     page = {"Origin": "https://example.com"}
     body = {"model": vllm_server.name, "prompt": [5], "max_tokens": 1}
     completions = f"{vllm_server.url}/v1/completions"
-    assert requests.post(completions, json=body, timeout=60).status_code == 200
-    assert requests.post(completions, json=body, headers=page, timeout=60).status_code == 403
-    asks_first = requests.options(completions, headers={**page, "Access-Control-Request-Method": "POST"}, timeout=60)
+    assert httpx2.post(completions, json=body, timeout=60).status_code == 200
+    assert httpx2.post(completions, json=body, headers=page, timeout=60).status_code == 403
+    asks_first = httpx2.options(completions, headers={**page, "Access-Control-Request-Method": "POST"}, timeout=60)
     assert (asks_first.status_code, asks_first.headers.get("access-control-allow-origin")) == (403, None)
-    text = requests.post(completions, data='{"model": "tiny"}', headers={"Content-Type": "text/plain"}, timeout=60)
+    text = httpx2.post(completions, content=b'{"model": "tiny"}', headers={"Content-Type": "text/plain"}, timeout=60)
     assert text.status_code == 415

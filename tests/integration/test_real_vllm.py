@@ -3,8 +3,8 @@
 import asyncio
 from dataclasses import replace
 
+import httpx2
 import pytest
-import requests
 import torch
 from playing import Counting, verbatim
 from tiny_policy import make_tiny_policy
@@ -162,11 +162,11 @@ def test_tags_are_echoed_by_the_middleware_on_every_endpoint(vllm_server):
         metrics = run(vllm_server, scenario, tokenizer=tokenizer, **settings)
         assert (metrics["client_tag_errors"], metrics["client_tag_untagged"], metrics["client_tag_filtered"]) == (0, 0, 0)
     body = {"model": "tiny", "prompt": [[5]], "max_tokens": 2, "client_tag": "a"}
-    answer = requests.post(f"{vllm_server.url}/v1/completions", json=body, timeout=60)
+    answer = httpx2.post(f"{vllm_server.url}/v1/completions", json=body, timeout=60)
     assert answer.headers["x-vllm-client-tag"] == answer.json()["choices"][0]["metadata"]["client_tag"] == "a"
-    refused = requests.post(f"{vllm_server.url}/v1/completions", json={**body, "model": "other"}, timeout=60)
+    refused = httpx2.post(f"{vllm_server.url}/v1/completions", json={**body, "model": "other"}, timeout=60)
     assert (refused.status_code, refused.json()["metadata"]["client_tag"]) == (404, "a")
-    stream = requests.post(f"{vllm_server.url}/v1/completions", json={**body, "stream": True}, timeout=60)
+    stream = httpx2.post(f"{vllm_server.url}/v1/completions", json={**body, "stream": True}, timeout=60)
     assert stream.headers["x-vllm-client-tag"] == "a"
     assert stream.text.rstrip().endswith("data: [DONE]")
 

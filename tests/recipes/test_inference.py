@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 import fake_vllm
+import httpx2
 import pytest
-import requests
 from stub_vllm import HANG, StubVLLM
 from typer.testing import CliRunner
 
@@ -184,7 +184,7 @@ async def test_the_start_of_a_server_is_measured(tmp_path, monkeypatch):
     recipe = compose([f"inference.python={fake_vllm.install(tmp_path / 'venv')}"])
     watch, notes = Stopwatch({}), []
     async with _started(recipe, None, tmp_path, tmp_path / "log", notes.append, watch) as url:
-        assert requests.get(f"{url}/health", timeout=30).status_code == 200
+        assert httpx2.get(f"{url}/health", timeout=30).status_code == 200
     assert watch.seconds["server_start"] > 0
     assert len(notes) == 1
 

@@ -2,7 +2,7 @@
 
 import copy
 
-import requests
+import httpx2
 import torch
 
 from ludic.inference.vllm.endpoints import VllmEndpoints
@@ -30,7 +30,7 @@ def generate(server, max_tokens=32, prompt=PROMPT, model="tiny"):
     """Sampled ids, their log-probabilities as the server says them, and spans of weight versions."""
     params = {"max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0, "seed": 1, "ignore_eos": True}
     body = {"model": model, "token_ids": prompt, "sampling_params": params}
-    answer = requests.post(f"{server.url}/inference/v1/generate", json=body, timeout=120)
+    answer = httpx2.post(f"{server.url}/inference/v1/generate", json=body, timeout=120)
     answer.raise_for_status()
     (choice,) = answer.json()["choices"]
     return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]], choice["weight_versions"]
@@ -54,6 +54,6 @@ def version(server):
 
 def running(server):
     """Requests that the engine samples for just now."""
-    metrics = requests.get(f"{server.url}/metrics", timeout=60).text
+    metrics = httpx2.get(f"{server.url}/metrics", timeout=60).text
     lines = (line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running{"))
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

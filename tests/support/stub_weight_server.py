@@ -47,6 +47,8 @@ class StubWeightServer:
         self.faults, self.calls, self.adapters = {}, [], {}
         self.secret = None
         """Asked for as a server does that we start; None as one of somebody else's."""
+        self.headers = []
+        """Of everything that came, in order; names are lower case."""
         self.without_extension = self.loads_nothing = False
         self.closing = threading.Event()
         self._boot()
@@ -234,6 +236,7 @@ def _handler(server):
             if server.closing.is_set():  # a connection that was kept open
                 self.close_connection = True
                 return
+            server.headers.append({name.lower(): value for name, value in self.headers.items()})
             split = urlsplit(self.path)
             try:
                 headers = {name.lower(): value for name, value in self.headers.items()}

@@ -7,7 +7,9 @@ import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+
+import msgspec
 
 from ludic.distributed.fan_out import in_thread
 from ludic.distributed.server_weights import ServerManifest
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 BROADCASTING = ("gloo", "ludic_nccl")
 """Backends over which tensors are broadcast. All can read a folder."""
@@ -26,6 +29,39 @@ ANSWER_MARGIN_S = 15.0
 POLL_S = 0.0005
 """How often a broadcast looks whether the server still takes it."""
 NEEDS_EXTENSION = "start it as `ludic serve` does, with --worker-extension-cls ludic.inference.vllm.worker.WeightWorker"
+
+
+class WorkerState(TypedDict):
+    """What a worker answers to `ludic_state`."""
+
+    boot: str
+    """Which life of the server this is."""
+    backend: str
+    group_id: str | None
+    open: bool
+    """A push was begun, and neither loaded nor dropped."""
+    broken: str | None
+    """Why it can take no more."""
+
+
+class WeightShape(TypedDict):
+    shape: list[int]
+    dtype: str
+
+
+class WorkerManifest(TypedDict):
+    """To `ludic_manifest`."""
+
+    dtype: str
+    tied: bool
+    weights: dict[str, WeightShape] | None
+
+
+class WorkerMarks(TypedDict):
+    """To `ludic_fingerprint`."""
+
+    loaded: dict[str, str]
+    served: dict[str, str]
 
 
 class ServerLink:
@@ -65,17 +101,17 @@ class ServerLink:
 
     def prepare(self) -> ServerManifest:
         """Find the server in a state to take a push: known, connected, and with nothing left of an earlier one."""
-        states = self._ask("ludic_state")
+        states = self._ask("ludic_state", WorkerState)
         if states[0]["boot"] != self._boot:
             if self._boot is not None:
                 logger.warning("%s was restarted; connecting again", self.url)
             self._drop_group()
-            self.backend, self.drained = str(states[0]["backend"]), False
+            self.backend, self.drained = states[0]["backend"], False
             if not self.by_folder and self.backend not in BROADCASTING:
                 raise PublishError(
                     f"the backend of {self.url} is {self.backend}; pass directory=, a folder that the server sees too"
                 )
-            self.manifest = ServerManifest.from_answer(self._ask("ludic_manifest")[0], self.url)
+            self.manifest = ServerManifest.from_answer(self._ask("ludic_manifest", WorkerManifest)[0], self.url)
             self._boot = states[0]["boot"]
         broken = next((state["broken"] for state in states if state["broken"]), None)
         if broken is not None or self.drained:
@@ -90,17 +126,21 @@ class ServerLink:
         assert self.manifest is not None
         return self.manifest
 
-    def _ask(self, method: str) -> list[Any]:
-        """What every worker says."""
+    def _ask(self, method: str, kind: type[T]) -> list[T]:
+        """What every worker says, one of them at least."""
         try:
             answers = self.endpoints.rpc(method, timeout_s=self._deadline_s)
         except ServerError as error:
             if self._boot is None and error.status == 500:
                 raise PublishError(f"{error}; {NEEDS_EXTENSION}") from error
             raise
-        if not answers or not all(isinstance(answer, Mapping) for answer in answers):
-            raise PublishError(f"{self.url} has no answer to {method}; {NEEDS_EXTENSION}")
-        return answers
+        try:
+            said = msgspec.convert(answers, list[kind])  # type: ignore[valid-type]
+        except msgspec.ValidationError as error:
+            raise PublishError(f"{self.url} has no answer to {method} ({error}); {NEEDS_EXTENSION}") from error
+        if not said:
+            raise PublishError(f"{self.url} has no worker that answers {method}; {NEEDS_EXTENSION}")
+        return said
 
     def _connect(self) -> None:
         """Open a group with the server's workers, of which the trainer is rank 0."""
@@ -173,7 +213,7 @@ class ServerLink:
         self._drop_group()  # a server that still waits for tensors gives up at once
         if update is not None:
             wait([update], self._deadline_s)
-        if any(state["open"] for state in self._ask("ludic_state")):
+        if any(state["open"] for state in self._ask("ludic_state", WorkerState)):
             self.discard()
 
     def discard(self) -> None:
@@ -207,7 +247,7 @@ class ServerLink:
 
     def check_held(self, version: str, sent: Mapping[str, str], served: Mapping[str, str]) -> None:
         """Raise where what came last is anything else than was `sent`, or what is held anything else than `served`."""
-        for rank, answer in enumerate(self._ask("ludic_fingerprint")):
+        for rank, answer in enumerate(self._ask("ludic_fingerprint", WorkerMarks)):
             wrong = [name for name, mark in sent.items() if answer["loaded"].get(name) != mark]
             stale = [name for name, mark in answer["served"].items() if name in served and served[name] != mark]
             if wrong or stale:

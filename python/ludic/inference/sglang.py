@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, PublishError
 from ludic.inference.prompt_tokens import PromptTokens
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
+from ludic.inference.servers.answers import WeightInfo
 from ludic.inference.servers.calls import ServerCalls
-from ludic.inference.servers.errors import AbortedError, may_pass, meant
+from ludic.inference.servers.errors import AbortedError, may_pass
 from ludic.inference.servers.persistence import Persistence
 from ludic.inference.servers.pool import Server, ServerPool
 from ludic.inference.servers.weight_versions import version_number
@@ -21,6 +24,10 @@ from ludic.types import ChatResponse, TokenTrace
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class _Versioned(Struct):
+    meta_info: WeightInfo
 
 
 class SGLangEndpoints(ServerCalls):
@@ -36,11 +43,11 @@ class SGLangEndpoints(ServerCalls):
         body: dict[str, Any] = {"model_path": folder, "flush_cache": True}
         if version is not None:
             body["weight_version"] = version
-        answer = self.call("post", "/update_weights_from_disk", json=body, timeout_s=timeout_s)
-        if not isinstance(answer, Mapping) or answer.get("success") is not True:
-            said = answer.get("message") if isinstance(answer, Mapping) else answer
+        answer = self.call("post", "/update_weights_from_disk", json=body, timeout_s=timeout_s, answer=dict[str, Any])
+        if answer.get("success") is not True:
+            said = answer.get("message")
             raise PublishError(f"{self.url} did not load {folder}: {said}; it must see that folder under the same path")
-        return dict(answer)
+        return answer
 
     def pause(self, *, timeout_s: float | None = None) -> None:
         """Freeze requests where they stand, until `resume`."""
@@ -52,8 +59,7 @@ class SGLangEndpoints(ServerCalls):
     def weight_version(self) -> str:
         """What the weights are called, as a sampled token says."""
         body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
-        answer = self.call("post", "/generate", json=body)
-        return str((answer.get("meta_info") or {}).get("weight_version"))
+        return str(self.call("post", "/generate", json=body, answer=_Versioned).meta_info.weight_version)
 
     def set_weight_version(self, version: str) -> None:
         """Call what is served `version`, without other weights; requests go on."""
@@ -134,8 +140,7 @@ class SGLangClient:
         body = {"input_ids": list(prompt), "sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
 
         async def once(server: Server) -> tuple[TokenTrace, dict[str, Any]]:
-            answer = await meant(server.post("/generate", body), server.url, self._persistence.timeout_s)
-            return _trace(answer, prompt, server.url)
+            return _trace((await server.post("/generate", body)).json(), prompt, server.url)
 
         def send() -> Any:
             return self._pool.send(once)

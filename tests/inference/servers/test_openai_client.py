@@ -124,12 +124,12 @@ def test_what_will_not_pass_is_an_error_at_once(status):
     ("garbage", "said"),
     [
         ("<html>It works!</html>", "InferenceError|JSON"),
-        ([1, 2], "JSON object|gave no completion"),
-        ({}, "without a choice"),
+        ([1, 2], "Expected `object`, got `array`"),
+        ({}, "missing required field `choices`"),
         ({"choices": []}, "without a choice"),
-        ({"choices": [{"index": 0}]}, "without a choice"),
-        ({"choices": ["4"]}, "without a choice"),
-        (completion({"text": "4"}), "content of type dict"),
+        ({"choices": [{"index": 0}]}, "missing required field `message`"),
+        ({"choices": ["4"]}, "got `str` - at `$.choices[0]`"),
+        (completion({"text": "4"}), "got `object` - at `$.choices[0].message.content`"),
         (completion("12", "abort"), "aborted"),
     ],
 )

@@ -216,11 +216,11 @@ def test_progress_is_what_a_server_counts_of_its_tokens_and_is_asked_once(monkey
     monkeypatch.setattr(session, "VERSION_TIMEOUT_S", 30.0 if expected else 0.2)
     with StubVLLM() as server:
         server.fail("/metrics", answer)
-        assert session.read_progress(server.url) == expected
+        assert asyncio.run(session.read_progress({}, server.url)) == expected
         assert len(server.asked("/metrics")) <= 1
 
 
 def test_progress_is_not_known_of_a_server_that_is_gone():
     with StubVLLM() as server:
         url = server.url
-    assert session.read_progress(url) is None
+    assert asyncio.run(session.read_progress({}, url)) is None

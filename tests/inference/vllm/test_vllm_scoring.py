@@ -166,11 +166,11 @@ async def test_a_server_of_a_policy_is_told_from_one_of_a_reward_model():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([], "an entry of data for each"),
-        ([{"index": 0, "probs": [None]}], "finite"),
-        ([{"index": 0, "probs": "high"}], "finite"),
+        ([], "0 scores to 1 inputs"),
+        ([{"index": 0, "probs": [None]}], r"got `null` - at `\$.data\[0\].probs\[0\]`"),
+        ([{"index": 0, "probs": "high"}], r"got `str` - at `\$.data\[0\].probs`"),
         ([{"index": 3, "probs": [1.0]}], "one score for each"),
-        (None, "an entry of data for each"),
+        (None, r"got `null` - at `\$.data`"),
     ],
 )
 async def test_an_answer_that_is_no_score_is_an_error_and_never_a_zero(server, data, message):

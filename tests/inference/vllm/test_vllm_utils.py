@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import fake_vllm
+import httpx2
 import pytest
-import requests
 from processes import is_running, until_gone
 from stub_vllm import StubVLLM
 
@@ -183,7 +183,7 @@ def test_a_server_asks_for_a_secret_that_is_on_no_command_line_and_is_gone_with_
     assert "LUDIC_SERVER_SECRET" not in os.environ
     wait_for_vllm_health("127.0.0.1", port, proc, timeout_s=60)
     url = f"http://127.0.0.1:{port}"
-    assert requests.post(f"{url}/resume", timeout=30).status_code == 401
+    assert httpx2.post(f"{url}/resume", timeout=30).status_code == 401
     VllmEndpoints(url).resume()
     assert secret_file(port).read_text() == secret
     stop_vllm_server(proc)

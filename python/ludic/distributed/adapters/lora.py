@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludic.distributed.adapters.vllm import server_urls
+from ludic.distributed.adapters.vllm import request_headers, server_urls
 from ludic.distributed.checkpoint_folder import CheckpointFolder
 from ludic.distributed.fan_out import failed_servers, on_each
 from ludic.distributed.unchanged import UnchangedWeights
@@ -41,8 +41,8 @@ class LoraPublisher:
         """`keep` versions stay loaded, so that requests which began with an older one can end. `name` is what requests ask for."""
         if keep < 1:
             raise ConfigError(f"keep ({keep}) must be >= 1; the version that is served stays")
-        session = getattr(client, "_session", None)
-        self.servers = [VllmEndpoints(url, session=session) for url in server_urls(client)]
+        headers = request_headers(client)
+        self.servers = [VllmEndpoints(url, headers=headers) for url in server_urls(client)]
         self.client, self.model, self.name, self.timeout_s = client, model, name, timeout_s
         self._unchanged = UnchangedWeights("adapters", allowed=allow_unchanged)
         self._folders = CheckpointFolder(directory, keep=keep)

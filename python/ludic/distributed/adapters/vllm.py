@@ -48,6 +48,12 @@ def server_urls(client: Any) -> list[str]:
     return [str(url) for url in several] if several else [str(client.server_url)]
 
 
+def request_headers(client: Any) -> dict[str, str]:
+    """What a client sends with everything that it asks of its servers, as its key; none for URLs."""
+    session = getattr(client, "_session", None)
+    return {} if session is None else dict(session.headers)
+
+
 class VllmControlPlane:
     """Tells the servers what comes, and makes it what they serve.
 
@@ -71,10 +77,10 @@ class VllmControlPlane:
         partial: weights may be missing in a push: frozen ones, whose values the server has.
         by_folder: weights go through folders that the servers see; no connection is opened.
         """
-        session = getattr(client, "_session", None)
+        headers = request_headers(client)
         self.links = [
             ServerLink(
-                VllmEndpoints(url, session=session), master_address=master_address, timeout_s=timeout_s, by_folder=by_folder
+                VllmEndpoints(url, headers=headers), master_address=master_address, timeout_s=timeout_s, by_folder=by_folder
             )
             for url in server_urls(client)
         ]

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from ludic.errors import ServerError, ServerTimeoutError, ServerUnreachableError
-from ludic.inference.servers.openai_client import is_loopback
+from ludic.errors import InferenceError, ServerError
+from ludic.inference.servers.http import BlockingHttp
 from ludic.inference.servers.server_secret import secret_headers
+
+T = TypeVar("T")
 
 QUICK_TIMEOUT_S = 30.0
 """For calls that do not move weights."""
-SHOWN = 400
-"""Characters of a body that errors quote."""
-ONE_CALL = {"Connection": "close"}
-"""A connection for each call: a server closes those it keeps when a call fails, and when nothing comes for some seconds, and the next
-call on them would fail for no reason of its own."""
 
 
 class ServerCalls:
@@ -24,11 +21,11 @@ class ServerCalls:
     hint = ""
     """What a server needs so that it has a path."""
 
-    def __init__(self, url: str, *, session: Any = None, timeout_s: float = QUICK_TIMEOUT_S) -> None:
-        """`session` sends the calls, as `requests.Session` does; without it, one of its own."""
+    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None, timeout_s: float = QUICK_TIMEOUT_S) -> None:
+        """`headers` go with every call, beside those of the protocol."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self.timeout_s = timeout_s
-        self._session = session
+        self._http = BlockingHttp(headers)
 
     def call(
         self,
@@ -36,36 +33,34 @@ class ServerCalls:
         path: str,
         *,
         json: Mapping[str, Any] | None = None,
-        params: Mapping[str, Any] | None = None,
+        params: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
-    ) -> Any:
-        """The JSON that the server answers, text where it is none. Raises ServerError, ServerTimeoutError, ServerUnreachableError."""
-        import requests
+        answer: type[T] | None = None,
+    ) -> T:
+        """What the server answers: JSON of the type `answer`; without one, whatever JSON there is, or the text where it is none.
 
-        if self._session is None:
-            self._session = requests.Session()
-            self._session.trust_env = not is_loopback(self.url)  # no proxy leads to this machine
-        send = getattr(self._session, method)
-        deadline = self.timeout_s if timeout_s is None else timeout_s
-        body: dict[str, Any] = {} if method == "get" else {"json": json or {}}
+        Raises ServerError, ServerTimeoutError and ServerUnreachableError, and InferenceError for an answer of another type.
+        """
+        deadline_s = self.timeout_s if timeout_s is None else timeout_s
+        body = None if method == "get" else dict(json or {})
+        given = self._http.ask(
+            method.upper(),
+            f"{self.url}{path}",
+            json=body,
+            params=params,
+            headers=secret_headers(self.url),
+            timeout_s=deadline_s,
+        )
+        if given.status != 200:
+            raise ServerError(self._refusal(path, given.status, given.quoted()), status=given.status, said=given.text)
+        if answer is not None:
+            return given.read(answer)
         try:
-            answer = send(
-                f"{self.url}{path}", params=params, timeout=deadline, headers={**ONE_CALL, **secret_headers(self.url)}, **body
-            )
-        except requests.Timeout as error:
-            raise ServerTimeoutError(f"{self.url}{path} gave no answer within {deadline:g} s") from error
-        except requests.RequestException as error:
-            raise ServerUnreachableError(
-                f"{self.url}{path} cannot be reached ({type(error).__name__}); is the server running?"
-            ) from error
-        if answer.status_code != 200:
-            raise ServerError(self._refusal(path, answer.status_code, answer.text), status=answer.status_code)
-        try:
-            return answer.json()
-        except ValueError:
-            return answer.text
+            decoded: T = given.json()
+            return decoded
+        except InferenceError:
+            return given.text  # type: ignore[return-value]
 
-    def _refusal(self, path: str, status: int, body: str) -> str:
-        said = " ".join(body.split())[:SHOWN] or "nothing"
+    def _refusal(self, path: str, status: int, said: str) -> str:
         hint = f"{self.hint}; " if status in (404, 405) and self.hint else ""
         return f"{self.url}{path} answered {status}: {hint}it said {said}"

@@ -1,15 +1,13 @@
-"""What a failed request to a server means: come again, nobody there, engine dead, or wrong."""
+"""What the status of a server's answer means: come again, engine dead, or wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+from collections.abc import Mapping
 
-from ludic.errors import EngineDeadError, InferenceError, ServerUnreachableError
-from ludic.inference.servers.persistence import is_transient
+from ludic.errors import EngineDeadError, InferenceError, ServerError, ServerUnreachableError
 
-T = TypeVar("T")
-
+TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
+"""Besides 500 and above: the server asks to come again."""
 DEAD_MARKS = ("EngineCore encountered an issue", "EngineDeadError", "EngineGenerateError")
 """How a vLLM server says that its engine is gone, in the body of a 500."""
 SHOWN = 500
@@ -20,10 +18,13 @@ class AbortedError(InferenceError):
     """The server stopped a request on somebody's order. What it had sampled is no whole answer; the request may be made again."""
 
 
-class BusyError(InferenceError):
-    """The server asks to come again. `response` has its headers."""
+class BusyError(ServerError):
+    """The server asks to come again."""
 
-    response: Any = None
+    def __init__(self, message: str, *, status: int, retry_after_s: float) -> None:
+        super().__init__(message, status=status)
+        self.retry_after_s = retry_after_s
+        """0 where it does not say when."""
 
 
 def may_pass(error: BaseException) -> bool:
@@ -33,39 +34,28 @@ def may_pass(error: BaseException) -> bool:
 
 def has_no_path(error: Exception) -> bool:
     """Whether a server does not offer what was asked for, as opposed to not having the model."""
-    if getattr(error, "status_code", None) not in (403, 404, 405):
-        return False
-    return "model" not in str(getattr(error, "body", None) or "").lower()
+    return isinstance(error, ServerError) and error.status in (403, 404, 405) and "model" not in error.said.lower()
 
 
-async def meant(request: Awaitable[T], url: str, timeout_s: float) -> T:
-    """The answer to a request that the openai package makes, its errors in our words."""
-    from openai import APIConnectionError, APIStatusError, APITimeoutError, OpenAIError
+def refusal(url: str, status: int, said: str, headers: Mapping[str, str]) -> InferenceError:
+    """The error for an answer whose status is not 2xx."""
+    shown = " ".join(said.split())[:SHOWN] or "nothing"
+    if status >= 500 and any(mark in said for mark in DEAD_MARKS):
+        return EngineDeadError(f"the engine of {url} is dead ({shown}); start the server again and push the weights to it")
+    if status in TRANSIENT_STATUS or status >= 500:
+        return BusyError(f"{url} answered {status}: {shown}", status=status, retry_after_s=_retry_after_s(headers))
+    if 300 <= status < 400:
+        to = headers.get("location", "nowhere")[:SHOWN]
+        return ServerError(
+            f"{url} answered {status} and sends us to {to}, where nobody follows: what is sent has prompts and keys; give the address "
+            "that answers itself",
+            status=status,
+        )
+    return ServerError(f"{url} answered {status}: {shown}", status=status, said=said)
 
+
+def _retry_after_s(headers: Mapping[str, str]) -> float:
     try:
-        return await request
-    except APITimeoutError as error:
-        if "ConnectTimeout" in type(error.__cause__).__name__:
-            raise ServerUnreachableError(f"{url} cannot be reached; is the server running there?") from error
-        raise TimeoutError(f"{url} gave no answer within {timeout_s} s") from error
-    except APIConnectionError as error:
-        raise ServerUnreachableError(
-            f"{url} cannot be reached ({error.__cause__ or error}); is the server running there?"
-        ) from error
-    except APIStatusError as error:
-        raise _status_error(error, url) from error
-    except (OpenAIError, ValueError) as error:  # a body that is no JSON is a ValueError
-        if isinstance(error, InferenceError):
-            raise
-        raise InferenceError(f"{url} gave no completion: {type(error).__name__}: {error}") from error
-
-
-def _status_error(error: Any, url: str) -> InferenceError:
-    said = error.response.text[:SHOWN]
-    if error.status_code >= 500 and any(mark in said for mark in DEAD_MARKS):
-        return EngineDeadError(f"the engine of {url} is dead ({said}); start the server again and push the weights to it")
-    if is_transient(error):
-        busy = BusyError(f"{url} answered {error.status_code}: {said}")
-        busy.response = error.response
-        return busy
-    return InferenceError(f"{url} gave no completion: {error.status_code}: {said}")
+        return max(0.0, float(headers.get("retry-after", 0.0)))
+    except ValueError:  # a date
+        return 0.0

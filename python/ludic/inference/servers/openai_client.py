@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import ipaddress
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+
+from msgspec import Struct
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.request import ChatCompletionRequest
-from ludic.inference.servers.persistence import Persistence, is_transient
+from ludic.inference.servers.answers import ModelList, without_nulls
+from ludic.inference.servers.errors import may_pass
+from ludic.inference.servers.http import CONNECT_TIMEOUT_S, Answer, Http, is_loopback
+from ludic.inference.servers.persistence import Persistence
 from ludic.types import ChatResponse
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
-
-CONNECT_TIMEOUT_S = 30.0
-CONNECTIONS = 1000
-KEEPALIVE_S = 2.0
-"""How long an idle connection is used again. Servers close theirs after 5 s, some of them just as the next request is on its way."""
 
 
 class OpenAIChatClient:
@@ -50,8 +48,7 @@ class OpenAIChatClient:
         self.base_url = base_url.rstrip("/")
         self._persistence = Persistence(timeout_s, max_retries, backoff_s)
         self.returns_token_ids = returns_token_ids
-        self._api_key = api_key
-        self._opened: AsyncOpenAI | None = None
+        self._http = Http({"Authorization": f"Bearer {api_key}"})
 
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
         """One completion. The info has `raw_response` and `used_args`.
@@ -62,14 +59,17 @@ class OpenAIChatClient:
         if request.extensions is not None:
             raise ConfigError(f"unsupported request.extensions: {type(request.extensions).__name__}; OpenAIChatClient has none")
         arguments = self._arguments(request)
-        answer = await self._within_deadline(lambda client: client.chat.completions.create(**arguments))
-        payload = _as_object(answer, self.base_url)
-        return _response(payload, self.base_url), {"raw_response": payload, "used_args": arguments}
+        body = {**arguments, **arguments.get("extra_body", {})}
+        body.pop("extra_body", None)
+        answer = await self._ask("POST", "/chat/completions", body)
+        return answer.read(_Completion).response(self.base_url), {
+            "raw_response": without_nulls(answer.json()),
+            "used_args": arguments,
+        }
 
     async def models(self) -> list[str]:
         """Names of the models that the server offers."""
-        payload = _as_object(await self._within_deadline(lambda client: client.models.list()), self.base_url)
-        return [str(model["id"]) for model in payload.get("data") or [] if isinstance(model, Mapping) and "id" in model]
+        return [model.id for model in (await self._ask("GET", "/models")).read(ModelList).data]
 
     def sync_weights(self, params: Mapping[str, Any], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
         """Always an InferenceError: OpenAI's interface has no such thing."""
@@ -79,9 +79,7 @@ class OpenAIChatClient:
 
     async def aclose(self) -> None:
         """Close the connections."""
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            await opened.close()
+        await self._http.aclose()
 
     async def __aenter__(self) -> OpenAIChatClient:
         return self
@@ -110,32 +108,24 @@ class OpenAIChatClient:
             arguments["extra_body"] = {"return_token_ids": True}
         return arguments
 
-    async def _within_deadline(self, call: Callable[[AsyncOpenAI], Awaitable[Any]]) -> Any:
-        """The answer to `call(client)`, tried as often as allowed."""
-        from openai import OpenAIError
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Answer:
+        """The answer at a path of the interface, asked for as often as allowed."""
+        timeout_s = self._persistence.timeout_s
 
-        try:
-            return await self._persistence.carry_out(lambda: call(self._client()), name=self.base_url, again=is_transient)
-        except (OpenAIError, ValueError) as error:  # a body that is no JSON is a ValueError
-            raise InferenceError(f"{self.base_url} gave no completion: {type(error).__name__}: {error}") from error
+        async def once() -> Answer:
+            answer = await self._http.ask(method, f"{self.base_url}{path}", json=body, timeout_s=timeout_s)
+            return answer.checked()
 
-    def _client(self) -> AsyncOpenAI:
-        """Made when first needed: importing openai takes a second."""
-        if self._opened is None:
-            self._opened = open_client(self.base_url, api_key=self._api_key, timeout_s=self._persistence.timeout_s)
-        return self._opened
+        return await self._persistence.carry_out(once, name=self.base_url, again=may_pass)
 
 
 def open_client(base_url: str, *, api_key: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> AsyncOpenAI:
-    """A client that tries nothing again by itself, sends no name of the environment's, and asks no proxy for this machine."""
-    from openai import DEFAULT_CONNECTION_LIMITS, AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
+    """A client of the openai package that tries nothing again by itself, follows nobody elsewhere, sends no name of the environment's,
+    and asks no proxy for this machine."""
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
     timeout = Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
-    limits = type(DEFAULT_CONNECTION_LIMITS)(
-        max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS, keepalive_expiry=KEEPALIVE_S
-    )
-    secure = base_url.startswith("https://")  # without it there is nothing to verify, and loading certificates takes a while
-    http = DefaultAsyncHttpxClient(timeout=timeout, limits=limits, trust_env=not is_loopback(base_url), verify=secure)
+    http = DefaultAsyncHttpxClient(timeout=timeout, trust_env=not is_loopback(base_url), follow_redirects=False)
     client = AsyncOpenAI(
         base_url=base_url, api_key=api_key, max_retries=0, timeout=timeout, http_client=http, default_headers=headers
     )
@@ -143,44 +133,44 @@ def open_client(base_url: str, *, api_key: str, timeout_s: float, headers: Mappi
     return client
 
 
-def is_loopback(url: str) -> bool:
-    """Whether an address is on this machine."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+class _Logprob(Struct):
+    logprob: float
 
 
-def _as_object(answer: Any, base_url: str) -> dict[str, Any]:
-    dump = getattr(answer, "model_dump", None)
-    if dump is None:
-        raise InferenceError(f"{base_url} answered {str(answer)[:200]!r}, which is no JSON object; is this the right base_url?")
-    payload: dict[str, Any] = dump(exclude_none=True, warnings=False)
-    return payload
+class _Logprobs(Struct):
+    content: list[_Logprob] | None = None
 
 
-def _response(payload: Mapping[str, Any], base_url: str) -> ChatResponse:
-    """What the first choice says. Raises InferenceError if there is none, or if the server gave up on it."""
-    choices = payload.get("choices")
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    message = choice.get("message") if isinstance(choice, Mapping) else None
-    if not isinstance(choice, Mapping) or not isinstance(message, Mapping):
-        raise InferenceError(f"{base_url} answered without a choice that has a message: {str(dict(payload))[:200]}")
-    if choice.get("finish_reason") == "abort":
-        raise InferenceError(f"{base_url} aborted the request; what it had sampled is no whole answer")
-    text = message.get("content", "")
-    if not isinstance(text, str):
-        raise InferenceError(f"{base_url} answered with content of type {type(text).__name__}; it must be text")
-    return ChatResponse(
-        text=text,
-        completion_token_ids=choice.get("token_ids"),
-        completion_logprobs=_logprobs(choice),
-        finish_reason=choice.get("finish_reason"),
-        prompt_token_ids=payload.get("prompt_token_ids", choice.get("prompt_token_ids")),
-    )
+class _Message(Struct):
+    content: str | None = None
 
 
-def _logprobs(choice: Mapping[str, Any]) -> list[float] | None:
-    content = (choice.get("logprobs") or {}).get("content")
-    return None if not content else [float(entry["logprob"]) for entry in content]
+class _Choice(Struct):
+    message: _Message
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class _Completion(Struct):
+    """What `/chat/completions` answers, as far as it is read."""
+
+    choices: list[_Choice]
+    prompt_token_ids: list[int] | None = None
+
+    def response(self, base_url: str) -> ChatResponse:
+        """What the first choice says. Raises InferenceError if there is none, or if the server gave up on it."""
+        if not self.choices:
+            raise InferenceError(f"{base_url} answered without a choice")
+        choice = self.choices[0]
+        if choice.finish_reason == "abort":
+            raise InferenceError(f"{base_url} aborted the request; what it had sampled is no whole answer")
+        content = None if choice.logprobs is None else choice.logprobs.content
+        return ChatResponse(
+            text=choice.message.content or "",
+            completion_token_ids=choice.token_ids,
+            completion_logprobs=[entry.logprob for entry in content] if content else None,
+            finish_reason=choice.finish_reason,
+            prompt_token_ids=choice.prompt_token_ids if self.prompt_token_ids is None else self.prompt_token_ids,
+        )

@@ -10,11 +10,10 @@ from typing import TypeVar
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from ludic.errors import ConfigError
+from ludic.inference.servers.errors import BusyError
 
 T = TypeVar("T")
 
-TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
-"""Besides 500 and above: the server asks to come again."""
 LONGEST_WAIT_S = 60.0
 """Between two attempts, whatever the server's Retry-After says."""
 
@@ -57,22 +56,4 @@ class Persistence:
         """Seconds until the next attempt."""
         backoff = wait_random_exponential(multiplier=self.backoff_s, exp_base=self.backoff_growth, max=LONGEST_WAIT_S)(state)
         error = state.outcome.exception() if state.outcome is not None else None
-        return max(backoff, _retry_after_s(error))
-
-
-def is_transient(error: BaseException) -> bool:
-    """Whether a failure of the openai package's may pass: no connection, or a status that asks to come again."""
-    from openai import APIConnectionError, APIStatusError
-
-    if isinstance(error, APIStatusError):
-        return error.status_code in TRANSIENT_STATUS or error.status_code >= 500
-    return isinstance(error, APIConnectionError)
-
-
-def _retry_after_s(error: BaseException | None) -> float:
-    """What the server asked for in seconds, if it did."""
-    response = getattr(error, "response", None)
-    try:
-        return min(LONGEST_WAIT_S, max(0.0, float(response.headers.get("retry-after", 0.0)))) if response is not None else 0.0
-    except ValueError:  # a date
-        return 0.0
+        return max(backoff, min(LONGEST_WAIT_S, error.retry_after_s)) if isinstance(error, BusyError) else backoff

@@ -9,15 +9,11 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerUnreachableError
-from ludic.inference.servers.errors import meant
-from ludic.inference.servers.openai_client import open_client
+from ludic.inference.servers.http import Answer, Http
 from ludic.inference.servers.silence import SilenceWatch
-
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -36,7 +32,7 @@ class Server:
     api_key: str = field(default="local", repr=False)
     timeout_s: float = 600.0
     headers: dict[str, str] = field(default_factory=dict, repr=False)
-    """Sent with every request."""
+    """Sent with every request, beside the key."""
     in_flight: int = 0
     requests: int = 0
     """Begun here, those moved here from another among them."""
@@ -45,37 +41,42 @@ class Server:
     drained: str | None = None
     """Why it gets no requests; None while it does."""
     drained_at: float = 0.0
-    _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncOpenAI] = field(
+    _connections: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Http] = field(
         default_factory=weakref.WeakKeyDictionary, repr=False
     )
 
-    spare: AsyncOpenAI | None = field(default=None, repr=False)
-    """A client that no loop has used yet."""
+    @property
+    def request_headers(self) -> dict[str, str]:
+        """What goes with every request."""
+        return {"Authorization": f"Bearer {self.api_key}", **self.headers}
 
-    def client(self) -> AsyncOpenAI:
+    def http(self) -> Http:
         """For the event loop that runs: connections belong to the loop that opened them."""
         loop = asyncio.get_running_loop()
-        if loop not in self._clients and self.spare is not None:
-            self._clients[loop], self.spare = self.spare, None
-        if loop not in self._clients:
-            client = open_client(f"{self.url}/v1", api_key=self.api_key, timeout_s=self.timeout_s, headers=self.headers)
-            self._clients[loop] = client
-        return self._clients[loop]
+        if loop not in self._connections:
+            self._connections[loop] = Http(self.request_headers)
+        return self._connections[loop]
 
-    async def post(self, path: str, body: dict[str, Any], *, headers: Mapping[str, str] | None = None) -> Any:
-        """The JSON that the server answers to a body at a path from its root. Raises the openai package's errors."""
-        return await self.client().post(f"{self.url}{path}", body=body, cast_to=object, options={"headers": headers or {}})
+    async def get(self, path: str) -> Answer:
+        """What the server answers at a path from its root, within `timeout_s`. Raises InferenceError for anything but a 2xx."""
+        return (await self.http().ask("GET", f"{self.url}{path}", timeout_s=self.timeout_s)).checked()
+
+    async def post(
+        self, path: str, body: dict[str, Any], *, headers: Mapping[str, str] | None = None, timeout_s: float | None = None
+    ) -> Answer:
+        """What it answers to a body. Raises as `get`."""
+        deadline_s = self.timeout_s if timeout_s is None else timeout_s
+        return (await self.http().ask("POST", f"{self.url}{path}", json=body, headers=headers, timeout_s=deadline_s)).checked()
 
     async def probe(self, path: str, body: dict[str, Any]) -> None:
         """Return if there is an answer in time, or raise the error that says why there is none."""
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            await meant(self.post(path, body), self.url, PROBE_TIMEOUT_S)
+        await self.post(path, body, timeout_s=PROBE_TIMEOUT_S)
 
     async def aclose(self) -> None:
         """Close the connections of the event loop that runs."""
-        client = self._clients.pop(asyncio.get_running_loop(), None)
-        if client is not None:
-            await client.close()
+        http = self._connections.pop(asyncio.get_running_loop(), None)
+        if http is not None:
+            await http.aclose()
 
 
 class ServerPool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ludic.errors import InferenceError
@@ -13,7 +13,9 @@ from ludic.inference.prompt_tokens import PromptTokens
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
 from ludic.inference.servers.client_tags import ClientTag, TagPolicy
-from ludic.inference.servers.errors import AbortedError, may_pass, meant
+from ludic.inference.servers.errors import AbortedError, may_pass
+from ludic.inference.servers.http import Answer, BlockingHttp
+from ludic.inference.servers.loop_thread import run_blocking
 from ludic.inference.servers.openai_client import open_client
 from ludic.inference.servers.persistence import Persistence
 from ludic.inference.servers.pool import Server, ServerPool
@@ -32,15 +34,13 @@ from ludic.inference.vllm.requests import (
 )
 from ludic.inference.vllm.responses import SampledTokens, answer_object, chat_response, check_trace, sampled_tokens
 from ludic.inference.vllm.session import (
-    open_session,
-    read_context_lengths,
+    first_look,
     read_progress,
     read_version,
     reset_prefix_cache,
     server_url,
-    wait_until_healthy,
 )
-from ludic.inference.vllm.token_endpoints import COMPLETIONS, TokenEndpoints
+from ludic.inference.vllm.token_endpoints import CHAT, COMPLETIONS, TokenEndpoints
 from ludic.types import ChatResponse, TokenTrace
 
 if TYPE_CHECKING:
@@ -83,8 +83,7 @@ class VLLMChatClient:
     """
 
     # what an instance has that was made without the constructor
-    _async_client: Any = None
-    _session: Any = None
+    _session: BlockingHttp | None = None
     _pool: ServerPool | None = None
     _tokens: PromptTokens | None = None
     _tag: ClientTag | None = None
@@ -141,13 +140,10 @@ class VLLMChatClient:
         self._clipper = None if max_prompt_chars is None else PromptClipper(max_prompt_chars if max_prompt_chars > 0 else None)
         self._allow_unknown_fields = allow_unknown_fields
         self._endpoints = TokenEndpoints()
-        self._session = open_session(addresses, api_key, extra_headers or {})
-        self._async_client = servers[0].spare = open_client(
-            f"{self.server_url}/v1", api_key=api_key, timeout_s=timeout_s, headers=extra_headers
-        )
-        wait_until_healthy(self._session, addresses, connection_timeout_s)
-        self._room.lengths = read_context_lengths(self._session, self.server_url)
-        self._version, self._version_read_at = read_version(self._session, self.server_url) or 0, time.monotonic()
+        self._session = BlockingHttp(servers[0].request_headers)
+        looking = first_look(self._session.headers, addresses, connection_timeout_s)
+        self._room.lengths, self._version = run_blocking(looking)
+        self._version_read_at = time.monotonic()
 
     # -- completions
 
@@ -181,6 +177,13 @@ class VLLMChatClient:
             model or next(iter(self._room.lengths), ""), prompt_token_ids, sampling or SamplingParams(), seed
         )
         return TokenTrace(list(prompt_token_ids), sampled.token_ids, sampled.logprobs, sampled.finish_reason)
+
+    @cached_property
+    def _async_client(self) -> Any:
+        """The first server's client of the openai package, for code that knows this class to have one. Nothing here asks through it, save
+        `complete` of an instance that was made without the constructor."""
+        server = self._servers().servers[0]
+        return open_client(f"{server.url}/v1", api_key=server.api_key, timeout_s=server.timeout_s, headers=server.request_headers)
 
     def models(self) -> list[str]:
         """Names of the models that the first server offers."""
@@ -219,8 +222,10 @@ class VLLMChatClient:
 
     async def get_policy_version(self) -> int:
         """The version that the server says it serves. What this client last committed where it does not say, 0 if that is nothing."""
-        live = self._pool.live if self._pool is not None else []
-        found = await asyncio.to_thread(read_version, self._session, live[0].url if live else self.server_url)
+        if self._pool is None:
+            return self._version
+        server = next(iter(self._pool.live), self._pool.servers[0])
+        found = await read_version(server.request_headers, server.url)
         self._version_read_at = time.monotonic()
         if found is not None:
             self._version = found
@@ -266,7 +271,7 @@ class VLLMChatClient:
     def reset_prefix_cache(self) -> None:
         """Make every server forget what it computed of earlier prompts. Raises InferenceError where that fails."""
         for server in self._servers().servers:
-            reset_prefix_cache(self._session, server.url)
+            reset_prefix_cache(BlockingHttp(server.request_headers), server.url)
 
     def get_num_background_tasks(self) -> int:
         """0: a push is over when it returns."""
@@ -283,12 +288,13 @@ class VLLMChatClient:
         if self._tag is not None:
             sent["extra_body"] = {**sent.get("extra_body", {}), "client_tag": self._tag.tag}
             sent["extra_headers"] = self._tag.headers()
-        version = await self._version_before()
+        body = {key: value for key, value in sent.items() if key not in ("extra_body", "extra_headers")}
+        body |= sent.get("extra_body", {})
 
-        async def at(server: Server) -> Any:
-            return await server.client().chat.completions.create(**sent)
+        async def at(server: Server) -> Answer:
+            return await server.post(CHAT, body, headers=sent.get("extra_headers"))
 
-        def read(answer: Any) -> tuple[ChatResponse, dict[str, Any]]:
+        def read(answer: Answer) -> tuple[ChatResponse, dict[str, Any]]:
             payload = answer_object(answer, self.server_url)
             if self._tag is not None:
                 payload = self._tag.mine(payload)
@@ -298,7 +304,7 @@ class VLLMChatClient:
             self._room.check_answer(request.model, response, request.sampling.max_tokens)
             return response, payload
 
-        response, payload = await self._ask(at, read)
+        (response, payload), version = await self._ask(at, read, says_version=False)
         return response, {"raw_response": payload, "used_args": sent, "policy_version": version}
 
     async def _version_before(self) -> int:
@@ -337,18 +343,17 @@ class VLLMChatClient:
         sampling = self._room.fitted(model, prompt_ids, sampling)
         common = {"model": self.served_names.get(model, model), **({} if self._tag is None else {"client_tag": self._tag.tag})}
         used = fields or {}
-        version = await self._version_before() if self._endpoints.without_generate else self._version
         arguments = {**common, **generate_body(prompt_ids, sampling, seed, top_k, used)}
         other = {**common, **completions_body(prompt_ids, sampling, seed, top_k, used)}
 
-        async def at(server: Server) -> Any:
+        async def at(server: Server) -> Answer:
             return await self._endpoints.post(server, arguments, other, None if self._tag is None else self._tag.headers())
 
-        def read(answer: Any) -> SampledTokens:
+        def read(answer: Answer) -> SampledTokens:
             payload = answer_object(answer, self.server_url)
             return sampled_tokens(self._tag.mine(payload) if self._tag else payload, prompt_ids, name=self.server_url)
 
-        sampled = await self._ask(at, read)
+        sampled, version = await self._ask(at, read, says_version=not self._endpoints.without_generate)
         numbers = [version_number(span.get("version")) for span in sampled.weight_versions]
         known = [number for number in numbers if number is not None]
         info: dict[str, Any] = {"policy_version": min(known) if known else version}
@@ -357,20 +362,27 @@ class VLLMChatClient:
         info["used_args"] = {key: value for key, value in arguments.items() if key != "token_ids"}
         return sampled, info
 
-    async def _ask(self, at: Callable[[Server], Awaitable[Any]], read: Callable[[Any], T]) -> T:
-        """What `read` makes of what `at` gets from a live server, within the deadline."""
+    async def _ask(
+        self, at: Callable[[Server], Awaitable[Answer]], read: Callable[[Answer], T], *, says_version: bool
+    ) -> tuple[T, int]:
+        """What `read` makes of what `at` gets from a live server, and the version that was served before, within the deadline. Servers
+        whose answers do not say it are asked for it."""
         pool = self._servers()
 
         async def once(server: Server) -> T:
-            answer = await meant(at(server), server.url, self._persistence.timeout_s)
+            answer = await at(server)
             try:
                 return read(answer)
             except AbortedError:
                 self._aborted += 1
                 raise
 
+        async def attempt() -> tuple[T, int]:
+            version = self._version if says_version else await self._version_before()
+            return await pool.send(once), version
+
         name = self.server_url if len(pool.servers) == 1 else f"none of {len(pool.servers)} servers"
-        return await self._persistence.carry_out(lambda: pool.send(once), name=name, again=may_pass)
+        return await self._persistence.carry_out(attempt, name=name, again=may_pass)
 
     def _servers(self) -> ServerPool:
         if self._pool is None:
@@ -380,9 +392,9 @@ class VLLMChatClient:
     async def _probe(self, server: Server) -> None:
         """One token, or the error that says why there is none. A server that came back with older weights is not taken."""
         await server.probe(COMPLETIONS, {"model": next(iter(self._room.lengths), ""), "prompt": [[0]], "max_tokens": 1})
-        found = await asyncio.to_thread(read_version, self._session, server.url)
+        found = await read_version(server.request_headers, server.url)
         if self._version and (found is None or found < self._version):
             raise InferenceError(f"it serves version {found} of the weights and not {self._version}; push to it first")
 
     async def _progress(self, server: Server) -> float | None:
-        return await asyncio.to_thread(read_progress, server.url)
+        return await read_progress(server.request_headers, server.url)

@@ -8,13 +8,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec import Struct
+
 from ludic.errors import InferenceError, ServerError
+from ludic.inference.servers.answers import ModelList, WeightInfo
 from ludic.inference.servers.calls import ServerCalls
 
 NEEDS_ADAPTERS = (
     "the server needs --enable-lora, a --max-lora-rank that is large enough and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and must see the "
     "folder under the same path"
 )
+
+
+class _PauseState(Struct):
+    is_paused: bool
+
+
+class _WorldSize(Struct):
+    world_size: int
+
+
+class _RpcResults(Struct):
+    results: list[Any]
 
 
 class VllmEndpoints(ServerCalls):
@@ -35,15 +50,15 @@ class VllmEndpoints(ServerCalls):
         self.call("post", "/resume", timeout_s=timeout_s)
 
     def is_paused(self) -> bool:
-        return bool(self.call("get", "/is_paused")["is_paused"])
+        return self.call("get", "/is_paused", answer=_PauseState).is_paused
 
     def world_size(self) -> int:
         """Workers that take weights."""
-        return int(self.call("get", "/get_world_size")["world_size"])
+        return self.call("get", "/get_world_size", answer=_WorldSize).world_size
 
     def weight_version(self) -> str:
         """What the last finished update was called; `default` before the first."""
-        return str(self.call("get", "/weight_info")["weight_version"])
+        return str(self.call("get", "/weight_info", answer=WeightInfo).weight_version)
 
     def init_transfer(self, init_info: Mapping[str, Any], *, timeout_s: float) -> None:
         self.call("post", "/init_weight_transfer_engine", json={"init_info": init_info}, timeout_s=timeout_s)
@@ -61,7 +76,7 @@ class VllmEndpoints(ServerCalls):
 
     def reset_prefix_cache(self) -> None:
         """Forget keys and values of the old weights, those of frozen requests too, which are computed again."""
-        answer = self.call("post", "/reset_prefix_cache", params={"reset_running_requests": "true"})
+        answer: Any = self.call("post", "/reset_prefix_cache", params={"reset_running_requests": "true"})
         if isinstance(answer, Mapping) and answer.get("success") is False:
             raise InferenceError(
                 f"{self.url} could not reset its prefix cache; it would answer with keys and values of the old weights"
@@ -71,12 +86,11 @@ class VllmEndpoints(ServerCalls):
         """Call a method of every worker; what each answered."""
         deadline = self.timeout_s if timeout_s is None else timeout_s
         body = {"method": name, "args": [], "kwargs": kwargs, "timeout": deadline}
-        answer = self.call("post", "/collective_rpc", json=body, timeout_s=deadline)
-        return list(answer["results"]) if isinstance(answer, Mapping) else []
+        return self.call("post", "/collective_rpc", json=body, timeout_s=deadline, answer=_RpcResults).results
 
     def models(self) -> list[str]:
         """Names that requests may give as `model`."""
-        return [str(model["id"]) for model in self.call("get", "/v1/models")["data"]]
+        return [model.id for model in self.call("get", "/v1/models", answer=ModelList).data]
 
     def set_weight_version(self, version: str) -> None:
         """Call what is served `version`, without other weights."""

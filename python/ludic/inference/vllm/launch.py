@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -17,9 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
-import requests
-
 from ludic.errors import ConfigError, EngineDeadError, InferenceError
+from ludic.inference.servers.answers import ModelList
+from ludic.inference.servers.http import BlockingHttp
 from ludic.inference.servers.server_secret import VARIABLE, drop_secret, is_this_machine, keep_secret, secret_of
 from ludic.inference.vllm.environment import check_has_vllm, is_cpu_build, server_python, server_variables
 from ludic.inference.vllm.flags import (
@@ -33,7 +34,7 @@ from ludic.inference.vllm.flags import (
     weight_flags,
 )
 from ludic.inference.vllm.guard import Guard
-from ludic.inference.vllm.session import server_url
+from ludic.inference.vllm.session import HEALTH_TIMEOUT_S, MODELS_TIMEOUT_S, server_url
 
 logger = logging.getLogger(__name__)
 
@@ -135,19 +136,17 @@ def wait_for_vllm_health(host: str, port: int, proc: subprocess.Popen[Any], time
     """
     deadline = time.monotonic() + timeout_s
     url = server_url(host, port)
-    with requests.Session() as session:
-        session.trust_env = False
-        try:
-            while not _is_ready(session, url, max(1.0, deadline - time.monotonic())):
-                code = proc.poll()
-                if code is not None:
-                    raise InferenceError(f"the server at {url} ended with status {code} before it was ready{_log(proc)}")
-                if time.monotonic() > deadline:
-                    raise InferenceError(f"the server at {url} was not ready within {timeout_s} s and was stopped{_log(proc)}")
-                time.sleep(0.2)
-        except InferenceError:
-            stop_vllm_server(proc)
-            raise
+    try:
+        while not _is_ready(BlockingHttp(), url, deadline):
+            code = proc.poll()
+            if code is not None:
+                raise InferenceError(f"the server at {url} ended with status {code} before it was ready{_log(proc)}")
+            if time.monotonic() > deadline:
+                raise InferenceError(f"the server at {url} was not ready within {timeout_s} s and was stopped{_log(proc)}")
+            time.sleep(0.2)
+    except InferenceError:
+        stop_vllm_server(proc)
+        raise
 
 
 def stop_vllm_server(
@@ -274,21 +273,25 @@ def _process(
     return proc
 
 
-def _is_ready(session: requests.Session, url: str, left_s: float) -> bool:
+def _is_ready(http: BlockingHttp, url: str, deadline: float) -> bool:
     """Whether the server is healthy and gives a token. EngineDeadError if it is healthy and cannot."""
+
+    def left_s(most: float) -> float:
+        return max(0.0, min(most, deadline - time.monotonic()))
+
     try:
-        if session.get(f"{url}/health", timeout=min(5.0, left_s)).status_code != 200:
+        if http.ask("GET", f"{url}/health", timeout_s=left_s(HEALTH_TIMEOUT_S)).status != 200:
             return False
-        listed = session.get(f"{url}/v1/models", timeout=min(30.0, left_s))
-        models = listed.json().get("data") if listed.status_code == 200 else None
+        listed = http.ask("GET", f"{url}/v1/models", timeout_s=left_s(MODELS_TIMEOUT_S))
+        models = listed.read(ModelList).data if listed.status == 200 else []
         if not models:
             return True
-        body = {"model": models[0]["id"], "prompt": [[0]], "max_tokens": 1, "temperature": 0, "logprobs": 0}
-        answer = session.post(f"{url}/v1/completions", json=body, timeout=left_s)
-    except (requests.RequestException, ValueError):
+        body = {"model": models[0].id, "prompt": [[0]], "max_tokens": 1, "temperature": 0, "logprobs": 0}
+        answer = http.ask("POST", f"{url}/v1/completions", json=body, timeout_s=left_s(math.inf))
+    except InferenceError:
         return False
-    if answer.status_code >= 500:
-        raise EngineDeadError(f"the server at {url} is healthy and cannot sample: {answer.status_code}: {answer.text[:300]}")
+    if answer.status >= 500:
+        raise EngineDeadError(f"the server at {url} is healthy and cannot sample: {answer.status}: {answer.quoted()}")
     return True
 
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ludic.errors import InferenceError
+from ludic.inference.servers.answers import without_nulls
 from ludic.inference.servers.errors import AbortedError
+from ludic.inference.servers.http import Answer
 from ludic.types import ChatResponse
 
 
@@ -32,12 +34,11 @@ class SampledTokens:
         return self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
 
 
-def answer_object(answer: Any, url: str) -> dict[str, Any]:
+def answer_object(answer: Answer, url: str) -> dict[str, Any]:
     """An answer as a JSON object."""
-    dump = getattr(answer, "model_dump", None)
-    payload = dump(exclude_none=True, warnings=False) if dump is not None else answer
+    payload = without_nulls(answer.json())
     if not isinstance(payload, dict):
-        raise InferenceError(f"{url} answered {str(answer)[:200]!r}, which is no JSON object; is this the right address?")
+        raise InferenceError(f"{url} answered {answer.quoted()}, which is no JSON object; is this the right address?")
     return payload
 
 

@@ -13,16 +13,19 @@ What the server does otherwise than one would think, seen on 0.32.0:
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ludic.errors import ConfigError, DataError, InferenceError
+import msgspec
+from msgspec import Struct, field
+
+from ludic.errors import ConfigError, DataError, InferenceError, ServerError
 from ludic.inference.reward_types import PoolingType, RewardModelTrainingMode, ScoringInput, ScoringRequest, ScoringResponse
 from ludic.inference.reward_weights import trained_weights
-from ludic.inference.servers.errors import has_no_path, may_pass, meant
+from ludic.inference.servers.answers import ModelList, WeightInfo
+from ludic.inference.servers.errors import has_no_path, may_pass
+from ludic.inference.servers.loop_thread import run_blocking
 from ludic.inference.servers.persistence import Persistence
 from ludic.inference.servers.pool import Server, ServerPool
 from ludic.inference.servers.weight_versions import version_number
@@ -36,6 +39,27 @@ REFUSED_STATUS = frozenset({400, 413, 422})
 """The server will not score this input, however often it is asked."""
 ANY_MODEL = "default"
 """The name of a model that a server may call as it likes."""
+
+
+class _Score(Struct):
+    probs: list[float]
+    index: int | None = None
+
+
+class _Usage(Struct):
+    prompt_tokens: int = 0
+    total_tokens: int = 0
+
+
+class _Scores(Struct):
+    """What `/classify` answers."""
+
+    data: list[_Score]
+    usage: _Usage = field(default_factory=_Usage)
+
+
+class _Version(Struct):
+    version: str
 
 
 class VLLMScoringClient:
@@ -85,11 +109,13 @@ class VLLMScoringClient:
         """
         self._check(request)
         numbers: dict[int, list[float]] = {}
-        answers, bodies = [], []
+        answers, bodies, usages = [], [], []
         for positions in _by_kind(request.inputs):
             body = self._body(request, [request.inputs[position] for position in positions])
-            answer = await self._call("/classify", body)
-            numbers.update(zip(positions, _numbers(answer, len(positions), request.n_labels, self.url), strict=True))
+            answer = await self._call("/classify", dict[str, Any], body)
+            said = _scores(answer, self.url)
+            numbers.update(zip(positions, _numbers(said, len(positions), request.n_labels, self.url), strict=True))
+            usages.append(said.usage)
             answers.append(answer)
             bodies.append(body)
         rows = [numbers[position] for position in range(len(request.inputs))]
@@ -97,7 +123,7 @@ class VLLMScoringClient:
         response = ScoringResponse(
             scores=[row[0] for row in scores] if request.n_labels == 1 else scores,
             model=str(answers[0].get("model", request.model)) if answers else request.model,
-            usage=_usage(answers),
+            usage={name: sum(getattr(usage, name) for usage in usages) for name in ("prompt_tokens", "total_tokens")},
             metadata={"pooling_type": request.pooling_type.value, "normalize": request.normalize},
         )
         return response, {"raw_response": answers, "used_args": bodies}
@@ -119,24 +145,22 @@ class VLLMScoringClient:
 
     def score_sync(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:
         """`score` for code that cannot await."""
-        return _blocking(lambda: self._closing(self.score(request)))
+        return run_blocking(self._closing(self.score(request)))
 
     async def get_reward_model_version(self) -> int:
         """The number of the weights last pushed; 0 before the first. InferenceError where the server does not say."""
-        answer = await self._call("/weight_info")
-        return version_number(answer.get("weight_version")) or 0
+        return version_number((await self._call("/weight_info", WeightInfo)).weight_version) or 0
 
     async def get_server_info(self, server: str = "scoring") -> dict[str, Any]:
         """`url`, `models`, `max_model_len` and vLLM's `version` of the server."""
         if server != "scoring":
             raise ConfigError(f"server ({server!r}) must be 'scoring': {type(self).__name__} knows no other")
-        models, version = await self._call("/v1/models"), await self._call("/version")
-        served = models.get("data") or []
+        served, version = (await self._call("/v1/models", ModelList)).data, await self._call("/version", _Version)
         return {
             "url": self.url,
-            "models": [model.get("id") for model in served],
-            "max_model_len": served[0].get("max_model_len") if served else None,
-            "version": version.get("version"),
+            "models": [model.id for model in served],
+            "max_model_len": served[0].max_model_len if served else None,
+            "version": version.version,
         }
 
     @property
@@ -204,26 +228,16 @@ class VLLMScoringClient:
             "add_special_tokens": self._add_special_tokens,
         }
 
-    async def _call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The JSON object that a live server answers, asked for as often as allowed."""
+    async def _call(self, path: str, kind: type[T], body: dict[str, Any] | None = None) -> T:
+        """What a live server answers, asked for as often as allowed."""
 
-        async def once(server: Server) -> Any:
-            asked: Awaitable[Any]
-            if body is None:
-                asked = server.client().get(f"{server.url}{path}", cast_to=object)
-            else:
-                asked = server.post(path, body)
+        async def once(server: Server) -> T:
             try:
-                return await meant(asked, server.url, self._persistence.timeout_s)
-            except InferenceError as error:
-                raise _in_our_words(error, f"{server.url}{path}") from error
+                return (await (server.get(path) if body is None else server.post(path, body))).read(kind)
+            except ServerError as error:
+                raise _in_our_words(error) from error
 
-        answer = await self._persistence.carry_out(lambda: self._pool.send(once), name=f"{self.url}{path}", again=may_pass)
-        if not isinstance(answer, dict):
-            raise InferenceError(
-                f"{self.url}{path} answered {str(answer)[:200]!r}, which is no JSON object; is this the right url?"
-            )
-        return answer
+        return await self._persistence.carry_out(lambda: self._pool.send(once), name=f"{self.url}{path}", again=may_pass)
 
     async def _probe(self, server: Server) -> None:
         """One token scored, or the error that says why there is no score."""
@@ -243,23 +257,26 @@ def _by_kind(inputs: Sequence[ScoringInput]) -> list[list[int]]:
     return [positions for positions in (texts, ids) if positions]
 
 
-def _numbers(answer: Mapping[str, Any], expected: int, n_labels: int, url: str) -> list[list[float]]:
+def _scores(answer: dict[str, Any], url: str) -> _Scores:
+    try:
+        return msgspec.convert(answer, _Scores)
+    except msgspec.ValidationError as error:
+        raise InferenceError(f"{url} answered {str(answer)[:200]}, which has no scores: {error}") from error
+
+
+def _numbers(answer: _Scores, expected: int, n_labels: int, url: str) -> list[list[float]]:
     """[N][L] as the model gave them, in the order of the inputs."""
-    data = answer.get("data")
-    if not isinstance(data, list) or len(data) != expected or not all(isinstance(entry, Mapping) for entry in data):
-        raise InferenceError(
-            f"{url} answered {str(dict(answer))[:200]} to {expected} inputs; there must be an entry of data for each"
-        )
+    if len(answer.data) != expected:
+        raise InferenceError(f"{url} answered {len(answer.data)} scores to {expected} inputs; there must be one for each")
     rows: dict[int, list[float]] = {}
-    for entry in data:
-        row = entry.get("probs")
-        if not isinstance(row, list) or not all(isinstance(x, int | float) and math.isfinite(x) for x in row):
-            raise InferenceError(f"{url} answered the scores {str(row)[:200]}; they must be finite numbers")
-        if len(row) != n_labels:
+    for entry in answer.data:
+        if not all(map(math.isfinite, entry.probs)):
+            raise InferenceError(f"{url} answered the scores {str(entry.probs)[:200]}; they must be finite numbers")
+        if len(entry.probs) != n_labels:
             raise ConfigError(
-                f"the model of {url} gives {len(row)} labels a sequence, {n_labels} are asked for; a reward is one number"
+                f"the model of {url} gives {len(entry.probs)} labels a sequence, {n_labels} are asked for; a reward is one number"
             )
-        rows[int(entry.get("index", len(rows)))] = [float(x) for x in row]
+        rows[len(rows) if entry.index is None else entry.index] = entry.probs
     if sorted(rows) != list(range(expected)):
         raise InferenceError(f"{url} answered for the inputs {sorted(rows)} of {expected}; there must be one score for each")
     return [rows[index] for index in range(expected)]
@@ -275,17 +292,11 @@ def _normalized(row: Sequence[float]) -> list[float]:
     return [power / math.fsum(powers) for power in powers]
 
 
-def _usage(answers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    usages = [answer.get("usage") or {} for answer in answers]
-    return {name: sum(int(usage.get(name) or 0) for usage in usages) for name in ("prompt_tokens", "total_tokens")}
-
-
-def _in_our_words(error: InferenceError, where: str) -> Exception:
+def _in_our_words(error: ServerError) -> Exception:
     """A refusal of the input is a DataError; a server that scores nothing is told from one that has no such model."""
-    cause: Any = error.__cause__
-    if getattr(cause, "status_code", None) in REFUSED_STATUS:
-        return DataError(f"{where} refused the input: {cause.message}")
-    if cause is not None and has_no_path(cause):
+    if error.status in REFUSED_STATUS:
+        return DataError(f"the input was refused: {error}")
+    if has_no_path(error):
         return InferenceError(f"{error}; is it a server of a reward model, started with --runner pooling?")
     return error
 
@@ -294,9 +305,3 @@ def _address(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"url ({url}) must begin with http:// or https://, such as http://127.0.0.1:8001")
     return url.rstrip("/").removesuffix("/v1")
-
-
-def _blocking(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run on an event loop of its own in a thread of its own, so that it works inside a running loop too."""
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="ludic-scoring") as pool:
-        return pool.submit(lambda: asyncio.run(make())).result()

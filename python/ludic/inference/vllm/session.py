@@ -1,17 +1,17 @@
-"""What is asked of vLLM servers outside an event loop: whether they are healthy, what they serve, and which version of the weights."""
+"""What is asked of vLLM servers beside completions: whether they are healthy, what they serve, and which version of the weights."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import requests
-from requests.adapters import HTTPAdapter
+from msgspec import Struct
 
-from ludic.errors import ConfigError, InferenceError, ServerUnreachableError
-from ludic.inference.servers.openai_client import is_loopback
+from ludic.errors import ConfigError, InferenceError, ServerTimeoutError, ServerUnreachableError
+from ludic.inference.servers.answers import ModelList, WeightInfo
+from ludic.inference.servers.http import Answer, BlockingHttp, Http
 from ludic.inference.servers.server_secret import secret_headers
 from ludic.inference.servers.weight_versions import version_number
 
@@ -20,13 +20,24 @@ HEALTH_INTERVAL_S = 2.0
 MODELS_TIMEOUT_S = 30.0
 VERSION_TIMEOUT_S = 2.0
 RESET_TIMEOUT_S = 60.0
-VERSION_ENDPOINTS = (("/weight_info", "weight_version"), ("/runtime_version", "version"))
-"""vLLM's own, and that of older servers."""
+MAX_SMALL_BYTES = 16 * 2**20
+"""Of an answer without tokens. The metrics of a server with hundreds of series are 1 MB."""
 TOKEN_COUNTERS = ("vllm:prompt_tokens_total{", "vllm:generation_tokens_total{")
 
 
-class HealthTimeoutError(ServerUnreachableError, requests.ConnectionError):
+class HealthTimeoutError(ServerUnreachableError):
     """A server that did not become healthy in time."""
+
+
+class _RuntimeVersion(Struct, rename={"weight_version": "version"}):
+    weight_version: str | int | None
+
+
+VERSION_ENDPOINTS: tuple[tuple[str, type[WeightInfo | _RuntimeVersion]], ...] = (
+    ("/weight_info", WeightInfo),
+    ("/runtime_version", _RuntimeVersion),
+)
+"""vLLM's own, and that of older servers."""
 
 
 def server_url(address: str, port: int | None = None) -> str:
@@ -38,77 +49,97 @@ def server_url(address: str, port: int | None = None) -> str:
     return address.rstrip("/").removesuffix("/v1")
 
 
-def open_session(urls: Sequence[str], api_key: str, headers: Mapping[str, str]) -> requests.Session:
-    """Only connections are tried again, never what was sent; no proxy is asked for this machine."""
-    session = requests.Session()
-    adapter = HTTPAdapter(pool_connections=10, pool_maxsize=10, max_retries=3)
-    session.mount("http://", adapter)
-    session.mount("https://", adapter)
-    session.trust_env = not all(map(is_loopback, urls))
-    session.headers.update({"Authorization": f"Bearer {api_key}", **headers})
-    return session
-
-
-def wait_until_healthy(session: requests.Session, urls: Sequence[str], timeout_s: float) -> None:
-    """Return when every server is healthy; HealthTimeoutError, which is a requests.ConnectionError too, when one is not in time."""
+async def first_look(headers: Mapping[str, str], urls: Sequence[str], timeout_s: float) -> tuple[dict[str, int], int]:
+    """Wait until every server is healthy; the context lengths of the first one's models and the version of its weights, 0 where it says
+    none. HealthTimeoutError where all that is not over within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
+    await _wait_until_healthy(headers, urls, deadline, timeout_s)
+    try:
+        lengths = await read_context_lengths(headers, urls[0], timeout_s=_left_s(deadline, MODELS_TIMEOUT_S))
+    except ServerTimeoutError as error:
+        raise _health_timeout(f"{urls[0]}/v1/models did not answer within {timeout_s} s, although its /health did") from error
+    return lengths, await read_version(headers, urls[0], timeout_s=_left_s(deadline, VERSION_TIMEOUT_S)) or 0
+
+
+async def _wait_until_healthy(headers: Mapping[str, str], urls: Sequence[str], deadline: float, timeout_s: float) -> None:
     for url in urls:
-        while not _is_healthy(session, url):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise HealthTimeoutError(
+        while not await _is_healthy(headers, url, _left_s(deadline, HEALTH_TIMEOUT_S)):
+            if time.monotonic() >= deadline:
+                raise _health_timeout(
                     f"{url}/health did not answer within {timeout_s} s; start a server there (`ludic serve`), or give its host and port"
                 )
-            time.sleep(min(HEALTH_INTERVAL_S, left))
+            await asyncio.sleep(_left_s(deadline, HEALTH_INTERVAL_S))
 
 
-def read_context_lengths(session: requests.Session, url: str) -> dict[str, int]:
-    """Model -> tokens of prompt and answer together; a server of another kind says nothing."""
-    with contextlib.suppress(requests.RequestException, ValueError):
-        listed = session.get(f"{url}/v1/models", timeout=MODELS_TIMEOUT_S).json().get("data") or []
-        return {str(model["id"]): model["max_model_len"] for model in listed if isinstance(model.get("max_model_len"), int)}
-    return {}
+async def read_context_lengths(headers: Mapping[str, str], url: str, *, timeout_s: float = MODELS_TIMEOUT_S) -> dict[str, int]:
+    """Model -> tokens of prompt and answer together; a server of another kind says nothing. Raises ServerTimeoutError."""
+    try:
+        listed = (await _get(headers, f"{url}/v1/models", timeout_s=timeout_s)).checked().read(ModelList).data
+    except ServerTimeoutError:
+        raise
+    except InferenceError:
+        return {}
+    return {model.id: model.max_model_len for model in listed if model.max_model_len is not None}
 
 
-def read_version(session: Any, url: str) -> int | None:
-    """The number of the weights; None where the server does not say one, or says a name."""
-    for path, key in VERSION_ENDPOINTS:
+async def read_version(headers: Mapping[str, str], url: str, *, timeout_s: float = VERSION_TIMEOUT_S) -> int | None:
+    """The number of the weights; None where the server does not say one in time, or says a name."""
+    deadline = time.monotonic() + timeout_s
+    for path, kind in VERSION_ENDPOINTS:
+        left_s = _left_s(deadline, timeout_s)
         try:
-            answer = session.get(f"{url}{path}", timeout=VERSION_TIMEOUT_S)
-            if answer.status_code == 200:
-                return version_number(answer.json().get(key))
-        except Exception:  # whatever it is, the version is not known
+            answer = await _get(headers, f"{url}{path}", timeout_s=left_s)
+            if answer.status == 200:
+                return version_number(answer.read(kind).weight_version)
+        except InferenceError:  # whatever it is, the version is not known
             return None
     return None
 
 
-def reset_prefix_cache(session: Any, url: str) -> None:
-    """Make a server forget what it computed of earlier prompts. Raises InferenceError where that fails."""
-    try:
-        answer = session.post(f"{url}/reset_prefix_cache", timeout=RESET_TIMEOUT_S, headers=secret_headers(url))
-    except requests.RequestException as error:
-        raise ServerUnreachableError(f"{url} could not reset its prefix cache: {error}") from error
-    if answer.status_code != 200:
-        raise InferenceError(
-            f"{url} answered {answer.status_code} to /reset_prefix_cache; it must run with VLLM_SERVER_DEV_MODE=1"
-        )
-
-
-def read_progress(url: str) -> float | None:
+async def read_progress(headers: Mapping[str, str], url: str) -> float | None:
     """Tokens that the server has read and sampled so far: a number that rises while it works. None where it does not say, asked once."""
     try:
-        with requests.Session() as once:
-            once.trust_env = not is_loopback(url)
-            answer = once.get(f"{url}/metrics", timeout=VERSION_TIMEOUT_S)
-        lines = answer.text.splitlines() if answer.status_code == 200 else []
+        answer = await _get(headers, f"{url}/metrics", timeout_s=VERSION_TIMEOUT_S)
+        lines = answer.text.splitlines() if answer.status == 200 else []
         counts = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(TOKEN_COUNTERS)]
-    except (requests.RequestException, ValueError):
+    except (InferenceError, ValueError, IndexError):
         return None
     return sum(counts) if counts else None
 
 
-def _is_healthy(session: requests.Session, url: str) -> bool:
+def reset_prefix_cache(http: BlockingHttp, url: str) -> None:
+    """Make a server forget what it computed of earlier prompts. Raises InferenceError where that fails."""
+    answer = http.ask(
+        "POST",
+        f"{url}/reset_prefix_cache",
+        headers=secret_headers(url),
+        timeout_s=RESET_TIMEOUT_S,
+        max_bytes=MAX_SMALL_BYTES,
+    )
+    if answer.status != 200:
+        raise InferenceError(f"{url} answered {answer.status} to /reset_prefix_cache; it must run with VLLM_SERVER_DEV_MODE=1")
+
+
+async def _is_healthy(headers: Mapping[str, str], url: str, timeout_s: float) -> bool:
     try:
-        return session.get(f"{url}/health", timeout=HEALTH_TIMEOUT_S).status_code == 200
-    except requests.RequestException:
+        return (await _get(headers, f"{url}/health", timeout_s=timeout_s)).status == 200
+    except InferenceError:
         return False
+
+
+async def _get(headers: Mapping[str, str], url: str, *, timeout_s: float) -> Answer:
+    """Over a connection of its own: these are asked from whatever loop runs, and seldom."""
+    async with Http(headers, keepalive_s=0.0) as http:
+        return await http.ask("GET", url, timeout_s=timeout_s, max_bytes=MAX_SMALL_BYTES)
+
+
+def _left_s(deadline: float, most: float) -> float:
+    return max(0.0, min(most, deadline - time.monotonic()))
+
+
+def _health_timeout(message: str) -> HealthTimeoutError:
+    """For a caller who has the requests package a `requests.ConnectionError` too: what this library used, code may catch."""
+    requests = sys.modules.get("requests")
+    if requests is None:
+        return HealthTimeoutError(message)
+    return type("HealthTimeoutError", (HealthTimeoutError, requests.ConnectionError), {})(message)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ludic.errors import ServerError
 from ludic.inference.servers.errors import has_no_path
+from ludic.inference.servers.http import Answer
 from ludic.inference.servers.pool import Server
 
-GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
 
 
 class TokenEndpoints:
@@ -20,12 +22,12 @@ class TokenEndpoints:
 
     async def post(
         self, server: Server, generate: dict[str, Any], completions: dict[str, Any], headers: Mapping[str, str] | None
-    ) -> Any:
-        """The answer to one of two bodies that ask for the same. Raises the openai package's errors."""
+    ) -> Answer:
+        """The answer to one of two bodies that ask for the same. Raises InferenceError."""
         if server.url not in self.without_generate:
             try:
                 return await server.post(GENERATE, generate, headers=headers)
-            except Exception as error:
+            except ServerError as error:
                 if not has_no_path(error):
                     raise
                 self.without_generate.add(server.url)

@@ -1,0 +1,212 @@
+"""How servers are asked: that a deadline holds whatever they do, that no body fills the memory, and that nobody is followed elsewhere."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import tracemalloc
+
+import pytest
+from hostile_server import HostileServer, bomb, drip_body, drip_head, endless, plain, redirect, seconds, silent
+
+from ludic.errors import ConfigTypeError, EngineDeadError, InferenceError, ServerError, ServerTimeoutError, ServerUnreachableError
+from ludic.inference.servers.errors import BusyError, may_pass
+from ludic.inference.servers.http import BlockingHttp, Http
+
+DEADLINE_S = 0.4
+SLACK_S = 1.5
+"""What a machine that is busy may take beyond a deadline; a server that is not left takes 5 s at least, or never ends."""
+
+
+def blocking(url, **settings):
+    return BlockingHttp(settings.pop("headers", None)).ask(settings.pop("method", "GET"), url, **{"timeout_s": 10.0, **settings})
+
+
+def awaiting(url, **settings):
+    async def once():
+        async with Http(settings.pop("headers", None)) as http:
+            return await http.ask(settings.pop("method", "GET"), url, **{"timeout_s": 10.0, **settings})
+
+    return asyncio.run(once())
+
+
+both = pytest.mark.parametrize("ask", [blocking, awaiting])
+
+
+@both
+@pytest.mark.parametrize("hostile", [silent, drip_head, drip_body])
+def test_a_server_is_left_at_the_deadline_whether_it_is_silent_or_drips(ask, hostile):
+    with HostileServer(hostile) as server:
+        outcome, took_s = seconds(ask, f"{server.url}/x", timeout_s=DEADLINE_S)
+    assert isinstance(outcome, ServerTimeoutError)
+    assert f"/x gave no answer within {DEADLINE_S:g} s" in str(outcome)
+    assert DEADLINE_S <= took_s < DEADLINE_S + SLACK_S
+
+
+@both
+def test_a_server_that_reads_nothing_of_a_long_request_is_left_too(ask):
+    with HostileServer(plain()) as server:
+        server._request = lambda connection: server.closing.wait() and b""
+        outcome, took_s = seconds(ask, server.url, method="POST", json={"prompt": "a" * 2**25}, timeout_s=DEADLINE_S)
+    assert isinstance(outcome, ServerTimeoutError)
+    assert took_s < DEADLINE_S + SLACK_S
+
+
+@both
+def test_a_body_without_end_is_broken_off_at_the_limit(ask):
+    with HostileServer(endless) as server:
+        tracemalloc.start()
+        outcome, _ = seconds(ask, server.url, max_bytes=2**20)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert isinstance(outcome, InferenceError)
+    assert "more than 1048576 bytes" in str(outcome)
+    assert server.sent < 2**25  # what lies in the sockets' buffers, and no more
+    assert peak < 2**24
+
+
+@both
+def test_a_body_of_the_limit_is_taken_and_one_byte_more_is_not(ask):
+    with HostileServer(plain(b"[" + b" " * 998 + b"]")) as server:
+        assert ask(server.url, max_bytes=1000).json() == []
+        with pytest.raises(InferenceError, match="more than 999 bytes"):
+            ask(server.url, max_bytes=999)
+
+
+@both
+def test_what_is_compressed_is_not_asked_for_and_not_taken(ask):
+    with HostileServer(bomb) as server:
+        with pytest.raises(InferenceError, match="encoding 'gzip'"):
+            ask(server.url, headers={"Accept-Encoding": "gzip"})
+        assert b"accept-encoding: identity" in server.requests[0][1].lower()
+        assert server.requests[0][1].lower().count(b"accept-encoding") == 1
+
+
+@both
+@pytest.mark.parametrize("status", ["301 Moved Permanently", "307 Temporary Redirect", "308 Permanent Redirect"])
+def test_nobody_is_followed_to_another_origin_with_prompts_and_keys(ask, status):
+    with HostileServer(plain()) as other, HostileServer(redirect(f"{other.url}/steal", status)) as server:
+        with pytest.raises(ServerError, match=r"sends us to .*/steal, where nobody follows"):
+            ask(server.url, method="POST", json={"prompt": "secret"}, headers={"Authorization": "Bearer secret"}).checked()
+        assert server.paths() == ["/"]
+        assert other.requests == []
+
+
+def test_headers_go_with_everything_that_is_asked_and_are_named_once():
+    async def twice(url):
+        async with Http({"X-Secret": "s", "x-team": "rl"}) as http:
+            await http.ask("GET", url, timeout_s=5.0)
+            await http.ask("POST", url, json={}, headers={"x-secret": "other"}, timeout_s=5.0)
+
+    with HostileServer(plain()) as server:
+        asyncio.run(twice(server.url))
+        BlockingHttp({"X-Secret": "s"}).ask("GET", server.url, timeout_s=5.0)
+    given = [request.lower() for _, request in server.requests]
+    assert [request.count(b"x-secret") for request in given] == [1, 1, 1]
+    assert [b"x-secret: s\r\n" in request for request in given] == [True, False, True]
+    assert b"x-secret: other\r\n" in given[1]
+    assert b"x-team: rl\r\n" in given[1]
+
+
+@both
+@pytest.mark.parametrize("scheme", ["http", "all"])
+def test_no_proxy_is_asked_for_this_machine(ask, scheme, monkeypatch):
+    with HostileServer(plain()) as proxy, HostileServer(plain(b"[7]")) as server:
+        monkeypatch.setenv(f"{scheme}_proxy", proxy.url)
+        assert ask(server.url).json() == [7]
+        assert proxy.requests == []
+
+
+@both
+def test_nobody_there_may_pass_and_is_said_to_be_out_of_reach(ask):
+    with HostileServer(plain()) as server:
+        url = server.url
+    with pytest.raises(ServerUnreachableError, match="cannot be reached") as caught:
+        ask(url)
+    assert may_pass(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "which is no JSON"),
+        (b"<html>It works!</html>", "which is no JSON .*is this the right address"),
+        (b'{"ids": [1, NaN]}', "numbers that are not finite"),
+        (b'{"ids": [10.5]}', r"Expected `int`, got `float` - at `\$.*\[0\]`"),
+        (b'{"ids": [true]}', "got `bool`"),
+        (b'{"ids": ["7"]}', "got `str`"),
+        (b'{"ids": null}', "got `null`"),
+        (b"[1]", "Expected `object`, got `array`"),
+        (b'{"ids": [1' + b"\xff" * 10, "which is no JSON"),
+        (b"[" * 10**6, "which is no JSON|which is not what it must be"),
+    ],
+)
+def test_an_answer_of_another_type_is_one_error_that_shows_it_and_converts_nothing(body, said):
+    with HostileServer(plain(body)) as server:
+        answer = blocking(server.url)
+    with pytest.raises(InferenceError, match=said) as caught:
+        answer.read(dict[str, list[int]])
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind"),
+    [
+        ("400 Bad Request", "no", ServerError),
+        ("429 Too Many Requests", "later", BusyError),
+        ("503 Service Unavailable", "later", BusyError),
+        ("500 Internal Server Error", "EngineCore encountered an issue", EngineDeadError),
+    ],
+)
+def test_a_status_is_the_error_that_it_means(status, body, kind):
+    with HostileServer(plain(body, status, retry_after=7)) as server, pytest.raises(kind) as caught:
+        blocking(server.url).checked()
+    assert type(caught.value) is kind
+    assert body in str(caught.value)
+    assert getattr(caught.value, "retry_after_s", 7.0) == 7.0
+
+
+def test_what_is_no_json_is_not_sent():
+    with HostileServer(plain()) as server, pytest.raises(ConfigTypeError, match="cannot be written as JSON"):
+        blocking(server.url, method="POST", json={"x": object()})
+    assert server.requests == []
+
+
+def test_blocking_calls_work_inside_a_running_loop_and_from_many_threads():
+    async def inside(url):
+        return blocking(url).status
+
+    with HostileServer(plain()) as server:
+        assert asyncio.run(inside(server.url)) == 200
+        found = []
+        threads = [threading.Thread(target=lambda: found.append(blocking(server.url).status)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [200] * 8
+
+
+CHILD = """
+import os, sys
+from ludic.inference.servers.http import BlockingHttp
+def ask(): return BlockingHttp().ask("GET", sys.argv[1], timeout_s=10).status
+assert ask() == 200
+pid = os.fork()
+if pid == 0:
+    os._exit(0 if ask() == 200 else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_fork_asks_with_a_thread_of_its_own_and_the_process_ends_in_silence():
+    with HostileServer(plain()) as server:
+        ended = subprocess.run(
+            [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", CHILD, server.url],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert (ended.returncode, ended.stderr) == (0, "")

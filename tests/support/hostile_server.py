@@ -1,0 +1,140 @@
+"""A server on loopback that answers as no server should. What it does is given by path, as one function that writes to the socket."""
+
+import gzip
+import socket
+import threading
+import time
+from urllib.parse import urlsplit
+
+DRIP_S = 0.02
+"""Between two bytes of what drips: so little that no limit on one read ever sees silence."""
+
+
+def answer(body=b"{}", status="200 OK", **headers):
+    """Bytes of an answer as it should be."""
+    body = body if isinstance(body, bytes) else body.encode()
+    named = {"content-length": len(body), **{name.replace("_", "-"): value for name, value in headers.items()}}
+    head = "".join(f"{name}: {value}\r\n" for name, value in named.items())
+    return f"HTTP/1.1 {status}\r\n{head}\r\n".encode() + body
+
+
+def plain(*args, **headers):
+    return lambda server, connection: connection.sendall(answer(*args, **headers))
+
+
+def silent(server, connection):
+    """Takes the request and says nothing."""
+    server.closing.wait()
+
+
+def drip_head(server, connection):
+    """One byte of the head at a time, forever."""
+    _drip(server, connection, b"HTTP/1.1 200 OK\r\nx: ")
+
+
+def drip_body(server, connection):
+    """A whole head, then one byte of the body at a time."""
+    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
+    _drip(server, connection, b"")
+
+
+def _drip(server, connection, begin):
+    connection.sendall(begin)
+    while not server.closing.wait(DRIP_S):
+        connection.sendall(b" ")
+
+
+def endless(server, connection):
+    """As many bytes as are taken."""
+    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n[")
+    while not server.closing.is_set():
+        connection.sendall(b"1," * 2**15)
+        server.sent += 2**16
+
+
+def bomb(server, connection):
+    """100 KB that decode to 100 MB."""
+    connection.sendall(answer(gzip.compress(b" " * 10**8), content_encoding="gzip"))
+
+
+def redirect(to, status="307 Temporary Redirect"):
+    return plain(b"", status, location=to)
+
+
+class HostileServer:
+    """`HostileServer(silent)` does that on every path; `HostileServer(plain(), **{"/weight_info": drip_body})` on one.
+
+    with HostileServer(endless) as server:
+        Http().ask("GET", server.url, ...)
+    """
+
+    def __init__(self, usually, by_path=None):
+        self.usually, self.by_path = usually, by_path or {}
+        self.closing = threading.Event()
+        self.requests, self.sent = [], 0
+        """(path, everything that came) of each request; bytes of bodies without end."""
+        self._threads = []
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+
+    def paths(self):
+        return [path for path, _ in self.requests]
+
+    def __enter__(self):
+        self._accepting.start()
+        return self
+
+    def __exit__(self, *_):
+        self.closing.set()
+        with socket.create_connection(self._listener.getsockname()):  # wakes who accepts
+            pass
+        self._accepting.join()
+        self._listener.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _accept(self):
+        while True:
+            connection, _ = self._listener.accept()
+            if self.closing.is_set():
+                connection.close()
+                return
+            self._threads.append(threading.Thread(target=self._serve, args=(connection,), daemon=True))
+            self._threads[-1].start()
+
+    def _serve(self, connection):
+        with connection:
+            connection.settimeout(5)
+            try:
+                given = self._request(connection)
+                path = urlsplit(given.split(b" ", 2)[1].decode()).path
+                self.requests.append((path, given))
+                self.by_path.get(path, self.usually)(self, connection)
+            except (OSError, IndexError):  # the client went away, or asked nothing
+                pass
+
+    @staticmethod
+    def _request(connection):
+        given = b""
+        while b"\r\n\r\n" not in given:
+            given += connection.recv(2**16) or _gone()
+        head, _, body = given.partition(b"\r\n\r\n")
+        length = next((int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")), 0)
+        while len(body) < length:
+            body += connection.recv(2**16) or _gone()
+        return head + b"\r\n\r\n" + body
+
+
+def _gone():
+    raise ConnectionResetError
+
+
+def seconds(call, *args, **settings):
+    """(what the call raised or returned, how long it took)."""
+    began = time.monotonic()
+    try:
+        outcome = call(*args, **settings)
+    except Exception as error:
+        outcome = error
+    return outcome, time.monotonic() - began
