@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Optional
 
 import pytest
 
+from ludic.agents.docstring_args import described_args
 from ludic.agents.tool_schema import tool_schema
 from ludic.errors import ConfigError
 
@@ -126,3 +127,32 @@ def test_methods_do_not_ask_for_self():
 def test_what_a_model_cannot_call_is_refused(tool, rule):
     with pytest.raises(ConfigError, match=rule):
         tool_schema(tool)
+
+
+def test_a_docstring_describes_the_parameters_one_by_one():
+    def look(city: str, days: int = 1, exact: Annotated[bool, "to the degree"] = False, unit="C"):
+        """The weather of the next days.
+
+        Args:
+            city (str): Where to look,
+                as a name: no postal code.
+            days: How many days.
+            exact: Not this one.
+
+        Returns:
+            text: A table.
+        """
+
+    found = tool_schema(look)["function"]
+    assert found["description"].startswith("The weather of the next days.")
+    assert found["parameters"]["properties"] == {
+        "city": {"type": "string", "description": "Where to look, as a name: no postal code."},
+        "days": {"type": "integer", "default": 1, "description": "How many days."},
+        "exact": {"type": "boolean", "default": False, "description": "to the degree"},
+        "unit": {"type": "string", "default": "C"},
+    }
+
+
+@pytest.mark.parametrize("doc", ["", "Adds.", "Args:", "Args:\n\n", "args:\n    a: no heading", "Args:\n    nothing here"])
+def test_a_docstring_of_another_style_describes_none(doc):
+    assert described_args(doc) == {}

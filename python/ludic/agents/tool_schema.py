@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from ludic.agents.docstring_args import described_args
 from ludic.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -24,13 +25,14 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
     """The function's name, its docstring and its parameters, `*args` and `**kwargs` left out.
 
     Types are those that the annotations mean, also where they are written as strings: `int`, `float`, `bool`, lists, dictionaries,
-    `Literal` (an enum) and `Optional` (`nullable`); a string in `Annotated` is the parameter's description. What JSON has no type for
-    is a string. A parameter without a default is required; a default that JSON can say is told.
+    `Literal` (an enum) and `Optional` (`nullable`). What JSON has no type for is a string. A parameter is described by a string in its
+    `Annotated`, else by the docstring's `Args:`. One without a default is required; a default that JSON can say is told.
 
     Raises ConfigError for what a model cannot call: something without a name of its own, or with positional-only parameters.
     """
     parameters = _parameters(tool)
     hints = _hints(tool)
+    said = described_args(inspect.getdoc(tool) or "")
     return {
         "type": "function",
         "function": {
@@ -38,7 +40,10 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
             "description": inspect.getdoc(tool) or "No description provided.",
             "parameters": {
                 "type": "object",
-                "properties": {name: _property(hints.get(name, str), p.default) for name, p in parameters.items()},
+                "properties": {
+                    name: ({"description": said[name]} if name in said else {}) | _property(hints.get(name, str), p.default)
+                    for name, p in parameters.items()
+                },
                 "required": [name for name, p in parameters.items() if p.default is p.empty],
             },
         },
