@@ -247,6 +247,34 @@ def test_a_reward_that_fails_everywhere_ends_the_run_and_says_why(here: Path, mo
     assert "Traceback" not in result.stderr.split("ludic:")[-1]
 
 
+@pytest.mark.parametrize(
+    ("rows", "settings", "said"),
+    [
+        (
+            [{"prompt": letter * 30} for letter in "abcdefghij"],
+            ["trainer.max_seq_len=20"],
+            "trainer.max_seq_len (20) leaves none of 7 prompts room for an answer: the shortest has 30 tokens; raise it",
+        ),
+        (
+            [
+                {"prompt": [{"role": role, "content": letter} for role in ("user", "assistant", "user")]}
+                for letter in "abcdefghij"
+            ],
+            [],
+            "the prompt is a conversation of 3 messages (user, assistant, user), and the tokenizer has no chat template",
+        ),
+    ],
+)
+def test_prompts_that_cannot_be_trained_on_are_told_before_anything_is_written(
+    here: Path, model: Path, rows, settings, said
+) -> None:
+    write(here / "long.jsonl", rows)
+    result = train(f"model={model}", "data=long.jsonl", "reward=own_problem_rewards:early", *settings)
+    assert result.exit_code != 0
+    assert said in " ".join(result.stderr.split())
+    assert not Path("run").exists()
+
+
 def test_answers_that_could_not_be_graded_are_counted_and_are_no_zeros(here: Path, model: Path) -> None:
     """All prompts but `a?` earn 1: a mean below 1 would be a failure taken for a 0."""
     write(here / "held.jsonl", [{"prompt": "a?"}, {"prompt": "z?"}])

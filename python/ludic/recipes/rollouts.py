@@ -14,8 +14,9 @@ from ludic.envs.tasks.episodic import OneTurn
 from ludic.errors import ConfigError
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
 from ludic.inference.local.sampler import check_sampling
+from ludic.inference.prompt_tokens import PromptTokens
 from ludic.interaction import SingleAgentProtocol
-from ludic.recipes.data_task import DataTask
+from ludic.recipes.data_task import DataProblem, DataTask
 from ludic.recipes.reward_model import JudgedTask
 from ludic.recipes.schema import Recipe, RolloutSection
 from ludic.training.batching.intra_batch_control import GRPORequestStrategy
@@ -72,6 +73,33 @@ def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
         raise ConfigError(
             f"algorithm_args.group_size ({group_size}) must be rollout.group_size ({recipe.rollout.group_size}); set that one alone"
         )
+
+
+def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> None:
+    """Raise `ConfigError` where the tokenizer cannot write the prompts of a data set, or where none leaves an answer any room."""
+    data = _data_task(task)
+    if data is None or recipe.steps == 0:
+        return
+    tokens, limit = PromptTokens(tokenizer), recipe.trainer.max_seq_len
+
+    def length(problem: DataProblem) -> int:
+        context = GivenDialog(recipe.rollout.system_prompt or task.system_prompt)
+        context.on_env_reset(*data.make_env(problem).env_reset())
+        return len(tokens.encode(context.on_before_act()))
+
+    first_chat = next((problem for problem in data.training if isinstance(problem["row"]["prompt"], list)), None)
+    if first_chat is not None:
+        length(first_chat)
+    shortest = 0
+    for problem in data.training:
+        found = length(problem)
+        if found < limit:
+            return
+        shortest = min(shortest or found, found)
+    raise ConfigError(
+        f"trainer.max_seq_len ({limit}) leaves none of {len(data.training)} prompts room for an answer: the shortest has {shortest} "
+        "tokens; raise it"
+    )
 
 
 def request_for(problem: Episode, *, inference: InferenceSpec, seed: int, **meta: Any) -> RolloutRequest:
@@ -205,8 +233,14 @@ class PassRequests(TrainingRequests):
 
 def training_requests(task: Task | EpisodicTask, section: RolloutSection, *, seed: int) -> TrainingRequests:
     """Draws for a task that makes its problems, passes for one that has a list of them."""
+    data = _data_task(task)
+    if data is not None:
+        return PassRequests(data, section, seed=seed)
+    return TrainingRequests(as_episodic(task), section, seed=seed)
+
+
+def _data_task(task: Task | EpisodicTask) -> DataTask | None:
+    """The data set that is inside, if there is one."""
     inner = task.task if isinstance(task, JudgedTask) else task
     inner = inner.task if isinstance(inner, OneTurn) else inner
-    if isinstance(inner, DataTask):
-        return PassRequests(inner, section, seed=seed)
-    return TrainingRequests(as_episodic(task), section, seed=seed)
+    return inner if isinstance(inner, DataTask) else None

@@ -29,6 +29,7 @@ from ludic.recipes.model import keep_base, load_model, make_policy, plain_place,
 from ludic.recipes.rollouts import (
     OccasionallyLogged,
     TrainingRequests,
+    check_prompts,
     check_rollouts,
     make_engine,
     training_inference,
@@ -81,6 +82,7 @@ class Parts:
         seed_everything(recipe)
         lora_settings(recipe.lora)  # a wrong one costs nothing
         model, tokenizer = make_policy(recipe)
+        check_prompts(recipe, task, tokenizer)
         task = with_reward_model(recipe, task, tokenizer)
         if recipe.model is not None:
             model = with_adapters(model, recipe.lora, seed=recipe.seed)
