@@ -36,8 +36,10 @@ class IntermediateCall:
 class Agent:
     """Asks the model once a step and parses its answer.
 
-    An answer that reached the token limit (`finish_reason == "length"`) is not parsed: it fails with
-    `incomplete_completion_penalty` and `incomplete_completion_feedback`, unless `reject_incomplete_completions` is off.
+    An answer that reached the token limit (`finish_reason == "length"`) is not parsed and never reaches the environment or its verifier:
+    its step earns `incomplete_completion_penalty` (-0.1), and the model is told `incomplete_completion_feedback` if the episode goes on.
+    With `reject_incomplete_completions=False` it is parsed as any other: what a short limit cuts is then judged as it stands, which
+    models need that have not learnt to end their answers.
     """
 
     name = "agent"
