@@ -1,7 +1,7 @@
 """The compiled batching core: truncate, plan, collate and reduce. Shapes: N samples, S tokens in all, B rows, T columns."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, final
+from typing import Any, Literal, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,7 +144,8 @@ def plan_optimal(lengths: NDArray[np.int32], micro_token_budget: int, overhead_t
     """The exact minimum of `padded_tokens + overhead_tokens * micro_batches` under the same rule. O(n log n)."""
 
 def plan_padding_free(lengths: NDArray[np.int32], micro_token_budget: int) -> Plan:
-    """Best fit decreasing: the sum of lengths of each micro-batch is at most the budget."""
+    """Best fit decreasing: the sum of lengths of each micro-batch is at most the budget. At most 11/9 of the fewest micro-batches
+    plus 6/9: the bound of Dosa (2007) for first fit decreasing, held here by a test on small cases."""
 
 def plan_pairs(
     lengths: NDArray[np.int32], pairs: NDArray[np.int64], micro_token_budget: int, overhead_tokens: int | None = None
@@ -161,12 +162,21 @@ def plan_ranks(
     lengths: NDArray[np.int32],
     micro_token_budget: int,
     world_size: int,
-    packing: str = "optimal",
+    packing: Literal["greedy", "optimal", "padding_free"] = "optimal",
     overhead_tokens: int = 256,
     linear: int = 24576,
     quadratic: int = 1,
 ) -> list[RankPlan]:
-    """One plan for all ranks: the same number of micro-batches for each, balanced by `linear * len + quadratic * len**2`."""
+    """One plan for all ranks: the same number of micro-batches for each.
+
+    A row of n tokens costs `linear * n + quadratic * n**2`, a padded micro-batch its rows at the price of its longest. Ranks wait for
+    each other, so that `optimal` looks for the least *lockstep*: the sum over steps of the costliest rank, plus
+    `overhead_tokens * linear` a step, however many ranks there are. It takes the better of two searches (plans with the fewest
+    padded tokens for a multiple of the ranks; micro-batches made step by step), and of equal plans the former; above 2**15 samples
+    the first alone. `greedy` is `plan_greedy` with the costliest micro-batches halved up to a multiple of the ranks, `padding_free`
+    the fewest steps that best fit finds. The budget is hard in all of them. The heaviest step comes first; equal lengths go by index,
+    so that the same lengths give the same plan on every machine.
+    """
 
 @final
 class RankPlan:

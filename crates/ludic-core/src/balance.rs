@@ -1,6 +1,7 @@
-//! One plan for all ranks: the same number of micro-batches for each, each step's as equal in cost as can be.
+//! One plan for all ranks: the same number of micro-batches for each, and as little waiting as is found.
 //!
-//! A sample costs `linear * length + quadratic * length^2`, a row of a padded micro-batch what its longest row costs. The
+//! The objective is the lockstep: the sum over steps of the costliest rank's micro-batch, plus an overhead a *step* of
+//! `overhead_tokens * linear`, however many ranks there are. A sample costs `linear * length + quadratic * length^2`, a row of a padded micro-batch what its longest row costs. The
 //! micro-batches are made for all ranks together, as many as a multiple of the ranks, sorted by cost and dealt one round
 //! a step, so that the ranks that wait for each other compute neighbours in cost; the heaviest step comes first.
 
@@ -12,6 +13,7 @@ use crate::CoreError;
 use crate::plan::{
     Plan, Sorted, check_budget, check_overhead, greedy_offsets, optimal_offsets, optimal_offsets_exactly, padding_free,
 };
+use crate::steps::Steps;
 
 /// Above this many samples the search for the best micro-batches, a few dozen plans, gives way to the planners for one
 /// rank and a few halvings: among so many micro-batches the deal finds neighbours in cost anyway.
@@ -26,7 +28,8 @@ const MAX_FACTOR: i64 = 1 << 31;
 pub enum Packing {
     /// The documented greedy, then the costliest halved up to a multiple of the ranks.
     Greedy,
-    /// The fewest padded tokens for a multiple of the ranks, with as many steps as `overhead_tokens` makes worth it.
+    /// The least lockstep that is found, over the numbers of steps that `overhead_tokens` makes worth it: of plans with the
+    /// fewest padded tokens for a multiple of the ranks, and of micro-batches made step by step.
     Optimal,
     /// No padding: the fewest steps, samples dealt by cost under a hard cap on the tokens.
     PaddingFree,
@@ -51,7 +54,7 @@ pub struct RankOptions {
     pub world_size: i64,
     /// How samples become micro-batches.
     pub packing: Packing,
-    /// The fixed cost of a step, in tokens; `Packing::Optimal` alone asks for it.
+    /// The fixed cost of a step, which all ranks take together, in tokens; `Packing::Optimal` alone asks for it.
     pub overhead_tokens: i64,
     /// Cost of a token.
     pub linear: i64,
@@ -208,9 +211,27 @@ fn contiguous_work(lengths: &[i32], sorted: &Sorted, prices: &Prices, rows: Rang
     rows.len() as u128 * prices.sample(longest as u64)
 }
 
+/// The cheapest in lockstep of the micro-batches made rank by rank and of those made step by step; of equal ones the former.
+fn best_count(lengths: &[i32], sorted: &Sorted, budget: u64, overhead: u64, prices: &Prices, ranks: usize) -> Vec<u32> {
+    let step = u128::from(overhead).saturating_mul(prices.linear);
+    let by_rank = by_count(lengths, sorted, budget, overhead, prices, ranks);
+    if sorted.len() > SEARCHED_SAMPLES {
+        return by_rank;
+    }
+    let ascending: Vec<u64> = sorted.order.iter().map(|&row| lengths[row as usize] as u64).collect();
+    let of_row: Vec<u128> = ascending.iter().map(|&length| prices.sample(length)).collect();
+    let by_step = Steps::new(&ascending, &of_row, budget, ranks, step).offsets();
+    let cost =
+        |offsets: &Vec<u32>| lockstep(offsets, step, ranks, |rows| contiguous_work(lengths, sorted, prices, rows));
+    match by_step {
+        Some(by_step) if cost(&by_step) < cost(&by_rank) => by_step,
+        _ => by_rank,
+    }
+}
+
 /// The cheapest in lockstep of greedy's halving and of the exact plans with the fewest steps and with the two numbers of
 /// steps next to the optimum for one rank.
-fn best_count(lengths: &[i32], sorted: &Sorted, budget: u64, overhead: u64, prices: &Prices, ranks: usize) -> Vec<u32> {
+fn by_count(lengths: &[i32], sorted: &Sorted, budget: u64, overhead: u64, prices: &Prices, ranks: usize) -> Vec<u32> {
     let cost = |rows: Range<usize>| contiguous_work(lengths, sorted, prices, rows);
     let rounded = |count: usize| slots(count, ranks, sorted.len());
     let free = optimal_offsets(&sorted.runs, budget, overhead, 1);
@@ -225,12 +246,14 @@ fn best_count(lengths: &[i32], sorted: &Sorted, budget: u64, overhead: u64, pric
     counts.dedup();
     let exact = counts.into_iter().map(|count| optimal_offsets_exactly(&sorted.runs, budget, count));
     let step = u128::from(overhead).saturating_mul(prices.linear);
-    let lockstep = |offsets: &Vec<u32>| {
-        let mut costs: Vec<u128> = ranges(offsets).map(cost).collect();
-        costs.sort_unstable_by_key(|&cost| Reverse(cost));
-        costs.iter().step_by(ranks).fold(0u128, |sum, &cost| sum.saturating_add(cost).saturating_add(step))
-    };
-    exact.chain([halve(greedy, least, cost)]).min_by_key(lockstep).unwrap_or(free)
+    exact.chain([halve(greedy, least, cost)]).min_by_key(|offsets| lockstep(offsets, step, ranks, cost)).unwrap_or(free)
+}
+
+/// What all steps cost: the costliest micro-batch of each, dealt by falling cost, and `overhead`.
+fn lockstep(offsets: &[u32], overhead: u128, ranks: usize, cost: impl Fn(Range<usize>) -> u128) -> u128 {
+    let mut costs: Vec<u128> = ranges(offsets).map(cost).collect();
+    costs.sort_unstable_by_key(|&cost| Reverse(cost));
+    costs.iter().step_by(ranks).fold(0u128, |sum, &cost| sum.saturating_add(cost).saturating_add(overhead))
 }
 
 fn ranges(offsets: &[u32]) -> impl Iterator<Item = Range<usize>> + '_ {
@@ -348,4 +371,29 @@ fn deal(lengths: &[i32], made: &Plan, packing: Packing, prices: &Prices, ranks: 
         plans.iter_mut().for_each(|plan| plan.offsets.push(plan.indices.len() as u32));
     }
     plans
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn steps_are_never_worse_than_plans_made_rank_by_rank(
+            lengths in prop_oneof![prop::collection::vec(0..40i32, 0..300), prop::collection::vec(0..5000i32, 0..300)],
+            ranks in 1..17usize, factor in 1..20u64, overhead in 0..2000u64,
+        ) {
+            let options = RankOptions { world_size: ranks as i64, packing: Packing::Optimal, overhead_tokens: 0, linear: 9, quadratic: 1 };
+            let prices = Prices::new(&options).unwrap();
+            let sorted = Sorted::new(&lengths).unwrap();
+            let budget = u64::from(sorted.longest()).max(1) * factor;
+            let cost = |offsets: &[u32]| {
+                lockstep(offsets, u128::from(overhead) * 9, ranks, |rows| contiguous_work(&lengths, &sorted, &prices, rows))
+            };
+            let today = by_count(&lengths, &sorted, budget, overhead, &prices, ranks);
+            let best = best_count(&lengths, &sorted, budget, overhead, &prices, ranks);
+            prop_assert!(cost(&best) <= cost(&today));
+        }
+    }
 }

@@ -128,6 +128,51 @@ fn a_heavy_sample_is_balanced_by_many_light_ones() {
 }
 
 #[test]
+fn equal_samples_are_shared_equally() {
+    // 12 samples of 1024 on 3 ranks: 4 each in one step, and not 6, 3 and 3.
+    for ranks in [3, 5, 6, 7, 12] {
+        let plans = plan_ranks(&[1024; 12], 16384, &options(ranks, Packing::Optimal)).unwrap();
+        let most = plans.iter().map(|plan| plan.get(0).unwrap().len()).max().unwrap();
+        assert_eq!((plans[0].len(), most as i64), (1, (12 + ranks - 1) / ranks));
+    }
+}
+
+/// The least lockstep over all partitions into sets, dealt by falling cost, that leave no place empty which a sample could fill.
+fn least_lockstep(lengths: &[i32], budget: i64, ranks: usize, overhead: i64) -> i128 {
+    let fits = |lists: &oracle::Lists| lists.iter().all(|rows| oracle::padded(lengths, rows) <= i128::from(budget));
+    let price = |lists: oracle::Lists| {
+        let mut costs: Vec<i128> =
+            lists.iter().map(|rows| rows.len() as i128 * cost(oracle::longest(lengths, rows), LINEAR, 1)).collect();
+        costs.sort_unstable_by_key(|&cost| std::cmp::Reverse(cost));
+        costs.iter().step_by(ranks).map(|cost| cost + i128::from(overhead * LINEAR)).sum()
+    };
+    let full = |lists: &oracle::Lists| lists.len() == (lists.len().div_ceil(ranks) * ranks).min(lengths.len());
+    oracle::set_partitions(lengths.len() as u32).into_iter().filter(fits).filter(full).map(price).min().unwrap()
+}
+
+#[test]
+fn padded_plans_are_close_to_the_best_of_all_partitions() {
+    let mut state = 7u64;
+    let mut draw = |below: u64| {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (state >> 33) % below
+    };
+    let (mut sum, mut worst, mut equal) = (0.0, 1.0f64, 0);
+    let cases = 250;
+    for _ in 0..cases {
+        let lengths: Vec<i32> = (0..3 + draw(6)).map(|_| 1 + draw(2000) as i32).collect();
+        let (ranks, budget) = (2 + draw(3) as usize, 2000 * (1 + draw(4) as i64));
+        let plans = plan_ranks(&lengths, budget, &options(ranks as i64, Packing::Optimal)).unwrap();
+        let ratio = lockstep(&lengths, &plans, 256) as f64 / least_lockstep(&lengths, budget, ranks, 256) as f64;
+        assert!(ratio >= 1.0);
+        (sum, worst, equal) = (sum + ratio, worst.max(ratio), equal + usize::from(ratio == 1.0));
+    }
+    let mean = sum / f64::from(cases);
+    println!("mean {mean:.4}, worst {worst:.4}, equal in {equal} of {cases}");
+    assert!(mean < 1.02 && equal >= 220, "mean {mean}, equal in {equal}");
+}
+
+#[test]
 fn wrong_settings_are_named() {
     let wrong = |options: RankOptions| plan_ranks(&[1], 1, &options).unwrap_err();
     let fine = options(1, Packing::Optimal);
