@@ -50,8 +50,7 @@ def train_until(command: str, step: int, arguments: list[str], *, phase: str | N
                 os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("run", "epochs_run"):
-            patch.setattr(f"ludic.recipes.{module}.JSONLLogger", Interrupting)
+        patch.setattr("ludic.recipes.tracking.JSONLLogger", Interrupting)
         return exit_status(command, *arguments)
 
 
