@@ -83,3 +83,9 @@ def test_evaluations_between_are_joined_with_both_ends() -> None:
 
     points = points_of({"accuracy": (0.25, 0.75), "reward": (0.0, 1.0)}, {"accuracy": [(0, 0.25), (2, 0.5), (4, 0.75)]}, steps=4)
     assert points == {"accuracy": [(0, 0.25), (2, 0.5), (4, 0.75)], "reward": [(0, 0.0), (4, 1.0)]}
+
+
+def test_what_was_measured_without_both_ends_is_drawn_where_it_was_measured() -> None:
+    from ludic.recipes.curve import points_of
+
+    assert points_of({}, {"accuracy": [(3, 0.5), (7, 0.75)], "nothing": []}, steps=9) == {"accuracy": [(3, 0.5), (7, 0.75)]}

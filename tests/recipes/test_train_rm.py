@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ludic.data.sources import Draw
 from ludic.errors import DataError
+from ludic.recipes.rm import report
 from ludic.recipes.rm.data import RMData
 from ludic.recipes.rm.model import with_own_padding
 from ludic.recipes.rm.schema import compose_rm
@@ -326,6 +327,21 @@ def test_without_held_out_pairs_only_the_training_pairs_are_measured(tiny: list[
     summary = summary_of(tmp_path / "run")
     assert not any(key.startswith("eval_") for key in summary)
     assert 0 <= summary["train_pairwise_accuracy"] <= 1
+
+
+def test_the_picture_has_the_held_out_accuracy_where_it_was_measured_and_nowhere_else(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[dict[str, Any]] = []
+    monkeypatch.setattr(report, "write_picture", lambda *_, **options: drawn.append(options))
+    train_rm(*tiny)
+    last = summary_of(tmp_path / "run")["eval_pairwise_accuracy"]
+    assert drawn[0]["measured"] == {"held-out accuracy": [(5, last)]}  # 40 pairs are 5 steps; nothing was measured before
+    train_rm(*tiny, "name=again", "trainer.eval_at_start=true", "trainer.eval_every_n_steps=2")
+    points = drawn[1]["measured"]["held-out accuracy"]
+    assert [step for step, _ in points] == [0, 2, 4, 5]
+    assert points[-1] == (5, last)
+    assert drawn[0]["marks"] == drawn[1]["marks"] == {}
 
 
 def test_the_evaluation_can_end_the_training(tiny: list[str], tmp_path: Path) -> None:

@@ -73,11 +73,13 @@ def write_picture(
 def points_of(
     marks: Mapping[str, tuple[float, float]], measured: Mapping[str, Sequence[tuple[float, float]]], steps: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Label to (step, value): before the first step, what was measured between, and after the last."""
-    return {
+    """Label to (step, value): before the first step, what was measured between, and after the last. What was `measured` under a label
+    without marks stays as it is."""
+    between = {
         label: [(0, before), *(point for point in measured.get(label, ()) if 0 < point[0] < steps), (steps, after)]
         for label, (before, after) in marks.items()
     }
+    return between | {label: list(points) for label, points in measured.items() if label not in marks and points}
 
 
 def running_mean(values: Sequence[float], window: int = 10) -> list[float]:

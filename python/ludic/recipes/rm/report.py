@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from ludic.recipes.rm.run import RMRun
 
+_EVALUATED = "eval/pairwise_accuracy"
+
 CRITERIA: dict[str, tuple[str, Callable[[Mapping[str, float]], float], Callable[[float], bool]]] = {
     "held-out accuracy": ("over 60 %", lambda found: found["eval_pairwise_accuracy"], lambda value: value > 0.6),
     "median margin": ("over 0", lambda found: found["eval_margin_p50"], lambda value: value > 0),
@@ -68,11 +70,18 @@ def summary_of(run: RMRun, lines: Sequence[Mapping[str, float]], *, config_hash:
 
 def _draw(run: RMRun, summary: Mapping[str, Any], lines: Sequence[Mapping[str, float]]) -> None:
     series = {name: [line[f"train/{name}"] for line in lines] for name in ("loss", "accuracy")}
-    measured = [line["eval/pairwise_accuracy"] for line in lines if "eval/pairwise_accuracy" in line]
-    last = summary.get("eval_pairwise_accuracy")
-    marks = {} if last is None else {"held-out accuracy": ((measured or [last])[0], last)}
     title = f"reward model, seed {run.recipe.seed}"
-    write_picture(run.directory.picture, series, marks=marks, title=title)
+    measured = {"held-out accuracy": accuracy_by_step(run, summary)}
+    write_picture(run.directory.picture, series, marks={}, measured=measured, title=title)
+
+
+def accuracy_by_step(run: RMRun, summary: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """(step, held-out accuracy) wherever it was measured: while training, and of the model that was kept."""
+    found = {line["step"]: line[_EVALUATED] for line in run.directory.read_metrics("rm") if _EVALUATED in line}
+    if "eval_pairwise_accuracy" in summary:
+        kept = run.progress.early_stopping or {"kept_step": run.progress.steps}
+        found[kept["kept_step"]] = summary["eval_pairwise_accuracy"]
+    return sorted(found.items())
 
 
 def _show(run: RMRun, console: Console, summary: Mapping[str, Any]) -> None:
