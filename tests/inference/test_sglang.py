@@ -70,7 +70,7 @@ async def test_answers_that_lack_log_probabilities_are_errors(server):
     with pytest.raises(InferenceError, match="4 token ids and log-probabilities of 0"):
         await client.complete_tokens([9])
     server._generated = lambda body: {"choices": []}
-    with pytest.raises(InferenceError, match="no meta_info"):
+    with pytest.raises(InferenceError, match="missing required field `meta_info`"):
         await client.complete_tokens([9])
     await client.aclose()
 

@@ -6,7 +6,7 @@ Written for the endpoints of SGLang 0.5.23 as its sources have them, and held by
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
 
@@ -17,9 +17,11 @@ from ludic.inference.sampling import SamplingParams
 from ludic.inference.servers.answers import WeightInfo
 from ludic.inference.servers.calls import ServerCalls
 from ludic.inference.servers.errors import AbortedError, may_pass
+from ludic.inference.servers.http import Answer
 from ludic.inference.servers.persistence import Persistence
 from ludic.inference.servers.pool import Server, ServerPool
-from ludic.inference.servers.weight_versions import version_number
+from ludic.inference.servers.weight_versions import served_version, version_number
+from ludic.inference.vllm.responses import TokenId, check_length, check_logprobs, check_vocabulary
 from ludic.types import ChatResponse, TokenTrace
 
 if TYPE_CHECKING:
@@ -82,7 +84,10 @@ class SGLangClient:
         max_retries: int = 3,
         backoff_s: float = 0.5,
         api_key: str = "local",
+        vocab_size: int | None = None,
     ) -> None:
+        """`vocab_size` is the policy's: an answer with an id that is not in it is an InferenceError."""
+        self._vocab_size = vocab_size
         self.server_urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
         self._pool = ServerPool([Server(url, api_key, timeout_s) for url in self.server_urls])
         self._persistence = Persistence(timeout_s, max_retries, backoff_s)
@@ -140,7 +145,7 @@ class SGLangClient:
         body = {"input_ids": list(prompt), "sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
 
         async def once(server: Server) -> tuple[TokenTrace, dict[str, Any]]:
-            return _trace((await server.post("/generate", body)).json(), prompt, server.url)
+            return _trace(await server.post("/generate", body), prompt, sampling.max_tokens, self._vocab_size)
 
         def send() -> Any:
             return self._pool.send(once)
@@ -180,28 +185,46 @@ class SGLangClient:
         await self._pool.aclose()
 
 
-def _trace(answer: Any, prompt: Sequence[int], url: str) -> tuple[TokenTrace, dict[str, Any]]:
-    """What was sampled. Raises InferenceError for an answer that lacks ids or log-probabilities."""
-    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
-    if not isinstance(meta, Mapping):
-        raise InferenceError(f"{url} answered {str(answer)[:200]!r}, which has no meta_info; is it an SGLang server?")
-    reason = meta.get("finish_reason")
-    kind = reason.get("type") if isinstance(reason, Mapping) else reason
+class _Finish(Struct):
+    type: Literal["stop", "length", "abort"]
+    matched: int | str | list[int] | None = None
+
+
+class _Meta(Struct):
+    output_token_logprobs: list[tuple[float, TokenId, str | None]] = []
+    finish_reason: _Finish | Literal["stop", "length", "abort"] | None = None
+    prompt_tokens: int | None = None
+    weight_version: str | int | None = None
+
+
+class _Generated(Struct):
+    """What `/generate` answers, as far as it is read."""
+
+    meta_info: _Meta
+    output_ids: list[TokenId] = []
+
+
+def _trace(answer: Answer, prompt: Sequence[int], max_tokens: int, vocab_size: int | None) -> tuple[TokenTrace, dict[str, Any]]:
+    """What was sampled. Raises InferenceError for an answer that lacks ids or log-probabilities, or that cannot be."""
+    url, given = answer.url, answer.read(_Generated)
+    meta, reason = given.meta_info, given.meta_info.finish_reason
+    kind = reason.type if isinstance(reason, _Finish) else reason
     if kind == "abort":
         raise AbortedError(f"{url} aborted the request; what it had sampled is no whole answer")
-    ids = [int(token) for token in answer.get("output_ids") or ()]
-    entries = meta.get("output_token_logprobs") or ()
-    logprobs = [float(entry[0]) for entry in entries]
-    if len(logprobs) != len(ids) or [int(entry[1]) for entry in entries] != ids:
+    ids, logprobs = given.output_ids, [entry[0] for entry in meta.output_token_logprobs]
+    if [entry[1] for entry in meta.output_token_logprobs] != ids:
         raise InferenceError(
             f"{url} gave {len(ids)} token ids and log-probabilities of {len(logprobs)} others; both must be the same"
         )
-    if meta.get("prompt_tokens") not in (None, len(prompt)):
-        raise InferenceError(f"{url} read {meta['prompt_tokens']} prompt tokens of {len(prompt)} that were sent")
-    matched = reason.get("matched") if isinstance(reason, Mapping) else None
+    check_logprobs(ids, logprobs)
+    check_length(ids, max_tokens, url)
+    check_vocabulary(ids, vocab_size, url)
+    served_version(meta.weight_version, url)
+    if meta.prompt_tokens not in (None, len(prompt)):
+        raise InferenceError(f"{url} read {meta.prompt_tokens} prompt tokens of {len(prompt)} that were sent")
     info = {
-        "raw_response": dict(answer),
-        "weight_version": meta.get("weight_version"),
-        "ended_by_token": kind == "stop" and isinstance(matched, int),
+        "raw_response": answer.json(),
+        "weight_version": meta.weight_version,
+        "ended_by_token": kind == "stop" and isinstance(reason, _Finish) and isinstance(reason.matched, int),
     }
-    return TokenTrace(list(prompt), ids, logprobs, None if kind is None else str(kind)), info
+    return TokenTrace(list(prompt), ids, logprobs, kind), info

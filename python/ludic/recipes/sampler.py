@@ -55,13 +55,13 @@ async def open_sampler(
         yield _local(recipe, model, tokenizer)
         return
     if recipe.inference.url is not None:
-        async with _connected(recipe, tokenizer, _urls(recipe.inference), folder, pushes) as sampler:
+        async with _connected(recipe, model, tokenizer, _urls(recipe.inference), folder, pushes) as sampler:
             note(f"Sampling from {', '.join(_urls(recipe.inference))}")
             yield sampler
         return
     async with (
         _started(recipe, model, folder, log, note, watch or Stopwatch({})) as url,
-        _connected(recipe, tokenizer, [url], folder, pushes) as sampler,
+        _connected(recipe, model, tokenizer, [url], folder, pushes) as sampler,
     ):
         yield sampler
 
@@ -165,12 +165,17 @@ async def _started(
 
 
 @asynccontextmanager
-async def _connected(recipe: Recipe, tokenizer: Any, urls: list[str], folder: Path, pushes: bool) -> AsyncIterator[Sampler]:
+async def _connected(
+    recipe: Recipe, model: Any, tokenizer: Any, urls: list[str], folder: Path, pushes: bool
+) -> AsyncIterator[Sampler]:
     """A client of the servers at `urls`, and what pushes weights to them."""
     from ludic.distributed.adapters.vllm import create_vllm_publisher
     from ludic.inference.vllm.client import VLLMChatClient
 
-    client = await asyncio.to_thread(lambda: VLLMChatClient(urls=urls, tokenizer=tokenizer, timeout_s=recipe.inference.timeout_s))
+    timeout_s, vocab_size = recipe.inference.timeout_s, model.get_input_embeddings().weight.shape[0]
+    client = await asyncio.to_thread(
+        lambda: VLLMChatClient(urls=urls, tokenizer=tokenizer, timeout_s=timeout_s, vocab_size=vocab_size)
+    )
     async with client:
         served = client.models()
         if not served:

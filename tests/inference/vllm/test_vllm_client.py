@@ -258,7 +258,7 @@ def swapped(**parts):
         (swapped(token_ids=[1], logprobs={"content": [{"token_id": 2, "logprob": -1.0}]}), "other tokens"),
         (swapped(token_ids=[1], logprobs={"content": [{"token_id": 1, "logprob": float("nan")}]}), "not finite"),
         ((200, {"choices": []}), "without a choice"),
-        ((200, [1]), "no JSON object"),
+        ((200, [1]), "Expected `object`, got `array`"),
         ((200, "<html>It works!</html>"), "is no JSON"),
     ],
 )

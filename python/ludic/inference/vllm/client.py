@@ -12,6 +12,7 @@ from ludic.inference.client import WeightPublisher
 from ludic.inference.prompt_tokens import PromptTokens
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
+from ludic.inference.servers.answers import without_nulls
 from ludic.inference.servers.client_tags import ClientTag, TagPolicy
 from ludic.inference.servers.errors import AbortedError, may_pass
 from ludic.inference.servers.http import Answer, BlockingHttp
@@ -20,7 +21,7 @@ from ludic.inference.servers.openai_client import open_client
 from ludic.inference.servers.persistence import Persistence
 from ludic.inference.servers.pool import Server, ServerPool
 from ludic.inference.servers.prompt_clipping import PromptClipper
-from ludic.inference.servers.weight_versions import version_number
+from ludic.inference.servers.weight_versions import served_version, version_number
 from ludic.inference.vllm.context_room import ContextRoom
 from ludic.inference.vllm.rendered_chat import RenderedChat
 from ludic.inference.vllm.requests import (
@@ -32,7 +33,17 @@ from ludic.inference.vllm.requests import (
     extension_fields,
     generate_body,
 )
-from ludic.inference.vllm.responses import SampledTokens, answer_object, chat_response, check_trace, sampled_tokens
+from ludic.inference.vllm.responses import (
+    ChatCompletion,
+    Continuation,
+    SampledTokens,
+    chat_response,
+    check_length,
+    check_trace,
+    check_vocabulary,
+    converted,
+    sampled_tokens,
+)
 from ludic.inference.vllm.session import (
     first_look,
     read_progress,
@@ -78,6 +89,9 @@ class VLLMChatClient:
     `max_prompt_chars` cuts what the user says of longer prompts, which is counted; None and 0 leave prompts alone. `client_tag` says whose
     requests these are. `shared_server_settings` reads both from the variables of a launcher.
 
+    What a server says is checked before anybody sees it: types, a log-probability of at most 0 for each token, no more tokens than
+    `max_tokens`, and ids below `vocab_size` where that is given, the policy's.
+
     The client waits for `/health` of every server, at most `connection_timeout_s`, and reads which models they serve. `host` 0.0.0.0
     means this machine.
     """
@@ -88,6 +102,7 @@ class VLLMChatClient:
     _tokens: PromptTokens | None = None
     _tag: ClientTag | None = None
     _clipper: PromptClipper | None = None
+    _vocab_size: int | None = None
     _publisher: WeightPublisher | None = None
     _weight_control: Any = None
     """Set by a publisher to these servers: it has their connections, and `drained`, those that it took out of service."""
@@ -121,7 +136,9 @@ class VLLMChatClient:
         on_overflow: Literal["error", "clip"] = "error",
         allow_unknown_fields: bool = False,
         publisher_settings: Mapping[str, Any] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
+        self._vocab_size = vocab_size
         self._room = ContextRoom({}, on_overflow=on_overflow)
         addresses = [server_url(url) for url in urls] if urls is not None else [server_url(host, port)]
         self._persistence = Persistence(timeout_s, max_retries, backoff_s, backoff_growth)
@@ -295,12 +312,15 @@ class VLLMChatClient:
             return await server.post(CHAT, body, headers=sent.get("extra_headers"))
 
         def read(answer: Answer) -> tuple[ChatResponse, dict[str, Any]]:
-            payload = answer_object(answer, self.server_url)
+            payload = without_nulls(answer.read(dict[str, Any]))
             if self._tag is not None:
                 payload = self._tag.mine(payload)
-            response = chat_response(payload)
-            asked = request.return_
+            read_as = answer.read(ChatCompletion) if self._tag is None else converted(payload, ChatCompletion, self.server_url)
+            response, asked = read_as.response(), request.return_
             check_trace(response, ids=asked.return_token_ids, logprobs=asked.return_chosen_logprobs)
+            for ids in (response.prompt_token_ids, response.completion_token_ids):
+                check_vocabulary(ids or (), self._vocab_size, self.server_url)
+            check_length(response.completion_token_ids or (), request.sampling.max_tokens, self.server_url)
             self._room.check_answer(request.model, response, request.sampling.max_tokens)
             return response, payload
 
@@ -350,11 +370,21 @@ class VLLMChatClient:
             return await self._endpoints.post(server, arguments, other, None if self._tag is None else self._tag.headers())
 
         def read(answer: Answer) -> SampledTokens:
-            payload = answer_object(answer, self.server_url)
-            return sampled_tokens(self._tag.mine(payload) if self._tag else payload, prompt_ids, name=self.server_url)
+            url = self.server_url
+            read_as = (
+                answer.read(Continuation)
+                if self._tag is None
+                else converted(self._tag.mine(answer.read(dict[str, Any])), Continuation, url)
+            )
+            sampled = sampled_tokens(read_as, prompt_ids, name=url)
+            check_length(sampled.token_ids, sampling.max_tokens, url)
+            check_vocabulary(sampled.token_ids, self._vocab_size, url)
+            for span in sampled.weight_versions:
+                served_version(span["version"], url)
+            return sampled
 
         sampled, version = await self._ask(at, read, says_version=not self._endpoints.without_generate)
-        numbers = [version_number(span.get("version")) for span in sampled.weight_versions]
+        numbers = [version_number(span["version"]) for span in sampled.weight_versions]
         known = [number for number in numbers if number is not None]
         info: dict[str, Any] = {"policy_version": min(known) if known else version}
         if known:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
 
 from ludic.errors import InferenceError
-from ludic.inference.servers.answers import without_nulls
 from ludic.inference.servers.errors import AbortedError
-from ludic.inference.servers.http import Answer
 from ludic.types import ChatResponse
+
+T = TypeVar("T")
+C = TypeVar("C", bound="_Choice")
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class SampledTokens:
     finish_reason: str
     stop_reason: int | str | None
     """The token id or the text that ended it; None for the end token and for the length."""
-    weight_versions: list[dict[str, Any]] = field(default_factory=list)
+    weight_versions: list[WeightSpan] = field(default_factory=list)
     """`{"version", "start", "end"}` of each stretch of tokens, where the server says so."""
 
     @property
@@ -34,12 +38,98 @@ class SampledTokens:
         return self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
 
 
-def answer_object(answer: Answer, url: str) -> dict[str, Any]:
-    """An answer as a JSON object."""
-    payload = without_nulls(answer.json())
-    if not isinstance(payload, dict):
-        raise InferenceError(f"{url} answered {answer.quoted()}, which is no JSON object; is this the right address?")
-    return payload
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+FinishReason = Literal["stop", "length", "abort", "tool_calls", "function_call", "content_filter", "repetition", "error"]
+LOGP_TOLERANCE = 1e-3
+"""How far above 0 a log-probability may be by rounding."""
+
+
+class WeightSpan(TypedDict):
+    """A stretch of sampled tokens and the weights that they are of."""
+
+    version: str | int | None
+    start: int
+    end: int
+
+
+class _Entry(Struct):
+    logprob: float
+    token_id: int | None = None
+
+
+class _Logprobs(Struct):
+    content: list[_Entry] | None = None
+    token_logprobs: list[float] | None = None
+
+    def values(self) -> list[float]:
+        if self.token_logprobs is not None:
+            return self.token_logprobs
+        return [entry.logprob for entry in self.content or ()]
+
+
+class _Choice(Struct, kw_only=True):
+    finish_reason: FinishReason
+    token_ids: list[TokenId] | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    logprobs: _Logprobs | None = None
+    stop_reason: int | str | None = None
+    weight_versions: list[WeightSpan] | None = None
+
+
+class Continuation(Struct):
+    """What `/inference/v1/generate` and `/v1/completions` answer, as far as it is read. Decoding holds the types: an id that is no
+    whole number of 31 bits, or a `finish_reason` that nobody knows, is an InferenceError."""
+
+    choices: list[_Choice]
+    prompt_token_ids: list[TokenId] | None = None
+
+
+class _Message(Struct):
+    content: str | None = None
+
+
+class _ChatChoice(_Choice, kw_only=True):
+    message: _Message
+
+
+class ChatCompletion(Struct):
+    """What `/v1/chat/completions` answers, as far as it is read."""
+
+    choices: list[_ChatChoice]
+    prompt_token_ids: list[TokenId] | None = None
+
+    def response(self) -> ChatResponse:
+        """What the first choice says."""
+        choice = _first(self.choices, "the server")
+        return ChatResponse(
+            text=choice.message.content or "",
+            completion_token_ids=choice.token_ids,
+            completion_logprobs=None if choice.logprobs is None else choice.logprobs.values(),
+            finish_reason=choice.finish_reason,
+            prompt_token_ids=choice.prompt_token_ids if self.prompt_token_ids is None else self.prompt_token_ids,
+        )
+
+
+def converted(payload: object, kind: type[T], url: str) -> T:
+    """JSON that was read already, as a typed answer. Raises InferenceError."""
+    try:
+        return msgspec.convert(payload, kind)
+    except msgspec.ValidationError as error:
+        raise InferenceError(f"{url} answered {str(payload)[:200]}, which is not what it must be: {error}") from error
+
+
+def check_length(ids: Sequence[int], max_tokens: int, name: str) -> None:
+    """More tokens than were asked for are no answer to the request."""
+    if len(ids) > max_tokens:
+        raise InferenceError(f"{name} gave {len(ids)} tokens; max_tokens ({max_tokens}) is the most that was asked for")
+
+
+def check_vocabulary(ids: Sequence[int], vocab_size: int | None, name: str) -> None:
+    """Ids that the policy has no embedding of cannot be trained on."""
+    if vocab_size is not None and ids and max(ids) >= vocab_size:
+        raise InferenceError(
+            f"{name} gave the token id {max(ids)}, and the policy's vocabulary has {vocab_size}; serve the model that is trained"
+        )
 
 
 def chat_response(answer: Any) -> ChatResponse:
@@ -75,52 +165,63 @@ def check_trace(response: ChatResponse, *, ids: bool, logprobs: bool) -> None:
             "the server gave no log-probabilities although they were asked for; start it without --max-logprobs 0"
         )
     if response.completion_token_ids is not None and response.completion_logprobs is not None:
-        _check_logprobs(response.completion_token_ids, response.completion_logprobs)
+        check_logprobs(response.completion_token_ids, response.completion_logprobs)
 
 
-def sampled_tokens(payload: Mapping[str, Any], prompt_ids: Sequence[int], *, name: str) -> SampledTokens:
-    """The first choice of `/inference/v1/generate` or of `/v1/completions`, whose prompt must be the one that was sent."""
-    choices = payload.get("choices")
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    if not isinstance(choice, Mapping):
-        raise InferenceError(f"{name} answered without a choice: {str(dict(payload))[:200]}")
-    if choice.get("finish_reason") == "abort":
-        raise AbortedError(f"{name} aborted the request; what it had sampled is no whole answer")
-    read = payload.get("prompt_token_ids", choice.get("prompt_token_ids"))
-    if read is None:
-        read = choice.get("prompt_token_ids")
+def sampled_tokens(answer: Continuation, prompt_ids: Sequence[int], *, name: str) -> SampledTokens:
+    """The first choice, whose prompt must be the one that was sent."""
+    choice = _first(answer.choices, name)
+    read = choice.prompt_token_ids if answer.prompt_token_ids is None else answer.prompt_token_ids
     _check_prompt(list(prompt_ids), read, name)
-    ids, listed = choice.get("token_ids"), _listed_logprobs(choice.get("logprobs"))
-    if not isinstance(ids, list):
+    ids, listed = choice.token_ids, choice.logprobs or _Logprobs()
+    if ids is None:
         raise InferenceError(f"{name} gave no token ids; it must know return_token_ids (vLLM 0.10.2 and later)")
-    logprobs = [logprob for _, logprob in listed]
-    _check_logprobs(ids, logprobs)
-    if any(token is not None and token != sampled for (token, _), sampled in zip(listed, ids, strict=True)):
+    logprobs = listed.values()
+    check_logprobs(ids, logprobs)
+    if listed.token_logprobs is None and any(
+        entry.token_id is not None and entry.token_id != sampled for entry, sampled in zip(listed.content or (), ids, strict=True)
+    ):
         raise InferenceError(f"{name} gave log-probabilities of other tokens than those that it sampled")
-    return SampledTokens(
-        ids, logprobs, str(choice.get("finish_reason")), choice.get("stop_reason"), list(choice.get("weight_versions") or [])
-    )
+    spans = choice.weight_versions or []
+    if not all(0 <= span["start"] <= span["end"] <= len(ids) for span in spans):
+        raise InferenceError(f"{name} gave the versions {str(spans)[:200]} for {len(ids)} tokens; they must lie within these")
+    return SampledTokens(ids, logprobs, choice.finish_reason, choice.stop_reason, spans)
 
 
-def _check_prompt(sent: list[int], read: object, name: str) -> None:
+def _first(choices: Sequence[C], name: str) -> C:
+    """Raises InferenceError where there is none, AbortedError where the server gave up on it."""
+    if not choices:
+        raise InferenceError(f"{name} answered without a choice")
+    if choices[0].finish_reason in ("abort", "error"):
+        raise AbortedError(f"{name} aborted the request; what it had sampled is no whole answer")
+    return choices[0]
+
+
+def _check_prompt(sent: list[int], read: list[int] | None, name: str) -> None:
     if read is None:
         raise InferenceError(
             f"{name} did not say which prompt it read; it must echo prompt_token_ids when return_token_ids is set"
         )
     if read != sent:
         raise InferenceError(
-            f"{name} read a prompt of {len(read) if isinstance(read, list) else read} tokens that is not the one of {len(sent)} that "
-            "was sent; nothing between here and the model may change token ids"
+            f"{name} read a prompt of {len(read)} tokens that is not the one of {len(sent)} that was sent; nothing between here and the "
+            "model may change token ids"
         )
 
 
-def _check_logprobs(ids: Sequence[int], logprobs: Sequence[float]) -> None:
+def check_logprobs(ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    """One for each token, finite, and none above 0."""
     if len(ids) != len(logprobs):
         raise InferenceError(
             f"the server gave {len(logprobs)} log-probabilities for {len(ids)} tokens; there must be one for each"
         )
     if not all(map(math.isfinite, logprobs)):
         raise InferenceError("the server's log-probabilities are not finite; check its weights and its number format")
+    if logprobs and max(logprobs) > LOGP_TOLERANCE:
+        raise InferenceError(
+            f"the server gave the log-probability {max(logprobs):g}; none is above 0: it must run with --logprobs-mode "
+            "processed_logprobs or raw_logprobs, and not give logits"
+        )
 
 
 def _chat_logprobs(logprobs: Any) -> list[float] | None:
@@ -133,15 +234,6 @@ def _chat_logprobs(logprobs: Any) -> list[float] | None:
             return [float(value) for value in values]
     content = _part(logprobs, "content")
     return None if content is None else [float(_part(entry, "logprob")) for entry in content]
-
-
-def _listed_logprobs(logprobs: object) -> list[tuple[int | None, float]]:
-    """(token id where it is said, log-probability) of each sampled token."""
-    if not isinstance(logprobs, Mapping):
-        return []
-    if isinstance(logprobs.get("token_logprobs"), list):
-        return [(None, float(value)) for value in logprobs["token_logprobs"]]
-    return [(entry.get("token_id"), float(entry["logprob"])) for entry in logprobs.get("content") or []]
 
 
 def _part(whole: Any, name: str) -> Any:

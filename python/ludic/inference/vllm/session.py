@@ -13,7 +13,7 @@ from ludic.errors import ConfigError, InferenceError, ServerTimeoutError, Server
 from ludic.inference.servers.answers import ModelList, WeightInfo
 from ludic.inference.servers.http import Answer, BlockingHttp, Http
 from ludic.inference.servers.server_secret import secret_headers
-from ludic.inference.servers.weight_versions import version_number
+from ludic.inference.servers.weight_versions import served_version
 
 HEALTH_TIMEOUT_S = 5.0
 HEALTH_INTERVAL_S = 2.0
@@ -90,7 +90,7 @@ async def read_version(headers: Mapping[str, str], url: str, *, timeout_s: float
         try:
             answer = await _get(headers, f"{url}{path}", timeout_s=left_s)
             if answer.status == 200:
-                return version_number(answer.read(kind).weight_version)
+                return served_version(answer.read(kind).weight_version, url)
         except InferenceError:  # whatever it is, the version is not known
             return None
     return None
