@@ -170,14 +170,22 @@ def rollout(
 
 @contextmanager
 def _user_errors() -> Iterator[None]:
-    """Errors of ludic's are a line and an exit status: 2 for a wrong setting, 1 for anything else."""
+    """Errors of ludic's, and faults of the machine, are a line and an exit status: 2 for a wrong setting, 1 for anything else. What is
+    neither is a bug, and shows its traceback."""
     from ludic.errors import ConfigError, LudicError
+    from ludic.recipes.faults import known_fault
 
     try:
         yield
     except LudicError as error:
         typer.secho(f"ludic: {error}", err=True, fg="red")
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
+    except Exception as error:
+        line = known_fault(error)
+        if line is None:
+            raise
+        typer.secho(f"ludic: {line}", err=True, fg="red")
+        raise typer.Exit(1) from error
 
 
 _EVAL_HELP = """Measure a model on the held-out problems of a task: accuracy (avg@k) and pass@k with confidence intervals.

@@ -140,8 +140,25 @@ def build_trainer_config(section: Any, **derived: Any) -> TrainerConfig:
     return build_config(TrainerConfig, section, **derived)
 
 
+def check_device(name: str) -> None:
+    """Raise `ConfigError` for a device that torch does not know or this machine does not have."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"trainer.model_device ({name}) must be a device of torch, such as cpu, cuda or cuda:1") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"trainer.model_device ({name}): torch finds no GPU here; set trainer.model_device=cpu, or see `ludic doctor`"
+        )
+    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"trainer.model_device ({name}): this machine has {torch.cuda.device_count()} GPUs, counted from cuda:0"
+        )
+
+
 def build_config(config: type[C], section: Any, **derived: Any) -> C:
     """Fields left at their default are not passed, so that the trainer can tell what was asked for."""
+    check_device(section.model_device)
     defaults = config()
     asked = {name: value for name, value in asdict(section).items() if value != getattr(defaults, name)}
     return config(**asked, **derived)

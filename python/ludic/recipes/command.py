@@ -13,7 +13,7 @@ from ludic.recipes.training_command import run_command
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ludic.recipes.run import Run
+    from ludic.recipes.run import Parts, Run
     from ludic.recipes.schema import Recipe
     from ludic.recipes.screen import Screen
     from ludic.recipes.watch import StopRequest
@@ -30,12 +30,18 @@ class _Train:
     def compose(self, arguments: Sequence[str]) -> Recipe:
         return compose(arguments)
 
-    def set_up(self, recipe: Recipe, directory: RunDirectory | None, screen: Screen, stop: StopRequest) -> Run:
-        from ludic.recipes.run import Parts, Run
+    def build(self, recipe: Recipe, screen: Screen) -> Parts:
+        from ludic.recipes.run import Parts
 
-        parts = Parts.build(recipe)
-        otherwise = f"{recipe.recipe}-{recipe.algorithm}-seed{recipe.seed}"
-        return Run(recipe, parts, directory or RunDirectory.begin(recipe, otherwise), screen, stop)
+        return Parts.build(recipe)
+
+    def folder_name(self, recipe: Recipe) -> str:
+        return f"{recipe.recipe}-{recipe.algorithm}-seed{recipe.seed}"
+
+    def run(self, recipe: Recipe, parts: Parts, directory: RunDirectory, screen: Screen, stop: StopRequest) -> Run:
+        from ludic.recipes.run import Run
+
+        return Run(recipe, parts, directory, screen, stop)
 
     def conclude(self, run: Run, console: Console) -> str:
         from ludic.recipes.report import draw_rewards, outcome_of, show_report

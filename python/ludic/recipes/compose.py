@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from functools import reduce
 from importlib.resources import files
+from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ludic.errors import ConfigError
+from ludic.recipes.plain_yaml import check_plain, check_yaml
 from ludic.recipes.schema import Recipe, trainer_section
 
 _OPEN_SECTIONS = ("task.args", "algorithm_args", "reward", "reward_model_args")  # their keys are checked by what they are for
@@ -85,6 +87,7 @@ def fill(tree: DictConfig, layers: Iterable[tuple[str, DictConfig]], overrides: 
     _forget_arguments_of_another_task(tree, next((o.value for o in overrides if o.key == "task.kind"), tree.task.kind))
     for override in overrides:
         _apply(tree, override)
+    check_plain(OmegaConf.to_container(tree, resolve=False), "")
     return OmegaConf.to_object(tree)
 
 
@@ -99,8 +102,13 @@ def check_least(recipe: Any, least: Mapping[str, int]) -> None:
 def parse_override(text: str) -> Override:
     """One override of the command line. Sweeps and deletions belong to programs that start many runs."""
     try:
+        text.encode()
         parsed = OverridesParser.create().parse_override(text)
-    except HydraException as error:
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"override {text!a} is not text in UTF-8") from error
+    except (HydraException, ValueError, RecursionError) as error:
+        if not isinstance(error, HydraException):
+            raise ConfigError(f"override {text[:60]!r} cannot be read: {_first_line(error)}") from error
         raise ConfigError(f"override {text!r} is not key=value as Hydra writes it: {error}; quote special characters") from error
     if parsed.is_sweep_override() or parsed.is_delete() or parsed.package is not None:
         raise ConfigError(f"override {text!r} is a sweep or a deletion; give one value, a list as [1,2], nothing as null")
@@ -122,6 +130,12 @@ def to_yaml(recipe: Any) -> str:
     """The resolved recipe, as a file that `ludic train` reads. It holds for any model: nothing is replaced where `model` is given."""
     whole = {LOADED_MODEL: None} if isinstance(recipe, Recipe) else {}
     return OmegaConf.to_yaml(OmegaConf.create({**asdict(recipe), **whole}))
+
+
+def plain_values(recipe: Any) -> dict[str, Any]:
+    """The recipe as JSON has it."""
+    values: dict[str, Any] = json.loads(json.dumps(asdict(recipe), default=str))
+    return values
 
 
 def config_hash(recipe: Any) -> str:
@@ -190,8 +204,12 @@ def read_yaml(path: Path) -> DictConfig:
     if not path.is_file():
         raise ConfigError(f"recipe file {path} does not exist; built-in recipes are {', '.join(builtin_names())}")
     try:
-        content = OmegaConf.load(path)
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+        check_yaml(text, str(path))
+        content = OmegaConf.load(StringIO(text))
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ConfigError(f"recipe file {path} is not YAML: {error}") from error
     if not isinstance(content, DictConfig):
         raise ConfigError(f"recipe file {path} must hold keys and values, not a list")

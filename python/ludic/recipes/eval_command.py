@@ -264,7 +264,7 @@ def _make_folder(recipe: Recipe, model_name: str) -> Path:
     from ludic.recipes.run_directory import new_folder, write_text
 
     label = Path(model_name).parent.name if Path(model_name).name in ("model", "adapter") else Path(model_name).name
-    path = new_folder(recipe.output, recipe.name, f"eval-{recipe.recipe}-{label}-seed{recipe.seed}", resumes=False)
+    path = new_folder(recipe.output, recipe.name, f"eval-{recipe.recipe}-{label}-seed{recipe.seed}")
     write_text(path / "config.yaml", to_yaml(recipe))
     return path
 

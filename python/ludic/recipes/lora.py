@@ -29,7 +29,13 @@ def with_adapters(model: Any, section: LoraSection, *, seed: int) -> Any:
         return model
     with preserved_rng():
         torch.manual_seed(seed)
-        return apply_lora(model, settings)
+        try:
+            return apply_lora(model, settings)
+        except ConfigError:
+            raise
+        except ValueError as error:  # PEFT's own, for names that no layer has
+            said = " ".join(str(error).split())[:300]
+            raise ConfigError(f"lora.target_modules ({section.target_modules or 'all'}): {said}") from error
 
 
 def adapter_beside(model_folder: Path) -> Path:

@@ -9,6 +9,7 @@ import torch
 
 from ludic.errors import ConfigError
 from ludic.recipes.lora import adapter_beside, base_beside
+from ludic.recipes.places import check_place
 from ludic.recipes.tokenizer import make_byte_tokenizer, make_line_tokenizer
 from ludic.training.adapters import has_adapters
 from ludic.training.lora import load_adapter, save_adapter, save_merged
@@ -160,7 +161,7 @@ def _load_plain(source: str, place: str, dtype: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(place, dtype=dtype, use_safetensors=True)
+        return AutoModelForCausalLM.from_pretrained(place, dtype=dtype, use_safetensors=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model ({source}) could not be loaded: {error}") from error
 
@@ -173,7 +174,7 @@ def load_tokenizer(source: str) -> Any:
     if _holds_adapters(place) and not (Path(place) / "tokenizer_config.json").is_file():
         return load_tokenizer(base_of(Path(place)))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the tokenizer of {source} could not be loaded: {error}; set tokenizer=PATH") from error
     if tokenizer.eos_token_id is None:
@@ -197,7 +198,8 @@ def place_of(source: str, *files: str) -> str:
     for place in (folder, folder / "model"):
         if any((place / file).is_file() for file in files):
             return str(place)
-    if folder.is_dir() or source.startswith((".", "/", "~")) or source.count("/") > 1:
+    check_place(source)
+    if folder.is_dir():
         raise ConfigError(
             f"{source} has no {' and no '.join(files)}; give a folder in Hugging Face layout or a hub id such as Qwen/Qwen2.5-0.5B"
         )

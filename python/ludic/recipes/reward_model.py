@@ -208,7 +208,7 @@ def _loaded(source: str, dtype: str, called: str, **options: Any) -> tuple[Any, 
 
     try:
         model, loading = AutoModelForSequenceClassification.from_pretrained(
-            place_of(source), dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+            place_of(source), dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{called} could not be loaded: {error}") from error

@@ -130,6 +130,9 @@ class Run:
         """Without a checkpoint the reinforcement begins with `model`. It is kept there only after a checkpoint of the same step, and after
         that is said in `progress.steps`."""
         directory, steps = self.directory, self.progress.steps
+        if self.progress.recipe is None:  # an older version, which said it later
+            steps = max([steps, *(line["step"] for line in directory.read_metrics(REINFORCE))])
+            steps = steps if steps >= self.recipe.steps else self.progress.steps
         if steps:
             raise CheckpointError(
                 f"{directory.model} is the policy after {steps} steps of reinforcement, whose checkpoint in {directory.checkpoints} is "

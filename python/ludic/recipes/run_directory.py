@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from ludic.errors import CheckpointError
-from ludic.recipes.compose import to_yaml
+from ludic.errors import CheckpointError, ConfigError
+from ludic.recipes.compose import plain_values, to_yaml
+from ludic.recipes.run_lock import RunLock
+from ludic.recipes.versions import versions
 
 DONE = "done"
 """The phase of a run that is at its end."""
@@ -37,6 +41,12 @@ class Progress:
     """Of a run with a patience: `stopped` early or not, the step whose weights were kept, by which metric, and its value."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of set-up, warm-up, reinforcement and evaluation so far, and of the whole (`wall`)."""
+    recipe: dict[str, Any] | None = None
+    """What the run was begun with; null in a folder of an older version."""
+    versions: dict[str, str] | None = None
+    """Of the libraries, when it was begun."""
+    failed: str | None = None
+    """The error that ended it last; null while it runs, after a stop, and at the end."""
 
 
 class RunDirectory:
@@ -45,6 +55,7 @@ class RunDirectory:
     command: ClassVar[str] = "train"
     """Of `ludic`: what makes such folders."""
     first_phase: ClassVar[str] = "warm_up"
+    last_phase: ClassVar[str] = "reinforce"
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,18 +69,39 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.server_log = path / "server.log"
         self._progress = path / "progress.json"
+        self._lock: RunLock | None = None
 
     @classmethod
     def begin(cls, recipe: Any, otherwise: str) -> Self:
-        """A new folder with the recipe in it, named as the recipe says; `otherwise` names it where that has no name."""
-        directory = cls(new_folder(recipe.output, recipe.name, otherwise))
-        write_text(directory.config, to_yaml(recipe))
-        directory.write_progress(Progress(phase=cls.first_phase, command=cls.command))
+        """A new folder with the recipe in it, named as the recipe says; `otherwise` names it where that has no name.
+
+        It appears whole, and is this process's until `release`."""
+        place = run_path(recipe.output, recipe.name, otherwise)
+        aside = place.with_name(f".unfinished_{place.name}.{os.getpid()}")
+        aside.mkdir(parents=True)
+        lock, begun = RunLock(aside), cls(aside)
+        try:
+            write_text(begun.config, to_yaml(recipe))
+            begun.write_progress(Progress(cls.first_phase, cls.command, recipe=plain_values(recipe), versions=versions()))
+            directory = cls(_named(aside, place, is_chosen=recipe.name is not None))
+        except BaseException:
+            lock.release()
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        directory._lock = lock
         return directory
 
     @classmethod
     def go_on(cls, path: Path) -> Self:
-        """The folder of an interrupted run, whose recipe is in `config`. Raises CheckpointError where another command made it."""
+        """The folder of an interrupted run, whose recipe is in `config`; it is this process's until `release`. Raises CheckpointError where
+        another command made it or another process is at work in it."""
+        directory = cls.look_into(path)
+        directory._lock = RunLock(path)
+        return directory
+
+    @classmethod
+    def look_into(cls, path: Path) -> Self:
+        """The same to read."""
         directory = cls(path)
         if not directory.config.is_file() or not directory._progress.is_file():
             raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml and progress.json")
@@ -80,8 +112,24 @@ class RunDirectory:
             )
         return directory
 
+    def release(self) -> None:
+        """Let another process go on with the run."""
+        if self._lock is not None:
+            self._lock.release()
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether any step was logged."""
+        return self.metrics.is_file() and self.metrics.stat().st_size > 0
+
     def read_progress(self) -> Progress:
-        return Progress(**json.loads(self._progress.read_text(encoding="utf-8")))
+        try:
+            return Progress(**json.loads(self._progress.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"{self._progress} is damaged ({error}); begin a new run, for which `ludic {self.command} {self.config} name=NAME` takes "
+                "the same settings"
+            ) from error
 
     def write_progress(self, progress: Progress) -> None:
         write_text(self._progress, json.dumps(asdict(progress), indent=2) + "\n")
@@ -129,7 +177,7 @@ def _whole(line: str) -> dict[str, Any]:
 class SFTDirectory(RunDirectory):
     """The folder of a supervised run."""
 
-    command, first_phase = "sft", "sft"
+    command, first_phase, last_phase = "sft", "sft", "sft"
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -140,7 +188,7 @@ class SFTDirectory(RunDirectory):
 class RMDirectory(RunDirectory):
     """The folder of a reward-model run."""
 
-    command, first_phase = "train-rm", "rm"
+    command, first_phase, last_phase = "train-rm", "rm", "rm"
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -151,17 +199,40 @@ class RMDirectory(RunDirectory):
         self.heldout_pairs = path / "heldout.jsonl"
 
 
-def new_folder(output: str, name: str | None, otherwise: str, *, resumes: bool = True) -> Path:
-    """`output/name`, made. `otherwise` names it where no name was asked for; where that is taken, with the time behind it, and where that
-    is taken too, with a number behind the time. `resumes`: whether a folder that is there could be gone on with."""
-    path = Path(output).expanduser() / (name or otherwise)
+def run_path(output: str, name: str | None, otherwise: str) -> Path:
+    """`output/name`, or with `otherwise` in the place of a name. Raises ConfigError for a name that leads out of `output`."""
+    inside = name is None or (name and Path(name).name not in ("", ".", "..") and ".." not in Path(name).parts)
+    if not inside or (name is not None and Path(name).is_absolute()):
+        raise ConfigError(f"name ({name}) must name a folder in output ({output}); set output=FOLDER for another place")
+    return Path(output).expanduser() / (name or otherwise)
+
+
+def new_folder(output: str, name: str | None, otherwise: str) -> Path:
+    """`output/name`, made and empty. `otherwise` names it where no name was asked for; where that is taken, with the time behind it, and
+    where that is taken too, with a number behind the time."""
+    path = run_path(output, name, otherwise)
     for candidate in [path] if name is not None else _candidates(path):
         try:
             candidate.mkdir(parents=True)
             return candidate
         except FileExistsError:
             continue
-    remedy = f", or go on with --resume {path}" if resumes else ""
+    raise CheckpointError(f"{path} is there already; choose another name=")
+
+
+def _named(folder: Path, path: Path, *, is_chosen: bool) -> Path:
+    """`folder`, which is not empty, renamed to `path`; or with the time behind it, where the name was not chosen."""
+    for candidate in [path] if is_chosen else _candidates(path):
+        if candidate.exists() or candidate.is_symlink():
+            continue
+        try:
+            os.rename(folder, candidate)
+            return candidate
+        except OSError as error:  # another process was faster
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    goes_on = (path / "progress.json").is_file()
+    remedy = f", or go on with --resume {path}" if goes_on else " (it holds no run that --resume could go on with), or delete it"
     raise CheckpointError(f"{path} is there already; choose another name={remedy}")
 
 

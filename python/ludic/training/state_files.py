@@ -41,11 +41,19 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # not JSON, or not UTF-8
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object")
     return content
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. Raises CheckpointError, with its name, for one that is cut short or none."""
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
 def write_model(model: nn.Module, folder: Path | None) -> None:
@@ -106,7 +114,7 @@ def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
     if (folder / INDEX).exists():
         yield from _sharded(folder)
     elif (folder / MODEL).exists():
-        yield from load_file(folder / MODEL).items()
+        yield from read_tensors(folder / MODEL).items()
     else:
         pickled = [name for name in PICKLED if (folder / name).exists()]
         if pickled:
@@ -167,9 +175,9 @@ def _read_adapter(model: nn.Module, folder: Path) -> None:
             f"{folder} holds an adapter, but {type(model).__name__} has none; wrap it with the same LoRA config"
         )
     places = _adapter_places(model)
-    stored = load_file(folder / ADAPTER)
+    stored = read_tensors(folder / ADAPTER)
     _check_adapter(model, stored, places, folder)
-    state = {places[name]: tensor for name, tensor in stored.items()}
+    state: dict[str, Any] = {places[name]: tensor for name, tensor in stored.items()}
     if hasattr(model, "set_requires_gradient_sync"):
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -255,7 +263,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: P
     state: dict[int, dict[str, Any]] = {}
     for key, entries in stored["values"].items():
         state.setdefault(numbers[key], {}).update(entries)
-    for key, tensor in load_file(folder / "optimizer.safetensors").items():
+    for key, tensor in read_tensors(folder / "optimizer.safetensors").items():
         parameter, name = key.rsplit("/", 1)
         number = numbers[parameter]
         state.setdefault(number, {})[name] = _placed_like(tensor, stepped[number])

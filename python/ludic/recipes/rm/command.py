@@ -13,7 +13,7 @@ from ludic.recipes.training_command import run_command
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ludic.recipes.rm.run import RMRun
+    from ludic.recipes.rm.run import RMParts, RMRun
     from ludic.recipes.rm.schema import RMRecipe
     from ludic.recipes.screen import Screen
     from ludic.recipes.watch import StopRequest
@@ -32,12 +32,19 @@ class _TrainRM:
 
         return compose_rm(arguments)
 
-    def set_up(self, recipe: RMRecipe, directory: RMDirectory | None, screen: Screen, stop: StopRequest) -> RMRun:
-        from ludic.recipes.rm.run import RMParts, RMRun
+    def build(self, recipe: RMRecipe, screen: Screen) -> RMParts:
+        from ludic.recipes.rm.run import RMParts
 
-        parts = RMParts.build(recipe, note=screen.note)
+        return RMParts.build(recipe, note=screen.note)
+
+    def folder_name(self, recipe: RMRecipe) -> str:
         data = recipe.task.kind.rpartition(":")[2] if recipe.data is None else Path(recipe.data).stem
-        return RMRun(recipe, parts, directory or RMDirectory.begin(recipe, f"rm-{data}-seed{recipe.seed}"), screen, stop)
+        return f"rm-{data}-seed{recipe.seed}"
+
+    def run(self, recipe: RMRecipe, parts: RMParts, directory: RMDirectory, screen: Screen, stop: StopRequest) -> RMRun:
+        from ludic.recipes.rm.run import RMRun
+
+        return RMRun(recipe, parts, directory, screen, stop)
 
     def conclude(self, run: RMRun, console: Console) -> str:
         from ludic.recipes.rm.report import conclude

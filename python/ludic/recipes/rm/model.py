@@ -21,12 +21,7 @@ def reward_model_of(recipe: RMRecipe, tokenizer: Any) -> Any:
     model, drawn = _loaded(recipe.model, recipe.dtype) if recipe.model is not None else (_small(recipe, tokenizer), set())
     model.config.pad_token_id = tokenizer.pad_token_id  # by which a classifier finds the last token
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    try:
-        adapted = with_adapters(model, recipe.lora, seed=recipe.seed)
-    except ConfigError:
-        raise
-    except ValueError as error:  # PEFT's own, for names that no layer has
-        raise ConfigError(f"lora.target_modules ({recipe.lora.target_modules or 'all'}): {error}") from error
+    adapted = with_adapters(model, recipe.lora, seed=recipe.seed)
     frozen = sorted(drawn & _frozen(adapted))
     if frozen:
         raise ConfigError(
@@ -77,7 +72,7 @@ def _loaded(source: str, dtype: str) -> tuple[Any, set[str]]:
     place = place_of(source)
     try:
         model, loading = AutoModelForSequenceClassification.from_pretrained(
-            place, num_labels=1, dtype=dtype, use_safetensors=True, output_loading_info=True
+            place, num_labels=1, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model ({source}) could not be loaded with a scalar head: {error}") from error

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ludic.recipes.screen import Screen
-    from ludic.recipes.sft.run import SFTRun
+    from ludic.recipes.sft.run import SFTParts, SFTRun
     from ludic.recipes.sft.schema import SFTRecipe
     from ludic.recipes.watch import StopRequest
 
@@ -32,13 +32,21 @@ class _SFT:
 
         return compose_sft(arguments)
 
-    def set_up(self, recipe: SFTRecipe, directory: SFTDirectory | None, screen: Screen, stop: StopRequest) -> SFTRun:
-        from ludic.recipes.sft.run import SFTParts, SFTRun
+    def build(self, recipe: SFTRecipe, screen: Screen) -> SFTParts:
+        from ludic.recipes.sft.run import SFTParts
+
+        return SFTParts.build(recipe)
+
+    def folder_name(self, recipe: SFTRecipe) -> str:
         from ludic.recipes.sft.schema import paths_of
 
-        parts = SFTParts.build(recipe)
         data = recipe.task.kind.rpartition(":")[2] if recipe.data is None else paths_of(recipe.data, "data")[0].stem
-        return SFTRun(recipe, parts, directory or SFTDirectory.begin(recipe, f"sft-{data}-seed{recipe.seed}"), screen, stop)
+        return f"sft-{data}-seed{recipe.seed}"
+
+    def run(self, recipe: SFTRecipe, parts: SFTParts, directory: SFTDirectory, screen: Screen, stop: StopRequest) -> SFTRun:
+        from ludic.recipes.sft.run import SFTRun
+
+        return SFTRun(recipe, parts, directory, screen, stop)
 
     def conclude(self, run: SFTRun, console: Console) -> str:
         from ludic.recipes.sft.report import conclude

@@ -1,0 +1,244 @@
+"""What goes wrong every day is one line that names the value, the rule and the remedy; what a file brings does not run, and a bug
+keeps its traceback."""
+
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import NETWORK, ludic, refused
+from safetensors import SafetensorError
+from training_samples import TOKENIZER, tiny_model
+
+from ludic.errors import ConfigError
+from ludic.recipes import reward_model
+from ludic.recipes.faults import known_fault
+from ludic.recipes.model import load_model, load_tokenizer
+from ludic.recipes.plain_yaml import MOST_VALUES, check_yaml
+from ludic.recipes.rm import model as rm_model
+
+SFT = ["threads=1", "rows=40", "batch_size=8", "steps=2", *NETWORK]
+
+
+def settings(folder: Path, text: str) -> str:
+    path = folder / "settings.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+# ---- files of settings ---------------------------------------------------------------------------------------------
+
+
+def test_a_few_lines_cannot_stand_for_billions_of_values(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    started = time.monotonic()
+    assert f"more than {MOST_VALUES:,} values" in refused("train", settings(tmp_path, "\n".join(lines)))
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("text", ["&a [*a]", "a: &a {b: *a}", "a: &a\n  <<: *a\n  b: 1"])
+def test_yaml_that_refers_to_itself_is_refused(tmp_path: Path, text: str) -> None:
+    assert "settings.yaml" in refused("train", settings(tmp_path, text))
+
+
+def test_anchors_that_a_person_writes_are_read(tmp_path: Path) -> None:
+    check_yaml("base: &base {lr: 1}\nother: {<<: *base, b: 2}\n", "here")
+
+
+def test_a_file_of_settings_has_an_end(tmp_path: Path) -> None:
+    assert "at most 1,000,000" in refused("train", settings(tmp_path, "# " + "x" * 1_000_000))
+    assert "is not YAML" in refused("train", settings(tmp_path, "[" * 50_000))
+
+
+@pytest.mark.parametrize("where", ["file", "command line"])
+def test_the_environment_does_not_get_into_the_settings_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "hidden")
+    given = settings(tmp_path, "rollout: {system_prompt: '${oc.env:SECRET_TOKEN}'}")
+    said = refused("train", given if where == "file" else "rollout.system_prompt=${oc.env:SECRET_TOKEN}", "--print-config")
+    assert "rollout.system_prompt" in said
+    assert "is not resolved in settings" in said
+    assert "hidden" not in said
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (f"steps={'9' * 5000}", "cannot be read"),
+        ("name=" + "x" * 300, "the name is too long"),
+        ("name=\udc80", "is not text in UTF-8"),
+    ],
+)
+def test_an_absurd_setting_is_one_line(tmp_path: Path, given: str, said: str) -> None:
+    assert said in refused("sft", *SFT, f"output={tmp_path}", given)
+
+
+@pytest.mark.parametrize("text", [f"steps: {'9' * 5000}", 'name: "\\ud800"', "steps: ${steps}", "name: ${output}${output}"])
+def test_an_absurd_value_in_a_file_is_one_line(tmp_path: Path, text: str) -> None:
+    refused("sft", settings(tmp_path, text))
+
+
+# ---- code that a model brings --------------------------------------------------------------------------------------
+
+
+def model_with_code(folder: Path, *, known: bool) -> Path:
+    """A model whose files name code that leaves a mark when it is imported. `known`: transformers has a class for it, too."""
+    model = folder / "model"
+    tiny_model().save_pretrained(model)
+    TOKENIZER.save_pretrained(model)
+    (model / "evil.py").write_text(f"open({str(folder / 'mark')!r}, 'w').write('ran')\nclass Evil: pass\n")
+    names = ("AutoConfig", "AutoModelForCausalLM", "AutoModelForSequenceClassification")
+    for file, more in (
+        ("config.json", {"auto_map": dict.fromkeys(names, "evil.Evil")} | ({} if known else {"model_type": "evil"})),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}),
+    ):
+        content = json.loads((model / file).read_text())
+        (model / file).write_text(json.dumps(content | more))
+    return model
+
+
+LOADS = {
+    "model": lambda place: load_model(place, "float32"),
+    "tokenizer": load_tokenizer,
+    "reward model": lambda place: rm_model._loaded(place, "float32"),
+    "judge": lambda place: reward_model._loaded(place, "float32", "it"),
+}
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("loaded", LOADS)
+def test_code_of_a_model_never_runs_even_where_somebody_says_yes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: str, known: bool
+) -> None:
+    model = model_with_code(tmp_path, known=known)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 20))
+    try:
+        LOADS[loaded](str(model))
+    except ConfigError:
+        assert not known or loaded == "tokenizer"
+    assert not (tmp_path / "mark").exists()
+
+
+def test_code_of_a_model_does_not_run_without_anybody_to_ask(tmp_path: Path) -> None:
+    model = model_with_code(tmp_path, known=False)
+    command = [sys.executable, "-m", "ludic.cli", "sft", *SFT, f"model={model}", f"output={tmp_path}/runs"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "mark").exists()
+
+
+# ---- the machine ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, "the disk is full"),
+        (errno.EROFS, "read-only"),
+        (errno.EACCES, "permission is denied"),
+        (errno.ENOTDIR, "a file"),
+    ],
+)
+def test_a_fault_of_the_disk_is_one_line_with_the_place(number: int, said: str) -> None:
+    line = known_fault(OSError(number, os.strerror(number), "/data/run/model"))
+    assert line is not None
+    assert said in line
+    assert "/data/run/model" in line
+
+
+def test_a_full_disk_is_known_when_safetensors_says_it() -> None:
+    line = known_fault(SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"))
+    assert line is not None
+    assert "the disk is full" in line
+
+
+@pytest.mark.parametrize(
+    "bug", [KeyError("a"), FileNotFoundError(2, "no such file", "x"), SafetensorError("header"), ValueError("x")]
+)
+def test_a_bug_is_no_fault_of_the_machine(bug: Exception) -> None:
+    assert known_fault(bug) is None
+
+
+def test_a_disk_that_fills_up_while_a_model_is_kept_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.safetensors")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
+    assert "the disk is full" in refused("sft", *SFT, f"output={tmp_path}", "name=run")
+    assert (
+        "the disk is full" not in (tmp_path / "run" / "progress.json").read_text()
+    )  # the run says what failed, as it was raised
+    assert "No space left" in (tmp_path / "run" / "progress.json").read_text()
+
+
+def test_an_output_that_is_a_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    assert "is a file" in refused("sft", *SFT, f"output={tmp_path}/runs", "name=run")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("trainer.model_device=cuda:99", "trainer.model_device (cuda:99)"),
+        ("trainer.model_device=warp", "must be a device of torch"),
+        ("lora.target_modules=[nope]", "lora.target_modules (['nope'])"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "sft", "train-rm"])
+def test_what_the_machine_or_the_model_does_not_have_is_said_before_a_folder_is_made(
+    tmp_path: Path, command: str, given: str, said: str
+) -> None:
+    tiny_model().save_pretrained(tmp_path / "small")
+    TOKENIZER.save_pretrained(tmp_path / "small")
+    rank = ["lora.rank=2", f"model={tmp_path / 'small'}"] if given.startswith("lora") else []
+    size = {"train": ["warmup.steps=0", "steps=0"], "sft": ["rows=10"], "train-rm": ["pairs=4", "task.args.num_heldout=4"]}[
+        command
+    ]
+    assert said in refused(command, "threads=1", *NETWORK, *size, *rank, given, f"output={tmp_path}/runs")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "optimizer.json", "trainer_state.json"])
+def test_a_checkpoint_that_is_cut_short_is_one_line_with_its_name(tmp_path: Path, file: str) -> None:
+    ludic("sft", *SFT, f"output={tmp_path}", "name=run")
+    run = tmp_path / "run"
+    progress = json.loads((run / "progress.json").read_text())
+    (run / "progress.json").write_text(json.dumps({**progress, "phase": "sft"}))
+    damaged = run / "checkpoints" / "step_000002" / file
+    damaged.write_bytes(damaged.read_bytes()[:20])
+    assert file in refused("sft", "--resume", str(run))
+
+
+def test_a_chat_template_that_raises_is_one_line(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "small")
+    TOKENIZER.save_pretrained(tmp_path / "small")
+    template = tmp_path / "small" / "chat_template.jinja"
+    template.write_text("{{ raise_exception('only users may speak') }}")
+    said = refused("train", "threads=1", f"model={tmp_path / 'small'}", "warmup.steps=1", "steps=0", f"output={tmp_path}/runs")
+    assert "chat template fails on these messages: only users may speak" in said
+
+
+# ---- places --------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_not_here_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    started = time.monotonic()
+    for load in (load_tokenizer, lambda source: load_model(source, "float32")):
+        with pytest.raises(ConfigError, match=r"runs/firts does not exist; did you mean runs/first\?"):
+            load("runs/firts")
+        with pytest.raises(ConfigError, match="file is a file"):
+            load("file")
+        with pytest.raises(ConfigError, match=r"\./nowhere does not exist"):
+            load("./nowhere")
+    assert time.monotonic() - started < 10
