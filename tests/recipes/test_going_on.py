@@ -202,3 +202,36 @@ def test_a_stopped_run_goes_on_for_more_steps(run: Path, tmp_path: Path) -> None
     ludic("train", "--resume", str(tmp_path / "parts"), "steps=4")
     ludic("train", "--resume", str(run), "steps=4")
     assert same_weights(run, tmp_path / "parts")
+
+
+def test_a_summary_says_how_the_run_ended_what_it_trained_and_with_what(finished_run: Path, tmp_path: Path) -> None:
+    found = summary_of(finished_run)
+    assert (found["status"], found["model"], found["algorithm"]) == ("finished", None, "grpo")
+    assert found["versions"] == RunDirectory(finished_run).read_progress().versions
+    assert found["episodes"] == {"failed": 0, "retried": 0, "cancelled": 0, "dropped_groups": 0}
+    assert train_until("train", 1, [*CONSTANT, f"output={tmp_path}", "name=parts"], phase="reinforce") == 130
+    assert summary_of(tmp_path / "parts")["status"] == "interrupted"
+    ludic("sft", *SFT, "steps=1", f"output={tmp_path}", "name=sft")
+    assert (summary_of(tmp_path / "sft")["status"], summary_of(tmp_path / "sft")["algorithm"]) == ("finished", "sft")
+
+
+def test_episodes_that_failed_in_training_are_counted_at_the_end(tmp_path: Path) -> None:
+    """Every fourth answer cannot be graded: its group is left out, and the summary says how many."""
+    problems = tmp_path / "rows.jsonl"
+    problems.write_text("".join(json.dumps({"prompt": f"{n * 7919 % 100000}>"}) + "\n" for n in range(30)))
+    settings = [*TINY, "warmup.steps=0", "steps=2", "rollout.prompts=6", f"data={problems}", "reward=byte_rewards:fails_at_times"]
+    model = [f"model={tiny_folder(tmp_path)}", "task.args.max_new_tokens=4", "task.args.num_heldout=3"]
+    shown = ludic("train", *settings, *model, f"output={tmp_path}", "name=run")
+    lines = [line for line in metrics_of(tmp_path / "run") if "train/loss" in line]
+    lost = summary_of(tmp_path / "run")["episodes"]
+    assert lost["failed"] == sum(line["train/num_failed_episodes"] for line in lines) > 0
+    assert lost["dropped_groups"] > 0
+    assert f"{lost['failed']} training episodes failed" in " ".join(shown.split())
+
+
+def tiny_folder(folder: Path) -> Path:
+    from training_samples import TOKENIZER, tiny_model
+
+    tiny_model().save_pretrained(folder / "small")
+    TOKENIZER.save_pretrained(folder / "small")
+    return folder / "small"

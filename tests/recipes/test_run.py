@@ -21,8 +21,10 @@ from ludic.recipes.run_directory import new_folder
 from ludic.training.presets import REGISTRY
 
 SUMMARY_KEYS = [
+    *("status", "model", "algorithm", "versions"),
     *("before", "after", "solved_at", "intervals", "heldout", "wall_s", "phases_s", "padding"),
-    *("steps", "idle_steps", "stopped_early", "clip_fraction", "mismatch", "weight_sync", "overlap", "seed", "config_hash"),
+    *("steps", "idle_steps", "stopped_early", "episodes", "clip_fraction", "mismatch", "weight_sync", "overlap"),
+    *("seed", "config_hash"),
 ]
 
 

@@ -19,7 +19,22 @@ from ludic.recipes.sft.schema import compose_sft
 from ludic.training import SAWItem
 
 TINY = [*NETWORK, "threads=1", "rows=40", "batch_size=8", "epochs=1", "heldout=0.1"]
-SUMMARY_KEYS = ["before", "after", "wall_s", "phases_s", "padding", "steps", "epochs", "data", "seed", "config_hash"]
+SUMMARY_KEYS = [
+    "status",
+    "model",
+    "algorithm",
+    "versions",
+    "before",
+    "after",
+    "wall_s",
+    "phases_s",
+    "padding",
+    "steps",
+    "epochs",
+    "data",
+    "seed",
+    "config_hash",
+]
 sft, refused, train_until = (partial(do, "sft") for do in (commands.ludic, commands.refused, commands.train_until))
 
 

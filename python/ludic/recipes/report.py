@@ -12,6 +12,7 @@ from ludic.recipes.conclusion import Facts, conclude, count_idle, facts_of
 from ludic.recipes.curve import text_curve, write_picture
 from ludic.recipes.evaluate import Answer, Evaluation, compared
 from ludic.recipes.measures import logged_names
+from ludic.recipes.provenance import lost_episodes, lost_line, provenance
 from ludic.recipes.reward_model import is_scored
 from ludic.recipes.run_directory import Progress, RunDirectory, write_text
 from ludic.recipes.sampling_report import mismatch_of, overlap_of, weight_sync_of
@@ -39,6 +40,13 @@ _SHOWN_EVALUATIONS = 12
 class Summary:
     """The content of summary.json."""
 
+    status: str
+    """finished or interrupted."""
+    model: str | None
+    """What was trained; null where a small model was made."""
+    algorithm: str
+    versions: dict[str, str] | None
+    """Of the libraries when the run was begun; null in a folder of an older version."""
     before: dict[str, float] | None
     """Held-out rates after the warm-up; null where the run was interrupted before."""
     after: dict[str, float] | None
@@ -58,6 +66,8 @@ class Summary:
     """Those of them that had nothing to train on, because every answer had the weight 0."""
     stopped_early: bool
     """Early stopping ended the run before all its steps."""
+    episodes: dict[str, int]
+    """Of the training: `failed`, `retried`, `cancelled`, and `dropped_groups`, those that were left out for a failed one."""
     clip_fraction: float | None
     """Mean over the steps; null for an algorithm without a clip."""
     mismatch: dict[str, Any] | None
@@ -117,6 +127,7 @@ def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, 
         clip_fraction=sum(clipped) / len(clipped) if clipped else None,
     )
     summary = Summary(
+        **provenance(progress, model=recipe.model, algorithm=recipe.algorithm),
         before=before.rates() if before else None,
         after=after.rates() if after else None,
         solved_at=_solved_at(before, after),
@@ -128,6 +139,7 @@ def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, 
         steps=progress.steps,
         idle_steps=known.idle_steps,
         stopped_early=known.stopped_early,
+        episodes=lost_episodes(reinforce),
         clip_fraction=known.clip_fraction,
         mismatch=mismatch_of(reinforce, progress.preflight),
         weight_sync=weight_sync_of(reinforce),
@@ -236,6 +248,9 @@ def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> 
         console.print(line, highlight=False, markup=False)
     console.print(seconds_line(outcome.summary.wall_s, outcome.summary.phases_s), highlight=False)
     console.print(padding_line(outcome.summary.padding), highlight=False)
+    lost = lost_line(outcome.summary.episodes)
+    if lost is not None:
+        console.print(lost, highlight=False)
     console.print(f"[bold]What this shows[/]: {conclude(outcome.known)}", highlight=False)
     console.print(f"[bold]What is rewarded[/]: the reward sees {outcome.task.reward_sees}.", highlight=False)
     show_files(console, directory, _files_of(directory))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ludic.recipes.curve import write_picture
+from ludic.recipes.provenance import provenance
 from ludic.recipes.report import padding_line, padding_of, phases_of, seconds_line, show_files
 from ludic.recipes.run_directory import write_text
 
@@ -50,6 +51,7 @@ def summary_of(run: RMRun, lines: Sequence[Mapping[str, float]], *, config_hash:
     pairs = sum(line.get("train/total_pairs", 0.0) for line in lines)
     seconds = sum(line.get("perf/step_s", 0.0) for line in lines)
     return {
+        **provenance(run.progress, model=run.recipe.model, algorithm="bradley_terry"),
         **(run.progress.after or {}),
         "bayes_accuracy": data.bayes_accuracy,
         "latent_accuracy": data.latent_accuracy,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ludic.inference.local.client import end_token_ids
 from ludic.recipes.curve import text_curve, write_picture
+from ludic.recipes.provenance import provenance
 from ludic.recipes.report import padding_line, padding_of, phases_of, seconds_line, show_files
 from ludic.recipes.run_directory import write_text
 
@@ -33,6 +34,7 @@ def conclude(run: SFTRun, console: Console, *, config_hash: str) -> str:
 def summary_of(run: SFTRun, lines: Sequence[dict[str, Any]], *, config_hash: str) -> dict[str, Any]:
     """The content of summary.json. `before` and `after` are null where nothing is held out, `after` also where the run was stopped."""
     return {
+        **provenance(run.progress, model=run.recipe.model, algorithm="sft"),
         "before": run.progress.before,
         "after": run.progress.after,
         "wall_s": round(run.progress.seconds.get("wall", 0.0), 2),
