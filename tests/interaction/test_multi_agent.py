@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given, strategies as st
-from playing import FOR_RL, Counting, ScriptedClient, play, tiny_model, tokenizer, verbatim
+from playing import FOR_RL, Counting, ScriptedClient, play, tiny_model, verbatim
 from tool_playing import CallingClient, call
 
 from ludic.agents import Agent, ReActAgent
@@ -16,6 +16,7 @@ from ludic.inference import LocalChatClient
 from ludic.inference.seeds import agent_seed
 from ludic.interaction import MultiAgentProtocol
 from ludic.parsers import ParseResult
+from ludic.recipes.tokenizer import make_line_tokenizer
 from ludic.training import EnvSpec, GroupNormalizedReturn, ProtocolSpec, RolloutEngine, RolloutRequest
 from ludic.training.batching.intra_batch_control import GRPORequestStrategy
 from ludic.types import StepOutcome
@@ -411,7 +412,7 @@ def test_every_game_is_told_whole_to_both_players(sticks, moves, max_steps):
 
 def test_a_group_of_games_compares_each_player_with_itself():
     """Known defect: two rollouts an episode made a group of twice its size, and credit stopped with an error."""
-    client = LocalChatClient(tiny_model(max_position_embeddings=256), tokenizer())
+    client = LocalChatClient(tiny_model(max_position_embeddings=256), make_line_tokenizer())
 
     def make():
         return MultiAgentProtocol(
