@@ -34,7 +34,6 @@ REPLACED = [
     ("TrainerConfig(learning_rate=2e-5)", "TrainerConfig(learning_rate=2e-5, model_device='cpu')"),
     ("env_registry={...}, protocol_registry={...}", "env_registry=env_registry, protocol_registry=protocol_registry"),
     ("every_n_steps=50", "every_n_steps=2"),
-    ("eval_every_n_steps=25", "eval_every_n_steps=None"),  # no evaluator is named in the example
 ]
 
 

@@ -119,7 +119,7 @@ def test_a_file_and_a_function_are_all_it_takes(here: Path, model: Path) -> None
     assert "the reward sees what vowels returned for the whole answer" in shown
     assert "demonstrations" not in shown
     assert list(summary()) == [
-        *("before", "after", "solved_at", "intervals", "heldout", "wall_s", "phases_s", "padding"),
+        *("before", "after", "solved_at", "intervals", "heldout", "wall_s", "phases_s", "padding", "memory"),
         *("steps", "idle_steps", "stopped_early", "clip_fraction"),
         *("mismatch", "weight_sync", "overlap", "seed", "config_hash"),
     ]

@@ -22,7 +22,7 @@ from ludic.training.presets import REGISTRY
 
 SUMMARY_KEYS = [
     *("status", "model", "algorithm", "versions"),
-    *("before", "after", "solved_at", "intervals", "heldout", "wall_s", "phases_s", "padding"),
+    *("before", "after", "solved_at", "intervals", "heldout", "wall_s", "phases_s", "padding", "memory"),
     *("steps", "idle_steps", "stopped_early", "episodes", "clip_fraction", "mismatch", "weight_sync", "overlap"),
     *("seed", "config_hash"),
 ]

@@ -29,6 +29,7 @@ SUMMARY_KEYS = [
     "wall_s",
     "phases_s",
     "padding",
+    "memory",
     "steps",
     "epochs",
     "data",
@@ -78,6 +79,7 @@ def test_a_run_leaves_everything_it_promises(tiny: list[str], tmp_path: Path) ->
     assert (summary["steps"], summary["epochs"]) == (5, round(40 / 36, 3))
     assert (summary["data"]["samples"], summary["data"]["heldout_samples"]) == (36, 4)
     assert summary["data"]["samples_without_end"] == 0
+    assert 50 < summary["memory"]["process_peak_mb"] < 100_000  # torch alone takes more than the first
     assert summary["after"]["loss"] < summary["before"]["loss"]
 
 

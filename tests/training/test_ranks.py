@@ -55,6 +55,11 @@ def test_bfloat16_weights_have_masters_on_two_ranks_and_resume_with_them(tmp_pat
     assert sorted(masters) == sorted(weights.values())  # whole, whatever the sharding
 
 
+@pytest.mark.integration
+def test_two_ranks_that_would_play_the_same_episodes_are_refused(tmp_path):
+    assert "gives each of 2 ranks the same prompts" in on_two_ranks("two_ranks_playing.py", tmp_path)["said"]
+
+
 def test_a_checkpoint_that_names_its_parameters_is_read_by_their_place(tmp_path):
     """As sharded runs wrote them: names in the groups and in the keys."""
     trainer = Trainer(

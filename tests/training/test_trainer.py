@@ -532,10 +532,15 @@ def test_a_publisher_may_be_a_coroutine():
     assert len(publisher.published) == 1
 
 
-def test_asking_to_publish_without_a_publisher_is_an_error():
+def test_asking_to_publish_without_a_publisher_is_an_error(caplog):
     with pytest.raises(ValueError, match="PolicyPublisher"):
-        trainer_of(config={"sync_every_steps": 1})
+        trainer_of(config={"sync_every_steps": 2})
     trainer = trainer_of()  # not asked for: the seeds' shortest example has no publisher
+    assert not caplog.records
+    trainer = trainer_of(config={"sync_every_steps": 1})  # as a documented script writes the default out
+    [record] = caplog.records
+    assert "without a PolicyPublisher: nothing is published" in record.getMessage()
+    trainer.train_sync(1)
     assert trainer.sync_every_steps is None
     assert trainer_of(publisher=Publisher(), config={"sync_every_steps": 0}).sync_every_steps is None
 
@@ -666,8 +671,14 @@ def test_evaluation_gives_records_and_metrics_and_needs_an_evaluator():
     assert result == {"records": [{"record": 1}], "metrics": {"loss": 0.5}}
     with pytest.raises(ValueError, match="evaluator"):
         trainer_of().eval_sync()
-    with pytest.raises(ValueError, match="evaluator"):
-        trainer_of(config={"eval_every_n_steps": 1})
+
+
+def test_evaluations_without_an_evaluator_are_warned_of_and_left_out(caplog):
+    trainer = trainer_of(config={"eval_every_n_steps": 1, "eval_at_start": True})
+    trainer.train_sync(2)
+    [record] = caplog.records
+    assert "without an evaluator: nothing is evaluated" in record.getMessage()
+    assert (trainer.current_step, trainer.last_eval) == (2, {})
 
 
 def test_training_stops_early_when_the_evaluation_no_longer_improves():

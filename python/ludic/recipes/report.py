@@ -17,6 +17,7 @@ from ludic.recipes.reward_model import is_scored
 from ludic.recipes.run_directory import Progress, RunDirectory, write_text
 from ludic.recipes.sampling_report import mismatch_of, overlap_of, weight_sync_of
 from ludic.recipes.success import success_of
+from ludic.training.memory import memory_peaks
 from ludic.training.stats import SAMPLED_REWARD
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class Summary:
     wall_s: float
     phases_s: dict[str, float]
     padding: dict[str, float]
+    memory: dict[str, float]
+    """Peaks of this process so far, in MiB: `memory_peaks`."""
     steps: int
     """Batches of reinforcement done."""
     idle_steps: int
@@ -136,6 +139,7 @@ def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, 
         wall_s=round(progress.seconds.get("wall", 0.0), 2),
         phases_s=phases_of(progress.seconds, reinforce, own=("set_up", "warm_up", "evaluate"), timed=_TRAINER_PHASES),
         padding=padding_of([*warm_up, *reinforce]),
+        memory=memory_peaks(),
         steps=progress.steps,
         idle_steps=known.idle_steps,
         stopped_early=known.stopped_early,
@@ -248,6 +252,7 @@ def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> 
         console.print(line, highlight=False, markup=False)
     console.print(seconds_line(outcome.summary.wall_s, outcome.summary.phases_s), highlight=False)
     console.print(padding_line(outcome.summary.padding), highlight=False)
+    console.print(memory_line(outcome.summary.memory), highlight=False)
     lost = lost_line(outcome.summary.episodes)
     if lost is not None:
         console.print(lost, highlight=False)
@@ -344,6 +349,11 @@ def padding_line(padding: Mapping[str, float]) -> str:
         f"packing would compute {padding['greedy_tokens']:,.0f} ({padding['saved_vs_greedy']:.1%} saved), no packing "
         f"{padding['unpacked_tokens']:,.0f} ({padding['saved_vs_unpacked']:.1%} saved)"
     )
+
+
+def memory_line(peaks: Mapping[str, float]) -> str:
+    gpu = f", {peaks['gpu_peak_mb']:,.0f} MiB on the GPU" if "gpu_peak_mb" in peaks else ""
+    return f"[bold]Memory[/]: {peaks['process_peak_mb']:,.0f} MiB of this process at its peak{gpu}"
 
 
 def _files_of(directory: RunDirectory) -> dict[Path, str]:

@@ -14,6 +14,13 @@ from ludic.training.config import SCHEDULER_TYPES, SchedulerType, TrainerConfig
 DEFAULT_TOTAL_STEPS = 1_000_000
 
 
+def depends_on_total(cfg: TrainerConfig) -> bool:
+    """Whether the rate of a step depends on how many there are."""
+    if cfg.lr_scheduler_type is None:
+        return False
+    return cfg.lr_scheduler_type != "constant_with_warmup" or bool(cfg.warmup_ratio and not cfg.warmup_steps)
+
+
 @dataclass(frozen=True)
 class LearningRateSchedule:
     """Factor of the learning rate at each step, 0-based.

@@ -43,7 +43,8 @@ from ludic.training.signal_watch import SignalWatch
 from ludic.training.stats import Reducer, check_reducers, default_reducers, distinct_rollouts, group_keys
 from ludic.training.step_record import StepRecord
 from ludic.training.timings import PhaseTimer
-from ludic.training.types import BatchSource, SAWBatch, SAWItem, shards_across_ranks
+from ludic.training.trainer_checks import check_evaluator, check_lag, check_publisher, check_ranks, warn_of_endless_schedule
+from ludic.training.types import BatchSource, SAWBatch, SAWItem
 from ludic.training.weights import ParamFilter
 
 if TYPE_CHECKING:
@@ -87,9 +88,12 @@ class Trainer:
         lora_config: LoraSettings | LoraConfig | None = None,
         preflight: Preflight | None = None,
     ) -> None:
-        """Without `publisher` nothing is published; asking for `sync_every_steps` as well is an error. With `lora_config`, the model gets
-        adapters (`apply_lora`), and only those and the head of a model that scores are trained. `preflight` compares the first samples
-        with their sampler before the first step, and raises where the two disagree.
+        """Without `publisher` nothing is published, and asking for `sync_every_steps` above 1 is an error; without `evaluator` nothing is
+        evaluated. With `lora_config`, the model gets adapters (`apply_lora`), and only those and the head of a model that scores are
+        trained. `preflight` compares the first samples with their sampler before the first step, and raises where the two disagree.
+
+        With several ranks the source must give each samples of its own: one that says it does not is refused, one that does not say is
+        warned of (`shards_across_ranks`).
 
         `total_training_steps` is where the learning-rate schedule ends; without it, the `num_steps` of the first `train`.
         """
@@ -114,7 +118,7 @@ class Trainer:
         self.schedule = LearningRateSchedule.from_config(self.cfg, total_training_steps)
         self.early_stopping = EarlyStopping(self.cfg)
         self._best_weights = BestWeights(self.model, None if self.checkpointer is None else self.checkpointer.root)
-        self._schedule_is_open = total_training_steps is None
+        self._schedule_is_open = self._schedule_is_guessed = total_training_steps is None
         self._step = 0
         self.last_eval: Stats = {}
         """What the last evaluation gave, as it was logged."""
@@ -135,25 +139,10 @@ class Trainer:
         self.cfg.validate()
         check_early_stopping(self.cfg)
         check_reducers(self.reducers)
-        if self.publisher is None and self.cfg.given("sync_every_steps") and self.cfg.sync_every_steps:
-            raise ConfigError(
-                f"sync_every_steps ({self.cfg.sync_every_steps}) needs a PolicyPublisher; pass publisher=, or sync_every_steps=0"
-            )
-        if ranks.world_size() > 1 and shards_across_ranks(self.batch_source) is False:
-            raise ConfigError(
-                f"batch_source ({type(self.batch_source).__name__}) gives each of {ranks.world_size()} ranks the same prompts; let "
-                "requests_fn give each rank prompts and seeds of its own and say so with shards_across_ranks=True, play on one rank, or "
-                "train on recorded rollouts (OfflineBatchSource), which ranks share out"
-            )
-        ahead = getattr(self.batch_source, "max_lag", 0)
-        oldest = ahead + max(1, self.cfg.sync_every_steps) - 1
-        if ahead and self.cfg.max_lag is not None and self.cfg.max_lag < oldest:
-            raise ConfigError(
-                f"max_lag ({self.cfg.max_lag}) would drop batches that are begun {ahead} ahead with sync_every_steps "
-                f"({self.cfg.sync_every_steps}) and are up to {oldest} versions old; raise it to {oldest}, or begin fewer ahead"
-            )
-        if self.evaluator is None and (self.cfg.eval_at_start or self.cfg.eval_every_n_steps):
-            raise ConfigError("eval_at_start and eval_every_n_steps need an evaluator; pass evaluator=")
+        check_publisher(self.cfg, self.publisher)
+        check_evaluator(self.cfg, self.evaluator)
+        check_lag(self.cfg, getattr(self.batch_source, "max_lag", 0))
+        check_ranks(self.batch_source)
         if resume_from is not None and checkpoints is None:
             raise ConfigError(f"resume_from ({resume_from}) needs a checkpointer; pass checkpointer= or checkpoint_config=")
 
@@ -186,6 +175,7 @@ class Trainer:
         """
         if num_steps is not None and self._schedule_is_open and self.cfg.lr_scheduler_type is not None:
             self.schedule = LearningRateSchedule.from_config(self.cfg, self._step + num_steps)
+            self._schedule_is_guessed = False
         self._schedule_is_open = False
         last = None if num_steps is None else self._step + num_steps
         if not self.early_stopping.stopped:
@@ -252,7 +242,7 @@ class Trainer:
         """A checkpoint is written before its step is evaluated; a run that was killed in between makes up for it."""
         every = self.cfg.eval_every_n_steps
         due = self.cfg.eval_at_start if self._step == 0 else every is not None and self._step % every == 0
-        return due and self.evaluated_step != self._step
+        return self.evaluator is not None and due and self.evaluated_step != self._step
 
     def _check_early_stopping(self, metric: float) -> tuple[bool, bool]:
         """Take note of an evaluation: whether to stop, and whether it is an improvement."""
@@ -260,7 +250,7 @@ class Trainer:
 
     def resume_schedule(self, schedule: LearningRateSchedule) -> None:
         """Go on with the schedule of the run that is resumed, which the next `train` does not stretch."""
-        self.schedule, self._schedule_is_open = schedule, False
+        self.schedule, self._schedule_is_open, self._schedule_is_guessed = schedule, False, False
 
     async def train_step(self) -> Stats:
         """One macro-batch: one optimizer step, or several if the config says so. Its statistics, grouped by prefix."""
@@ -268,6 +258,9 @@ class Trainer:
         if self._checkpoint_s:
             timer.add("checkpoint", self._checkpoint_s)
             self._checkpoint_s = 0.0
+        if self._schedule_is_guessed:
+            self._schedule_is_guessed = False
+            warn_of_endless_schedule(self.cfg, self.schedule.total_steps)
         if self._publish_first:
             await self.publish(timer)
         batch, macro = await self._next_batch(timer)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ludic.recipes.curve import write_picture
 from ludic.recipes.provenance import provenance
-from ludic.recipes.report import padding_line, padding_of, phases_of, seconds_line, show_files
+from ludic.recipes.report import memory_line, padding_line, padding_of, phases_of, seconds_line, show_files
 from ludic.recipes.run_directory import write_text
+from ludic.training.memory import memory_peaks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,6 +60,7 @@ def summary_of(run: RMRun, lines: Sequence[Mapping[str, float]], *, config_hash:
         "phases_s": phases_of(run.progress.seconds, lines),
         "pairs_per_s": round(pairs / seconds, 1) if seconds else None,
         "padding": padding_of(lines),
+        "memory": memory_peaks(),
         "steps": steps,
         "early_stopping": run.progress.early_stopping,
         "epochs": round(steps * run.recipe.batch_size / (len(data.train) // 2), 3),
@@ -112,6 +114,7 @@ def _show(run: RMRun, console: Console, summary: Mapping[str, Any]) -> None:
     speed = f"; {summary['pairs_per_s']:,.0f} pairs a second in training" if summary["pairs_per_s"] else ""
     console.print(f"{seconds_line(summary['wall_s'], summary['phases_s'])}{speed}", highlight=False)
     console.print(padding_line(summary["padding"]), highlight=False)
+    console.print(memory_line(summary["memory"]), highlight=False)
     show_files(console, run.directory, _files_of(run))
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from ludic.inference.local.client import end_token_ids
 from ludic.recipes.curve import text_curve, write_picture
 from ludic.recipes.provenance import provenance
-from ludic.recipes.report import padding_line, padding_of, phases_of, seconds_line, show_files
+from ludic.recipes.report import memory_line, padding_line, padding_of, phases_of, seconds_line, show_files
 from ludic.recipes.run_directory import write_text
+from ludic.training.memory import memory_peaks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,6 +41,7 @@ def summary_of(run: SFTRun, lines: Sequence[dict[str, Any]], *, config_hash: str
         "wall_s": round(run.progress.seconds.get("wall", 0.0), 2),
         "phases_s": phases_of(run.progress.seconds, lines),
         "padding": padding_of(lines),
+        "memory": memory_peaks(),
         "steps": run.progress.steps,
         "early_stopping": run.progress.early_stopping,
         "epochs": round(run.progress.steps * run.recipe.batch_size / len(run.parts.data.train), 3),
@@ -77,6 +79,7 @@ def _show(run: SFTRun, console: Console, summary: dict[str, Any], losses: Sequen
         console.print(line, highlight=False, markup=False)
     console.print(seconds_line(summary["wall_s"], summary["phases_s"]), highlight=False)
     console.print(padding_line(summary["padding"]), highlight=False)
+    console.print(memory_line(summary["memory"]), highlight=False)
     files = {
         run.directory.summary: "this, for programs",
         run.directory.picture: "the loss curve",

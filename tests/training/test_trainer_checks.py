@@ -1,0 +1,106 @@
+"""What of a trainer's parts does not go together: several ranks, and schedules of unknown length."""
+
+import pytest
+from training_samples import ListSource, cpu_config, sorting_items, tiny_model
+
+from ludic.errors import ConfigError
+from ludic.training import (
+    RolloutBatchSource,
+    RolloutEngine,
+    Trainer,
+    make_dataset_sequence_requests_fn,
+    make_grpo,
+    ranks,
+    trainer_checks,
+)
+from ludic.training.batching.epochs import ItemBatchSource
+from ludic.training.batching.overlapped import OverlappedSource
+
+
+def trainer_of(*, total=None, source=None, **config):
+    source = source or ListSource(sorting_items(8))
+    return Trainer(
+        model=tiny_model(),
+        algo=make_grpo(group_size=4),
+        batch_source=source,
+        cfg=cpu_config(**config),
+        total_training_steps=total,
+    )
+
+
+COSINE = {"lr_scheduler_type": "cosine", "warmup_steps": 0}
+
+
+@pytest.mark.parametrize(
+    ("config", "total", "warned"),
+    [
+        (COSINE, None, True),
+        ({"lr_scheduler_type": "linear"}, None, True),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 0.1}, None, True),
+        (COSINE, 10, False),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}, None, False),
+        ({}, None, False),
+    ],
+)
+def test_steps_of_a_loop_of_ones_own_under_a_schedule_of_unknown_length_are_warned_of_once(config, total, warned, caplog):
+    trainer = trainer_of(total=total, **config)
+    trainer.train_step_sync()
+    trainer.train_step_sync()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == warned
+    assert all("1,000,000 steps" in line and "total_training_steps" in line for line in said)
+
+
+def test_a_run_without_a_number_of_steps_is_warned_of_too_and_one_with_it_is_not(caplog):
+    trainer_of(**COSINE).train_sync(2)
+    assert not caplog.records
+
+    class Two(ListSource):
+        async def next_batch(self):
+            if self.position == 2:
+                raise StopAsyncIteration
+            return await super().next_batch()
+
+    trainer_of(source=Two(sorting_items(8)), **COSINE).train_sync()
+    [record] = caplog.records
+    assert "total_training_steps" in record.getMessage()
+
+
+def playing_source(**options):
+    requests = make_dataset_sequence_requests_fn(["a", "b"], batch_size=1, env_kind="qa", protocol_kind="single", group_size=4)
+    engine = RolloutEngine(env_registry={}, protocol_registry={})
+    return RolloutBatchSource(engine=engine, request_fn=requests, algorithm=make_grpo(group_size=4), **options)
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("wrap", [lambda source: source, OverlappedSource])
+def test_a_source_that_plays_the_same_on_every_rank_is_refused(wrap):
+    with pytest.raises(ConfigError, match=r"gives each of 2 ranks the same prompts; .*shards_across_ranks=True"):
+        trainer_checks.check_ranks(wrap(playing_source()))
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_sources_whose_ranks_share_the_samples_are_taken(caplog):
+    source = playing_source(shards_across_ranks=True)
+    trainer_checks.check_ranks(source)
+    trainer_checks.check_ranks(OverlappedSource(source))
+    trainer_checks.check_ranks(ItemBatchSource(sorting_items(8), batch_size=2))
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_a_source_that_does_not_say_is_warned_of(caplog):
+    trainer_checks.check_ranks(ListSource(sorting_items(4)))
+    [record] = caplog.records
+    assert "ListSource does not say whether each of the 2 ranks" in record.getMessage()
+
+
+def test_one_rank_asks_no_source(caplog):
+    trainer_checks.check_ranks(playing_source())
+    trainer_checks.check_ranks(ListSource(sorting_items(4)))
+    assert not caplog.records
