@@ -1,5 +1,6 @@
 //! Arguments read at the border: wrong types are refused here, wrong values by the core.
 
+use ludic_core::balance::Packing;
 use numpy::{PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
@@ -23,18 +24,37 @@ impl<'py> FromPyObject<'_, 'py> for Count {
     }
 }
 
-/// Up to that many lengths are planned where they are, with the interpreter attached: no thread waits for longer than it
-/// would for another that computes (5 ms), and the copy, whose memory is new each time, costs as much as the sort.
-const IN_PLACE: usize = 1 << 19;
+/// Up to how many lengths a planner runs where they are, with the interpreter attached, since a copy and the wait for the
+/// interpreter afterwards take longer than a small plan. No other thread waits for a plan for longer than it would for one
+/// that computes (5 ms): these are the largest powers of two at which each planner took less than 4 ms of thread time
+/// (least of three) on an EPYC, whatever the lengths (lognormal around 512, uniform to 2**16 and to 2**31), the budget (1,
+/// 4 and 64 times the longest) and the ranks (1 to 1000).
+pub struct InPlace;
+
+impl InPlace {
+    pub const GREEDY: usize = 1 << 18;
+    pub const OPTIMAL: usize = 1 << 16;
+    pub const PADDING_FREE: usize = 1 << 15;
+    /// Greedy or optimal.
+    pub const PAIRS: usize = 1 << 16;
+
+    pub fn ranks(packing: Packing) -> usize {
+        match packing {
+            Packing::Greedy => 1 << 15,
+            Packing::Optimal => 1 << 7,
+            Packing::PaddingFree => 1 << 11,
+        }
+    }
+}
 
 /// An int32 vector.
 pub struct Lengths<'py>(PyReadonlyArray1<'py, i32>);
 
 impl Lengths<'_> {
-    /// Plans, in place or on a copy with the interpreter released.
-    pub fn plan<T: Send>(&self, py: Python<'_>, plan: impl FnOnce(&[i32]) -> T + Send) -> T {
+    /// Plans, in place for up to `in_place` lengths, otherwise on a copy with the interpreter released.
+    pub fn plan<T: Send>(&self, py: Python<'_>, in_place: usize, plan: impl FnOnce(&[i32]) -> T + Send) -> T {
         match self.0.as_slice() {
-            Ok(lengths) if lengths.len() <= IN_PLACE => plan(lengths),
+            Ok(lengths) if lengths.len() <= in_place => plan(lengths),
             _ => {
                 let copy: Vec<i32> = self.0.as_array().iter().copied().collect();
                 py.detach(|| plan(&copy))

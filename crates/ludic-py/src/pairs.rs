@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::PyList;
 
-use crate::arguments::{Count, Lengths, described};
+use crate::arguments::{Count, InPlace, Lengths, described};
 use crate::errors::{Result, raised};
 use crate::plan::Plan;
 
@@ -111,5 +111,7 @@ pub fn plan_pairs(
     overhead_tokens: Option<Count>,
 ) -> Result<Plan> {
     let overhead = overhead_tokens.map(|overhead| overhead.0);
-    Ok(Plan(lengths.plan(py, |lengths| pairs::plan(lengths, &pairs.0, micro_token_budget.0, overhead))?))
+    Ok(Plan(
+        lengths.plan(py, InPlace::PAIRS, |lengths| pairs::plan(lengths, &pairs.0, micro_token_budget.0, overhead))?,
+    ))
 }

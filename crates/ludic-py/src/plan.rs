@@ -6,7 +6,7 @@ use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
-use crate::arguments::{Count, Lengths};
+use crate::arguments::{Count, InPlace, Lengths};
 use crate::errors::{Result, raised};
 use crate::lists::{length_at, picked};
 
@@ -82,7 +82,7 @@ pub fn widened<'py>(py: Python<'py>, values: &[u32]) -> Bound<'py, PyArray1<i64>
 /// Ascending stable sort; a new micro-batch when `longest * rows` would exceed the budget. O(n).
 #[pyfunction]
 pub fn plan_greedy(py: Python<'_>, lengths: Lengths<'_>, micro_token_budget: Count) -> Result<Plan> {
-    Ok(Plan(lengths.plan(py, |lengths| plan::greedy(lengths, micro_token_budget.0))?))
+    Ok(Plan(lengths.plan(py, InPlace::GREEDY, |lengths| plan::greedy(lengths, micro_token_budget.0))?))
 }
 
 /// The exact minimum of `padded_tokens + overhead_tokens * micro_batches` under the same rule. O(n log n).
@@ -97,13 +97,16 @@ pub fn plan_optimal(
     micro_token_budget: Count,
     overhead_tokens: Count,
 ) -> Result<Plan> {
-    Ok(Plan(lengths.plan(py, |lengths| plan::optimal(lengths, micro_token_budget.0, overhead_tokens.0))?))
+    Ok(Plan(
+        lengths
+            .plan(py, InPlace::OPTIMAL, |lengths| plan::optimal(lengths, micro_token_budget.0, overhead_tokens.0))?,
+    ))
 }
 
 /// Best fit decreasing: the sum of lengths of each micro-batch is at most the budget.
 #[pyfunction]
 pub fn plan_padding_free(py: Python<'_>, lengths: Lengths<'_>, micro_token_budget: Count) -> Result<Plan> {
-    Ok(Plan(lengths.plan(py, |lengths| plan::padding_free(lengths, micro_token_budget.0))?))
+    Ok(Plan(lengths.plan(py, InPlace::PADDING_FREE, |lengths| plan::padding_free(lengths, micro_token_budget.0))?))
 }
 
 /// [N] `len` of each sequence of a list.

@@ -4,7 +4,7 @@ use ludic_core::balance::{self, Packing, RankOptions};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 
-use crate::arguments::{Count, Lengths};
+use crate::arguments::{Count, InPlace, Lengths};
 use crate::errors::Result;
 use crate::plan::{micro_batch, widened};
 
@@ -65,6 +65,7 @@ pub fn plan_ranks(
         linear: linear.0,
         quadratic: quadratic.0,
     };
-    let plans = lengths.plan(py, |lengths| balance::plan_ranks(lengths, micro_token_budget.0, &options))?;
+    let in_place = InPlace::ranks(options.packing);
+    let plans = lengths.plan(py, in_place, |lengths| balance::plan_ranks(lengths, micro_token_budget.0, &options))?;
     Ok(plans.into_iter().map(RankPlan).collect())
 }

@@ -1,0 +1,71 @@
+"""What other threads may do while the core computes."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import planning_oracle as oracle
+import pytest
+
+from ludic import _core
+
+Plan = Callable[[Any], object]
+
+# Made beforehand: numpy lets go of the interpreter too.
+PAIRS = np.arange(1 << 19).reshape(-1, 2)
+
+# The samples from which on each planner lets go of the interpreter, and a number that it plans at once.
+PLANNERS: dict[str, tuple[Plan, int, int]] = {
+    "greedy": (lambda lengths: _core.plan_greedy(lengths, 16384), 1 << 21, 1 << 10),
+    "optimal": (lambda lengths: _core.plan_optimal(lengths, 16384), 1 << 19, 1 << 10),
+    "padding-free": (lambda lengths: _core.plan_padding_free(lengths, 16384), 1 << 19, 1 << 10),
+    "pairs": (lambda lengths: _core.plan_pairs(lengths, PAIRS[: len(lengths) // 2], 16384), 1 << 19, 1 << 10),
+    "ranks, greedy": (lambda lengths: _core.plan_ranks(lengths, 16384, 8, "greedy"), 1 << 18, 1 << 10),
+    "ranks, optimal": (lambda lengths: _core.plan_ranks(lengths, 16384, 8), 1 << 13, 1 << 5),
+    "ranks, padding-free": (lambda lengths: _core.plan_ranks(lengths, 16384, 8, "padding_free"), 1 << 14, 1 << 10),
+}
+
+
+@pytest.fixture
+def no_thread_is_interrupted() -> Iterator[None]:
+    """A thread that waits for the interpreter gets it when another lets go of it, and no sooner."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    yield
+    sys.setswitchinterval(before)
+
+
+def runs_beside(work: Callable[[], object]) -> bool:
+    """Whether a thread that is ready to run has run by the end of `work`."""
+    ready, ran = threading.Event(), []
+
+    def note() -> None:
+        ready.wait()
+        ran.append(True)
+
+    thread = threading.Thread(target=note)
+    thread.start()
+    ready.set()
+    work()
+    has_run = bool(ran)
+    thread.join()
+    return has_run
+
+
+@pytest.mark.usefixtures("no_thread_is_interrupted")
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_thread_runs_while_a_large_plan_is_made(planner: str) -> None:
+    plan, large, _ = PLANNERS[planner]
+    lengths = oracle.w1(large, seed=0)
+    # A busy machine may not wake the thread in time: once is proof.
+    assert any(runs_beside(lambda: plan(lengths)) for _ in range(20))
+
+
+@pytest.mark.usefixtures("no_thread_is_interrupted")
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_small_plan_waits_for_no_thread(planner: str) -> None:
+    plan, _, small = PLANNERS[planner]
+    lengths = oracle.w1(small, seed=0)
+    assert not any(runs_beside(lambda: plan(lengths)) for _ in range(20))
