@@ -302,3 +302,13 @@ def test_a_draw_is_ascending_without_repeats_and_no_longer_than_its_limit(count,
 def test_a_limit_of_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"limit \(0\) must be at least 1"):
         load_data(write_jsonl(tmp_path / "rows.jsonl", {"prompt": "a"}), limit=0)
+
+
+def test_a_data_set_is_a_sequence_of_its_rows_and_says_in_a_line_what_it_is(tmp_path):
+    path = tmp_path / "many.jsonl"
+    path.write_text("".join(f'{{"prompt": "{n}", "answer": "{n}"}}\n' for n in range(2000)))
+    data = load_data(str(path))
+    assert data[0] == {"prompt": "0", "answer": "0"}
+    assert [row["prompt"] for row in data] == [str(n) for n in range(2000)]
+    assert data[-2:] == data.rows[-2:]
+    assert repr(data) == f"DataSet('{path}', kind='prompt', 2,000 rows of prompt, answer)"

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
 from ludic.data.formats import (
     KINDS,
@@ -26,9 +26,10 @@ from ludic.errors import ConfigError, DataError
 SHOWN_FAULTS = 3
 
 
-@dataclass(frozen=True)
-class DataSet:
-    """Rows that have passed all checks. Example: the line `{"prompt": "2+2=", "answer": "4"}` is a row of kind `prompt`."""
+@dataclass(frozen=True, repr=False)
+class DataSet(Sequence[Row]):
+    """Rows that have passed all checks: `data[0]` and `for row in data` give them. Example: the line `{"prompt": "2+2=", "answer": "4"}`
+    is a row of kind `prompt`."""
 
     kind: Kind
     conversational: bool
@@ -54,6 +55,19 @@ class DataSet:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        return self.rows[index]
+
+    def __repr__(self) -> str:
+        form = ", conversational" if self.conversational else ""
+        return f"DataSet({self.table.name!r}, kind={self.kind!r}{form}, {len(self):,} rows of {', '.join(self.columns)})"
 
 
 def load_data(

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 from ludic.data.formats import Row
+from ludic.data.places import is_local
 from ludic.errors import DataError, MissingExtraError
 
 
@@ -63,8 +64,11 @@ def read_table(source: str, *, config: str | None = None, split: str = "train", 
         return READERS[path.suffix.lower()](source, path, draw)
     if path.is_file():
         raise DataError(f"{source} ends in {path.suffix or 'nothing'}; files that are read end in {', '.join(sorted(READERS))}")
-    if source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise DataError(f"{source} does not exist; give a file, a folder, or an id of the hub such as openai/gsm8k")
+    if is_local(source):
+        raise DataError(
+            f"{source} does not exist, seen from {Path.cwd()}; give a file that ends in {', '.join(sorted(READERS))}, a folder, or an "
+            "id of the hub such as openai/gsm8k"
+        )
     return _from_datasets(source, source, config, split, draw)
 
 

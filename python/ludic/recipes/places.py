@@ -5,21 +5,20 @@ from __future__ import annotations
 from difflib import get_close_matches
 from pathlib import Path
 
+from ludic.data.places import is_local
 from ludic.errors import ConfigError
 
 
 def check_place(source: str, setting: str = "", *, files: bool = False) -> None:
     """Raise ConfigError for a path of this machine where nothing lies, so that the hub is not asked for it; and for a file, unless
-    `files` will do. `setting` is what named it, if that is known.
-
-    A path is what begins with `.`, `/` or `~`, has more than one slash, or lies in a folder that is here, as `runs/NAME` does.
+    `files` will do. `setting` is what named it, if that is known. `data.places.is_local` says what is a path.
     """
     path, said = Path(source).expanduser(), f"{setting} ({source})" if setting else source
     if path.is_file() and not files:
         raise ConfigError(f"{said} is a file; give the folder that it lies in, in Hugging Face layout, or a hub id")
     if path.exists():
         return
-    if source.startswith((".", "/", "~")) or source.count("/") > 1 or ("/" in source and path.parent.is_dir()):
+    if is_local(source):
         here = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         near = get_close_matches(path.name, here, n=1)
         remedy = (
