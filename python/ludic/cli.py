@@ -23,6 +23,22 @@ app = typer.Typer(
     epilog="Start with `ludic train`: it teaches a small model to sort digits, on this machine's CPU, in under a minute.",
 )
 
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit()
+
+
+@app.callback()
+def ludic(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
 ALGORITHMS = (
     """cispo, dapo, dr_grpo, gmpo, grpo, gspo, reinforce, reinforce_baseline, reinforce_plus_plus, rloo, sapo or scalerl"""
 )
@@ -49,7 +65,7 @@ Hugging Face layout. Ctrl-C ends after the current step and keeps what was done.
 """
 
 
-@app.command(help=_TRAIN_HELP)
+@app.command(help=_TRAIN_HELP, context_settings={"ignore_unknown_options": True})
 def train(
     arguments: Annotated[
         list[str] | None,
@@ -57,13 +73,15 @@ def train(
     ] = None,
     algorithm: Annotated[str | None, typer.Option(help=f"{ALGORITHMS}; with its own settings.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of a run to go on with.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate; for trainer.lr=RATE.")] = None,
     json_only: Annotated[bool, typer.Option("--json", help="Print summary.json alone on standard output.")] = False,
     print_config: Annotated[bool, typer.Option(help="Print the resolved recipe as YAML and stop.")] = False,
 ) -> None:
     from ludic.recipes.command import train_command
 
-    given = [*(arguments or ()), *([f"algorithm={algorithm}"] if algorithm else ())]
+    given = [*(arguments or ()), *([f"algorithm={algorithm}"] if algorithm else ()), *_rate(lr)]
     with _user_errors():
+        _refuse_flags(arguments)
         code = train_command(given, resume=resume, json_only=json_only, print_config=print_config)
     raise typer.Exit(code)
 
@@ -83,19 +101,21 @@ layout. Ctrl-C ends after the current step and keeps what was done.
 """
 
 
-@app.command(help=_SFT_HELP)
+@app.command(help=_SFT_HELP, context_settings={"ignore_unknown_options": True})
 def sft(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[FILE.yaml] [KEY=VALUE]...", help="A file of settings, and fields to set.")
     ] = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of a run to go on with.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate; for trainer.lr=RATE.")] = None,
     json_only: Annotated[bool, typer.Option("--json", help="Print summary.json alone on standard output.")] = False,
     print_config: Annotated[bool, typer.Option(help="Print the resolved settings as YAML and stop.")] = False,
 ) -> None:
     from ludic.recipes.sft.command import sft_command
 
     with _user_errors():
-        code = sft_command(arguments or (), resume=resume, json_only=json_only, print_config=print_config)
+        _refuse_flags(arguments)
+        code = sft_command([*(arguments or ()), *_rate(lr)], resume=resume, json_only=json_only, print_config=print_config)
     raise typer.Exit(code)
 
 
@@ -168,18 +188,31 @@ def rollout(
     raise typer.Exit(code)
 
 
+def _rate(lr: float | None) -> list[str]:
+    return [] if lr is None else [f"trainer.lr={lr}"]
+
+
+def _refuse_flags(arguments: list[str] | None) -> None:
+    if any(argument.startswith("-") for argument in arguments or ()):
+        from ludic.recipes.compose import refuse_flags, setting_names
+
+        refuse_flags(arguments or (), setting_names())
+
+
 @contextmanager
 def _user_errors() -> Iterator[None]:
-    """Errors of ludic's, and faults of the machine, are a line and an exit status: 2 for a wrong setting, 1 for anything else. What is
-    neither is a bug, and shows its traceback."""
-    from ludic.errors import ConfigError, LudicError
+    """Errors of ludic's, and faults of the machine, are a line and an exit status: 2 for what was given (a setting, a file, its
+    content), 1 for anything else. What is neither is a bug, and shows its traceback."""
+    from ludic.errors import ConfigError, ConfigTypeError, DataError, DataKeyError, DataTypeError, LudicError, MissingExtraError
     from ludic.recipes.faults import known_fault
+
+    given = (ConfigError, ConfigTypeError, DataError, DataKeyError, DataTypeError, MissingExtraError)
 
     try:
         yield
     except LudicError as error:
         typer.secho(f"ludic: {error}", err=True, fg="red")
-        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
+        raise typer.Exit(2 if isinstance(error, given) else 1) from error
     except Exception as error:
         line = known_fault(error)
         if line is None:

@@ -47,6 +47,7 @@ SAID = {
         (replace(RUN, idle_steps=10, reward=NOISE, right=(0.1, 0.2)), {"idle"}),
         (replace(RUN, idle_steps=3, reward=ROSE), {"some idle", "rose"}),
         (replace(RUN, steps=3, reward=ROSE), {"early", "rose"}),
+        (replace(RUN, steps=3, idle_steps=3, reward=SAME), {"early", "idle"}),
         (replace(RUN, reward=ROSE), {"rose"}),
         (replace(RUN, reward=ROSE, right=(0.25, 0.95)), {"rose", "sharpens"}),
         (replace(RUN, reward=ROSE, right=(0.0, 0.95)), {"rose"}),

@@ -119,11 +119,30 @@ def parse_override(text: str) -> Override:
 
 
 def from_run(argument: str) -> list[str]:
-    """The arguments that a run's folder stands for, its recipe and the model that came out of it; any other stands for itself."""
+    """The arguments that a run's folder stands for, its recipe and the model that came out of it; any other stands for itself. Raises
+    ConfigError for a run that has no task, or no model yet."""
     folder = Path(argument)
-    if (folder / "config.yaml").is_file() and (folder / "model").is_dir():
-        return [str(folder / "config.yaml"), f"model='{folder / 'model'}'", "tokenizer=null", "name=null"]
-    return [argument]
+    if not (folder / "config.yaml").is_file():
+        return [argument]
+    _check_has_task(folder)
+    if not (folder / "model").is_dir():
+        raise ConfigError(f"{argument} has no model; go on with `ludic train --resume {argument}`, or name a run that has one")
+    return [str(folder / "config.yaml"), f"model='{folder / 'model'}'", "tokenizer=null", "name=null"]
+
+
+def _check_has_task(folder: Path) -> None:
+    """Only a run of `ludic train` knows a task."""
+    try:
+        command = json.loads((folder / "progress.json").read_text(encoding="utf-8")).get("command", "train")
+    except (OSError, ValueError, AttributeError):
+        return
+    if command == "sft":
+        raise ConfigError(f"{folder} is a run of `ludic sft`, which has no task; say which, such as: sort model={folder}")
+    if command == "train-rm":
+        raise ConfigError(
+            f"{folder} is a run of `ludic train-rm`: a reward model scores and does not answer; its own measurement is in "
+            f"{folder / 'summary.json'}, and reward_model={folder} lets it score the answers of another model"
+        )
 
 
 def to_yaml(recipe: Any) -> str:
@@ -142,6 +161,20 @@ def config_hash(recipe: Any) -> str:
     """16 hex digits over everything that can change results: all but the run's name and folder, and who is told."""
     content = {key: value for key, value in asdict(recipe).items() if key not in ("name", "output", "report_to")}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def refuse_flags(arguments: Sequence[str], known: Sequence[str]) -> None:
+    """Raise `ConfigError` for what is written as a flag and is none. `known`: the settings, of which the nearest is named."""
+    for argument in arguments:
+        if argument.startswith("-"):
+            name = argument.partition("=")[0]
+            key = name.lstrip("-").replace("-", "_")
+            raise ConfigError(f"there is no flag {name}; settings are written key=value{suggest(key, known)}")
+
+
+def setting_names() -> list[str]:
+    """Every setting of `ludic train` by its full path."""
+    return _paths(_schema())
 
 
 def suggest(key: str, known: Sequence[str]) -> str:

@@ -117,6 +117,8 @@ def _sentences(facts: Facts) -> Iterator[str]:
         yield "The run was stopped before its end was measured."
     elif not facts.steps:
         yield "There was no reinforcement."
+    if facts.stopped_early:
+        yield f"Early stopping ended the run at step {facts.steps} of {facts.asked_steps}."
     if facts.idle:
         yield (
             f"Nothing was trained on: no step of {facts.steps} had a signal. Every sampled answer had the weight 0, as it is where all "
@@ -125,8 +127,6 @@ def _sentences(facts: Facts) -> Iterator[str]:
         return
     if facts.idle_steps:
         yield f"{facts.idle_steps} of {facts.steps} steps had no signal: every sampled answer had the weight 0."
-    if facts.stopped_early:
-        yield f"Early stopping ended the run at step {facts.steps} of {facts.asked_steps}."
     if facts.measured and facts.steps and facts.reward is not None:
         yield from _of_reward(facts, facts.reward)
     if facts.clip_fraction is not None:

@@ -65,7 +65,8 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
         folder = _make_folder(recipe, model_name)
         success = success_of(task, recipe.evaluation.solved_at)
         episodes = len(problems) * recipe.evaluation.samples_per_prompt
-        console.print(f"{model_name}: {episodes} episodes, writing to {folder}/", highlight=False, markup=False)
+        where = settings.base_url or _device_of(client)
+        console.print(f"{model_name}: {episodes} episodes on {where}, writing to {folder}/", highlight=False, markup=False)
         with _progress(console, episodes) as on_episode:
             engine = _engine(recipe, settings, task, client, model_name, folder, on_episode)
             evaluator = _evaluator(recipe, settings, task, engine, _requests(recipe, task, problems), success.reward)
@@ -242,6 +243,14 @@ def _local_client(recipe: Recipe) -> LocalChatClient:
     model, tokenizer = make_policy(recipe)
     device = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed).model_device
     return LocalChatClient(model.to(device).eval(), tokenizer, max_batch_size=recipe.rollout.concurrency)
+
+
+def _device_of(client: ChatClient) -> str:
+    from ludic.inference.local.client import LocalChatClient
+    from ludic.recipes.device import said_device
+
+    assert isinstance(client, LocalChatClient), "without a server the model is in this process"
+    return said_device(client.model)
 
 
 def _api_key(variable: str | None) -> str:

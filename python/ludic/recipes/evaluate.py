@@ -8,6 +8,7 @@ from typing import Any
 
 from ludic.envs.tasks import Episode, EpisodicTask, Task, as_episodic
 from ludic.envs.tasks.episodic import Played, share
+from ludic.errors import ConfigError
 from ludic.eval.intervals import Interval, mean_interval, share_interval
 from ludic.inference import InferenceSpec
 from ludic.recipes.rollouts import evaluation_inference, request_for
@@ -15,6 +16,7 @@ from ludic.recipes.schema import EvaluationSection, RolloutSection
 from ludic.recipes.success import success_of
 from ludic.training.batching.played_rollouts import PlayedRollouts
 from ludic.training.batching.rollout_engine import RolloutEngine
+from ludic.training.config import TrainerConfig
 from ludic.training.reward_scorer import SCORE_INFO
 from ludic.types import Rollout
 
@@ -94,6 +96,22 @@ def compared(before: Evaluation | None, after: Evaluation | None) -> tuple[Evalu
     if before is None or after is None or (before.greedy_accuracy is None) == (after.greedy_accuracy is None):
         return before, after
     return before.without_accuracy(), after.without_accuracy()
+
+
+def check_early_stopping(section: str, cfg: TrainerConfig, task: EpisodicTask, evaluation: EvaluationSection) -> None:
+    """Raise `ConfigError` for a patience with a metric that the evaluations of `ludic train` do not give. `section`: where `cfg` is set."""
+    if cfg.early_stopping_patience is None:
+        return
+    known = ["sampled_reward", "greedy_reward", *task.rates]
+    success = success_of(task, evaluation.solved_at)
+    if success.reward is not None and not success.is_assumed:
+        known.insert(1, "greedy_accuracy")
+    name = cfg.early_stopping_metric
+    if not {name, name.removeprefix("eval_"), name.removeprefix("eval/")} & set(known):
+        raise ConfigError(
+            f"{section}.early_stopping_metric ({name}) is nothing that ludic train measures; it measures {', '.join(known)}: set "
+            f"{section}.early_stopping_metric=sampled_reward {section}.early_stopping_mode=max"
+        )
 
 
 class HeldOut:

@@ -20,7 +20,7 @@ from ludic.recipes.build import (
     with_reward_model,
 )
 from ludic.recipes.demonstrations import DemonstrationSource
-from ludic.recipes.evaluate import Evaluation, HeldOut
+from ludic.recipes.evaluate import Evaluation, HeldOut, check_early_stopping
 from ludic.recipes.going_on import end_with_best, keep_checkpoint, latest_checkpoint, set_back
 from ludic.recipes.inference_section import convention
 from ludic.recipes.lora import lora_settings, trained_share, with_adapters
@@ -89,7 +89,7 @@ class Parts:
         check_inference(recipe, model)
         spoken = convention(recipe.rollout.temperature, recipe.rollout.top_p)
         derived = {"pad_token_id": tokenizer.pad_token_id, "seed": recipe.seed}
-        return cls(
+        parts = cls(
             task=task,
             algorithm=algorithm,
             warmup_cfg=build_trainer_config(recipe.warmup.trainer, **derived),
@@ -97,6 +97,9 @@ class Parts:
             model=model,
             tokenizer=tokenizer,
         )
+        check_early_stopping("warmup.trainer", parts.warmup_cfg, task, recipe.evaluation)
+        check_early_stopping("trainer", parts.trainer_cfg, task, recipe.evaluation)
+        return parts
 
 
 class Run:

@@ -134,6 +134,8 @@ def _check_lora(names: Sequence[str], arguments: Sequence[str]) -> None:
 def _unknown(name: str, *, taken: bool) -> str:
     if taken:
         return f"{name} is on where it is given; it takes no value"
+    if name == "--learning-rate":
+        return "there is no flag --learning-rate; it is called --lr"
     near = get_close_matches(name, [*FLAGS, *SWITCHES, _DIRECTORY], n=2, cutoff=0.6)
     remedy = (
         f"did you mean {' or '.join(near)}?" if near else "`ludic train-rm --help` lists them; settings without one are key=value"

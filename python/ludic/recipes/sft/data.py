@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ class SFTData:
     train: list[SAWItem]
     heldout: list[SAWItem]
     """Empty where nothing is measured."""
+    why_no_heldout: str = ""
+    """The reason, where that is so."""
 
     @classmethod
     def read(cls, recipe: SFTRecipe, tokenizer: Any) -> SFTData:
@@ -42,7 +45,11 @@ class SFTData:
         items = [make.of_row(row, where) for where, row in rows]
         if recipe.heldout_data is not None:
             return cls([item for of_row in items for item in of_row], make.of(_read(recipe.heldout_data, "heldout_data")))
-        return cls(*split_by_prompt(items, recipe.heldout))
+        train, heldout = split_by_prompt(items, recipe.heldout)
+        if heldout:
+            return cls(train, heldout)
+        prompts = Counter(_prompt(of_row[0]) for of_row in items)
+        return cls(train, heldout, why_none(len(items), recipe.heldout, len(prompts), min(prompts.values())))
 
     def counts(self, max_seq_len: int, end_tokens: frozenset[int]) -> dict[str, int]:
         """Samples and tokens; how many training samples are longer than `max_seq_len` and are cut, or lose every token that is trained;
@@ -102,6 +109,16 @@ def split_by_prompt(rows: Sequence[list[SAWItem]], share: float) -> tuple[list[S
             held.update(groups[index])
     train = [item for number, items in enumerate(rows) if number not in held for item in items]
     return train, [item for number in sorted(held) for item in rows[number]]
+
+
+def why_none(rows: int, share: float, prompts: int, smallest: int) -> str:
+    """Why no rows are held out, and what to do, of `rows` rows with so many different prompts, the rarest in `smallest` of them."""
+    if share == 0:
+        return "heldout is 0; set heldout=0.05, or give heldout_data"
+    return (
+        f"heldout ({share:g}) of {rows:,} rows is {int(share * rows):,}, rows with one prompt stay together, and each of the {prompts:,} "
+        f"different prompts is in {smallest:,} rows or more; raise heldout to {smallest / rows:.2g} or above, or give heldout_data"
+    )
 
 
 def _prompt(item: SAWItem) -> bytes:

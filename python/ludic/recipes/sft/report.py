@@ -10,7 +10,7 @@ from ludic.inference.local.client import end_token_ids
 from ludic.recipes.curve import text_curve, write_picture
 from ludic.recipes.provenance import provenance
 from ludic.recipes.report import memory_line, padding_line, padding_of, phases_of, seconds_line, show_files
-from ludic.recipes.run_directory import write_text
+from ludic.recipes.run_directory import DONE, write_text
 from ludic.training.memory import memory_peaks
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ def _show(run: SFTRun, console: Console, summary: dict[str, Any], losses: Sequen
     if before is not None:
         later = f"{after['loss']:.4f} (perplexity {after['perplexity']:.3f})" if after else "not measured"
         console.print(f"[bold]Held-out loss[/]: {before['loss']:.4f} before, {later} after", highlight=False)
+    if run.progress.phase == DONE and summary["steps"] < run.parts.steps:
+        console.print(f"Early stopping ended the run at step {summary['steps']} of {run.parts.steps}.", highlight=False)
     console.print(
         f"[bold]Data[/]: {data['samples']:,} samples of {data['tokens']:,} tokens, {data['trained_tokens']:,} of them trained; "
         f"{data['samples_cut']:,} longer than max_seq_len were cut, {data['samples_cut_empty']:,} of them to nothing",

@@ -49,7 +49,7 @@ class SFTParts:
         steps = recipe.epochs * _source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
         heldout = HeldOutLoss(model, data.heldout, cfg) if data.heldout else None
         if heldout is None and (cfg.eval_every_n_steps or cfg.eval_at_start):
-            raise ConfigError("trainer.eval_every_n_steps needs held-out rows; raise heldout or give heldout_data")
+            raise ConfigError(f"trainer.eval_every_n_steps needs held-out rows, and there are none: {data.why_no_heldout}")
         return cls(model, tokenizer, data, cfg, steps, heldout)
 
 
@@ -81,7 +81,7 @@ class SFTRun:
         """All steps that are left, or those until a stop; the model is kept."""
         recipe, parts = self.recipe, self.parts
         if parts.heldout is None:
-            self.screen.note("No rows are held out; nothing is measured")
+            self.screen.note(f"No rows are held out, and nothing is measured: {parts.data.why_no_heldout}")
         self.screen.note(f"Training on {len(parts.data.train):,} samples: {parts.steps} steps of {recipe.batch_size}")
         trainer_of = partial(Trainer, algo=make_sft(normalizer="tokens"), evaluator=parts.heldout)
         await take_steps(self, trainer_of, _source(parts.data, recipe), keys=KEYS)

@@ -1,0 +1,121 @@
+"""What the command line says of versions, flags and folders that it is given by mistake, and with which exit status."""
+
+import json
+from importlib.metadata import version
+
+import pytest
+from typer.testing import CliRunner
+
+from ludic.cli import app
+from ludic.recipes.compose import compose
+from ludic.recipes.device import said_device
+from ludic.recipes.model import make_small_model
+from ludic.recipes.sft.data import why_none
+
+
+def ludic(*arguments, code=0):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+def test_the_version_is_said_by_a_flag_as_by_the_command():
+    assert ludic("--version") == ludic("version") == version("ludic")
+
+
+def test_the_learning_rate_has_a_flag_in_every_training_command():
+    assert "lr: 0.0123" in ludic("train", "--lr", "0.0123", "--print-config")
+    assert "lr: 0.0123" in ludic("sft", "--lr", "0.0123", "--print-config")
+    assert "lr: 0.0123" in ludic("train-rm", "--lr", "0.0123", "--print-config")
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_flags_of_other_libraries_are_answered_with_the_setting(command):
+    assert "there is no flag --learning-rate; settings are written key=value; it is called trainer.lr" in ludic(
+        command, "--learning-rate", "1e-5", code=2
+    )
+    assert "there is no flag --sed; settings are written key=value; did you mean seed?" in ludic(command, "--sed=3", code=2)
+
+
+def test_the_flag_of_other_libraries_for_the_rate_is_known_to_reward_models_too():
+    assert "it is called --lr" in ludic("train-rm", "--learning-rate", "1e-5", code=2)
+
+
+def folder(path, command, *, model=True):
+    path.mkdir()
+    (path / "config.yaml").write_text("heldout: 0.1\n")
+    (path / "progress.json").write_text(json.dumps({"command": command}))
+    if model:
+        (path / "model").mkdir()
+    return path
+
+
+@pytest.mark.parametrize("command", [["eval"], ["rollout", "--out", "x.jsonl"]])
+def test_runs_without_a_task_are_called_what_they_are(tmp_path, monkeypatch, command):
+    """It was once said that there is no setting 'heldout'."""
+    monkeypatch.chdir(tmp_path)
+    shown = ludic(*command, folder(tmp_path / "chats", "sft"), code=2)
+    assert "is a run of `ludic sft`, which has no task; say which, such as: sort model=" in shown
+    assert "a reward model scores and does not answer" in ludic(*command, folder(tmp_path / "rm", "train-rm"), code=2)
+    assert "has no model; go on with" in ludic(*command, folder(tmp_path / "begun", "train", model=False), code=2)
+
+
+def test_the_exit_status_is_2_for_all_that_was_given_wrong(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "columns.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    for data in ("nosuch.jsonl", "bad.jsonl", "columns.jsonl", "problems.txt"):
+        ludic("train", f"data={data}", "reward=gsm8k", "model=x/y", code=2)
+    ludic("train", "sede=1", code=2)
+    ludic("sft", "data=nosuch.jsonl", code=2)
+
+
+def test_a_run_and_an_evaluation_say_where_the_model_is(tiny, tmp_path):
+    assert "On cpu, 1 threads, float32" in ludic("train", *tiny, "steps=0", "warmup.steps=0")
+    assert "episodes on cpu, 1 threads, float32, writing to" in ludic("eval", tmp_path / "run", "problems=1", "k=1")
+
+
+def test_a_device_is_said_of_the_model_and_not_of_the_setting():
+    model = make_small_model(compose(["network.hidden_size=16", "network.num_heads=2", "network.num_kv_heads=1"]).network)
+    assert said_device(model.bfloat16().to("meta")) == "meta, bfloat16"
+
+
+@pytest.mark.parametrize("section", ["trainer", "warmup.trainer"])
+def test_early_stopping_by_what_is_not_measured_is_refused_before_the_run(tiny, tmp_path, section):
+    """It once failed at the first evaluation, after the warm-up."""
+    given = [*tiny, f"{section}.early_stopping_patience=2", f"{section}.eval_every_n_steps=1"]
+    shown = ludic("train", *given, f"{section}.early_stopping_metric=eval_loss", code=2)
+    assert f"{section}.early_stopping_metric (eval_loss) is nothing that ludic train measures" in shown
+    assert "sampled_reward, greedy_accuracy" in shown
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_early_stopping_ended_says_so(tiny, tmp_path):
+    """Nothing is learnt, so that the second evaluation is no better than the first."""
+    stopping = [
+        "trainer.early_stopping_patience=1",
+        "trainer.early_stopping_metric=sampled_reward",
+        "trainer.early_stopping_mode=max",
+    ]
+    shown = ludic(
+        "train", *tiny, *stopping, "trainer.eval_every_n_steps=1", "steps=8", "trainer.lr=1e-9", "rollout.temperature=0.01"
+    )
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps"], summary["stopped_early"]) == (2, True)
+    assert "Early stopping ended the run at step 2 of 8" in shown
+
+
+def test_why_no_rows_are_held_out_is_said_with_the_remedy():
+    """1,500 chats with 25 first questions, 60 of each: two in a hundred are 30."""
+    said = why_none(1500, 0.02, 25, 60)
+    assert "heldout (0.02) of 1,500 rows is 30" in said
+    assert "raise heldout to 0.04 or above" in said
+    assert "heldout is 0" in why_none(1500, 0.0, 25, 60)
+
+
+def test_a_run_without_held_out_rows_says_why(tiny, tmp_path):
+    rows = [{"prompt": f"{n % 2}?", "completion": "a"} for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = [argument for argument in tiny if argument.startswith(("network.", "threads", "output", "name"))]
+    shown = ludic("sft", *small, f"data={tmp_path / 'rows.jsonl'}", "heldout=0.1", "steps=1")
+    assert "each of the 2 different prompts is in 10 rows or more; raise heldout to 0.5 or above" in shown
