@@ -264,7 +264,7 @@ Its log-probabilities are those of the distribution drawn from, token ids go in 
 
 - `ludic serve runs/NAME/model` serves on this machine's CPU or GPU, at http://127.0.0.1:8000
 - `ludic serve Qwen/Qwen3-8B --weights ludic_nccl -- --tensor-parallel-size 2` passes what follows `--` on to vLLM
-- `ludic serve path/to/model --lora-rank 16 --client-tags` takes adapters, and says the tags of several clients again
+- `ludic serve path/to/model --lora-rank 16 --client-tags` takes adapters, and returns each client's tag with its answer
 """
 
 
@@ -283,8 +283,12 @@ def serve(
     logprobs_mode: Annotated[str, typer.Option(help="Of what the log-probabilities are.")] = "processed_logprobs",
     weights: Annotated[str, typer.Option(help="How new weights come: gloo, ludic_nccl, disk, none, or auto by device.")] = "auto",
     lora_rank: Annotated[int, typer.Option(min=0, help="Largest rank of adapters; 0 serves none.")] = 0,
-    client_tags: Annotated[bool, typer.Option(help="Say the tags of clients again, for a server that several share.")] = False,
-    think_limits: Annotated[bool, typer.Option(help="Heed `max_think`: thoughts are closed after so many tokens.")] = False,
+    client_tags: Annotated[
+        bool, typer.Option(help="Return each client's tag with its answer, where several clients share the server.")
+    ] = False,
+    think_limits: Annotated[
+        bool, typer.Option(help="Obey `max_think` of a request: end its thinking after that many tokens.")
+    ] = False,
     compiled: Annotated[bool, typer.Option(help="Compile the model and record graphs: slow to start, fast to sample.")] = False,
     ready_timeout_s: Annotated[float, typer.Option(min=1.0, help="Seconds until it must have sampled a token.")] = 600.0,
 ) -> None:

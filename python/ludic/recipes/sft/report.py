@@ -55,7 +55,7 @@ def _draw(run: SFTRun, summary: dict[str, Any], losses: Sequence[float]) -> None
     measured = summary["before"] is not None and summary["after"] is not None
     marks = {"held-out loss": (summary["before"]["loss"], summary["after"]["loss"])} if measured else {}
     title = f"supervised fine-tuning, seed {run.recipe.seed}"
-    write_picture(run.directory.picture, {"loss": losses}, marks=marks, title=title, measure="nats a token")
+    write_picture(run.directory.picture, {"loss": losses}, marks=marks, title=title, measure="nats per token")
 
 
 def _show(run: SFTRun, console: Console, summary: dict[str, Any], losses: Sequence[float]) -> None:
