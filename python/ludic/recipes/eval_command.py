@@ -36,7 +36,10 @@ def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: boo
     if print_config:
         from omegaconf import OmegaConf
 
-        print(to_yaml(recipe) + OmegaConf.to_yaml(OmegaConf.create(asdict(settings))), end="")
+        from ludic.recipes.commented import commented, explained
+
+        own = OmegaConf.to_yaml(OmegaConf.create(asdict(settings)))
+        print(explained(recipe) + commented(own, EvalSettings), end="")
         return 0
     with output_to(json_only) as console:
         try:

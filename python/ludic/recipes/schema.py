@@ -174,7 +174,8 @@ def trainer_section(config: type[TrainerConfig] = TrainerConfig) -> type[Any]:
     """`config` as OmegaConf can hold it: the same fields and defaults, without the derived, literals as plain types."""
     hints = get_type_hints(config)
     chosen = [item for item in fields(config) if item.init and item.name not in DERIVED]
-    return make_dataclass("TrainerSection", [(item.name, _plain(hints[item.name]), _copied(item)) for item in chosen])
+    made = [(item.name, _plain(hints[item.name]), _copied(item)) for item in chosen]
+    return make_dataclass("TrainerSection", made, namespace={"made_of": config})
 
 
 def _plain(hint: Any) -> Any:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ludic.recipes.compose import to_yaml
+from ludic.recipes.commented import explained
 from ludic.recipes.console import carry_out, quiet_libraries
 from ludic.recipes.process import settled_memory
 from ludic.recipes.resume import gone_on_with, wanted_steps
@@ -90,7 +90,7 @@ def run_command(
         if resume is not None:
             wanted_steps(arguments, command.directory.command)
         given = arguments if resume is None else [str(command.directory.look_into(resume).config), *arguments]
-        print(to_yaml(command.compose(given)), end="")
+        print(explained(command.compose(given)), end="")
         return 0
     return carry_out(lambda console: _train(command, arguments, resume, console, started), json_only=json_only)
 

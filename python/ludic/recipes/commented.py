@@ -1,0 +1,73 @@
+"""`--print-config` with what every setting means: the docstring under each field, as a comment above its line."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from itertools import pairwise
+from typing import Any, get_type_hints
+
+from ludic.recipes.compose import to_yaml
+
+_WIDTH = 100
+
+
+def explained(recipe: Any) -> str:
+    """The whole recipe as YAML, every setting with what it means."""
+    return commented(to_yaml(recipe), type(recipe), recipe.trainer.made_of)
+
+
+def commented(text: str, recipe: type[Any], trainer: type[Any] | None = None) -> str:
+    """`text` is the YAML of a `recipe`, block by block; `trainer` is what its `trainer` sections are fields of. The result is YAML of the
+    same values."""
+    docs = dict(_documented(recipe, trainer, ""))
+    lines, path = [], list[str]()
+    for line in text.splitlines():
+        stripped = line.lstrip(" ")
+        key, separator, _ = stripped.partition(":")
+        depth = (len(line) - len(stripped)) // 2
+        if separator and key.isidentifier() and depth <= len(path):
+            path = [*path[:depth], key]
+            doc = docs.get(".".join(path))
+            if doc is not None:
+                margin = f"{line[: len(line) - len(stripped)]}# "
+                lines += textwrap.wrap(doc, _WIDTH, initial_indent=margin, subsequent_indent=margin)
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _documented(section: type[Any], trainer: type[Any] | None, prefix: str) -> Iterator[tuple[str, str]]:
+    """(path of a setting, what it means)."""
+    docs, hints = docs_of(section), get_type_hints(section)
+    for item in fields(section):
+        if item.name in docs:
+            yield f"{prefix}{item.name}", docs[item.name]
+        inner = trainer if item.name == "trainer" and trainer is not None else hints[item.name]
+        if is_dataclass(inner) and inner is not section:
+            yield from _documented(inner, trainer, f"{prefix}{item.name}.")
+
+
+def docs_of(section: type[Any]) -> dict[str, str]:
+    """The docstring under each field of a class and of those it comes from, on one line."""
+    found: dict[str, str] = {}
+    for base in reversed(section.__mro__):
+        if is_dataclass(base):
+            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+            assert isinstance(body, ast.ClassDef)
+            found |= dict(_docs_in(body.body))
+    return found
+
+
+def _docs_in(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for statement, following in pairwise(body):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+            and isinstance(following.value.value, str)
+        ):
+            yield statement.target.id, " ".join(following.value.value.split())
