@@ -52,7 +52,7 @@ def test_an_id_of_the_hub_is_not(source):
 @pytest.mark.parametrize("source", ["runs/nosuch", "here/nosuch", "nosuch.gguf"])
 def test_models_that_are_not_there_are_missed_at_once(source):
     for load in (lambda: load_model(source, "float32"), lambda: load_reward_model(source)):
-        with pytest.raises(ConfigError, match=rf"{source} does not exist: no config\.json"):
+        with pytest.raises(ConfigError, match=rf"{source} does not exist; give a folder with config\.json"):
             load()
 
 

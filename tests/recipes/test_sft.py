@@ -31,6 +31,7 @@ SUMMARY_KEYS = [
     "padding",
     "memory",
     "steps",
+    "early_stopping",
     "epochs",
     "data",
     "seed",
