@@ -45,10 +45,9 @@ fuzz_target!(|input: Input| {
         assert!(!["mean", "sum", "count_true"].contains(&input.kind.name()));
         return;
     };
-    let present: Vec<f64> = input.values.iter().copied().filter(|value| !value.is_nan()).collect();
     let mut running = Accumulator::new(reduction);
-    present.iter().for_each(|&value| running.add(value));
-    let size: f64 = present.iter().map(|value| value.abs()).sum::<f64>() + present.len() as f64;
+    input.values.iter().for_each(|&value| running.add(value));
+    let size: f64 = input.values.iter().map(|value| value.abs()).sum::<f64>() + input.values.len() as f64;
     assert!(agree(reduce_column(reduction, &input.values), running.finish(None), size));
     if let Ok(denominator) = Denominator::try_from(input.denominator.as_deref()) {
         let count = denominator.count(input.counts.0, input.counts.1);

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ludic import _core
-from ludic.errors import ConfigError, DataError, DataTypeError
+from ludic.errors import ConfigError, DataError, DataTypeError, LudicError
 
 numbers = st.integers(-1000, 1000) | st.floats(-1e6, 1e6) | st.booleans() | st.none()
 records = st.lists(
@@ -51,9 +51,9 @@ def test_reducers_equal_plain_python(
     assert got == pytest.approx(want, rel=1e-9, abs=1e-6)
 
 
-@given(st.lists(st.none() | st.floats(-1e6, 1e6)), kinds)
-def test_a_column_equals_plain_python_with_nan_for_absent(values: list[float | None], kind: str) -> None:
-    column = np.array([math.nan if value is None else value for value in values], np.float64)
+@given(st.lists(st.floats(-1e6, 1e6)), kinds)
+def test_a_column_equals_plain_python(values: list[float], kind: str) -> None:
+    column = np.array(values, np.float64)
     want = plain([{"a": value} for value in values], kind, "a", None)
     assert _core.reduce_column(kind, column) == pytest.approx(want, rel=1e-9, abs=1e-6)
     assert _core.reduce_column(kind, np.repeat(column, 2)[::2]) == _core.reduce_column(kind, column)
@@ -128,5 +128,70 @@ def test_a_column_of_another_type_is_refused(values: Any) -> None:
         _core.reduce_column("sum", values)
 
 
-def test_a_nan_in_a_record_is_a_value_and_shows() -> None:
-    assert math.isnan(_core.reduce_records([{"a": 1.0}, {"a": math.nan}], [("mean", "a", None)], 2, 2)[0])
+finite_or_not = st.floats(-1e16, 1e16) | st.sampled_from([math.nan, math.inf, -math.inf, 1e16, -1e16, 1.0])
+
+
+@given(st.lists(finite_or_not), kinds)
+def test_a_column_and_records_have_one_result(values: list[float], kind: str) -> None:
+    records = [{"a": value} for value in values]
+    want = _core.reduce_records(records, [(kind, "a", None)], 1, 1)[0]
+    assert _core.reduce_column(kind, np.array(values, np.float64)) == pytest.approx(want, rel=1e-15, abs=1e-12, nan_ok=True)
+
+
+def test_a_sum_keeps_what_is_small_beside_it() -> None:
+    # 1e16 + 1 rounds to 1e16, so that a plain sum of these is 0.
+    values = [1e16, *[1.0] * 1000, -1e16]
+    assert _core.reduce_records([{"a": value} for value in values], [("sum", "a", None)], 1, 1) == [1000.0]
+    assert _core.reduce_column("sum", np.array(values)) == 1000.0
+
+
+def test_nan_is_a_value_and_shows() -> None:
+    mean, true = ("mean", "a", None), ("count_true", "a", None)
+    reduced = _core.reduce_records([{"a": 1.0}, {"a": math.nan}], [mean, true], 2, 2)
+    assert math.isnan(reduced[0])
+    assert reduced[1] == 2
+    assert math.isnan(_core.reduce_column("mean", np.array([1.0, math.nan])))
+    assert _core.reduce_column("count_true", np.array([1.0, math.nan])) == 2
+
+
+def test_a_rollout_that_has_no_hash_is_named() -> None:
+    records = [{"rollout_id": "r0", "hit": True}, {"rollout_id": ["r1"], "hit": True}]
+    with pytest.raises(DataTypeError, match=r"record 1: rollout_id is \['r1'\], but must be hashable") as caught:
+        _core.reduce_records(records, [("count_true", "hit", "rollouts")], 2, 2)
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_a_value_that_is_neither_true_nor_false_is_named() -> None:
+    with pytest.raises(DataTypeError, match=r"record 0: hits is array\(\[1, 0\]\), but count_true takes") as caught:
+        _core.reduce_records([{"hits": np.array([1, 0])}], [("count_true", "hits", None)], 1, 1)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_records_that_cannot_be_gone_through_are_refused() -> None:
+    with pytest.raises(DataTypeError, match="records is a int, but must be a sequence of mappings"):
+        _core.reduce_records(3, [], 1, 1)  # type: ignore[arg-type]
+
+
+class Interrupted:
+    """Neither number nor truth can be had of it."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def __float__(self) -> float:
+        raise self.error
+
+    def __bool__(self) -> bool:
+        raise self.error
+
+    def __hash__(self) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
+def test_an_error_of_a_value_is_not_replaced(error: type[BaseException]) -> None:
+    record = {"a": Interrupted(error), "b": True, "rollout_id": Interrupted(error)}
+    for reducer in [("sum", "a", None), ("count_true", "a", None), ("count_true", "b", "rollouts")]:
+        with pytest.raises(error) as caught:
+            _core.reduce_records([record], [reducer], 1, 1)
+        assert not isinstance(caught.value, LudicError)

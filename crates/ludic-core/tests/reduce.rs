@@ -46,11 +46,48 @@ proptest! {
     }
 
     #[test]
-    fn a_column_skips_what_is_absent(values in values(), reduction in reduction()) {
-        let column: Vec<f64> = values.iter().map(|value| value.unwrap_or(f64::NAN)).collect();
-        let (got, want) = (reduce_column(reduction, &column), oracle(reduction, &present(&values), None));
+    fn a_column_is_the_plain_sum_or_mean(values in values(), reduction in reduction()) {
+        let column = present(&values);
+        let (got, want) = (reduce_column(reduction, &column), oracle(reduction, &column, None));
         prop_assert!(close(got, want), "{got} for {want}");
     }
+
+    #[test]
+    fn a_column_and_the_same_values_one_by_one_agree_to_the_last_bits(
+        values in prop::collection::vec(prop_oneof![-1e16..1e16, -1e-3..1e-3, Just(f64::INFINITY), Just(f64::NAN)], 0..300),
+        reduction in reduction(),
+    ) {
+        let mut running = Accumulator::new(reduction);
+        values.iter().for_each(|&value| running.add(value));
+        let (got, want) = (reduce_column(reduction, &values), running.finish(None));
+        let agree = (got - want).abs() <= 4.0 * f64::EPSILON * want.abs() + 1e-12;
+        prop_assert!(agree || got == want || got.is_nan() && want.is_nan(), "{got} for {want}");
+    }
+}
+
+#[test]
+fn a_sum_keeps_what_is_small_beside_it() {
+    // 1e16 + 1 rounds to 1e16; a plain sum of all of it is 0.
+    let values: Vec<f64> = [1e16].into_iter().chain([1.0; 1000]).chain([-1e16]).collect();
+    let mut running = Accumulator::new(Reduction::Sum);
+    values.iter().for_each(|&value| running.add(value));
+    assert_eq!((running.finish(None), reduce_column(Reduction::Sum, &values)), (1000.0, 1000.0));
+}
+
+#[test]
+fn what_is_not_finite_shows() {
+    for (values, sum) in [
+        ([f64::INFINITY, 1.0], f64::INFINITY),
+        ([f64::MAX, f64::MAX], f64::INFINITY),
+        ([f64::NEG_INFINITY, -1.0], f64::NEG_INFINITY),
+    ] {
+        let mut running = Accumulator::new(Reduction::Sum);
+        values.iter().for_each(|&value| running.add(value));
+        assert_eq!((running.finish(None), reduce_column(Reduction::Sum, &values)), (sum, sum));
+    }
+    assert!(reduce_column(Reduction::Mean, &[1.0, f64::NAN]).is_nan());
+    assert!(reduce_column(Reduction::Sum, &[f64::INFINITY, f64::NEG_INFINITY]).is_nan());
+    assert_eq!(reduce_column(Reduction::CountTrue, &[f64::NAN, 0.0, -2.0]), 2.0);
 }
 
 #[test]

@@ -49,6 +49,11 @@ impl Field {
     }
 }
 
+/// How it is written, for messages.
+pub fn shown(value: &Bound<'_, PyAny>) -> String {
+    value.repr().map_or_else(|_| "an object without repr".to_owned(), |text| text.to_string())
+}
+
 /// The name of its type.
 pub fn kind_of(value: &Bound<'_, PyAny>) -> String {
     value.get_type().name().map_or_else(|_| "?".to_owned(), |name| name.to_string())

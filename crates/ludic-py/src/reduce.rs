@@ -8,7 +8,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyMapping, PySet, PyString};
 
 use crate::arguments::{Count, described};
-use crate::errors::{Result, raised};
+use crate::errors::{Result, raised, refusal};
+use crate::fields::{kind_of, shown};
 
 /// A dotted path, and which reducers read it: it is followed once a record.
 struct Source<'py> {
@@ -33,13 +34,19 @@ impl<'py> Source<'py> {
     }
 
     fn wrong_value(&self, at: usize, value: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
-        let shown = value.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());
-        let source = &self.name;
-        if error.is_instance_of::<PyOverflowError>(value.py()) {
-            return raised("DataError", format!("record {at}: {source} is {shown}, which does not fit in float64"));
+        let (py, shown, source) = (value.py(), shown(value), &self.name);
+        if error.is_instance_of::<PyOverflowError>(py) {
+            let message = format!("record {at}: {source} is {shown}, which does not fit in float64");
+            return refusal(py, error, "DataError", message);
         }
         let rule = "but mean and sum take numbers; use count_true or a transform";
-        raised("DataTypeError", format!("record {at}: {source} is {shown}, {rule}"))
+        refusal(py, error, "DataTypeError", format!("record {at}: {source} is {shown}, {rule}"))
+    }
+
+    fn wrong_truth(&self, at: usize, value: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
+        let (shown, source) = (shown(value), &self.name);
+        let rule = "but count_true takes what is true or false; reduce it in a transform, as by any()";
+        refusal(value.py(), error, "DataTypeError", format!("record {at}: {source} is {shown}, {rule}"))
     }
 }
 
@@ -72,17 +79,21 @@ impl<'py> Reducer<'py> {
         if !self.counts_truth {
             let number = value.extract().map_err(|error| source.wrong_value(at, value, error))?;
             self.accumulator.add(number);
-        } else if value.is_truthy()? && self.is_new(record)? {
+        } else if value.is_truthy().map_err(|error| source.wrong_truth(at, value, error))? && self.is_new(at, record)? {
             self.accumulator.add(1.0);
         }
         Ok(())
     }
 
     /// Whether the rollout of this record has not been counted. Records without `rollout_id` all count.
-    fn is_new(&self, record: &Bound<'py, PyAny>) -> PyResult<bool> {
+    fn is_new(&self, at: usize, record: &Bound<'py, PyAny>) -> PyResult<bool> {
         let Some(counted) = &self.counted else { return Ok(true) };
         let Some(rollout) = get(record, intern!(record.py(), "rollout_id"))? else { return Ok(true) };
-        let is_new = !counted.contains(&rollout)?;
+        let is_new = !counted.contains(&rollout).map_err(|error| {
+            let rule = "but must be hashable, such as a text or a number";
+            let message = format!("record {at}: rollout_id is {}, {rule}", shown(&rollout));
+            refusal(record.py(), error, "DataTypeError", message)
+        })?;
         counted.add(rollout)?;
         Ok(is_new)
     }
@@ -133,7 +144,11 @@ pub fn reduce_records<'py>(
         .map(|(kind, _, normalize_by)| Reducer::new(py, kind, normalize_by.as_deref()))
         .collect::<Result<Vec<_>>>()?;
     let sources = Source::all(py, reducers.into_iter().map(|(_, source, _)| source));
-    for (at, record) in records.try_iter()?.enumerate() {
+    let each = records.try_iter().map_err(|error| {
+        let message = format!("records is a {}, but must be a sequence of mappings", kind_of(records));
+        refusal(py, error, "DataTypeError", message)
+    })?;
+    for (at, record) in each.enumerate() {
         let record = record?;
         for source in &sources {
             let Some(value) = lookup(&record, &source.path)? else { continue };
@@ -151,7 +166,7 @@ fn not_negative(name: &'static str, count: Count) -> Result<u64> {
     Ok(u64::try_from(value).map_err(|_| ludic_core::CoreError::NegativeSetting { name, value })?)
 }
 
-/// The same over one column; NaN stands for an absent value.
+/// The same over one column, in which every value is present.
 #[pyfunction]
 pub fn reduce_column(kind: &str, values: &Bound<'_, PyAny>) -> Result<f64> {
     let reduction: Reduction = kind.parse()?;

@@ -37,7 +37,7 @@ class Reducer:
     """
 
     kind: ReducerKind
-    """`mean` of the values, their `sum`, or how many are true. Absent values (None) are skipped."""
+    """`mean` of the values, their `sum`, or how many are true. Absent values (None) are skipped; NaN is a value."""
     source: str | Callable[[Any], Any]
     """Dotted path into the metadata, or a function of the sample (of the record, for records)."""
     transform: Callable[[Any], Any] | None = None
@@ -147,19 +147,12 @@ def _reduce_values(reducer: Reducer, values: list[Any], records: Sequence[Mappin
     if truth and reducer.normalize_by == "rollouts":
         named = [{"value": value, "rollout_id": record.get("rollout_id")} for value, record in zip(values, records, strict=True)]
         return _core.reduce_records(named, [("count_true", "value", "rollouts")], *counts)[0]
-    column = np.array([_number(value, truth) for value in values], dtype=np.float64)
+    column = np.array([float(bool(value) if truth else value) for value in values if value is not None], dtype=np.float64)
     if reducer.normalize_by is None:
         return _core.reduce_column(reducer.kind, column)
     denominator = counts[0] if reducer.normalize_by == "samples" else counts[1]
     total = _core.reduce_column("count_true" if truth else "sum", column)
     return total / denominator if denominator else 0.0
-
-
-def _number(value: Any, truth: bool) -> float:
-    """NaN stands for an absent value."""
-    if value is None:
-        return float("nan")
-    return float(bool(value)) if truth else float(value)
 
 
 def _rollout(record: Mapping[str, Any], index: int) -> Hashable:
