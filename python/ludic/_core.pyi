@@ -37,6 +37,8 @@ class SampleTable:
         `__array__`, such as tensors on the CPU.
 
         An array that is not contiguous or not aligned is copied; foreign byte order and any other type raise `DataTypeError`.
+        A list as `attention_mask` may hold whatever equals 1 (`True`, `1.0`) if all of it does: the list counts its ones by itself. One
+        with a 0 in it, and every other field of whole numbers, holds whole numbers or truths.
         Samples without tokens, ids outside 0..2**31 - 1, masks that are ragged or hold anything but 0 and 1, log-probs that are not
         finite, not one for each action or not on all samples, weights that are not finite: `DataError`, naming the sample, the value
         and the rule.
@@ -117,7 +119,8 @@ class Plan:
     """Micro-batches as lists of sample indices: every index once, none empty."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> NDArray[np.int64]: ...
+    def __getitem__(self, index: int, /) -> NDArray[np.int64]:
+        """[B] the samples of one micro-batch, from the end where `index` is negative. No slices: those of `list(plan)`."""
     @property
     def indices(self) -> NDArray[np.int64]:
         """[N] sample indices, micro-batch after micro-batch."""
@@ -130,12 +133,12 @@ class Plan:
     @property
     def padded_tokens(self) -> int:
         """Tokens computed: rows times longest for padded plans, the real tokens for padding-free ones."""
-    def split(self, items: list[_T]) -> list[list[_T]]:
+    def split(self, items: list[_T] | tuple[_T, ...]) -> list[list[_T]]:
         """The items at the indices of each micro-batch, where `items` has one for each sample planned."""
     def to_lists(self) -> list[list[int]]: ...
 
-def lengths_of(sequences: list[Any]) -> NDArray[np.int32]:
-    """[N] `len` of each sequence of a list."""
+def lengths_of(sequences: list[Any] | tuple[Any, ...]) -> NDArray[np.int32]:
+    """[N] `len` of each sequence. `DataTypeError` for one that has none, `DataError` for one of 2**31 or more."""
 
 def plan_greedy(lengths: NDArray[np.int32], micro_token_budget: int) -> Plan:
     """Ascending stable sort; a new micro-batch when `longest * rows` would exceed the budget. O(n)."""
@@ -156,7 +159,10 @@ def plan_pairs(
 def group_pairs(
     pair_ids: Sequence[str | int], roles: Sequence[str], drop_incomplete: bool = True
 ) -> tuple[NDArray[np.int64], list[str | int]]:
-    """[P, 2] indices (chosen, rejected) in order of first appearance, and the ids of incomplete pairs."""
+    """[P, 2] indices (chosen, rejected) in order of first appearance, and the ids of incomplete pairs.
+
+    Ids are texts or whole numbers of 64 bits: 1 and "1" are two pairs. Truths are refused, since Python takes `True` for 1; so are
+    texts with half a surrogate pair, which have no UTF-8. `DataTypeError` for both."""
 
 def plan_ranks(
     lengths: NDArray[np.int32],
@@ -200,8 +206,9 @@ def reduce_records(
 
     An absent key and None are skipped, as is a path through something that is no mapping. Booleans count as 0 and 1. A denominator
     divides the sum once, also for `mean`, whose own count it replaces. `count_true` by rollouts counts a `rollout_id` once, however
-    many of its steps are true, so that a rate never exceeds 1. Without values, or with a denominator of 0, the result is 0.
+    many of its steps are true, so that a rate never exceeds 1. Without values, or with a denominator of 0, the result is 0. NaN is a
+    value: it makes a mean and a sum NaN. Sums are compensated (Neumaier 1974): they keep what is small beside the rest.
     """
 
 def reduce_column(kind: str, values: NDArray[np.float64]) -> float:
-    """The same over one column; NaN stands for an absent value."""
+    """The same over one column, in which every value is present: what is absent is left out beforehand."""

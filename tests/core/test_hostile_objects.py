@@ -160,6 +160,14 @@ def test_a_mask_whose_elements_cannot_be_compared_is_named(ones: list[Any]) -> N
         _core.SampleTable.from_items([replace(SAMPLE, attention_mask=ones)])
 
 
+def test_an_attention_mask_of_ones_is_what_equals_one_and_any_other_holds_whole_numbers() -> None:
+    for ones in ([1.0, 1.0, 1.0], [True, True, True], [1, 1.0, np.int64(1)]):
+        table = _core.SampleTable.from_items([replace(SAMPLE, attention_mask=ones)])
+        assert table.collate([0], 0)["attention_mask"].tolist() == [[1, 1, 1]]
+    with pytest.raises(DataTypeError, match=r"attention_mask\[0\] is 1.0 \(float\), but must be an integer"):
+        _core.SampleTable.from_items([replace(SAMPLE, attention_mask=[1.0, 1.0, 0.0])])
+
+
 def test_a_released_buffer_is_said_to_be_released() -> None:
     view = memoryview(b"\1\1\1")
     view.release()

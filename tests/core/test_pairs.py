@@ -1,5 +1,7 @@
 """Preference pairs: grouped by id, and never split by a plan."""
 
+from typing import Any
+
 import numpy as np
 import planning_oracle as oracle
 import pytest
@@ -119,11 +121,47 @@ def test_an_incomplete_pair_is_an_error_when_it_may_not_be_dropped() -> None:
         ([2**70], ["chosen"], DataTypeError, "not 1180591620717411303424"),
         ([None], ["chosen"], DataTypeError, "not None"),
         (["a"], [0], DataTypeError, "a role must be a text, not 0"),
-        (["\ud800"], ["chosen"], DataTypeError, "a pair_id must be a text"),
+        (["\ud800"], ["chosen"], DataTypeError, r"not '\\ud800', which has no UTF-8"),
+        (["a"], ["\ud800"], DataTypeError, r"a role must be a text, not '\\ud800'"),
+        ([True, 1], ["chosen", "rejected"], DataTypeError, "not the truth True"),
+        (["a"], "chosen", DataTypeError, "roles is 'chosen', but must be a sequence with one a sample"),
+        ("a", ["chosen"], DataTypeError, "pair_ids is 'a', but must be"),
+        (b"a", ["chosen"], DataTypeError, "pair_ids is b'a', but must be"),
+        (3, ["chosen"], DataTypeError, "pair_ids is 3, but must be"),
+        ({"a"}, ["chosen"], DataTypeError, "pair_ids is {'a'}, but must be"),
+        (["a"], None, DataTypeError, "roles is None, but must be"),
     ],
 )
-def test_wrong_ids_and_roles_are_refused(
-    pair_ids: list[object], roles: list[object], error: type[Exception], message: str
-) -> None:
+def test_wrong_ids_and_roles_are_refused(pair_ids: Any, roles: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        _core.group_pairs(pair_ids, roles)  # type: ignore[arg-type]
+        _core.group_pairs(pair_ids, roles)
+
+
+def test_ids_and_roles_may_be_any_sequences() -> None:
+    ids: list[Any] = [(7, 7), np.array([7, 7]), np.array(["a", "a"]), memoryview(b"aa")]
+    for some in ids:
+        pairs, incomplete = _core.group_pairs(some, ("chosen", "rejected"))
+        assert (pairs.tolist(), incomplete) == ([[0, 1]], [])
+    assert _core.group_pairs(range(7, 9), np.array(["chosen", "chosen"]))[1] == [7, 8]  # type: ignore[arg-type]
+
+
+class Interrupted:
+    """Neither a text nor a number can be had of it."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def __index__(self) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
+def test_an_error_of_an_id_is_not_replaced(error: type[BaseException]) -> None:
+    with pytest.raises(error):
+        _core.group_pairs([Interrupted(error)], ["chosen"])  # type: ignore[list-item]
+
+
+def test_a_refusal_of_pythons_is_the_cause_of_ours() -> None:
+    with pytest.raises(DataTypeError) as caught:
+        _core.group_pairs([1.5], ["chosen"])  # type: ignore[list-item]
+    assert isinstance(caught.value.__cause__, TypeError)

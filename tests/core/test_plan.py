@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import planning_oracle as oracle
@@ -247,5 +248,25 @@ def test_lengths_are_those_of_the_sequences() -> None:
     assert _core.lengths_of([]).dtype == np.int32
     with pytest.raises(DataError, match="exceeds 2"):
         _core.lengths_of([range(2**31)])
-    with pytest.raises(TypeError, match="has no len"):
-        _core.lengths_of([3])
+    with pytest.raises(DataTypeError, match=r"sequences\[1\] is no sequence: .*has no len"):
+        _core.lengths_of([[1], 3])
+    assert _core.lengths_of(([1, 2], [3])).tolist() == [2, 1]
+
+
+def test_an_index_that_is_none_is_said_to_be_none() -> None:
+    lengths = int32([4, 4, 4])
+    for plan in (_core.plan_greedy(lengths, 4), _core.plan_ranks(lengths, 4, 1)[0]):
+        for index in (slice(0, 2), "0", 1.0, None):
+            with pytest.raises(DataTypeError, match=r"index of a micro-batch is .*; for a slice take that of list\(plan\)"):
+                plan[index]  # type: ignore[index]
+        for huge in (2**70, -(2**70)):
+            with pytest.raises(IndexError, match=f"micro-batch {huge} is in no plan"):
+                plan[huge]
+
+
+@pytest.mark.parametrize("value", ["chosen", 3, None, {"a": 1}, np.zeros(3)])
+def test_what_is_no_list_is_neither_split_nor_measured(value: Any) -> None:
+    with pytest.raises(DataTypeError, match=r"items is a \w+, but must be a list"):
+        _core.plan_greedy(int32([1, 2, 3]), 9).split(value)
+    with pytest.raises(DataTypeError, match=r"sequences is a \w+, but must be a list"):
+        _core.lengths_of(value)

@@ -1,13 +1,15 @@
 //! Preference pairs: grouping by id, and plans that keep them whole.
 
 use ludic_core::pairs::{self, PairId};
-use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2};
+use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArray};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
-use pyo3::types::PyList;
+use pyo3::types::{PyBool, PyBytes, PyList, PySequence, PyString};
 
 use crate::arguments::{Count, InPlace, Lengths, described};
-use crate::errors::{Result, raised};
+use crate::errors::{Result, raised, refusal};
+use crate::fields::shown;
+use crate::lists::as_list;
 use crate::plan::Plan;
 
 /// A pair id as Python gives it: a text, or anything that stands for a whole number.
@@ -20,15 +22,21 @@ impl<'py> FromPyObject<'_, 'py> for Id {
     type Error = PyErr;
 
     fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        if let Ok(text) = value.extract() {
-            return Ok(Self::Text(text));
+        let rule = |found: &str| format!("a pair_id must be a text or a whole number of 64 bits, not {found}");
+        if value.is_instance_of::<PyString>() {
+            return value.extract().map(Self::Text).map_err(|error| {
+                let message = rule(&format!("{}, which has no UTF-8", shown(&value)));
+                refusal(value.py(), error, "DataTypeError", message)
+            });
         }
-        value.extract().map(Self::Number).map_err(|_| {
-            raised(
+        if value.is_instance_of::<PyBool>() {
+            return Err(raised(
                 "DataTypeError",
-                format!("a pair_id must be a text or a whole number of 64 bits, not {}", shown(&value)),
-            )
-        })
+                rule(&format!("the truth {}, which Python takes for a number", shown(&value))),
+            ));
+        }
+        let number = value.extract().map(Self::Number);
+        number.map_err(|error| refusal(value.py(), error, "DataTypeError", rule(&shown(&value))))
     }
 }
 
@@ -48,13 +56,22 @@ impl<'py> FromPyObject<'_, 'py> for Role {
     type Error = PyErr;
 
     fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let wrong = |_| raised("DataTypeError", format!("a role must be a text, not {}", shown(&value)));
-        value.extract().map(Self).map_err(wrong)
+        let message = || format!("a role must be a text, not {}", shown(&value));
+        value.extract().map(Self).map_err(|error| refusal(value.py(), error, "DataTypeError", message()))
     }
 }
 
-fn shown(value: &Bound<'_, PyAny>) -> String {
-    value.repr().map_or_else(|_| "an object without repr".to_owned(), |text| text.to_string())
+/// The items of a sequence, or of a numpy array. A text is a sequence of its letters, and never meant.
+fn one_a_sample<'py>(name: &str, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+    if let Some(list) = as_list(value)? {
+        return Ok(list);
+    }
+    let is_sequence = value.cast::<PySequence>().is_ok() || value.cast::<PyUntypedArray>().is_ok();
+    if !is_sequence || value.is_instance_of::<PyString>() || value.is_instance_of::<PyBytes>() {
+        let message = format!("{name} is {}, but must be a sequence with one a sample; give a list", shown(value));
+        return Err(raised("DataTypeError", message));
+    }
+    PyList::new(value.py(), value.try_iter()?.collect::<PyResult<Vec<_>>>()?)
 }
 
 /// What `group_pairs` returns: [P, 2] sample indices, and the ids of incomplete pairs.
@@ -66,10 +83,12 @@ type Grouped<'py> = (Bound<'py, PyArray2<i64>>, Bound<'py, PyList>);
 pub fn group_pairs<'py>(
     py: Python<'py>,
     pair_ids: &Bound<'py, PyAny>,
-    roles: Vec<Role>,
+    roles: &Bound<'py, PyAny>,
     drop_incomplete: bool,
 ) -> Result<Grouped<'py>> {
+    let pair_ids = one_a_sample("pair_ids", pair_ids)?;
     let ids: Vec<Id> = pair_ids.extract()?;
+    let roles: Vec<Role> = one_a_sample("roles", roles)?.extract()?;
     let groups = py.detach(|| {
         let ids: Vec<PairId<'_>> = ids.iter().map(Id::borrowed).collect();
         let roles: Vec<&str> = roles.iter().map(|role| &*role.0).collect();
@@ -77,7 +96,7 @@ pub fn group_pairs<'py>(
     })?;
     let rows = groups.pairs.iter().flatten().map(|&sample| i64::from(sample));
     let indices = PyArray1::from_iter(py, rows).reshape([groups.pairs.len(), 2])?;
-    let incomplete = groups.incomplete.iter().map(|&sample| pair_ids.get_item(sample));
+    let incomplete = groups.incomplete.iter().map(|&sample| pair_ids.get_item(sample as usize));
     Ok((indices, PyList::new(py, incomplete.collect::<PyResult<Vec<_>>>()?)?))
 }
 

@@ -2,13 +2,14 @@
 
 use ludic_core::plan;
 use numpy::PyArray1;
-use pyo3::exceptions::PyIndexError;
+use pyo3::exceptions::{PyIndexError, PyOverflowError};
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
 use crate::arguments::{Count, InPlace, Lengths};
-use crate::errors::{Result, raised};
-use crate::lists::{length_at, picked};
+use crate::errors::{Result, raised, refusal};
+use crate::fields::{kind_of, shown};
+use crate::lists::{as_list, length_at, picked};
 
 /// Micro-batches as lists of sample indices: every index once, none empty.
 #[pyclass(frozen, sequence, module = "ludic._core")]
@@ -20,7 +21,7 @@ impl Plan {
         self.0.len()
     }
 
-    fn __getitem__<'py>(&self, py: Python<'py>, index: isize) -> PyResult<Bound<'py, PyArray1<i64>>> {
+    fn __getitem__<'py>(&self, py: Python<'py>, index: Position) -> PyResult<Bound<'py, PyArray1<i64>>> {
         micro_batch(index, self.0.len(), |index| self.0.get(index)).map(|rows| widened(py, rows))
     }
 
@@ -53,7 +54,8 @@ impl Plan {
     }
 
     /// The items at the indices of each micro-batch. `items` has one for each sample that was planned.
-    fn split<'py>(&self, py: Python<'py>, items: &Bound<'py, PyList>) -> PyResult<Bound<'py, PyList>> {
+    fn split<'py>(&self, py: Python<'py>, items: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+        let items = &list_named("items", items)?;
         let (given, planned) = (items.len(), self.0.indices().len());
         if given != planned {
             let message = format!("items ({given}) and the plan's samples ({planned}) must be equally long");
@@ -67,11 +69,41 @@ impl Plan {
     }
 }
 
-/// The rows of one micro-batch, counted from the end when `index` is negative.
-pub fn micro_batch<'a>(index: isize, len: usize, get: impl FnOnce(usize) -> Option<&'a [u32]>) -> PyResult<&'a [u32]> {
+/// The place of one micro-batch, from the end when it is negative.
+pub struct Position(isize);
+
+impl<'py> FromPyObject<'_, 'py> for Position {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        value.extract().map(Self).map_err(|error| {
+            if error.is_instance_of::<PyOverflowError>(value.py()) {
+                return PyIndexError::new_err(format!("micro-batch {} is in no plan", shown(&value)));
+            }
+            let rule = "must be a whole number; for a slice take that of list(plan)";
+            let message = format!("the index of a micro-batch is {}, but {rule}", shown(&value));
+            refusal(value.py(), error, "DataTypeError", message)
+        })
+    }
+}
+
+/// The rows of one micro-batch.
+pub fn micro_batch<'a>(
+    Position(index): Position,
+    len: usize,
+    get: impl FnOnce(usize) -> Option<&'a [u32]>,
+) -> PyResult<&'a [u32]> {
     let from_front = if index < 0 { index.checked_add_unsigned(len) } else { Some(index) };
     let found = from_front.and_then(|index| usize::try_from(index).ok()).and_then(get);
     found.ok_or_else(|| PyIndexError::new_err(format!("micro-batch {index} of {len}")))
+}
+
+/// A list, or a tuple as one.
+fn list_named<'py>(name: &str, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+    as_list(value)?.ok_or_else(|| {
+        let message = format!("{name} is a {}, but must be a list; wrap it in list()", kind_of(value));
+        raised("DataTypeError", message)
+    })
 }
 
 /// Sample indices as numpy wants them.
@@ -111,9 +143,13 @@ pub fn plan_padding_free(py: Python<'_>, lengths: Lengths<'_>, micro_token_budge
 
 /// [N] `len` of each sequence of a list.
 #[pyfunction]
-pub fn lengths_of<'py>(py: Python<'py>, sequences: &Bound<'py, PyList>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+pub fn lengths_of<'py>(py: Python<'py>, sequences: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+    let sequences = &list_named("sequences", sequences)?;
     let lengths = (0..sequences.len()).map(|position| {
-        let length = length_at(sequences, position)?;
+        let length = length_at(sequences, position).map_err(|error| {
+            let message = format!("sequences[{position}] is no sequence: {}", error.value(py));
+            refusal(py, error, "DataTypeError", message)
+        })?;
         i32::try_from(length)
             .map_err(|_| raised("DataError", format!("a sequence of {length} tokens exceeds 2**31 - 1")))
     });

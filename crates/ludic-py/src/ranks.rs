@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use crate::arguments::{Count, InPlace, Lengths};
 use crate::errors::Result;
-use crate::plan::{micro_batch, widened};
+use crate::plan::{Position, micro_batch, widened};
 
 /// One rank's micro-batches. An empty one stands for a row of weight zero that keeps the ranks in step.
 #[pyclass(frozen, sequence, module = "ludic._core")]
@@ -18,7 +18,7 @@ impl RankPlan {
         self.0.len()
     }
 
-    fn __getitem__<'py>(&self, py: Python<'py>, index: isize) -> PyResult<Bound<'py, PyArray1<i64>>> {
+    fn __getitem__<'py>(&self, py: Python<'py>, index: Position) -> PyResult<Bound<'py, PyArray1<i64>>> {
         micro_batch(index, self.0.len(), |index| self.0.get(index)).map(|rows| widened(py, rows))
     }
 
