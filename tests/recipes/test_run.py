@@ -104,13 +104,13 @@ def test_a_demonstration_has_the_prompt_tokens_that_the_policy_is_asked_with(tin
     train(*tiny, "rollout.system_prompt=Sort.", "rollout.log_every=1")
     line = json.loads((tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()[0])
     asked = line["steps"][0]["trace"]["prompt_token_ids"]
-    assert bytes(i - 3 for i in asked) == b"Sort." + line["steps"][0]["prev_obs"].encode()
+    assert bytes(i - 3 for i in asked) == b"Sort.\n\n" + line["steps"][0]["prev_obs"].encode()
 
     source = DemonstrationSource(DigitSort(), make_byte_tokenizer(), batch_size=2, seed=0, system_prompt="Sort.")
     item = asyncio.run(source.next_batch()).items[0]
     prompt = [token for token, is_action in zip(item.input_ids, item.action_mask, strict=True) if not is_action]
     question = DigitSort().draw(Random("demonstrations 0 0"))["question"]
-    assert bytes(i - 3 for i in prompt) == b"Sort." + question.encode()
+    assert bytes(i - 3 for i in prompt) == b"Sort.\n\n" + question.encode()
     assert item.input_ids[-1] == 2  # the end is part of what is learnt
 
 
