@@ -4,6 +4,19 @@
 //! `overhead_tokens * linear`, however many ranks there are. A sample costs `linear * length + quadratic * length^2`, a row of a padded micro-batch what its longest row costs. The
 //! micro-batches are made for all ranks together, as many as a multiple of the ranks, sorted by cost and dealt one round
 //! a step, so that the ranks that wait for each other compute neighbours in cost; the heaviest step comes first.
+//!
+//! ```
+//! use ludic_core::balance::{Packing, RankOptions, plan_ranks};
+//!
+//! let packing = Packing::PaddingFree;
+//! let options = RankOptions { world_size: 2, packing, overhead_tokens: 256, linear: 1, quadratic: 0 };
+//! // 8 tokens on the one rank, 4 + 3 + 1 on the other.
+//! let ranks = plan_ranks(&[8, 4, 3, 1], 8, &options)?;
+//! assert_eq!(ranks[0].iter().collect::<Vec<_>>(), [[0]]);
+//! assert_eq!(ranks[1].iter().collect::<Vec<_>>(), [[1, 2, 3]]);
+//! assert_eq!((ranks[0].cost(), ranks[1].cost()), (8, 8));
+//! # Ok::<(), ludic_core::CoreError>(())
+//! ```
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

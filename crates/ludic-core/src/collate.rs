@@ -1,5 +1,36 @@
 //! Rows of a table into the arrays that a model reads. Writes into the caller's slices, so that they can be the memory of
 //! a numpy array that torch shares.
+//!
+//! ```
+//! use ludic_core::collate::PaddedOut;
+//! use ludic_core::{ColumnInput, Floats, Ints, SampleTable};
+//!
+//! // Two samples side by side: the ids 5 6 7 and 8 9.
+//! let table = SampleTable::from_columns(&ColumnInput {
+//!     input_ids: Ints::I32(&[5, 6, 7, 8, 9]),
+//!     action_mask: Ints::U8(&[0, 1, 1, 0, 1]),
+//!     attention_mask: None,
+//!     actor_logps: None,
+//!     weights: Some(Floats::F32(&[0.5, -0.5])),
+//!     offsets: Ints::I64(&[0, 3, 5]),
+//! })?;
+//! let batch = table.batch(&[0, 1])?;
+//! let (mut ids, mut attention) = ([0i64; 6], [0i64; 6]);
+//! let (mut actions, mut weight) = ([0.0f32; 6], [0.0f32; 2]);
+//! let out = PaddedOut {
+//!     input_ids: &mut ids[..],
+//!     attention_mask: &mut attention[..],
+//!     action_mask: &mut actions[..],
+//!     weight: &mut weight[..],
+//!     logps: None,
+//! };
+//! batch.collate_padded(0, out)?;
+//! assert_eq!(ids, [5, 6, 7, 8, 9, 0]);
+//! assert_eq!(attention, [1, 1, 1, 1, 1, 0]);
+//! assert_eq!(actions, [0.0, 1.0, 1.0, 0.0, 1.0, 0.0]);
+//! assert_eq!(weight, [0.5, -0.5]);
+//! # Ok::<(), ludic_core::CoreError>(())
+//! ```
 
 use std::mem::MaybeUninit;
 use std::ops::Range;

@@ -1,4 +1,18 @@
 //! Preference pairs: grouped by id, checked, and planned as atoms of two rows.
+//!
+//! ```
+//! use ludic_core::pairs::{PairId, group, plan};
+//!
+//! let ids = ["a", "b", "a", "c", "b"].map(PairId::Text);
+//! let groups = group(&ids, &["chosen", "rejected", "rejected", "chosen", "chosen"], true)?;
+//! assert_eq!(groups.pairs, [[0, 2], [4, 1]]);
+//! assert_eq!(groups.incomplete, [3]);
+//! // Two pairs of at most 5 tokens are four rows: 4 * 5 = 20. The shorter pair comes first.
+//! let pairs = [[0, 2], [4, 1]];
+//! assert_eq!(plan(&[5, 3, 4, 9, 2], &pairs, 20, None)?.iter().collect::<Vec<_>>(), [[4, 1, 0, 2]]);
+//! assert_eq!(plan(&[5, 3, 4, 9, 2], &pairs, 19, None)?.len(), 2);
+//! # Ok::<(), ludic_core::CoreError>(())
+//! ```
 
 use std::collections::HashMap;
 use std::fmt;

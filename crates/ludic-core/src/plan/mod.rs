@@ -3,6 +3,24 @@
 //! Lengths are not negative; a sample of length 0 is legal, costs nothing and fits anywhere. A budget above any sum of
 //! lengths is no limit. The same lengths give the same plan on every machine: there is one thread, no hash order, and
 //! every tie is broken by index.
+//!
+//! ```
+//! use ludic_core::plan::{greedy, optimal, padding_free};
+//!
+//! let lengths = [100, 150, 200, 300, 400];
+//! // 3 * 200 = 600 fits 1024, 4 * 300 = 1200 does not; 2 * 400 = 800 fits.
+//! let plan = greedy(&lengths, 1024)?;
+//! assert_eq!(plan.iter().collect::<Vec<_>>(), [&[0, 1, 2][..], &[3, 4]]);
+//! assert_eq!((plan.num_tokens(), plan.padded_tokens()), (1150, 1400));
+//! // Micro-batches that cost nothing hold one sample each, and no padding.
+//! assert_eq!(optimal(&lengths, 1024, 0)?.padded_tokens(), 1150);
+//! // At 256 tokens each, two with 250 tokens of padding are cheaper than three.
+//! assert_eq!(optimal(&lengths, 1024, 256)?, plan);
+//! // Without padding: 400 + 300 + 200 + 100 = 1000 fits, and 150 more would not.
+//! let packed = padding_free(&lengths, 1024)?;
+//! assert_eq!(packed.iter().collect::<Vec<_>>(), [&[4, 3, 2, 0][..], &[1]]);
+//! # Ok::<(), ludic_core::CoreError>(())
+//! ```
 
 mod greedy;
 mod optimal;
