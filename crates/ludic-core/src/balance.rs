@@ -242,8 +242,8 @@ fn best_count(lengths: &[i32], sorted: &Sorted, budget: u64, overhead: u64, pric
     }
 }
 
-/// The cheapest in lockstep of greedy's halving and of the exact plans with the fewest steps and with the two numbers of
-/// steps next to the optimum for one rank.
+/// The cheapest in lockstep of greedy's halving and of the exact plans with the fewest steps, and with the numbers of
+/// steps next to the optimum for one rank: one more too, since only there may a few samples have a step each to themselves.
 fn by_count(lengths: &[i32], sorted: &Sorted, budget: u64, overhead: u64, prices: &Prices, ranks: usize) -> Vec<u32> {
     let cost = |rows: Range<usize>| contiguous_work(lengths, sorted, prices, rows);
     let rounded = |count: usize| slots(count, ranks, sorted.len());
@@ -255,7 +255,8 @@ fn by_count(lengths: &[i32], sorted: &Sorted, budget: u64, overhead: u64, prices
     let greedy = greedy_offsets(&sorted.runs, budget);
     let least = rounded(greedy.len() - 1);
     let one_step_less = (most.div_ceil(ranks).saturating_sub(1) * ranks).max(least);
-    let mut counts = vec![least, one_step_less, most];
+    let one_step_more = rounded(most + 1);
+    let mut counts = vec![least, one_step_less, most, one_step_more];
     counts.dedup();
     let exact = counts.into_iter().map(|count| optimal_offsets_exactly(&sorted.runs, budget, count));
     let step = u128::from(overhead).saturating_mul(prices.linear);

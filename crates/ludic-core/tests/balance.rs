@@ -128,6 +128,13 @@ fn a_heavy_sample_is_balanced_by_many_light_ones() {
 }
 
 #[test]
+fn a_few_samples_may_take_a_step_more_than_they_need() {
+    // 2 * 1539 + 256 tokens in one step, as [153, 1539] beside [1684]; 1684 + 153 + 2 * 256 in two.
+    let plans = plan_ranks(&[1684, 153, 1539], 6000, &options(2, Packing::Optimal)).unwrap();
+    assert_eq!(plans.iter().map(|plan| plan.get(1).unwrap()).filter(|rows| *rows == [1]).count(), 1);
+}
+
+#[test]
 fn equal_samples_are_shared_equally() {
     // 12 samples of 1024 on 3 ranks: 4 each in one step, and not 6, 3 and 3.
     for ranks in [3, 5, 6, 7, 12] {
@@ -169,7 +176,8 @@ fn padded_plans_are_close_to_the_best_of_all_partitions() {
     }
     let mean = sum / f64::from(cases);
     println!("mean {mean:.4}, worst {worst:.4}, equal in {equal} of {cases}");
-    assert!(mean < 1.02 && equal >= 220, "mean {mean}, equal in {equal}");
+    // The cases are fixed: mean 1.0017, worst 1.0717, equal in 238, since micro-batches are runs of the sorted samples.
+    assert!(mean < 1.002 && worst < 1.08 && equal >= 238, "mean {mean}, worst {worst}, equal in {equal}");
 }
 
 #[test]
