@@ -149,7 +149,7 @@ def test_recomputed_activations_give_the_gradient_of_kept_ones():
 def test_a_wrong_setting_leaves_the_model_without_adapters():
     plain = tiny_model()
     with pytest.raises(ConfigError, match="PolicyPublisher"):
-        trainer_of(plain, lora_config=LoraSettings(), config={"sync_every_steps": 1})
+        trainer_of(plain, lora_config=LoraSettings(), config={"sync_every_steps": 2})
     assert not hasattr(plain, "peft_config")
     assert all(parameter.requires_grad for parameter in plain.parameters())
 

@@ -84,9 +84,9 @@ def start_vllm_server(
     port that is taken, and for an interpreter that is not there or has no vLLM.
     """
     interpreter = server_python(python)
+    _check_port(host, port)
     check_has_vllm(interpreter)
     cpu = device == "cpu" or (device == "auto" and is_cpu_build(interpreter))
-    _check_port(host, port)
     if not is_this_machine(host):
         logger.warning(
             "the server listens on %s: whoever reaches it can sample, and can read what travels, the secret for new weights too",
