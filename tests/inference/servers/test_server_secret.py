@@ -81,6 +81,15 @@ def test_what_changes_what_is_served_needs_the_secret(server, path):
     assert server(path, {HEADER.lower(): SECRET})[2]  # without a body
 
 
+@pytest.mark.parametrize("path", CHANGING)
+@pytest.mark.parametrize("end", ["\n", "\r", "\x00", "\x85", "/", "//"])
+def test_no_other_spelling_of_a_path_is_let_through(server, path, end):
+    """`/pause%0A` comes as "/pause" and a line feed, and the regular expression of the route `/pause` matches it."""
+    for method in ("POST", "GET", "OPTIONS"):
+        assert server(path + end, JSON, method=method)[0] == 401
+    assert server(path + end, kind="websocket")[0] == 1008
+
+
 @given(st.text(max_size=30))
 def test_a_path_that_is_not_known_to_be_harmless_needs_the_secret(name):
     from ludic.inference.servers.secret_middleware import refusal
@@ -108,7 +117,9 @@ def test_a_body_is_json_or_refused(server):
     assert server("/v1/audio/transcriptions", {"content-type": "multipart/form-data; boundary=x", "content-length": "9"})[2]
 
 
-@pytest.mark.parametrize("origin", ["https://example.com", "http://10.0.0.1:8000", "null", "http://localhost.example.com", ""])
+@pytest.mark.parametrize(
+    "origin", ["https://example.com", "http://10.0.0.1:8000", "null", "http://localhost.example.com", "http://[::1", ""]
+)
 def test_no_page_of_another_machine_is_answered_whatever_it_asks(server, origin):
     for path, more in (("/v1/completions", JSON), ("/health", {}), ("/pause", {HEADER: SECRET})):
         assert server(path, {"origin": origin, **more})[0] == 403

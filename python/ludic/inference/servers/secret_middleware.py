@@ -37,7 +37,7 @@ UPLOADS = "/v1/audio/"
 def refusal(secret: str, method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
     """Why a request is not let through; None for one that is. Names of headers are lower case."""
     origin = headers.get("origin")
-    if origin is not None and not is_this_machine(urlsplit(origin).hostname or ""):
+    if origin is not None and not _is_of_this_machine(origin):
         return 403, f"a page of {origin[:100]} may not ask this server: no page of another machine may"
     if not _is_open(path) and not hmac.compare_digest(headers.get(HEADER.lower(), "").encode(), secret.encode()):
         return 401, (
@@ -49,8 +49,19 @@ def refusal(secret: str, method: str, path: str, headers: Mapping[str, str]) -> 
     return None
 
 
+def _is_of_this_machine(origin: str) -> bool:
+    try:
+        return is_this_machine(urlsplit(origin).hostname or "")
+    except ValueError:  # brackets that are no address
+        return False
+
+
 def _is_open(path: str) -> bool:
-    return path in OPEN_PATHS or (path.startswith(OPEN_FOLDERS) and path not in CLOSED_PATHS)
+    """A route of the server also takes its path with a line feed behind it: `$` of a regular expression matches before one. So what is
+    not printable is another spelling of some path, and open in none."""
+    if not path.isprintable():
+        return False
+    return path in OPEN_PATHS or (path.startswith(OPEN_FOLDERS) and path.rstrip("/") not in CLOSED_PATHS)
 
 
 def _has_body(headers: Mapping[str, str]) -> bool:
