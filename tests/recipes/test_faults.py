@@ -190,6 +190,7 @@ def test_an_output_that_is_a_file_is_one_line(tmp_path: Path) -> None:
         ("trainer.model_device=cuda:99", "trainer.model_device (cuda:99)"),
         ("trainer.model_device=warp", "must be a device of torch"),
         ("lora.target_modules=[nope]", "lora.target_modules (['nope'])"),
+        ("dtype=float16", "load the model in bfloat16"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "sft", "train-rm"])

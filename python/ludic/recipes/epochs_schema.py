@@ -36,7 +36,7 @@ class EpochsRecipe:
     tokenizer: Optional[str] = MISSING  # noqa: UP045
     """Null: that of `model`, or the byte tokenizer."""
     dtype: str = MISSING
-    """Of the weights: float32, bfloat16, float16, or auto: as a loaded model has them."""
+    """Of the weights: float32, bfloat16, or auto: as a loaded model has them. float16 is for weights that are not trained."""
     epochs: int = MISSING
     """Passes over the data."""
     steps: Optional[int] = MISSING  # noqa: UP045

@@ -130,7 +130,7 @@ class Recipe:
     tokenizer: Optional[str] = MISSING  # noqa: UP045
     """Null: that of `model`, or the byte tokenizer."""
     dtype: str = MISSING
-    """Of a loaded model: float32, bfloat16, float16 or auto."""
+    """Of the weights: float32, bfloat16, or auto: as a loaded model has them. float16 is for weights that are not trained."""
     data: Optional[str] = None  # noqa: UP045
     """Your own problems: a JSONL, JSON, CSV or parquet file with a column `prompt`, a folder, or an id of the hub."""
     reward: Any = None

@@ -125,11 +125,14 @@ def _train(
 def _built(command: TrainingCommand[D, R], recipe: Any, console: Console) -> tuple[Screen, Any]:
     from ludic.recipes.screen import Screen
     from ludic.recipes.tracking import check_trackers
+    from ludic.training.master_weights import check_precision
 
     quiet_libraries()
     check_trackers(recipe.report_to)
     screen = Screen(console, every=recipe.log_every)
-    return screen, command.build(recipe, screen)
+    parts = command.build(recipe, screen)
+    check_precision(parts.model)
+    return screen, parts
 
 
 def _set_up(command: TrainingCommand[D, R], recipe: Any, parts: Any, directory: D, screen: Screen, *, is_new: bool) -> R:
