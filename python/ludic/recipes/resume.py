@@ -67,7 +67,8 @@ def _check_more(recipe: Any, progress: Progress, directory: RunDirectory, steps:
     if kind in ("cosine", "linear") or (kind is not None and ratio):
         raise ConfigError(
             f"trainer.lr_scheduler_type ({kind}) spreads the learning rate over all steps of the run, so that with steps={steps} its first "
-            f"ones would have been others; begin a new run with model={directory.model}. A run with a constant rate can take more steps"
+            f"ones would have been others; begin a new run with model={directory.model}. A run that is begun with "
+            "trainer.lr_scheduler_type=constant_with_warmup can take more steps"
         )
 
 
