@@ -10,7 +10,15 @@ import tracemalloc
 import pytest
 from hostile_server import HostileServer, bomb, drip_body, drip_head, endless, plain, redirect, seconds, silent
 
-from ludic.errors import ConfigTypeError, EngineDeadError, InferenceError, ServerError, ServerTimeoutError, ServerUnreachableError
+from ludic.errors import (
+    ConfigError,
+    ConfigTypeError,
+    EngineDeadError,
+    InferenceError,
+    ServerError,
+    ServerTimeoutError,
+    ServerUnreachableError,
+)
 from ludic.inference.servers.errors import BusyError, may_pass
 from ludic.inference.servers.http import BlockingHttp, Http
 
@@ -116,6 +124,20 @@ def test_no_proxy_is_asked_for_this_machine(ask, scheme, monkeypatch):
         monkeypatch.setenv(f"{scheme}_proxy", proxy.url)
         assert ask(server.url).json() == [7]
         assert proxy.requests == []
+
+
+@both
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:70000/", "http://127.0.0.1:-5/", "http://127.0.0.1:abc/"])
+def test_an_address_that_is_none_is_said_to_be_none(ask, url):
+    with pytest.raises(ConfigError, match="is no URL"):
+        ask(url)
+
+
+@pytest.mark.parametrize("header", [{"X-Name": "Zo\u00eb's secret"}, {"X-N\u00e4me": "1"}])
+def test_a_header_that_is_not_ascii_is_named_and_its_value_is_not(header):
+    with pytest.raises(ConfigError, match="must be ASCII") as caught:
+        BlockingHttp(header).ask("GET", "http://127.0.0.1:1/", timeout_s=1.0)
+    assert "secret" not in str(caught.value)
 
 
 @both

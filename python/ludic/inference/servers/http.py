@@ -108,10 +108,11 @@ class Http:
         """What the server says within `timeout_s`, whatever its status.
 
         Raises ServerTimeoutError at the deadline, ServerUnreachableError where nobody is there or the connection breaks, and
-        InferenceError for a body that is longer than `max_bytes` or compressed.
+        InferenceError for a body that is longer than `max_bytes` or compressed. ConfigError for a URL or a header that is none.
         """
         import httpx2
 
+        _check_address(url, {**self.headers, **(headers or {})})
         content = None if json is None else _encoded(json, url)
         sent = {**self.headers, **_lower(headers or {}), "accept-encoding": "identity"}
         sent |= {"content-type": "application/json"} if content is not None else {}
@@ -188,6 +189,17 @@ class BlockingHttp:
                 )
 
         return run_blocking(once())
+
+
+def _check_address(url: str, headers: Mapping[str, str]) -> None:
+    """Raise ConfigError for what could not be sent: a port beyond 65535, brackets that are no address, a header that is not ASCII."""
+    try:
+        _ = urlsplit(url).port
+    except ValueError as error:
+        raise ConfigError(f"{url!r} is no URL: {error}") from error
+    for name, value in headers.items():
+        if not (name.isascii() and value.isascii()):
+            raise ConfigError(f"the header {name!r} for {url} must be ASCII, name and value; percent-encode what is not")
 
 
 def _lower(headers: Mapping[str, str]) -> dict[str, str]:
