@@ -61,7 +61,13 @@ def make_engine(client: LocalChatClient) -> RolloutEngine:
     """Games of one agent against an opponent, and of two agents that are the same policy."""
 
     def player() -> Agent:
-        return Agent(client=client, model="small", ctx=FullDialog(), parser=lambda text: ParseResult(text, 0.0, None))
+        return Agent(
+            client=client,
+            model="small",
+            ctx=FullDialog(),
+            parser=lambda text: ParseResult(text, 0.0, None),
+            incomplete_completion_feedback="?",  # a sentence for each answer that is cut off would fill a context of 256 tokens
+        )
 
     def against(mark: str, opponent: str) -> TicTacToeEnv:
         return TicTacToeEnv(

@@ -185,7 +185,7 @@ def test_of_several_models_one_must_be_named(tmp_path):
     ("given", "said"),
     [
         (["sort"], "there is no model to evaluate; give model=FOLDER"),
-        (["sort", "model=/nowhere/at/all"], "no config.json"),
+        (["sort", "model=/nowhere/at/all"], "give a folder with config.json"),
         (["temprature=1"], "of an evaluation: temperature"),
         (["trainer.learning=1"], "there is no setting 'trainer.learning'"),
         (["timeout_s=0"], "timeout_s (0.0) must be > 0"),

@@ -119,8 +119,9 @@ def test_a_file_and_a_function_are_all_it_takes(here: Path, model: Path) -> None
     assert "the reward sees what vowels returned for the whole answer" in shown
     assert "demonstrations" not in shown
     assert list(summary()) == [
+        *("status", "model", "algorithm", "versions"),
         *("before", "after", "solved_at", "intervals", "heldout", "wall_s", "phases_s", "padding", "memory"),
-        *("steps", "idle_steps", "stopped_early", "clip_fraction"),
+        *("steps", "idle_steps", "stopped_early", "episodes", "clip_fraction"),
         *("mismatch", "weight_sync", "overlap", "seed", "config_hash"),
     ]
     assert set(summary()["before"]) == set(summary()["after"]) == {"sampled_reward", "greedy_accuracy"}

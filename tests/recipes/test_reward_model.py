@@ -149,7 +149,7 @@ def test_a_reward_model_cannot_score_what_a_server_says_and_the_evaluation_says_
         (["sort", "+reward_model_args.mode=add"], "set reward_model=DIRECTORY"),
         (["sort", "reward_model=FOLDER", "+reward_model_args.mod=add"], "did you mean mode"),
         (["sort", "reward_model=FOLDER", "+reward_model_args.mode=mean"], "unknown mode"),
-        (["sort", "reward_model=./nothing-here"], "no config.json"),
+        (["sort", "reward_model=./nothing-here"], "give a folder with config.json"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_written(

@@ -173,7 +173,7 @@ def test_a_package_that_is_missing_is_met_before_the_folder_is_made(
 ) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
     result = CliRunner().invoke(app, ["train", *tiny, "report_to=trackio"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "ludic[trackio]" in result.output
     assert not (tmp_path / "run").exists()
 
