@@ -74,7 +74,7 @@ def test_an_interpreter_without_vllm_is_refused_before_anything_is_done():
     import sys
 
     recipe = compose([f"inference.python={sys.executable}"])
-    with pytest.raises(ConfigError, match=r"has no vLLM; .*`make vllm`.*ludic\[vllm\]"):
+    with pytest.raises(ConfigError, match=r"has no vLLM; .*`make vllm`.*vllm>=0"):
         check_inference(recipe, None)
 
 

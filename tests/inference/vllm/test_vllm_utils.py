@@ -336,7 +336,7 @@ def test_serve_says_how_to_get_vllm_where_there_is_none(tmp_path):
     said = " ".join(result.output.split())
     assert "has no vLLM" in said
     assert "`make vllm`" in said
-    assert "ludic[vllm]" in said
+    assert "pip install 'vllm>=0.32'" in said
 
 
 def test_serve_is_an_error_when_the_server_does_not_come_up(tmp_path):

@@ -46,7 +46,7 @@ def check_has_vllm(python: str) -> None:
         raise ConfigError(f"{python} did not say within {LOOK_S:g} s whether it has vLLM; name another interpreter") from error
     if missing:
         raise ConfigError(
-            f"{python} has no vLLM; build an environment with it by `make vllm` in a clone, or by pip install 'ludic[vllm]' in a virtual "
+            f"{python} has no vLLM; build an environment with it by `make vllm` in a clone, or by pip install 'vllm>=0.32' in a virtual "
             f"environment of its own, and name its interpreter by {PYTHON_VARIABLE}=PATH, --python PATH or inference.python=PATH"
         )
 
