@@ -137,7 +137,7 @@ class BatchNormalizedReturn:
 
 @dataclass
 class OverlongPenalty:
-    """The credit of `inner` after a penalty on answers that come close to their limit (DAPO, arXiv:2503.14476, eq. 13).
+    """The credit of `inner` after a penalty on answers that come close to their limit (DAPO, arXiv:2503.14476, soft overlong punishment).
 
     An answer of n sampled tokens loses factor * clamp((n - (max_tokens - buffer_tokens)) / buffer_tokens, 0, 1) of its reward.
     Example: with max_tokens=100 and buffer_tokens=20, 80 tokens cost 0, 90 cost 0.5 and 100 cost 1. Only the credit sees it: the

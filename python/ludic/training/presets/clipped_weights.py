@@ -26,7 +26,7 @@ def make_cispo(
     name: str = "cispo",
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
-    """CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4 and 5): group-normalised returns and clipped importance weights.
+    """CISPO (MiniMax-M1, arXiv:2506.13585): group-normalised returns and clipped importance weights.
 
     `kl_coeff` above 0 adds `TokenKLLoss`, a penalty on the distance from the policy that sampled. `kl_estimator` "k1" is the
     documented default; its gradient is zero in expectation on the policy's own samples, so that it acts only once ratios leave

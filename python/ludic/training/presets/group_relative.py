@@ -96,8 +96,8 @@ def make_dapo(
     name: str = "dapo",
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
-    """DAPO (arXiv:2503.14476): GRPO with a higher upper clip (eq. 10), one mean over all tokens of the batch (eq. 12), groups
-    without variance left out (eq. 11), and a penalty on answers that come close to their limit (eq. 13).
+    """DAPO (arXiv:2503.14476): GRPO with a higher upper clip, one mean over all tokens of the batch, groups
+    without variance left out, and a penalty on answers that come close to their limit.
 
     The penalty is `OverlongPenalty(max_completion_tokens, overlong_buffer_tokens, overlong_factor)`: there is none without
     `max_completion_tokens`, the `max_tokens` of sampling. `overlong_buffer_tokens` is a fifth of it by default, as in the paper

@@ -74,7 +74,7 @@ def make_rloo(
     """RLOO (arXiv:2402.14740, section 3.2): REINFORCE whose baseline is the mean return of the group's other answers.
 
     The paper takes one optimizer step a batch: every ratio is then 1, the clip never acts, and the gradient is
-    -mean_b A_b sum_t grad log pi(b, t), its eq. 8 with the log-probability of the answer as a sum over tokens. With several
+    -mean_b A_b sum_t grad log pi(b, t), the log-probability of the answer being a sum over tokens. With several
     steps a batch the token ratios are clipped as PPO's, where the paper has nothing. Its KL term is not here.
     """
     return RLAlgorithm(
