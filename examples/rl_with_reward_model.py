@@ -26,13 +26,13 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification
 from ludic.agents import Agent
 from ludic.context import FullDialog
 from ludic.distributed.adapters.local import LocalPublisher
-from ludic.envs.tasks import DigitSort
 from ludic.inference import InferenceSpec, LocalChatClient, LocalRewardModel, ReturnSpec, SamplingParams
 from ludic.interaction import SingleAgentProtocol
+from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.parsers import ParseResult
 from ludic.recipes.model import make_small_model
 from ludic.recipes.schema import NetworkSection
-from ludic.recipes.tokenizer import make_byte_tokenizer
+from ludic.tasks import DigitSort
 from ludic.training import (
     EnvSpec,
     GRPORequestStrategy,
@@ -53,7 +53,7 @@ from ludic.training import (
 )
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.pair_batches import preference_batches
-from ludic.training.batching.sft_items import SFTItems
+from ludic.training.samples.sft import SFTItems
 
 TASK = DigitSort(digits=5, right=0.25, backwards=0.5)
 NETWORK = NetworkSection(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=384, max_positions=64)

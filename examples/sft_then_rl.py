@@ -22,13 +22,13 @@ import torch
 from ludic.agents import Agent
 from ludic.context import FullDialog
 from ludic.distributed.adapters.local import LocalPublisher
-from ludic.envs.tasks import DigitSort
 from ludic.inference import InferenceSpec, LocalChatClient, ReturnSpec, SamplingParams
 from ludic.interaction import SingleAgentProtocol
+from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.parsers import ParseResult
 from ludic.recipes.model import make_small_model
 from ludic.recipes.schema import NetworkSection
-from ludic.recipes.tokenizer import make_byte_tokenizer
+from ludic.tasks import DigitSort
 from ludic.training import (
     ConstantCredit,
     EnvSpec,
@@ -44,9 +44,9 @@ from ludic.training import (
     make_sft,
 )
 from ludic.training.batching.epochs import ItemBatchSource
-from ludic.training.batching.rollout_log import append_rollouts
-from ludic.training.batching.samples import sample_from_step
-from ludic.training.batching.sft_items import SFTItems
+from ludic.training.rollouts.log import append_rollouts
+from ludic.training.rollouts.to_samples import sample_from_step
+from ludic.training.samples.sft import SFTItems
 
 TASK = DigitSort(digits=5, right=0.25, backwards=0.5)
 NETWORK = NetworkSection(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=384, max_positions=64)

@@ -22,7 +22,6 @@ import torch
 from ludic.agents import Agent
 from ludic.context import FullDialog
 from ludic.distributed.adapters.local import LocalPublisher
-from ludic.envs.tasks import TicTacToe
 from ludic.envs.tictactoe import (
     MixedOpponent,
     MoveText,
@@ -33,11 +32,12 @@ from ludic.envs.tictactoe import (
 )
 from ludic.inference import InferenceSpec, LocalChatClient, ReturnSpec, SamplingParams
 from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
+from ludic.models.byte_tokenizer import make_line_tokenizer
 from ludic.parsers import ParseResult
-from ludic.recipes.demonstrations import DemonstrationSource
 from ludic.recipes.model import make_small_model
 from ludic.recipes.schema import NetworkSection
-from ludic.recipes.tokenizer import make_line_tokenizer
+from ludic.tasks import TicTacToe
+from ludic.tasks.demonstrations import DemonstrationSource
 from ludic.training import (
     EnvSpec,
     GroupNormalizedReturn,

@@ -26,10 +26,10 @@ from ludic.context import FullDialog
 from ludic.distributed.adapters.local import LocalPublisher
 from ludic.envs import DatasetQAEnv
 from ludic.inference import ChatClient, ChatCompletionRequest, InferenceSpec, LocalChatClient, ReturnSpec, SamplingParams
-from ludic.inference.chat_template import ChatTemplate
+from ludic.inference.prompts.template import ChatTemplate
 from ludic.interaction import SingleAgentProtocol
+from ludic.models.byte_tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE, make_byte_tokenizer
 from ludic.parsers import ParseResult
-from ludic.recipes.tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE, make_byte_tokenizer
 from ludic.training import (
     ConstantCredit,
     EnvSpec,

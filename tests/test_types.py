@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ludic.errors import LudicError
-from ludic.recipes.tokenizer import make_byte_tokenizer
+from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.training.types import (
     ActorTokenLogps,
     EnvSpec,

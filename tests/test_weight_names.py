@@ -2,7 +2,7 @@
 
 import pytest
 
-from ludic.weight_names import is_adapter, unwrapped_name
+from ludic.models.names import is_adapter, unwrapped_name
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def compare(work: Path, args: argparse.Namespace) -> dict[str, dict[str, object]
 
 def ludic(*overrides: str) -> dict[str, dict[str, float]]:
     """`ludic train` with these overrides; its summary."""
-    command = [sys.executable, "-c", "from ludic.cli import main; main()", "train", "--json", *overrides]
+    command = [sys.executable, "-c", "from ludic.cli.app import main; main()", "train", "--json", *overrides]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     summary: dict[str, dict[str, float]] = json.loads(done.stdout)
     return summary
@@ -93,7 +93,7 @@ def write_problems(work: Path, steps: int, seed: int) -> None:
     """The problems that ludic draws in this run, in their order."""
     from random import Random
 
-    from ludic.envs.tasks.digit_sort import DigitSort
+    from ludic.tasks.digit_sort import DigitSort
 
     task, problems = DigitSort(), []
     for batch in range(steps):

@@ -10,12 +10,12 @@ import torch
 from benches.python.contest import Contender, Contest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ludic.models.packed_attention import PACKED, set_attention
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.loss import MaskedCausalLMCrossEntropyLoss
-from ludic.training.packed_attention import PACKED, set_attention
 from ludic.training.types import SAWItem
 
 BUDGETS = (2048, 8192, 16384)

@@ -33,7 +33,7 @@ COLUMNS = {
 
 def run(seed: int, settings: list[str], output: str) -> dict[str, Any]:
     """The summary of one run, with the wall and CPU seconds of its process."""
-    command = [sys.executable, "-m", "ludic.cli", "train-rm", "--json", f"seed={seed}", f"output={output}", *settings]
+    command = [sys.executable, "-m", "ludic.cli.app", "train-rm", "--json", f"seed={seed}", f"output={output}", *settings]
     started = time.perf_counter()
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert child.stdout is not None
@@ -48,7 +48,7 @@ def run(seed: int, settings: list[str], output: str) -> dict[str, Any]:
 
 def verdict(found: list[dict[str, Any]]) -> str:
     """Each criterion, and its worst seed."""
-    from ludic.recipes.rm.report import CRITERIA
+    from ludic.runs.report.reward_model import CRITERIA
 
     said = []
     for name, (rule, value_of, holds) in CRITERIA.items():

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 
-from ludic.cli import main
+from ludic.cli.app import main
 
 if __name__ == "__main__":
     sys.argv[1:1] = ["train-rm"]

@@ -11,11 +11,11 @@ from ludic.agents import ReActAgent
 from ludic.context import FullDialog
 from ludic.errors import ConfigError, LudicError
 from ludic.inference import InferenceSpec
-from ludic.inference.seeds import call_seed, derived_seed
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import ParseResult
+from ludic.seeds import call_seed, derived_seed
 from ludic.training import EpisodicReturn, GroupNormalizedReturn, MonteCarloReturn
-from ludic.training.batching.samples import batch_from_rollouts
+from ludic.training.rollouts.to_samples import batch_from_rollouts
 
 
 def double(n: int) -> int:

@@ -8,7 +8,7 @@ from ludic.data import load_data
 from ludic.data.places import is_local
 from ludic.errors import ConfigError, DataError
 from ludic.recipes.model import load_model
-from ludic.recipes.reward_model import load_reward_model
+from ludic.tasks.judged import load_reward_model
 
 LOCAL = [
     "runs/nosuch",

@@ -12,7 +12,7 @@ from tiny_policy import make_tiny_policy
 
 from ludic.distributed import create_lora_publisher
 from ludic.errors import ConfigError, PublishError
-from ludic.training.lora import LoraSettings, adapter_weights, apply_lora
+from ludic.models.lora import LoraSettings, adapter_weights, apply_lora
 
 BASE = make_tiny_policy()
 

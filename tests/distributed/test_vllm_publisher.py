@@ -11,14 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from stub_weight_server import Refused, StubWeightServer, refuse, same, weights
 
-from ludic.distributed import (
-    BroadcastPolicyPublisher,
-    VllmControlPlane,
-    VllmTensorCommunicator,
-    create_vllm_publisher,
-    server_link,
-)
+from ludic.distributed import BroadcastPolicyPublisher, VllmControlPlane, VllmTensorCommunicator, create_vllm_publisher
 from ludic.distributed.adapters.vllm import VllmPublisherAdapter, server_urls
+from ludic.distributed.push import link as server_link
 from ludic.distributed.unchanged import MOST_IN_A_ROW
 from ludic.errors import LudicError, PublishError
 from ludic.inference.servers.server_secret import drop_secret, keep_secret
@@ -370,12 +365,12 @@ def test_a_second_ctrl_c_is_raised_at_once(start):
 
     link.commit = slow
     handler = Again()
-    logging.getLogger("ludic.distributed.fan_out").addHandler(handler)
+    logging.getLogger("ludic.distributed.push.fan_out").addHandler(handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             push.publish(weights(1), version=1)
     finally:
-        logging.getLogger("ludic.distributed.fan_out").removeHandler(handler)
+        logging.getLogger("ludic.distributed.push.fan_out").removeHandler(handler)
     assert server.paused == "keep"
     held.set()
     for thread in threading.enumerate():

@@ -22,8 +22,8 @@ from ludic.distributed import LocalPublisher
 from ludic.envs import DatasetQAEnv
 from ludic.inference import InferenceSpec, LocalChatClient, ReturnSpec, SamplingParams
 from ludic.interaction import SingleAgentProtocol
+from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.parsers import ParseResult
-from ludic.recipes.tokenizer import make_byte_tokenizer
 from ludic.training import RolloutBatchSource, RolloutEngine, Trainer, TrainerConfig, make_dataset_sequence_requests_fn, make_grpo
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"

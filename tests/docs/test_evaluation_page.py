@@ -9,8 +9,8 @@ import pytest
 from stub_openai_server import StubOpenAIServer, completion
 from typer.testing import CliRunner
 
-from ludic.cli import app
-from ludic.recipes.eval_settings import SHORT_NAMES, EvalSettings
+from ludic.cli.app import app
+from ludic.cli.evaluate_settings import SHORT_NAMES, EvalSettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -22,8 +22,8 @@ from ludic.training import (
     make_sft,
 )
 from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.loop.step_record import EPISODE_KEYS
 from ludic.training.stats import OWN_KEYS
-from ludic.training.step_record import EPISODE_KEYS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 NAMED = set(re.findall(r"`(?:train/kl/)?([a-z_0-9]+)`", PAGE))

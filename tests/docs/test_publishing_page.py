@@ -12,7 +12,7 @@ from tiny_policy import make_tiny_policy
 
 from ludic.distributed import create_vllm_publisher
 from ludic.inference.vllm.launch import WeightBackend
-from ludic.training.lora import LoraSettings, apply_lora
+from ludic.models.lora import LoraSettings, apply_lora
 
 PAGE = (Path(__file__).parents[2] / "docs" / "publishing.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)

@@ -10,16 +10,16 @@ from seeded_faults import byte_policy, client_of, sampled_items, sampling
 from training_samples import cpu_config
 from typer.testing import CliRunner
 
-from ludic.cli import app
+from ludic.cli.app import app
 from ludic.errors import MismatchError
 from ludic.recipes.build import build_algorithm
 from ludic.recipes.compose import compose
 from ludic.recipes.inference_section import InferenceSection, kind_of
-from ludic.recipes.sampler import HEAD_DIMS
+from ludic.runs.sampler import HEAD_DIMS
 from ludic.training import make_grpo
-from ludic.training.backend import TorchBackend
+from ludic.training.backend.torch import TorchBackend
 from ludic.training.loss.correction import CORRECTIONS
-from ludic.training.preflight import Preflight
+from ludic.training.preflight.check import Preflight
 
 PAGE = (Path(__file__).parents[2] / "docs" / "servers.md").read_text(encoding="utf-8")
 

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from ludic.training.batching.rollout_log import read_rollouts
+from ludic.training.rollouts.log import read_rollouts
 
 PATH = Path(__file__).parents[2] / "examples" / "sft_then_rl.py"
 

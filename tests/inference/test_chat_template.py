@@ -6,9 +6,9 @@ from tool_playing import TEMPLATE, call
 
 from ludic.errors import ConfigError
 from ludic.inference import ChatCompletionRequest, LocalChatClient, ReturnSpec, SamplingParams, ToolRequest
-from ludic.inference.chat_template import ChatTemplate, offered_tools
 from ludic.inference.local.decode import Completion
-from ludic.recipes.tokenizer import EOS_ID, make_byte_tokenizer
+from ludic.inference.prompts.template import ChatTemplate, offered_tools
+from ludic.models.byte_tokenizer import EOS_ID, make_byte_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
 DEAF = "{% for message in messages %}{{ message.content }};{% endfor %}"

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 import ludic
-from ludic.inference.think_limits import ThinkLimits, heeded, thought_limit
-from ludic.inference.vllm.server import port_of, server_command
+from ludic.inference.vllm.in_server.server import port_of, server_command
+from ludic.inference.vllm.in_server.think_limits import ThinkLimits, heeded, thought_limit
 
 CLOSING = [7, 8, 9]
 
@@ -99,7 +99,7 @@ def test_a_tokenizer_that_cannot_say_it_cannot_close_thoughts():
         ThinkLimits([])
 
 
-# -- `python -m ludic.inference.vllm.server`
+# -- `python -m ludic.inference.vllm.in_server.server`
 
 
 def test_the_servers_own_flags_win_and_the_rest_is_what_training_needs():
@@ -110,14 +110,16 @@ def test_the_servers_own_flags_win_and_the_rest_is_what_training_needs():
     assert command.count("--host") == 1
     assert "--logprobs-mode" not in command
     assert command[command.index("--generation-config") + 1] == "vllm"
-    assert command[command.index("--logits-processors") + 1] == "ludic.inference.vllm.think:GlobalThinkProcessor"
+    assert (
+        command[command.index("--logits-processors") + 1] == "ludic.inference.vllm.in_server.think_processor:GlobalThinkProcessor"
+    )
     assert "--enable-scale-out" in command
     assert (variables["VLLM_BATCH_INVARIANT"], variables["VLLM_SERVER_DEV_MODE"]) == ("1", "0")
     command, variables = server_command([], {})
     assert command[command.index("--host") + 1] == "127.0.0.1"
     assert "VLLM_BATCH_INVARIANT" not in variables
     assert variables["VLLM_SERVER_DEV_MODE"] == "1"
-    assert command[command.index("--middleware") + 1] == "ludic.inference.servers.secret_middleware.SecretMiddleware"
+    assert command[command.index("--middleware") + 1] == "ludic.inference.vllm.in_server.secret_middleware.SecretMiddleware"
     assert variables["LUDIC_SERVER_SECRET"] not in " ".join(command)
 
 
@@ -132,7 +134,7 @@ def test_the_module_becomes_the_server(tmp_path):
         "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(ludic.__file__).parents[1])]),
         "VLLM_SERVER_DEV_MODE": "0",
     }
-    command = [sys.executable, "-m", "ludic.inference.vllm.server", "--batch-invariant", "--model", "m"]
+    command = [sys.executable, "-m", "ludic.inference.vllm.in_server.server", "--batch-invariant", "--model", "m"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=True)
     assert found.stdout.split() == ["1", "0", "--model", "m"]
 
@@ -146,7 +148,7 @@ def test_the_module_says_what_it_lacks(tmp_path, environment, said):
         (tmp_path / "vllm").mkdir()
         (tmp_path / "vllm" / "__init__.py").touch()
     paths = os.pathsep.join([str(tmp_path), str(Path(ludic.__file__).parents[1])])
-    command = [sys.executable, "-m", "ludic.inference.vllm.server", "--model", "m"]
+    command = [sys.executable, "-m", "ludic.inference.vllm.in_server.server", "--model", "m"]
     env = {**os.environ, "PYTHONPATH": paths, **environment}
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     assert found.returncode == 1

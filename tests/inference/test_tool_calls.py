@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
-from ludic.inference.tool_calls import assistant_message, calls_made, parse_tool_calls
+from ludic.inference.prompts.tool_calls import assistant_message, calls_made, parse_tool_calls
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
 

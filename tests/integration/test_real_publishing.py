@@ -13,7 +13,7 @@ from served_weights import CHANGED, CLOSE, changed, differences, generate, runni
 from transformers import AutoModelForCausalLM
 
 from ludic.distributed import VllmControlPlane, create_lora_publisher, create_vllm_publisher
-from ludic.distributed.server_weights import fitted
+from ludic.distributed.push.manifest import fitted
 from ludic.errors import InferenceError, PublishError
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMChatClient
 from ludic.inference.vllm.endpoints import VllmEndpoints
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused_before_the_server_is_told(server):
 
 
 def test_adapters_are_served_under_the_name_of_their_version(server, tmp_path):
-    from ludic.training.lora import LoraSettings, apply_lora
+    from ludic.models.lora import LoraSettings, apply_lora
 
     model = apply_lora(copy.deepcopy(server.model), LoraSettings(rank=4))
     client = VLLMChatClient(host=server.host, port=server.port)

@@ -14,11 +14,11 @@ from ludic.distributed import create_rm_publisher
 from ludic.errors import ConfigError, DataError, InferenceError
 from ludic.inference import LocalRewardModel, ScoringRequest
 from ludic.inference.vllm.scoring import VLLMScoringClient
-from ludic.recipes.tokenizer import make_byte_tokenizer
+from ludic.models.byte_tokenizer import make_byte_tokenizer
 
 pytestmark = pytest.mark.integration
 READY_S = 540.0
-WORKER = "ludic.inference.vllm.worker.WeightWorker"
+WORKER = "ludic.inference.vllm.in_server.worker.WeightWorker"
 WEIGHT_FLAGS = ["--worker-extension-cls", WORKER, "--weight-transfer-config", '{"backend": "gloo"}']
 
 

@@ -8,7 +8,7 @@ from real_vllm import vllm_or_skip
 from served_weights import CHANGED, CLOSE, differences, version, worst
 from typer.testing import CliRunner
 
-from ludic.cli import app
+from ludic.cli.app import app
 from ludic.recipes.model import load_model
 
 pytestmark = pytest.mark.integration

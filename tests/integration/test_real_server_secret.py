@@ -3,9 +3,9 @@
 import httpx2
 import pytest
 
-from ludic.inference.servers.secret_middleware import OPEN_PATHS
 from ludic.inference.servers.server_secret import secret_headers
 from ludic.inference.vllm.endpoints import VllmEndpoints
+from ludic.inference.vllm.in_server.secret_middleware import OPEN_PATHS
 
 pytestmark = pytest.mark.integration
 

@@ -23,7 +23,7 @@ from ludic.inference import (
 )
 from ludic.inference.vllm.endpoints import VllmEndpoints
 from ludic.interaction import SingleAgentProtocol
-from ludic.training.batching.rollout_engine import RolloutEngine
+from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest
 
 pytestmark = pytest.mark.integration

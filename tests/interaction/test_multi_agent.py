@@ -13,12 +13,12 @@ from ludic.context import FullDialog
 from ludic.envs import LudicEnv
 from ludic.errors import ConfigError
 from ludic.inference import LocalChatClient
-from ludic.inference.seeds import agent_seed
 from ludic.interaction import MultiAgentProtocol
+from ludic.models.byte_tokenizer import make_line_tokenizer
 from ludic.parsers import ParseResult
-from ludic.recipes.tokenizer import make_line_tokenizer
+from ludic.seeds import agent_seed
 from ludic.training import EnvSpec, GroupNormalizedReturn, ProtocolSpec, RolloutEngine, RolloutRequest
-from ludic.training.batching.intra_batch_control import GRPORequestStrategy
+from ludic.training.rollouts.groups import GRPORequestStrategy
 from ludic.types import StepOutcome
 
 

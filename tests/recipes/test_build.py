@@ -7,15 +7,15 @@ from random import Random
 import pytest
 from chat_tokenizers import merging_tokenizer
 
-from ludic import cli
-from ludic.envs.tasks import DigitSort
+from ludic.cli.app import app as cli
 from ludic.errors import ConfigError
+from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.build import build_algorithm, build_task, build_trainer_config, check_numbers
 from ludic.recipes.compose import compose
 from ludic.recipes.model import make_policy, make_small_model
-from ludic.recipes.run import Parts
 from ludic.recipes.schema import TaskSection
-from ludic.recipes.tokenizer import make_byte_tokenizer
+from ludic.runs.reinforce import Parts
+from ludic.tasks import DigitSort
 from ludic.training.credit_assignment import GroupNormalizedReturn, MonteCarloReturn, OverlongPenalty
 from ludic.training.presets import REGISTRY
 

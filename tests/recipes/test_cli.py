@@ -6,9 +6,9 @@ from importlib.metadata import version
 import pytest
 from typer.testing import CliRunner
 
-from ludic.cli import app
+from ludic.cli.app import app
+from ludic.models.device import said_device
 from ludic.recipes.compose import compose
-from ludic.recipes.device import said_device
 from ludic.recipes.model import make_small_model
 from ludic.recipes.sft.data import why_none
 

@@ -4,7 +4,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from ludic.cli import app
+from ludic.cli.app import app
 from ludic.recipes.commented import commented, docs_of
 from ludic.recipes.compose import compose, to_yaml
 from ludic.recipes.schema import EvaluationSection, Recipe

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from ludic.eval.intervals import Interval
-from ludic.recipes.conclusion import Change, Facts, conclude, count_idle, facts_of
-from ludic.recipes.evaluate import Answer, Evaluation, compared
+from ludic.runs.held_out import Answer, Evaluation, compared
+from ludic.runs.report.conclusion import Change, Facts, conclude, count_idle, facts_of
 
 ROSE = Change(0.25, 0.95, Interval(0.7, 0.6, 0.8, 50))
 FELL = Change(0.95, 0.25, Interval(-0.7, -0.8, -0.6, 50))

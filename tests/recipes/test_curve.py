@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from ludic.recipes.curve import running_mean, text_curve, write_picture
+from ludic.runs.report.curve import running_mean, text_curve, write_picture
 
 rates = st.lists(st.floats(0, 1), min_size=1, max_size=200)
 
@@ -55,7 +55,7 @@ def test_the_picture_is_a_png(tmp_path: Path, values: list[float]) -> None:
 
 
 def test_the_axis_of_the_picture_is_that_of_rates_or_of_the_values() -> None:
-    from ludic.recipes.curve import _range
+    from ludic.runs.report.curve import _range
 
     assert _range([]) == _range([0.2, 0.9]) == (0.0, 1.0)
     assert _range([-2.5, 0.3, 4.0]) == (-2.5, 4.0)
@@ -79,13 +79,13 @@ def test_no_column_with_a_reward_below_zero_is_blank(values: list[float], height
 
 
 def test_evaluations_between_are_joined_with_both_ends() -> None:
-    from ludic.recipes.curve import points_of
+    from ludic.runs.report.curve import points_of
 
     points = points_of({"accuracy": (0.25, 0.75), "reward": (0.0, 1.0)}, {"accuracy": [(0, 0.25), (2, 0.5), (4, 0.75)]}, steps=4)
     assert points == {"accuracy": [(0, 0.25), (2, 0.5), (4, 0.75)], "reward": [(0, 0.0), (4, 1.0)]}
 
 
 def test_what_was_measured_without_both_ends_is_drawn_where_it_was_measured() -> None:
-    from ludic.recipes.curve import points_of
+    from ludic.runs.report.curve import points_of
 
     assert points_of({}, {"accuracy": [(3, 0.5), (7, 0.75)], "nothing": []}, steps=9) == {"accuracy": [(3, 0.5), (7, 0.75)]}

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from ludic.errors import ConfigError, DataError
 from ludic.recipes.build import build_task
 from ludic.recipes.compose import compose
-from ludic.recipes.data_task import DataTask
-from ludic.recipes.rewards import build_rewards
-from ludic.recipes.rollouts import PassRequests
 from ludic.recipes.schema import TaskSection
+from ludic.runs.rollouts import PassRequests
+from ludic.tasks.data_task import DataTask
+from ludic.tasks.rewards import build_rewards
 
 
 def one(completions, **columns):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ludic.cli import app
+from ludic.cli.app import app
 from ludic.recipes.compose import compose
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"

@@ -7,12 +7,12 @@ import pytest
 from stub_openai_server import HANG, StubOpenAIServer, completion
 from typer.testing import CliRunner
 
-from ludic.cli import app
-from ludic.envs.tasks import DigitSort
+from ludic.cli.app import app
+from ludic.cli.evaluate_settings import resolve
 from ludic.errors import ConfigError
 from ludic.eval.picture import draw_measurements
 from ludic.eval.tally import measure
-from ludic.recipes.eval_settings import resolve
+from ludic.tasks import DigitSort
 from ludic.types import Rollout, Step
 
 PROBLEMS = [problem["question"] for problem in DigitSort().heldout()]

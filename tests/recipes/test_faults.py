@@ -15,12 +15,12 @@ from commands import NETWORK, ludic, refused
 from safetensors import SafetensorError
 from training_samples import TOKENIZER, tiny_model
 
+from ludic.cli.machine_faults import known_fault
 from ludic.errors import ConfigError
-from ludic.recipes import reward_model
-from ludic.recipes.faults import known_fault
 from ludic.recipes.model import load_model, load_tokenizer
 from ludic.recipes.plain_yaml import MOST_VALUES, check_yaml
 from ludic.recipes.rm import model as rm_model
+from ludic.tasks import judged as reward_model
 
 SFT = ["threads=1", "rows=40", "batch_size=8", "steps=2", *NETWORK]
 
@@ -128,7 +128,7 @@ def test_code_of_a_model_never_runs_even_where_somebody_says_yes(
 
 def test_code_of_a_model_does_not_run_without_anybody_to_ask(tmp_path: Path) -> None:
     model = model_with_code(tmp_path, known=False)
-    command = [sys.executable, "-m", "ludic.cli", "sft", *SFT, f"model={model}", f"output={tmp_path}/runs"]
+    command = [sys.executable, "-m", "ludic.cli.app", "sft", *SFT, f"model={model}", f"output={tmp_path}/runs"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr

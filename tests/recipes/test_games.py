@@ -12,18 +12,18 @@ import pytest
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from ludic.cli import app
+from ludic.cli.app import app
 from ludic.envs.key_value import KEYS
-from ludic.envs.tasks import Addition, DigitSort, EpisodicTask, TicTacToe, Tools, as_episodic
 from ludic.envs.tictactoe import EMPTY, legal_moves, optimal_moves, play
 from ludic.errors import ConfigError
 from ludic.inference import ChatCompletionRequest, LocalChatClient, ReturnSpec, SamplingParams
+from ludic.models.byte_tokenizer import make_byte_tokenizer, make_line_tokenizer
 from ludic.recipes.compose import compose
-from ludic.recipes.demonstrations import DemonstrationSource
-from ludic.recipes.evaluate import Evaluation, HeldOut
 from ludic.recipes.model import make_small_model
-from ludic.recipes.rollouts import TrainingRequests, make_engine
-from ludic.recipes.tokenizer import make_byte_tokenizer, make_line_tokenizer
+from ludic.runs.held_out import Evaluation, HeldOut
+from ludic.runs.rollouts import TrainingRequests, make_engine
+from ludic.tasks import Addition, DigitSort, EpisodicTask, TicTacToe, Tools, as_episodic
+from ludic.tasks.demonstrations import DemonstrationSource
 from ludic.training.types import SAWItem
 from ludic.types import ChatResponse
 

@@ -13,8 +13,8 @@ from commands import NETWORK, ludic, metrics_of, refused, same_weights, summary_
 from killed_commands import killed_at
 
 from ludic.errors import CheckpointError
-from ludic.recipes.run_directory import RunDirectory
-from ludic.recipes.run_lock import RunLock
+from ludic.runs.directory import RunDirectory
+from ludic.runs.lock import RunLock
 
 TINY = [
     *("threads=1", "warmup.steps=1", "warmup.batch_size=4", "steps=3", "rollout.prompts=2", "rollout.group_size=4"),
@@ -73,7 +73,7 @@ def test_a_name_does_not_lead_out_of_the_output_folder(tmp_path: Path, name: str
 
 def test_a_folder_is_gone_on_with_by_one_process_which_the_refusal_names(run: Path) -> None:
     holder = subprocess.Popen(
-        [sys.executable, "-c", f"from ludic.recipes.run_lock import RunLock; from pathlib import Path; a = RunLock(Path({str(run)!r}));"
+        [sys.executable, "-c", f"from ludic.runs.lock import RunLock; from pathlib import Path; a = RunLock(Path({str(run)!r}));"
          "print(flush=True); input()"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
@@ -172,11 +172,11 @@ def test_other_versions_than_at_the_beginning_are_said(run: Path) -> None:
 def test_a_run_that_fails_before_its_first_step_leaves_no_folder(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from ludic.cli import app
+    from ludic.cli.app import app
 
     settings = [*TINY, "warmup.steps=0", "trainer.eval_at_start=true", f"output={tmp_path}", "name=run"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ludic.recipes.evaluate.HeldOut.measure", _fails)
+        patch.setattr("ludic.runs.held_out.HeldOut.measure", _fails)
         result = CliRunner().invoke(app, ["train", *settings])
     assert isinstance(result.exception, ZeroDivisionError)  # a bug is no line: it keeps its traceback
     assert not (tmp_path / "run").exists()
@@ -185,10 +185,10 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(tmp_path: Path)
 def test_a_run_that_fails_later_says_so_in_its_folder(run: Path, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from ludic.cli import app
+    from ludic.cli.app import app
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ludic.recipes.evaluate.HeldOut.measure", _fails)
+        patch.setattr("ludic.runs.held_out.HeldOut.measure", _fails)
         CliRunner().invoke(app, ["train", "--resume", str(run), "steps=4"])
     assert RunDirectory(run).read_progress().failed == "ZeroDivisionError: by design"
     ludic("train", "--resume", str(run))

@@ -2,10 +2,10 @@
 
 from playing import ScriptedClient, play
 
-from ludic.envs.tasks import DigitSort
 from ludic.recipes.compose import compose
-from ludic.recipes.evaluate import Evaluation, HeldOut
-from ludic.recipes.rollouts import make_engine
+from ludic.runs.held_out import Evaluation, HeldOut
+from ludic.runs.rollouts import make_engine
+from ludic.tasks import DigitSort
 
 
 class Breaks(DigitSort):

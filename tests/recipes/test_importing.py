@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from ludic.errors import ConfigError
-from ludic.recipes.importing import import_named
+from ludic.tasks.importing import import_named
 
 
 @pytest.fixture

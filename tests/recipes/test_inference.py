@@ -10,16 +10,16 @@ import pytest
 from stub_vllm import HANG, StubVLLM
 from typer.testing import CliRunner
 
-from ludic.cli import app
+from ludic.cli.app import app
 from ludic.errors import ConfigError
 from ludic.recipes.compose import compose, to_yaml
 from ludic.recipes.inference_section import LogprobConvention, convention, kind_of
 from ludic.recipes.model import make_small_model
-from ludic.recipes.report import phases_of
-from ludic.recipes.run import Parts
-from ludic.recipes.sampler import _started, check_inference
-from ludic.recipes.sampling_report import mismatch_of, overlap_of, weight_sync_of
-from ludic.recipes.watch import Stopwatch
+from ludic.runs.reinforce import Parts
+from ludic.runs.report.reinforce import phases_of
+from ludic.runs.report.sampling import mismatch_of, overlap_of, weight_sync_of
+from ludic.runs.sampler import _started, check_inference
+from ludic.runs.stopping import Stopwatch
 
 
 def train(*arguments):
@@ -81,7 +81,7 @@ def test_an_interpreter_without_vllm_is_refused_before_anything_is_done():
 @pytest.mark.parametrize("state", ["dead", "silent", "sick"])
 def test_a_server_that_does_not_answer_is_refused_before_anything_is_done(state, monkeypatch):
     """Not after the warm-up, and not after the time that an answer may take."""
-    monkeypatch.setattr("ludic.inference.vllm.session.HEALTH_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("ludic.inference.vllm.server_queries.HEALTH_TIMEOUT_S", 0.5)
     with StubVLLM() as alive, StubVLLM() as server:
         check_inference(compose([f"inference.url={alive.url}"]), None)
         if state == "dead":
@@ -105,7 +105,7 @@ def test_a_model_that_a_server_on_a_cpu_cannot_run_is_refused_with_what_to_set(m
 
 
 def test_an_evaluation_says_how_it_asks_a_server():
-    from ludic.recipes.eval_settings import resolve
+    from ludic.cli.evaluate_settings import resolve
 
     with pytest.raises(ConfigError, match="base_url=URL"):
         resolve(["sort", "inference=vllm"])
@@ -149,7 +149,7 @@ def test_a_run_that_overlaps_trains_on_samples_one_version_old(tiny, tmp_path):
 
 def test_an_overlapped_run_that_is_stopped_goes_on_with_the_prompts_that_follow(tiny, tmp_path, monkeypatch):
     """Stopped after two of four steps, with a batch on its way that is never trained, then resumed."""
-    from ludic.recipes.watch import StoppableSource
+    from ludic.runs.stopping import StoppableSource
 
     asked = []
     next_batch = StoppableSource.next_batch
@@ -172,7 +172,7 @@ def test_an_overlapped_run_that_is_stopped_goes_on_with_the_prompts_that_follow(
     assert len(whole) == 4
 
     from ludic.recipes.build import task_of
-    from ludic.recipes.rollouts import training_requests
+    from ludic.runs.rollouts import training_requests
 
     recipe = compose([argument for argument in arguments if not argument.startswith(("output", "name"))])
     prompts = training_requests(task_of(recipe), recipe.rollout, seed=recipe.seed)

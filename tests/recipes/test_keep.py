@@ -7,8 +7,8 @@ import operator
 import pytest
 from hypothesis import given, strategies as st
 
+from ludic.cli.keep_condition import Keep
 from ludic.errors import ConfigError, DataError
-from ludic.recipes.keep import Keep
 from ludic.types import Rollout, Step, TokenTrace
 
 OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne}

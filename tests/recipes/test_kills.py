@@ -10,7 +10,7 @@ from commands import NETWORK, exit_status, metrics_of, refused, same_weights, su
 from killed_commands import changes, finished, killed_at
 from safetensors.torch import load_file
 
-from ludic.recipes.run_directory import RunDirectory
+from ludic.runs.directory import RunDirectory
 
 TINY = [
     *("threads=1", "warmup.steps=3", "warmup.batch_size=4", "steps=3", "rollout.prompts=2", "rollout.group_size=4"),
@@ -151,7 +151,7 @@ def test_without_checkpoints_a_phase_begins_anew_and_says_so(tmp_path: Path) -> 
 
     from typer.testing import CliRunner
 
-    from ludic.cli import app
+    from ludic.cli.app import app
 
     settings = ["threads=1", "rows=40", "batch_size=8", "epochs=1", "heldout=0.1", *NETWORK, "checkpoint.every_n_steps=1"]
     made = changes("sft", *settings, f"output={tmp_path}", "name=whole")

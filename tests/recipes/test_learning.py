@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ludic.cli import app
+from ludic.cli.app import app
 
 pytestmark = pytest.mark.integration
 

@@ -12,7 +12,7 @@ from training_samples import TOKENIZER, tiny_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from ludic.cli import app
+from ludic.cli.app import app
 from ludic.errors import ConfigError
 from ludic.recipes.model import load_model, load_tokenizer
 

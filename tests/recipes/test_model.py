@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from ludic.errors import ConfigError
+from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.model import load_model, load_tokenizer
-from ludic.recipes.tokenizer import make_byte_tokenizer
 
 
 def test_a_tokenizer_may_lie_in_a_folder_without_a_model(tmp_path: Path) -> None:

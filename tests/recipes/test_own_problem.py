@@ -10,10 +10,10 @@ from commands import train_until
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from ludic.cli import app
+from ludic.cli.app import app
+from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.compose import compose
 from ludic.recipes.model import make_small_model
-from ludic.recipes.tokenizer import make_byte_tokenizer
 
 REWARDS = """
 calls = []

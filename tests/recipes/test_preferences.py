@@ -6,9 +6,9 @@ from random import Random
 import pytest
 from hypothesis import given, strategies as st
 
-from ludic.envs.tasks import DigitPreferences, Preference
-from ludic.envs.tasks.preferences import bayes_accuracy, drawn_accuracy
 from ludic.errors import ConfigError
+from ludic.tasks import DigitPreferences, Preference
+from ludic.tasks.preferences import bayes_accuracy, drawn_accuracy
 
 digits = st.text(alphabet="0123456789", min_size=1, max_size=12)
 

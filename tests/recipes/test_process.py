@@ -9,7 +9,7 @@ import pytest
 FAULTS = """
 import gc, resource
 import torch
-from ludic.recipes.process import YOUNG_OBJECTS, settled_memory
+from ludic.runs.process_memory import YOUNG_OBJECTS, settled_memory
 torch.set_num_threads(1)
 def step():
     for size in (1, 2, 4):

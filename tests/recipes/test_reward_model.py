@@ -12,15 +12,15 @@ import torch
 from reward_models import reward_model, score_alone
 from typer.testing import CliRunner
 
-from ludic.cli import app
-from ludic.envs.tasks import DigitSort, EpisodicTask, as_episodic
+from ludic.cli.app import app
 from ludic.errors import ConfigError
+from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.build import build_task
 from ludic.recipes.compose import compose
-from ludic.recipes.reward_model import JudgedTask, judged_by, load_reward_model
-from ludic.recipes.rollouts import training_requests
 from ludic.recipes.schema import TaskSection
-from ludic.recipes.tokenizer import make_byte_tokenizer
+from ludic.runs.rollouts import training_requests
+from ludic.tasks import DigitSort, EpisodicTask, as_episodic
+from ludic.tasks.judged import JudgedTask, judged_by, load_reward_model
 
 UNPUNISHED = "+reward_model_args.unfinished_penalty=0"
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ludic.cli import app
-from ludic.training.batching.rollout_log import read_rollouts
+from ludic.cli.app import app
+from ludic.training.rollouts.log import read_rollouts
 
 NETWORK = ["network.hidden_size=32", "network.num_heads=2", "network.num_kv_heads=1", "network.intermediate_size=32"]
 EASY = ["threads=1", "task.args={digits: 3, right: 1.0, backwards: 0.0}"]

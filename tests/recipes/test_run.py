@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from ludic.cli import app
-from ludic.recipes.demonstrations import prompt_text
-from ludic.recipes.run_directory import new_folder
+from ludic.cli.app import app
+from ludic.runs.directory import new_folder
+from ludic.tasks.demonstrations import prompt_text
 from ludic.training.presets import REGISTRY
 
 SUMMARY_KEYS = [
@@ -97,9 +97,9 @@ def test_a_demonstration_has_the_prompt_tokens_that_the_policy_is_asked_with(tin
     import asyncio
     from random import Random
 
-    from ludic.envs.tasks import DigitSort
-    from ludic.recipes.demonstrations import DemonstrationSource
-    from ludic.recipes.tokenizer import make_byte_tokenizer
+    from ludic.models.byte_tokenizer import make_byte_tokenizer
+    from ludic.tasks import DigitSort
+    from ludic.tasks.demonstrations import DemonstrationSource
 
     train(*tiny, "rollout.system_prompt=Sort.", "rollout.log_every=1")
     line = json.loads((tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()[0])
@@ -207,7 +207,7 @@ def test_fewer_held_out_problems_than_asked_for_are_counted(tiny: list[str]) -> 
 
 
 def test_a_task_in_the_current_directory_is_found_by_the_installed_script(tiny: list[str], tmp_path: Path) -> None:
-    (tmp_path / "my_task.py").write_text("from ludic.envs.tasks import DigitSort\n\n\nclass Mine(DigitSort):\n    pass\n")
+    (tmp_path / "my_task.py").write_text("from ludic.tasks import DigitSort\n\n\nclass Mine(DigitSort):\n    pass\n")
     script = Path(sys.executable).with_name("ludic")
     command = [script, "train", *tiny, "task.kind=my_task:Mine", "warmup.steps=0", "steps=0"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -308,7 +308,7 @@ def test_resume_takes_no_other_setting(tiny: list[str], tmp_path: Path) -> None:
 
 
 def test_ctrl_c_in_a_process_of_its_own_ends_it_cleanly(tiny: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ludic.cli", "train", *tiny, "steps=100000", "log_every=1"]
+    command = [sys.executable, "-m", "ludic.cli.app", "train", *tiny, "steps=100000", "log_every=1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -330,7 +330,7 @@ def test_ctrl_c_in_a_process_of_its_own_ends_it_cleanly(tiny: list[str], tmp_pat
 
 
 def test_help_is_quick_and_has_examples() -> None:
-    code = "import sys, ludic.cli; print([m for m in ('torch', 'transformers', 'matplotlib', 'hydra') if m in sys.modules])"
+    code = "import sys, ludic.cli.app; print([m for m in ('torch', 'transformers', 'matplotlib', 'hydra') if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "[]"
     shown = CliRunner().invoke(app, ["train", "--help"]).output

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from commands import NETWORK, ludic, refused
 
-from ludic.recipes.run_directory import RunDirectory
+from ludic.runs.directory import RunDirectory
 
 SHORTEST = {
     "train": ["warmup.steps=0", "steps=0", "evaluation.prompts=1", "evaluation.samples_per_prompt=1"],

@@ -13,9 +13,9 @@ from commands import NETWORK, same_weights, summary_of, write_rows
 from training_samples import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ludic.recipes.epochs_run import take_steps
 from ludic.recipes.sft.data import split_by_prompt
 from ludic.recipes.sft.schema import compose_sft
+from ludic.runs.epochs import take_steps
 from ludic.training import SAWItem
 
 TINY = [*NETWORK, "threads=1", "rows=40", "batch_size=8", "epochs=1", "heldout=0.1"]
@@ -278,7 +278,7 @@ def test_a_run_that_its_evaluation_ended_stays_ended_when_resumed(
     given = [*tiny, *ENDED_BY_ITS_EVALUATION, f"checkpoint.every_n_steps={every}"]
     sft(*given, "name=whole")
     with monkeypatch.context() as patch:
-        patch.setattr("ludic.recipes.sft.run.take_steps", _then_interrupted)
+        patch.setattr("ludic.runs.sft.take_steps", _then_interrupted)
         assert commands.exit_status("sft", *given, "name=parts") == 130
     sft("--resume", str(tmp_path / "parts"))
     whole, parts = (summary_of(tmp_path / name) for name in ("whole", "parts"))

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from ludic.envs.tasks import DigitSort, TicTacToe, as_episodic
 from ludic.errors import ConfigError
 from ludic.recipes.build import build_task
 from ludic.recipes.schema import TaskSection
-from ludic.recipes.success import Success, success_of
+from ludic.tasks import DigitSort, TicTacToe, as_episodic
+from ludic.tasks.success import Success, success_of
 
 
 @dataclass(frozen=True)

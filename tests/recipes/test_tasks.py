@@ -6,9 +6,9 @@ from random import Random
 import pytest
 from hypothesis import given, strategies as st
 
-from ludic.envs.tasks import Addition, DigitSort, Problem, Task
-from ludic.envs.tasks.addition import sum_matches, textbook, without_carry
 from ludic.errors import ConfigError
+from ludic.tasks import Addition, DigitSort, Problem, Task
+from ludic.tasks.addition import sum_matches, textbook, without_carry
 
 TASKS: list[Task] = [DigitSort(), Addition()]
 numbers = st.integers(min_value=10, max_value=99)

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ludic.recipes.tokenizer import BYTE_OFFSET, EOS_ID, PAD_ID, VOCAB_SIZE, make_byte_tokenizer
+from ludic.models.byte_tokenizer import BYTE_OFFSET, EOS_ID, PAD_ID, VOCAB_SIZE, make_byte_tokenizer
 
 
 @pytest.fixture(scope="module")

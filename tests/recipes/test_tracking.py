@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from ludic.cli import app
+from ludic.cli.app import app
 from ludic.errors import ConfigError
 from ludic.recipes.compose import compose, config_hash
-from ludic.recipes.screen import Screen
-from ludic.recipes.tracking import trackers_named
+from ludic.runs.screen import Screen
+from ludic.runs.tracking import trackers_named
 
 
 def ludic(*arguments: str) -> str:
@@ -129,8 +129,8 @@ def test_a_tracker_has_a_run_for_each_phase_named_after_the_folder(tiny: list[st
 def test_a_resumed_run_goes_on_with_the_run_of_its_tracker_and_another_of_that_name_does_not(
     tiny: list[str], tmp_path: Path, wandb: OwnWandb
 ) -> None:
-    from ludic.recipes.run_directory import RunDirectory
-    from ludic.recipes.tracking import run_logger
+    from ludic.runs.directory import RunDirectory
+    from ludic.runs.tracking import run_logger
 
     recipe = compose([*tiny, "report_to=wandb"])
     screen = Screen(Console(file=io.StringIO()), every=1)

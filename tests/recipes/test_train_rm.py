@@ -15,11 +15,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ludic.data.sources import Draw
 from ludic.errors import DataError
-from ludic.recipes.rm import report
+from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.rm.data import RMData
 from ludic.recipes.rm.model import with_own_padding
 from ludic.recipes.rm.schema import compose_rm
-from ludic.recipes.tokenizer import make_byte_tokenizer
+from ludic.runs.report import reward_model as report
 
 TINY = [*NETWORK, "threads=1", "pairs=40", "batch_size=8", "train_sample=16", "task.args.num_heldout=20"]
 EVALUATED = {

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from ludic.recipes.watch import EveryFew, PhaseLogger, StoppableSource, StopRequest, Stopwatch
-from ludic.training.batching.requests_from_dataset import RequestsExhausted
+from ludic.runs.stopping import EveryFew, PhaseLogger, StoppableSource, StopRequest, Stopwatch
+from ludic.training.rollouts.requests import RequestsExhausted
 from ludic.training.types import SAWBatch
 
 

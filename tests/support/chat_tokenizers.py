@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from ludic.recipes.tokenizer import make_byte_tokenizer
+from ludic.models.byte_tokenizer import make_byte_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

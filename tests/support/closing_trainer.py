@@ -5,7 +5,7 @@ import subprocess
 import sys
 from datetime import timedelta
 
-from ludic.inference.vllm.weight_receiver import WeightReceiver, leave, listening_store, process_group
+from ludic.inference.vllm.in_server.weight_receiver import WeightReceiver, leave, listening_store, process_group
 
 TIMEOUT_S = 60.0
 

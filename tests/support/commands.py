@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from ludic.cli import app
+from ludic.cli.app import app
 
 NETWORK = ["network.hidden_size=16", "network.num_heads=2", "network.num_kv_heads=1", "network.intermediate_size=16"]
 """Settings of a model that trains in no time."""
@@ -50,7 +50,7 @@ def train_until(command: str, step: int, arguments: list[str], *, phase: str | N
                 os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ludic.recipes.tracking.JSONLLogger", Interrupting)
+        patch.setattr("ludic.runs.tracking.JSONLLogger", Interrupting)
         return exit_status(command, *arguments)
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["ludic.cli", "ludic.recipes.run", "ludic.recipes.command", "ludic.recipes.sft.run"])
+_CONTEXT.set_forkserver_preload(["ludic.cli.app", "ludic.runs.reinforce", "ludic.cli.train", "ludic.runs.sft"])
 
 
 def killed_at(moment, command, *arguments):
@@ -39,7 +39,7 @@ def _run(moment, arguments, seen_by=None):
 
 
 def _command(moment, arguments, seen_by):
-    from ludic.cli import main
+    from ludic.cli.app import main
 
     seen = []
 
@@ -61,8 +61,8 @@ def _command(moment, arguments, seen_by):
 
 def _watch(happens):
     """Call `happens` before each change: of a name, of a log, of a model's weights."""
-    from ludic.training.batching import rollout_engine
     from ludic.training.loggers import JSONLLogger
+    from ludic.training.rollouts import engine as rollout_engine
 
     def told(owner, name, label):
         original = getattr(owner, name)

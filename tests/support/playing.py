@@ -74,7 +74,7 @@ class Counting(SingleAgentEnv):
 
 @cache
 def tokenizer():
-    from ludic.recipes.tokenizer import make_byte_tokenizer
+    from ludic.models.byte_tokenizer import make_byte_tokenizer
 
     return make_byte_tokenizer()
 

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from ludic.recipes.tokenizer import PAD_ID, VOCAB_SIZE, make_byte_tokenizer
+from ludic.models.byte_tokenizer import PAD_ID, VOCAB_SIZE, make_byte_tokenizer
 from ludic.training import RMTrainerConfig, SAWItem
 
 TOKENIZER = make_byte_tokenizer()

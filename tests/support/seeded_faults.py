@@ -5,9 +5,9 @@ from dataclasses import replace
 from chat_tokenizers import CHATML, chat_tokenizer
 from training_samples import TOKENIZER, tiny_model
 
-from ludic.envs.tasks import DigitSort
 from ludic.inference import InferenceSpec, LocalChatClient, ReturnSpec, SamplingParams
-from ludic.recipes.rollouts import make_engine, request_for
+from ludic.runs.rollouts import make_engine, request_for
+from ludic.tasks import DigitSort
 from ludic.training.credit_assignment import MonteCarloReturn
 
 PROBLEMS = 12
@@ -56,7 +56,7 @@ def shifted_ids(request, response):
 
 def rendered_here(tokenizer):
     """The ids that a client makes of the prompt itself, whatever the server reads."""
-    from ludic.inference.chat_template import ChatTemplate
+    from ludic.inference.prompts.template import ChatTemplate
 
     def change(request, response):
         text = ChatTemplate(tokenizer).render(request.messages)

@@ -14,7 +14,7 @@ import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-from ludic.inference.servers.secret_middleware import refusal
+from ludic.inference.vllm.in_server.secret_middleware import refusal
 
 HANG = object()
 """As a fault: the connection stays open and silent until the server closes."""

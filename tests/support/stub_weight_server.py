@@ -14,9 +14,9 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 from safetensors.torch import save_file
 
-from ludic.inference.servers.secret_middleware import refusal
-from ludic.inference.vllm.weight_fingerprint import fingerprint
-from ludic.inference.vllm.weight_receiver import Checkpoint, WeightReceiver
+from ludic.inference.vllm.in_server.secret_middleware import refusal
+from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
+from ludic.inference.vllm.in_server.weight_receiver import Checkpoint, WeightReceiver
 
 SHAPES = {
     "model.embed_tokens.weight": (12, 4),

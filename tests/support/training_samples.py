@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from ludic.recipes.tokenizer import VOCAB_SIZE, make_byte_tokenizer
+from ludic.models.byte_tokenizer import VOCAB_SIZE, make_byte_tokenizer
 from ludic.training import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem, TrainerConfig
 
 TOKENIZER = make_byte_tokenizer()

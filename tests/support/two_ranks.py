@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 
+from ludic.models.published import published_weights
 from ludic.training import (
     CheckpointConfig,
     LoraSettings,
@@ -19,7 +20,6 @@ from ludic.training import (
     collate_saw_items,
 )
 from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.weights import published_weights
 
 ALGO = RLAlgorithm("baseline", ConstantCredit(1.0), ReinforceBaselineLoss(normalize=True, length_normalize=True))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ludic.training.micro_stats import Stat, finished, over_ranks
+from ludic.training.loop.micro_stats import Stat, finished, over_ranks
 
 OWN = [
     {

@@ -10,7 +10,7 @@ import torch
 from training_samples import ListSource, assert_same_tensors, cpu_config, gradients_of, sorting_items, tiny_model, weights_of
 
 from ludic.training import Trainer, TrainFuture, make_grpo
-from ludic.training.backend import TorchBackend
+from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 
 ALGO = make_grpo(group_size=4)

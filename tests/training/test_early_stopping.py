@@ -9,8 +9,8 @@ from training_samples import DrawingSource, assert_same_tensors, cpu_config, tin
 
 from ludic.errors import ConfigError
 from ludic.training import CheckpointConfig, LoraSettings, Trainer, make_grpo
-from ludic.training.best_weights import BestWeights
-from ludic.training.early_stopping import EarlyStopping, better_when
+from ludic.training.loop.best_weights import BestWeights
+from ludic.training.loop.early_stopping import EarlyStopping, better_when
 
 
 class Scripted:

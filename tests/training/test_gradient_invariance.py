@@ -20,7 +20,7 @@ from training_samples import (
 )
 
 from ludic.training import RLAlgorithm, Trainer, collate_saw_items, make_grpo
-from ludic.training.backend import TorchBackend
+from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch
 from ludic.training.batching.preference import collate_preference_items

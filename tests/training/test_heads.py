@@ -7,11 +7,11 @@ from small_models import causal_model, scoring_model
 from torch import nn
 
 from ludic.errors import ConfigError
+from ludic.models.heads import find_head, head_parts
+from ludic.models.lora import find_target_modules, load_adapter, save_adapter
+from ludic.models.published import published_weights
 from ludic.training import LoraSettings, apply_lora
-from ludic.training.backend import build_optimizer
-from ludic.training.heads import find_head, head_parts
-from ludic.training.lora import find_target_modules, load_adapter, save_adapter
-from ludic.training.weights import published_weights
+from ludic.training.backend.torch import build_optimizer
 
 HEADS = {
     "Llama": ["score"],

@@ -10,10 +10,10 @@ from torch import nn
 from training_samples import assert_same_tensors, tiny_model, weights_of
 
 from ludic.errors import CheckpointError, ConfigError
+from ludic.models.heads import find_head
+from ludic.models.lora import adapter_weights, load_adapter, save_adapter, save_merged
+from ludic.models.published import published_weights
 from ludic.training import LoraSettings, apply_lora, find_target_modules
-from ludic.training.heads import find_head
-from ludic.training.lora import adapter_weights, load_adapter, save_adapter, save_merged
-from ludic.training.weights import published_weights
 
 LLAMA_TARGETS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 TARGETS = {
@@ -316,7 +316,7 @@ def test_pickled_adapters_are_not_read(tmp_path):
 
 
 def test_adapters_of_another_config_are_refused_with_the_reason(tmp_path):
-    from ludic.training.state_files import read_model
+    from ludic.models.state_files import read_model
 
     save_adapter(apply_lora(tiny_model(), LoraSettings(rank=2)), tmp_path)
     other = apply_lora(tiny_model(), LoraSettings(rank=4))

@@ -33,7 +33,7 @@ from ludic.training import (
     collate_saw_items,
     make_grpo,
 )
-from ludic.training.backend import TorchBackend
+from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.credit_assignment import ConstantCredit
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ludic.training.memory import memory_peaks
+from ludic.training.backend.memory import memory_peaks
 
 
 def test_the_peak_of_the_process_holds_what_was_allocated_and_freed():

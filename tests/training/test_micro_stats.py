@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ludic.training.micro_stats import Stat, combine_micro_stats, combined, finished, to_host
+from ludic.training.loop.micro_stats import Stat, combine_micro_stats, combined, finished, to_host
 
 values = st.floats(-1e3, 1e3, allow_nan=False)
 parts_of_a_batch = st.lists(st.lists(values, min_size=1, max_size=6), min_size=1, max_size=6)

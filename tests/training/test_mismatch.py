@@ -12,14 +12,14 @@ from training_samples import ListSource, cpu_config, dialogues, sorting_items, t
 
 from ludic.training import CISPOLoss, RLAlgorithm, Trainer, make_grpo
 from ludic.training.algorithm import forward_logits
-from ludic.training.backend import TorchBackend
+from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.loop.proximal import with_proximal_logps
 from ludic.training.loss import EntropyBonus, TruncatedImportanceSampling
 from ludic.training.loss.base import SharedContext, as_collated, of_actions
 from ludic.training.loss.functional import compute_token_entropy, compute_token_logp
 from ludic.training.loss.mismatch import mismatch_of, mismatch_sums
-from ludic.training.proximal import with_proximal_logps
 from ludic.training.stats import aggregate_stats
 
 

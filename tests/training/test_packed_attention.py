@@ -10,14 +10,14 @@ from torch import nn
 from training_samples import ListSource, assert_same_tensors, cpu_config, gradients_of, sorting_items, tiny_model
 
 from ludic import _core
+from ludic.models.packed_attention import PACKED, SequenceGroups, attention_of, packed_attention, packed_keywords, set_attention
 from ludic.training import MaskedCausalLMCrossEntropyLoss, RLAlgorithm, SAWItem, Trainer, collate_saw_items
 from ludic.training.algorithm import forward_logits
-from ludic.training.backend import enable_checkpointing
+from ludic.training.backend.torch import enable_checkpointing
 from ludic.training.batching.micro_batching import to_tensors
 from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.heldout_loss import HeldOutLoss
-from ludic.training.packed_attention import PACKED, SequenceGroups, attention_of, packed_attention, packed_keywords, set_attention
-from ludic.training.packing_support import with_supported_packing
+from ludic.training.evaluators.heldout_loss import HeldOutLoss
+from ludic.training.preflight.packing import with_supported_packing
 
 ALGO = RLAlgorithm("supervised", ConstantCredit(1.0), MaskedCausalLMCrossEntropyLoss())
 SMALL = {

@@ -7,8 +7,8 @@ from training_samples import cpu_config, tiny_model
 
 from ludic.errors import ConfigError
 from ludic.training import LoraSettings, apply_lora
-from ludic.training.backend import build_optimizer
-from ludic.training.parameter_groups import parameter_groups
+from ludic.training.backend.parameter_groups import parameter_groups
+from ludic.training.backend.torch import build_optimizer
 
 
 def settings_of(model, optimizer):

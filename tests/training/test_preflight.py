@@ -22,8 +22,8 @@ from training_samples import ListSource, cpu_config, sorting_items, tiny_model, 
 
 from ludic.errors import ConfigError, MismatchError
 from ludic.training import Trainer, make_grpo
-from ludic.training.backend import TorchBackend
-from ludic.training.preflight import Preflight
+from ludic.training.backend.torch import TorchBackend
+from ludic.training.preflight.check import Preflight
 
 
 def config(**changes):
@@ -224,7 +224,7 @@ async def test_prompts_that_the_client_clipped_are_no_sign_of_another_template()
     """The messages that a sample keeps are those that the agent gave; the client sent fewer characters of them."""
     from types import SimpleNamespace
 
-    from ludic.training.mismatch_causes import Suspects
+    from ludic.training.preflight.causes import Suspects
 
     _, tokenizer = chat_policy()
     message = {"role": "user", "content": "a long question"}

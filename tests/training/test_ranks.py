@@ -6,8 +6,8 @@ from rank_processes import on_two_ranks
 from safetensors.torch import load_file, save_file
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model, weights_of
 
+from ludic.models.state_files import read_json, read_optimizer, write_json
 from ludic.training import CheckpointConfig, CheckpointManager, Trainer, make_sft, ranks
-from ludic.training.state_files import read_json, read_optimizer, write_json
 
 
 @pytest.mark.integration

@@ -17,7 +17,7 @@ from ludic.training import (
     default_reducers,
     stats as stats_module,
 )
-from ludic.training.percent import Percent
+from ludic.training.loggers.percent import Percent
 from ludic.training.stats import check_reducers, group_keys
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ludic.errors import MissingExtraError
 from ludic.training import TensorboardLogger, TrackioLogger, WandbLogger
-from ludic.training.percent import Percent
+from ludic.training.loggers.percent import Percent
 
 STATS = [
     {"train/loss": 0.5, "train/clip_rate": Percent(0.25), "phase": "reinforce"},
@@ -124,7 +124,7 @@ def test_trackio_reads_back_what_was_logged_and_goes_on_with_a_run(tmp_path):
     begun = """
 import json
 from ludic.training import TrackioLogger
-from ludic.training.percent import Percent
+from ludic.training.loggers.percent import Percent
 with TrackioLogger(project="sorting", name="a", config={"lr": 0.5}, resume="allow") as logger:
     logger.log(STEP, {"train/loss": 0.5, "train/clip_rate": Percent(0.25), "phase": "reinforce"})
 from trackio.sqlite_storage import SQLiteStorage

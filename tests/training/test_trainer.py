@@ -28,7 +28,7 @@ from ludic.training import (
     make_reinforce,
     make_sft,
 )
-from ludic.training.backend import TorchBackend
+from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.credit_assignment import ConstantCredit
 

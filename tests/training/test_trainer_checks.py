@@ -4,17 +4,10 @@ import pytest
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 
 from ludic.errors import ConfigError
-from ludic.training import (
-    RolloutBatchSource,
-    RolloutEngine,
-    Trainer,
-    make_dataset_sequence_requests_fn,
-    make_grpo,
-    ranks,
-    trainer_checks,
-)
+from ludic.training import RolloutBatchSource, RolloutEngine, Trainer, make_dataset_sequence_requests_fn, make_grpo, ranks
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.overlapped import OverlappedSource
+from ludic.training.loop import trainer_checks
 
 
 def trainer_of(*, total=None, source=None, **config):

@@ -10,8 +10,8 @@ from ludic.agents.base_agent import IntermediateCall
 from ludic.agents.tool_agent import ToolAgent, ToolCall
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.inference.request import InferenceSpec
-from ludic.inference.seeds import call_seed
 from ludic.parsers import ParseResult
+from ludic.seeds import call_seed
 from ludic.types import ChatResponse, Message, TokenTrace
 
 EXHAUSTED: Message = {

@@ -16,8 +16,8 @@ from ludic.context.base import ContextStrategy
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import Parser
-from ludic.training.batching.rollout_engine import EnvFactory, RolloutEngine
-from ludic.training.batching.rollout_log import write_json_lines
+from ludic.training.rollouts.engine import EnvFactory, RolloutEngine
+from ludic.training.rollouts.log import write_json_lines
 
 PROTOCOL_KIND = "single_agent"
 READY_S = 600.0

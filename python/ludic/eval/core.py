@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from ludic.training.batching.samples import step_facts
-from ludic.training.event_loop import EventLoop
+from ludic.event_loop import EventLoop
+from ludic.training.rollouts.to_samples import step_facts
 from ludic.training.stats import Reducer, apply_reducers_to_records
 from ludic.training.types import RolloutRequest
 from ludic.types import Rollout, Step

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ludic.eval.core import Metrics, Record, RolloutGenerator, run_eval
-from ludic.training.event_loop import awaited
+from ludic.event_loop import awaited
 from ludic.training.stats import Reducer
 from ludic.training.types import RolloutRequest
 

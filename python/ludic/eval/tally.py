@@ -10,7 +10,7 @@ from typing import Any
 from ludic.errors import DataError, RolloutError
 from ludic.eval.intervals import Interval, mean_interval, share_interval
 from ludic.eval.pass_at_k import curve_points, pass_at_k
-from ludic.training.batching.played_rollouts import EpisodeFailure
+from ludic.training.rollouts.played import EpisodeFailure
 from ludic.types import Rollout
 
 PROBLEM_KEY, SAMPLE_KEY = "problem_id", "sample_index"

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from ludic.errors import ConfigError
 from ludic.inference.reward_types import RewardModelTrainingMode
-from ludic.weight_names import HEAD_NAMES, MERGED_PART, REPLACED_PART, is_adapter, unwrapped_name
+from ludic.models.names import HEAD_NAMES, MERGED_PART, REPLACED_PART, is_adapter, unwrapped_name
 
 HEAD_PARTS = tuple(f"{name}." for name in HEAD_NAMES)
 """In the names of a head."""

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec import Struct
 
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, PublishError
-from ludic.inference.prompt_tokens import PromptTokens
+from ludic.inference.prompts.tokens import PromptTokens
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
 from ludic.inference.servers.answers import WeightInfo
 from ludic.inference.servers.calls import ServerCalls
 from ludic.inference.servers.errors import AbortedError, may_pass
 from ludic.inference.servers.http import Answer
-from ludic.inference.servers.persistence import Persistence
 from ludic.inference.servers.pool import Server, ServerPool
+from ludic.inference.servers.retries import Persistence
 from ludic.inference.servers.weight_versions import served_version, version_number
 from ludic.inference.vllm.responses import TokenId, check_length, check_logprobs, check_vocabulary
 from ludic.types import ChatResponse, TokenTrace

@@ -1,6 +1,6 @@
-"""`python -m ludic.inference.vllm_server FLAGS...` is `python -m ludic.inference.vllm.server FLAGS...`."""
+"""`python -m ludic.inference.vllm_server FLAGS...` is `python -m ludic.inference.vllm.in_server.server FLAGS...`."""
 
-from ludic.inference.vllm.server import main
+from ludic.inference.vllm.in_server.server import main
 
 if __name__ == "__main__":
     main()

@@ -6,11 +6,11 @@ from typing import Any
 
 from ludic.agents.base_agent import Agent
 from ludic.inference.request import InferenceSpec
-from ludic.inference.seeds import agent_seed
 from ludic.interaction.info import merge_step_info
 from ludic.interaction.step_collector import TraceCollector
 from ludic.interaction.steps import cut_short, failed_step, intermediate_steps, played_step, system_prompt
 from ludic.parsers import ParseResult
+from ludic.seeds import agent_seed
 from ludic.types import Info, Step, StepOutcome, TokenTrace
 
 NOTHING_YET = StepOutcome(obs="", reward=0.0, truncated=False, terminated=False)

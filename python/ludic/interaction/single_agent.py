@@ -9,10 +9,10 @@ from ludic.agents.base_agent import Agent
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, RolloutError
 from ludic.inference.request import InferenceSpec
-from ludic.inference.seeds import derived_seed
 from ludic.interaction.answers import answers_of
 from ludic.interaction.base import InteractionProtocol
 from ludic.interaction.steps import cut_short, failed_step, intermediate_steps, played_step, system_prompt
+from ludic.seeds import derived_seed
 from ludic.types import Rollout, Step, StepOutcome
 
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from ludic.envs.tasks import Addition, DigitSort, EpisodicTask, Task, TicTacToe, Tools, as_episodic
 from ludic.errors import ConfigError
 from ludic.recipes.compose import check_least
-from ludic.recipes.data_task import DataTask
-from ludic.recipes.importing import import_named
-from ludic.recipes.reward_model import judged_by
 from ludic.recipes.schema import Recipe, TaskSection
+from ludic.tasks import Addition, DigitSort, EpisodicTask, Task, TicTacToe, Tools, as_episodic
+from ludic.tasks.data_task import DataTask
+from ludic.tasks.importing import import_named
+from ludic.tasks.judged import judged_by
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.config import TrainerConfig
 from ludic.training.presets import REGISTRY

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ludic.errors import ConfigError
+from ludic.models.lora import LoraSettings, apply_lora
 from ludic.recipes.schema import LoraSection
-from ludic.training.lora import LoraSettings, apply_lora
 from ludic.training.rng import preserved_rng
 
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ludic.errors import ConfigError
+from ludic.files.folders import written_aside
+from ludic.models.adapters import has_adapters
+from ludic.models.byte_tokenizer import make_byte_tokenizer, make_line_tokenizer
+from ludic.models.lora import load_adapter, save_adapter, save_merged
+from ludic.models.places import check_place
+from ludic.models.state_files import ADAPTER_CONFIG, holds_whole_weights, read_json
 from ludic.recipes.lora import adapter_beside, base_beside
-from ludic.recipes.places import check_place
-from ludic.recipes.tokenizer import make_byte_tokenizer, make_line_tokenizer
-from ludic.training.adapters import has_adapters
-from ludic.training.lora import load_adapter, save_adapter, save_merged
-from ludic.training.state_files import ADAPTER_CONFIG, holds_whole_weights, read_json
-from ludic.training.whole_folders import written_aside
 
 if TYPE_CHECKING:
     from ludic.recipes.rm.schema import RMRecipe

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataError, DataTypeError
+from ludic.models.packed_attention import packed_keywords, transformer_of
 from ludic.training.loss.base import (
     Batch,
     BatchTotals,
@@ -22,29 +23,8 @@ from ludic.training.loss.base import (
     scaled_loss,
 )
 from ludic.training.loss.mismatch import mismatch_sums
-from ludic.training.packed_attention import packed_keywords, transformer_of
 from ludic.training.types import CreditAssigner, SAWBatch, SAWItem, is_float_array
 from ludic.types import is_list_of
-
-if TYPE_CHECKING:
-    from ludic.training.presets import (
-        make_bradley_terry,
-        make_cispo,
-        make_dapo,
-        make_dr_grpo,
-        make_gmpo,
-        make_grpo,
-        make_grpo_with_rm,
-        make_gspo,
-        make_reinforce,
-        make_reinforce_baseline,
-        make_reinforce_plus_plus,
-        make_rloo,
-        make_sapo,
-        make_scalerl,
-        make_scalerl_with_rm,
-        make_sft,
-    )
 
 __all__ = [
     "Batch",
@@ -54,22 +34,6 @@ __all__ = [
     "compose_preprocess",
     "drop_zero_weight_samples",
     "filter_zero_variance_groups",
-    "make_bradley_terry",
-    "make_cispo",
-    "make_dapo",
-    "make_dr_grpo",
-    "make_gmpo",
-    "make_grpo",
-    "make_grpo_with_rm",
-    "make_gspo",
-    "make_reinforce",
-    "make_reinforce_baseline",
-    "make_reinforce_plus_plus",
-    "make_rloo",
-    "make_sapo",
-    "make_scalerl",
-    "make_scalerl_with_rm",
-    "make_sft",
     "validate_actor_logps",
 ]
 
@@ -223,8 +187,9 @@ def _group_id(item: SAWItem) -> Any:
 
 def __getattr__(name: str) -> Any:
     """The presets, which build on this module, are reachable from it too."""
-    if name.startswith("make_") and name in __all__:
+    if name.startswith("make_"):
         from ludic.training import presets
 
-        return getattr(presets, name)
+        if name in presets.__all__:
+            return getattr(presets, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

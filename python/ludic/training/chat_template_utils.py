@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludic.errors import DataError
-from ludic.training.batching.preference_items import conversation_tokens, cut_from_the_right, with_system
+from ludic.training.samples.preference import conversation_tokens, cut_from_the_right, with_system
 from ludic.types import Message
 
 

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError
+from ludic.files.folders import clear_unfinished, delete_folder, written_aside
+from ludic.models.state_files import read_json, read_model, read_optimizer, write_json, write_model, write_optimizer
 from ludic.training import ranks
-from ludic.training.state_files import read_json, read_model, read_optimizer, write_json, write_model, write_optimizer
-from ludic.training.whole_folders import clear_unfinished, delete_folder, written_aside
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from ludic.data import DataSet, load_data
 from ludic.errors import DataError, RowError
 from ludic.training.batching.mini_batches import grouped
 from ludic.training.batching.preference import check_label, meta_value
-from ludic.training.batching.preference_items import PreferenceItems, Row
+from ludic.training.samples.preference import PreferenceItems, Row
 from ludic.training.types import SAWItem
 from ludic.types import Message
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ludic.errors import ConfigError, DataError, GradingError
+from ludic.event_loop import awaited
 from ludic.inference.reward_types import ScoringInput
-from ludic.training.event_loop import awaited
 from ludic.training.reward_credit import CombineMode, check_mode, score_of, shares
 from ludic.training.types import RolloutScorer
 from ludic.types import Message, Rollout

@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from ludic.errors import ConfigError, ConfigTypeError
+from ludic.models.heads import is_classifier
+from ludic.models.lora import apply_lora
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.backend import build_optimizer
+from ludic.training.backend.torch import build_optimizer
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, Rows
 from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch, SampleMiniBatch
 from ludic.training.batching.preference import (
@@ -24,11 +26,9 @@ from ludic.training.batching.preference import (
     split_preference_pairs_by_token_budget,
 )
 from ludic.training.classification_metrics import PreferenceMetrics
-from ludic.training.heads import is_classifier
-from ludic.training.lora import apply_lora
+from ludic.training.evaluators.preferences import PreferenceEvaluator
 from ludic.training.loss.base import Loss, normalizer_of
 from ludic.training.loss.preference import ScoreType
-from ludic.training.preference_evaluator import PreferenceEvaluator
 from ludic.training.rm_config import RMTrainerConfig as RMTrainerConfig
 from ludic.training.trainer import Trainer
 from ludic.training.types import BatchSource, SAWItem

@@ -14,9 +14,9 @@ import numpy as np
 
 from ludic import _core
 from ludic.errors import ConfigError, DataError
+from ludic.training.loggers.percent import Percent
+from ludic.training.loop.micro_stats import Stat, combine_micro_stats, finished, to_host
 from ludic.training.loss.mismatch import PREFIX
-from ludic.training.micro_stats import Stat, combine_micro_stats, finished, to_host
-from ludic.training.percent import Percent
 from ludic.training.types import SAWBatch, SAWItem
 
 logger = logging.getLogger(__name__)

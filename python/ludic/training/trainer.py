@@ -18,34 +18,34 @@ from torch import nn
 
 from ludic.distributed.interfaces import LearningPublisher
 from ludic.errors import CheckpointError, ConfigError, EmptyBatchError
+from ludic.event_loop import EventLoop, awaited
+from ludic.models.lora import LoraSettings, apply_lora
+from ludic.models.published import ParamFilter
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.backend import TorchBackend, TrainingBackend, build_optimizer
+from ludic.training.backend.futures import TrainFuture
+from ludic.training.backend.torch import TorchBackend, TrainingBackend, build_optimizer
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, Rows
-from ludic.training.batching.requests_from_dataset import RequestsExhausted
-from ludic.training.best_weights import BestWeights
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
-from ludic.training.early_stopping import EarlyStopping, check_early_stopping
-from ludic.training.event_loop import EventLoop, awaited
-from ludic.training.futures import TrainFuture
 from ludic.training.loggers.base import SyncedLogger, TrainingLogger
-from ludic.training.lora import LoraSettings, apply_lora
+from ludic.training.loop.best_weights import BestWeights
+from ludic.training.loop.early_stopping import EarlyStopping, check_early_stopping
+from ludic.training.loop.proximal import with_proximal_logps
+from ludic.training.loop.run_state import evaluation_state, restore_run, run_state
+from ludic.training.loop.schedule import LearningRateSchedule
+from ludic.training.loop.signal_watch import SignalWatch
+from ludic.training.loop.step_record import StepRecord
+from ludic.training.loop.timings import PhaseTimer
+from ludic.training.loop.trainer_checks import check_evaluator, check_lag, check_publisher, check_ranks, warn_of_endless_schedule
 from ludic.training.loss.base import reads_shared_only, zero_weight_is_zero_gradient
-from ludic.training.packing_support import with_supported_packing
-from ludic.training.preflight import Preflight
-from ludic.training.proximal import with_proximal_logps
+from ludic.training.preflight.check import Preflight
+from ludic.training.preflight.packing import with_supported_packing
 from ludic.training.rng import preserved_rng
-from ludic.training.run_state import evaluation_state, restore_run, run_state
-from ludic.training.schedule import LearningRateSchedule
-from ludic.training.signal_watch import SignalWatch
+from ludic.training.rollouts.requests import RequestsExhausted
 from ludic.training.stats import Reducer, check_reducers, default_reducers, distinct_rollouts, group_keys
-from ludic.training.step_record import StepRecord
-from ludic.training.timings import PhaseTimer
-from ludic.training.trainer_checks import check_evaluator, check_lag, check_publisher, check_ranks, warn_of_endless_schedule
 from ludic.training.types import BatchSource, SAWBatch, SAWItem
-from ludic.training.weights import ParamFilter
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -14,10 +14,10 @@ from ludic.agents import Agent
 from ludic.context import FullDialog
 from ludic.envs import DatasetQAEnv
 from ludic.envs.adapters import GymnasiumEnv, OpenEnvEnv, TextArenaEnv, VerifiersEnv
-from ludic.envs.tasks import Addition, DigitSort
 from ludic.interaction import TraceCollector
-from ludic.training.batching.samples import batch_from_rollouts
+from ludic.tasks import Addition, DigitSort
 from ludic.training.credit_assignment import MonteCarloReturn
+from ludic.training.rollouts.to_samples import batch_from_rollouts
 from ludic.types import Rollout, Step
 
 LAKE = {"render_mode": "ansi", "action_names": ["left", "down", "right", "up"], "is_slippery": False}

@@ -10,8 +10,8 @@ from byte_client import ids
 
 from ludic.envs.adapters import rollout_from_trace
 from ludic.errors import DataError, RolloutError
-from ludic.training.batching.samples import batch_from_rollouts
 from ludic.training.credit_assignment import MonteCarloReturn
+from ludic.training.rollouts.to_samples import batch_from_rollouts
 
 RECORDED = json.loads((Path(__file__).parent / "verifiers_trace.json").read_text())
 

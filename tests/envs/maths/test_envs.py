@@ -10,8 +10,8 @@ from playing import FOR_RL, ScriptedClient, protocol
 from ludic.data import load_data
 from ludic.envs.maths import GSM8KEnv, MATHEnv, gsm8k_reward, math_reward
 from ludic.errors import DataError, GradingError, RolloutError
-from ludic.training.batching.rollout_engine import RolloutEngine
 from ludic.training.credit_assignment import GroupNormalizedReturn
+from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest
 
 GSM8K_ROW = {

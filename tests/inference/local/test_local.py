@@ -265,7 +265,7 @@ def test_the_model_is_left_in_the_mode_it_was_in():
 
 
 def test_a_chat_template_is_used_where_there_is_one():
-    from ludic.recipes.tokenizer import make_byte_tokenizer
+    from ludic.models.byte_tokenizer import make_byte_tokenizer
 
     templated = make_byte_tokenizer()
     templated.chat_template = (
@@ -294,7 +294,7 @@ def test_equal_seeds_on_different_prompts_are_independent():
 
 
 def test_a_prompt_is_rendered_once(monkeypatch):
-    from ludic.recipes.tokenizer import make_byte_tokenizer
+    from ludic.models.byte_tokenizer import make_byte_tokenizer
 
     templated = make_byte_tokenizer()
     templated.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -49,7 +49,7 @@ def test_token_ids_outside_the_vocabulary_never_reach_the_model():
 
 
 def test_a_template_that_fails_fails_the_request_alone():
-    from ludic.recipes.tokenizer import make_byte_tokenizer
+    from ludic.models.byte_tokenizer import make_byte_tokenizer
 
     templated = make_byte_tokenizer()
     templated.chat_template = (

@@ -13,7 +13,7 @@ from reward_models import EOS, PAD, reward_model, score_alone
 
 from ludic.errors import ConfigError, DataError
 from ludic.inference import LocalRewardModel, PoolingType, ScoringRequest
-from ludic.recipes.tokenizer import make_line_tokenizer
+from ludic.models.byte_tokenizer import make_line_tokenizer
 
 IDS = st.lists(st.integers(0, 271), min_size=1, max_size=60)
 

@@ -9,7 +9,7 @@ from playing import play, tiny_model, tokenizer
 from ludic.distributed import LocalPublisher
 from ludic.errors import ConfigError
 from ludic.inference import ChatCompletionRequest, LocalChatClient, ReturnSpec, SamplingParams
-from ludic.training.weights import published_weights
+from ludic.models.published import published_weights
 
 
 def request(text="abc", seed=0, **sampling):

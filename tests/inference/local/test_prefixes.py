@@ -16,11 +16,11 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from ludic.errors import ConfigError
 from ludic.inference import ChatCompletionRequest, LocalChatClient, SamplingParams
-from ludic.inference.episode import Episode, current_episode, new_episode
+from ludic.inference.current_episode import Episode, current_episode, new_episode
 from ludic.inference.local.decode import DecodeRequest, decode
 from ludic.inference.local.prefixes import PrefixCache, _common
-from ludic.recipes.tokenizer import make_line_tokenizer
-from ludic.training.batching.rollout_engine import RolloutEngine
+from ludic.models.byte_tokenizer import make_line_tokenizer
+from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest
 
 ROOM = 1 << 24

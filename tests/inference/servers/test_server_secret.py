@@ -10,8 +10,8 @@ from hypothesis import given, strategies as st
 
 from ludic.errors import ConfigError
 from ludic.inference.servers import server_secret
-from ludic.inference.servers.secret_middleware import OPEN_FOLDERS, OPEN_PATHS, SecretMiddleware
 from ludic.inference.servers.server_secret import HEADER, drop_secret, keep_secret, secret_file, secret_headers, secret_of
+from ludic.inference.vllm.in_server.secret_middleware import OPEN_FOLDERS, OPEN_PATHS, SecretMiddleware
 
 SECRET = "s3cret-of-this-run-and-no-other"
 JSON = {"content-type": "application/json", "content-length": "2"}
@@ -92,7 +92,7 @@ def test_no_other_spelling_of_a_path_is_let_through(server, path, end):
 
 @given(st.text(max_size=30))
 def test_a_path_that_is_not_known_to_be_harmless_needs_the_secret(name):
-    from ludic.inference.servers.secret_middleware import refusal
+    from ludic.inference.vllm.in_server.secret_middleware import refusal
 
     path = f"/{name}"
     if path not in OPEN_PATHS and not path.startswith(OPEN_FOLDERS):

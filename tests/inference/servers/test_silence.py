@@ -11,7 +11,7 @@ from ludic.errors import ConfigError, InferenceError
 from ludic.inference import SamplingParams, VLLMChatClient
 from ludic.inference.servers import pool
 from ludic.inference.servers.pool import Server, ServerPool
-from ludic.inference.vllm import session
+from ludic.inference.vllm import server_queries as session
 
 
 class Hanging:

@@ -12,9 +12,9 @@ import pytest
 from processes import is_running, until_gone
 
 import ludic
-from ludic.inference.vllm import guard
-from ludic.inference.vllm.guard import Guard
+from ludic.inference.vllm import orphan_reaper as guard
 from ludic.inference.vllm.launch import free_port, start_vllm_server, stop_vllm_server
+from ludic.inference.vllm.orphan_reaper import Guard
 
 STARTER = """
 import os, signal, sys, time

@@ -12,7 +12,7 @@ from ludic.errors import InferenceError, ServerUnreachableError
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMChatClient
 from ludic.inference.servers.errors import may_pass
 from ludic.inference.sglang import SGLangClient
-from ludic.inference.vllm import client as client_module, session
+from ludic.inference.vllm import client as client_module, server_queries as session
 
 DEADLINE_S = 0.5
 SLACK_S = 1.5

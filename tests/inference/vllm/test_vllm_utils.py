@@ -144,9 +144,9 @@ def test_on_a_cpu_the_flags_are_those_that_work_there(start):
         "--generation-config": "vllm",
         "--logprobs-mode": "processed_logprobs",
         "--kv-cache-memory-bytes": str(64 * 2**20),
-        "--worker-extension-cls": "ludic.inference.vllm.worker.WeightWorker",
+        "--worker-extension-cls": "ludic.inference.vllm.in_server.worker.WeightWorker",
         "--weight-transfer-config": '{"backend": "disk"}',
-        "--middleware": "ludic.inference.servers.client_tag_middleware.ClientTagMiddleware",
+        "--middleware": "ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware",
     }
     assert {flag: after(arguments, flag) for flag in expected} == expected
     assert after(arguments[arguments.index("--middleware") + 1 :], "--middleware").endswith(".SecretMiddleware")
@@ -178,7 +178,7 @@ def test_the_endpoints_that_change_a_server_exist_where_something_is_to_change(
 def test_a_server_asks_for_a_secret_that_is_on_no_command_line_and_is_gone_with_it(start):
     proc, port, facts = start(weights="gloo")
     arguments, secret = facts()["arguments"], facts()["environment"]["LUDIC_SERVER_SECRET"]
-    assert after(arguments, "--middleware") == "ludic.inference.servers.secret_middleware.SecretMiddleware"
+    assert after(arguments, "--middleware") == "ludic.inference.vllm.in_server.secret_middleware.SecretMiddleware"
     assert not any(secret in argument for argument in arguments)
     assert "LUDIC_SERVER_SECRET" not in os.environ
     wait_for_vllm_health("127.0.0.1", port, proc, timeout_s=60)
@@ -256,8 +256,8 @@ def test_what_the_server_loads_needs_the_standard_library_alone():
     """Its environment has none of this package's dependencies but those that vLLM brings."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); before = set(sys.modules)\n"
-        "import ludic.inference.servers.client_tag_middleware, ludic.inference.servers.secret_middleware\n"
-        "import ludic.inference.think_limits, ludic.inference.vllm.server\n"
+        "import ludic.inference.vllm.in_server.client_tag_middleware, ludic.inference.vllm.in_server.secret_middleware\n"
+        "import ludic.inference.vllm.in_server.think_limits, ludic.inference.vllm.in_server.server\n"
         "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
     )
     found = subprocess.run(
@@ -290,7 +290,7 @@ def serving(tmp_path, mode, *options):
     env = {**os.environ, "FAKE_VLLM": mode, "FAKE_VLLM_FACTS": str(facts), "PYTHONPATH": str(Path(ludic.__file__).parents[1])}
     port = free_port()
     python = fake_vllm.install(tmp_path / "venv")
-    command = [sys.executable, "-m", "ludic.cli", "serve", "tiny", "--port", str(port), "--python", python, *options]
+    command = [sys.executable, "-m", "ludic.cli.app", "serve", "tiny", "--port", str(port), "--python", python, *options]
     return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True), facts, port
 
 
@@ -325,7 +325,7 @@ def test_serve_says_when_it_is_ready_and_ctrl_c_stops_everything(tmp_path):
 def test_serve_says_how_to_get_vllm_where_there_is_none(tmp_path):
     from typer.testing import CliRunner
 
-    from ludic.cli import app
+    from ludic.cli.app import app
 
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
@@ -358,7 +358,7 @@ def test_serve_is_an_error_when_the_server_does_not_come_up(tmp_path):
     ],
 )
 def test_weights_come_as_the_device_has_it_unless_it_is_said(tmp_path, cpu, settings, backend):
-    from ludic.recipes.serve_command import ServeSettings, _weights
+    from ludic.cli.serve import ServeSettings, _weights
 
     python = fake_vllm.install(tmp_path / "venv", cpu=cpu)
     assert _weights(ServeSettings("tiny", python=python, **settings)) == backend
@@ -368,7 +368,7 @@ def test_weights_come_as_the_device_has_it_unless_it_is_said(tmp_path, cpu, sett
 def test_serve_refuses_what_it_does_not_know(option):
     from typer.testing import CliRunner
 
-    from ludic.cli import app
+    from ludic.cli.app import app
 
     result = CliRunner().invoke(app, ["serve", "tiny", *option])
     assert result.exit_code == 2

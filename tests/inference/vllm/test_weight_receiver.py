@@ -13,8 +13,14 @@ from hypothesis import given, strategies as st
 from safetensors.torch import save_file
 from stub_weight_server import SHAPES, same, weights
 
-from ludic.inference.vllm.weight_fingerprint import SAMPLED_ELEMENTS, fingerprint, tensor_mark
-from ludic.inference.vllm.weight_receiver import Checkpoint, WeightReceiver, WeightTransferError, listening_store, neighbours
+from ludic.inference.vllm.in_server.weight_fingerprint import SAMPLED_ELEMENTS, fingerprint, tensor_mark
+from ludic.inference.vllm.in_server.weight_receiver import (
+    Checkpoint,
+    WeightReceiver,
+    WeightTransferError,
+    listening_store,
+    neighbours,
+)
 
 QUERY, KEY = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
 
@@ -49,7 +55,7 @@ def test_it_needs_nothing_of_the_trainers_environment():
     code = f"""
 import sys
 sys.modules.update({{name: None for name in {absent!r}}})
-import ludic.inference.vllm.weight_receiver, ludic.inference.vllm.weight_fingerprint
+import ludic.inference.vllm.in_server.weight_receiver, ludic.inference.vllm.in_server.weight_fingerprint
 print(*sorted(name for name in sys.modules if name.startswith('ludic.training')))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

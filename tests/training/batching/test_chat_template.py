@@ -5,7 +5,7 @@ from chat_tokenizers import CHATML, FORGETS_THOUGHTS, MARKED, chat_tokenizer, me
 from hypothesis import given, settings, strategies as st
 
 from ludic.errors import ConfigError, DataError
-from ludic.training.batching.chat_template import ChatTokenizer
+from ludic.training.samples.conversations import ChatTokenizer
 
 TALK = [
     {"role": "system", "content": "Be brief."},

@@ -7,7 +7,7 @@ from enum import Enum
 import numpy as np
 from hypothesis import given, strategies as st
 
-from ludic.training.batching.json_lines import DEEPEST, json_lines
+from ludic.files.json_lines import DEEPEST, json_lines
 from ludic.types import Step
 
 

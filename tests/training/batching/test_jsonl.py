@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ludic.errors import DataError
-from ludic.training.batching.jsonl import end_last_line, read_jsonl
+from ludic.files.jsonl import end_last_line, read_jsonl
 
 objects = st.lists(st.dictionaries(st.text(max_size=3), st.text(max_size=200_000), max_size=2), max_size=4)
 

@@ -23,8 +23,8 @@ from ludic.training import (
     make_chat_template_step_to_item,
     make_sft,
 )
-from ludic.training.batching.rollout_log import append_rollouts, read_rollouts
-from ludic.training.batching.samples import sample_from_step
+from ludic.training.rollouts.log import append_rollouts, read_rollouts
+from ludic.training.rollouts.to_samples import sample_from_step
 from ludic.types import Rollout, Step, TokenTrace
 
 

@@ -8,16 +8,16 @@ from hypothesis import given, strategies as st
 from training_samples import cpu_config, tiny_model
 
 from ludic.distributed.adapters.local import LocalPublisher
-from ludic.envs.tasks import DigitSort
 from ludic.errors import ConfigError
 from ludic.inference import InferenceSpec, LocalChatClient, ReturnSpec, SamplingParams
-from ludic.recipes.rollouts import make_engine, request_for
-from ludic.recipes.tokenizer import make_byte_tokenizer
+from ludic.models.byte_tokenizer import make_byte_tokenizer
+from ludic.runs.rollouts import make_engine, request_for
+from ludic.tasks import DigitSort
 from ludic.training import CheckpointConfig, RequestsExhausted, SAWBatch, Trainer, make_grpo
-from ludic.training.batching.intra_batch_control import GRPORequestStrategy
 from ludic.training.batching.overlapped import GENERATION_S, OverlappedSource
-from ludic.training.batching.requests_from_dataset import SequenceRequests
 from ludic.training.batching.synced_batching import RolloutBatchSource
+from ludic.training.rollouts.groups import GRPORequestStrategy
+from ludic.training.rollouts.requests import SequenceRequests
 
 
 class Prompts:

@@ -7,7 +7,7 @@ from chat_tokenizers import CHATML, FORGETS_THOUGHTS, chat_tokenizer, merging_to
 from hypothesis import given, strategies as st
 
 from ludic.errors import ConfigError, DataError
-from ludic.recipes.tokenizer import make_byte_tokenizer
+from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.training import (
     create_preference_saw_items,
     format_chat_template_text,
@@ -17,8 +17,8 @@ from ludic.training import (
     tokenize_with_chat_template,
 )
 from ludic.training.batching import group_preference_pairs
-from ludic.training.batching.chat_template import ChatTokens
-from ludic.training.batching.preference_items import PreferenceItems
+from ludic.training.samples.conversations import ChatTokens
+from ludic.training.samples.preference import PreferenceItems
 
 BYTES = make_byte_tokenizer()
 CHAT = chat_tokenizer(CHATML)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 from hypothesis import given, strategies as st
 
-from ludic.training.batching.rollout_log import append_rollouts, read_rollouts
+from ludic.training.rollouts.log import append_rollouts, read_rollouts
 from ludic.types import Rollout, Step, TokenTrace
 
 text = st.text(st.characters(exclude_categories=["Cs"]))

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from ludic.errors import DataError
 from ludic.training import ConstantCredit, MonteCarloReturn, PerStepReward
-from ludic.training.batching.samples import batch_from_rollouts, sample_from_step
+from ludic.training.rollouts.to_samples import batch_from_rollouts, sample_from_step
 from ludic.types import Rollout, Step, TokenTrace
 
 ids = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)

@@ -7,9 +7,9 @@ from playing import FOR_RL, ScriptedClient, protocol
 
 from ludic.envs import PromptEnv
 from ludic.errors import RolloutError
-from ludic.training.batching.rollout_engine import RolloutEngine
 from ludic.training.credit_assignment import EpisodicReturn, GroupNormalizedReturn
 from ludic.training.reward_functions import RewardFunctions
+from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest
 
 

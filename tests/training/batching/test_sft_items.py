@@ -7,9 +7,9 @@ import pytest
 from chat_tokenizers import CHATML, chat_tokenizer, merging_tokenizer
 
 from ludic.errors import DataError
-from ludic.recipes.tokenizer import make_byte_tokenizer
-from ludic.training.batching.jsonl import read_jsonl
-from ludic.training.batching.sft_items import SFTItems
+from ludic.files.jsonl import read_jsonl
+from ludic.models.byte_tokenizer import make_byte_tokenizer
+from ludic.training.samples.sft import SFTItems
 
 
 def items_of(row, tokenizer=None, **options):

@@ -27,8 +27,8 @@ from ludic.training import (
 )
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.overlapped import OverlappedSource
-from ludic.training.batching.rollout_log import append_rollouts
-from ludic.training.batching.samples import sample_from_step
+from ludic.training.rollouts.log import append_rollouts
+from ludic.training.rollouts.to_samples import sample_from_step
 from ludic.training.types import shards_across_ranks
 from ludic.types import Rollout, Step, TokenTrace
 

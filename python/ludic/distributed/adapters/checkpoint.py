@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ludic.distributed.adapters.vllm import VllmControlPlane, create_vllm_publisher
-from ludic.distributed.checkpoint_folder import CheckpointFolder, folder_marks
-from ludic.distributed.fan_out import failed_servers, on_each, urls
 from ludic.distributed.interfaces import PolicyPublisher
-from ludic.distributed.server_weights import ServerManifest, checkpoint_names, fitted
+from ludic.distributed.push.fan_out import failed_servers, on_each, urls
+from ludic.distributed.push.folder import CheckpointFolder, folder_marks
+from ludic.distributed.push.manifest import ServerManifest, checkpoint_names, fitted
 from ludic.distributed.unchanged import UnchangedWeights
 from ludic.errors import ConfigError, InferenceError, PublishError
 from ludic.inference.sglang import SGLangClient, SGLangEndpoints
@@ -59,7 +59,7 @@ class SGLangPublisher:
         self._unchanged.change_expected = expected
 
     def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
-        from ludic.inference.vllm.weight_fingerprint import fingerprint
+        from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
 
         if version is None:
             raise ConfigError("a checkpoint needs a version to be named by; publish(weights, version=...)")
@@ -119,7 +119,7 @@ def _manifest_of(model: Path) -> ServerManifest:
     """Names, shapes and dtypes of the weights in a folder."""
     import json
 
-    from ludic.inference.vllm.weight_receiver import Checkpoint
+    from ludic.inference.vllm.in_server.weight_receiver import Checkpoint
 
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     weights = Checkpoint(model).weights

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.distributed.adapters.vllm import request_headers, server_urls
-from ludic.distributed.checkpoint_folder import CheckpointFolder
-from ludic.distributed.fan_out import failed_servers, on_each
+from ludic.distributed.push.fan_out import failed_servers, on_each
+from ludic.distributed.push.folder import CheckpointFolder
 from ludic.distributed.unchanged import UnchangedWeights
 from ludic.errors import ConfigError, PublishError
 from ludic.inference.vllm.endpoints import VllmEndpoints
@@ -64,8 +64,8 @@ class LoraPublisher:
     def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
         """Load the model's adapters as `<name>@<version>` on all servers, or on none. They are taken from the model: in `state_dict`
         they are merged. Adapters that did not change are served on under the name that they have."""
-        from ludic.inference.vllm.weight_fingerprint import fingerprint
-        from ludic.training.lora import adapter_weights
+        from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
+        from ludic.models.lora import adapter_weights
 
         if version is None:
             raise ConfigError("an adapter needs a version to be named by; publish(weights, version=...)")
@@ -92,7 +92,7 @@ class LoraPublisher:
 
     def _replace(self, version: str | int) -> None:
         """Write this version, and load it everywhere."""
-        from ludic.training.lora import save_adapter
+        from ludic.models.lora import save_adapter
 
         folder = self._folders.fill(version, lambda aside: save_adapter(self.model, aside))
         self._load(f"{self.name}@{version}", str(folder))

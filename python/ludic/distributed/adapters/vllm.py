@@ -18,12 +18,12 @@ from ludic.distributed.adapters.reward_model import (
     RMPublisherAdapter as RMPublisherAdapter,
     create_rm_publisher as create_rm_publisher,
 )
-from ludic.distributed.checkpoint_folder import CheckpointFolder
-from ludic.distributed.fan_out import failed_servers, on_each, to_the_end, urls
 from ludic.distributed.interfaces import LearningPublisher, PolicyPublisher, WeightMetadata
 from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPublisher
-from ludic.distributed.server_link import ServerLink
-from ludic.distributed.server_weights import ServerManifest, check_fit, checkpoint_names, fitted
+from ludic.distributed.push.fan_out import failed_servers, on_each, to_the_end, urls
+from ludic.distributed.push.folder import CheckpointFolder
+from ludic.distributed.push.link import ServerLink
+from ludic.distributed.push.manifest import ServerManifest, check_fit, checkpoint_names, fitted
 from ludic.distributed.unchanged import UnchangedWeights
 from ludic.errors import ConfigError, PublishError, PublishTimeoutError
 from ludic.inference.vllm.endpoints import VllmEndpoints
@@ -311,7 +311,7 @@ class CheckedPublisher:
         self._unchanged.change_expected = expected
 
     def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
-        from ludic.inference.vllm.weight_fingerprint import fingerprint
+        from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
 
         manifest = self.control.prepare()
         weights = fitted(state_dict, manifest, partial=self.control.partial)

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError, InferenceError
-from ludic.inference.chat_template import ChatTemplate, offered_tools
-from ludic.inference.episode import Episode, current_episode
+from ludic.inference.current_episode import Episode, current_episode
 from ludic.inference.local.decode import Bounds, Completion, DecodeRequest, decode
 from ludic.inference.local.prefixes import PrefixCache
 from ludic.inference.local.sampler import check_sampling
 from ludic.inference.local.threads import in_own_thread
 from ludic.inference.local.weights import copy_weights, own_copy
+from ludic.inference.prompts.template import ChatTemplate, offered_tools
+from ludic.inference.prompts.tool_calls import assistant_message, calls_made
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
-from ludic.inference.tool_calls import assistant_message, calls_made
 from ludic.types import ChatResponse, Message, TokenTrace
 
 LogprobsMode = Literal["raw", "processed"]

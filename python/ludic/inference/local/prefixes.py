@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ludic.inference.episode import Episode
+from ludic.inference.current_episode import Episode
 
 LEAST_SHARE = 0.5
 """Of a prompt that must be known: below it, reading the whole is as quick."""

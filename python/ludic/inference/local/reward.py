@@ -19,9 +19,9 @@ from ludic.errors import ConfigError, DataError, InferenceError
 from ludic.inference.local.decode import evaluating
 from ludic.inference.local.threads import in_own_thread
 from ludic.inference.local.weights import copy_weights
+from ludic.inference.prompts.vocabulary import reads_same_ids
 from ludic.inference.reward_types import PoolingType, RewardModelTrainingMode, ScoringRequest, ScoringResponse, scoring_input
 from ludic.inference.reward_weights import trained_weights
-from ludic.inference.tokenizers import reads_same_ids
 
 logger = logging.getLogger(__name__)
 

@@ -51,7 +51,7 @@ def _weights_by_name(model: nn.Module) -> dict[str, Tensor]:
     }
     if not hasattr(model, "peft_config"):
         return own
-    from ludic.training.adapters import base_names
+    from ludic.models.adapters import base_names
 
     return {plain: own[name] for plain, name in base_names(model, own).items()}
 

@@ -1,7 +1,7 @@
 """Whose answer is this: the tag that a client sends to a server shared by several, and looks for in what comes back.
 
 The tag travels as the JSON field `client_tag` and the header `X-VLLM-Client-Tag`. vLLM drops both; a server that clients share behind
-something that fans requests in must be started with `ludic.inference.servers.client_tag_middleware.ClientTagMiddleware` (`ludic serve
+something that fans requests in must be started with `ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware` (`ludic serve
 --client-tags`), which says them again. An answer without a tag is an error under `require_echo`, and taken for one's own under `lenient`.
 """
 
@@ -122,7 +122,7 @@ class ClientTag:
         if self.policy == "require_echo":
             raise self._error(
                 "the answer carries no client_tag. A shared server must echo it: start it with --middleware "
-                "ludic.inference.servers.client_tag_middleware.ClientTagMiddleware (`ludic serve --client-tags`), or set "
+                "ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware (`ludic serve --client-tags`), or set "
                 "client_tag_policy='lenient' if nobody else uses the server"
             )
         self.counts.untagged += 1

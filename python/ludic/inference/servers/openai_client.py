@@ -12,7 +12,7 @@ from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.servers.answers import ModelList, without_nulls
 from ludic.inference.servers.errors import may_pass
 from ludic.inference.servers.http import CONNECT_TIMEOUT_S, Answer, Http, is_loopback
-from ludic.inference.servers.persistence import Persistence
+from ludic.inference.servers.retries import Persistence
 from ludic.types import ChatResponse
 
 if TYPE_CHECKING:

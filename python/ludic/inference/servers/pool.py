@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerUnreachableError
+from ludic.inference.servers.hang_detection import SilenceWatch
 from ludic.inference.servers.http import Answer, Http
-from ludic.inference.servers.silence import SilenceWatch
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

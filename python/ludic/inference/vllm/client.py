@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ludic.errors import InferenceError
 from ludic.inference.client import WeightPublisher
-from ludic.inference.prompt_tokens import PromptTokens
+from ludic.inference.prompts.tokens import PromptTokens
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
 from ludic.inference.servers.answers import without_nulls
@@ -18,9 +18,9 @@ from ludic.inference.servers.errors import AbortedError, may_pass
 from ludic.inference.servers.http import Answer, BlockingHttp
 from ludic.inference.servers.loop_thread import run_blocking
 from ludic.inference.servers.openai_client import open_client
-from ludic.inference.servers.persistence import Persistence
 from ludic.inference.servers.pool import Server, ServerPool
 from ludic.inference.servers.prompt_clipping import PromptClipper
+from ludic.inference.servers.retries import Persistence
 from ludic.inference.servers.weight_versions import served_version, version_number
 from ludic.inference.vllm.context_room import ContextRoom
 from ludic.inference.vllm.rendered_chat import RenderedChat
@@ -44,7 +44,7 @@ from ludic.inference.vllm.responses import (
     converted,
     sampled_tokens,
 )
-from ludic.inference.vllm.session import (
+from ludic.inference.vllm.server_queries import (
     first_look,
     read_progress,
     read_version,

@@ -23,7 +23,7 @@ from ludic.inference.servers.answers import ModelList
 from ludic.inference.servers.http import BlockingHttp
 from ludic.inference.servers.server_secret import VARIABLE, drop_secret, is_this_machine, keep_secret, secret_of
 from ludic.inference.vllm.environment import check_has_vllm, is_cpu_build, server_python, server_variables
-from ludic.inference.vllm.flags import (
+from ludic.inference.vllm.in_server.flags import (
     DEFAULT_FLAGS,
     SECRET_MIDDLEWARE,
     TAG_MIDDLEWARE,
@@ -33,8 +33,8 @@ from ludic.inference.vllm.flags import (
     missing_flags,
     weight_flags,
 )
-from ludic.inference.vllm.guard import Guard
-from ludic.inference.vllm.session import HEALTH_TIMEOUT_S, MODELS_TIMEOUT_S, server_url
+from ludic.inference.vllm.orphan_reaper import Guard
+from ludic.inference.vllm.server_queries import HEALTH_TIMEOUT_S, MODELS_TIMEOUT_S, server_url
 
 logger = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ludic.errors import InferenceError
-from ludic.inference.chat_template import offered_tools
 from ludic.inference.extensions import VLLMExtensions
-from ludic.inference.prompt_tokens import PromptTokens
+from ludic.inference.prompts.template import offered_tools
+from ludic.inference.prompts.tokens import PromptTokens
+from ludic.inference.prompts.tool_calls import assistant_message, calls_made
 from ludic.inference.request import ChatCompletionRequest
-from ludic.inference.think_limits import heeded
-from ludic.inference.tool_calls import assistant_message, calls_made
+from ludic.inference.vllm.in_server.think_limits import heeded
 from ludic.inference.vllm.responses import SampledTokens
 from ludic.types import ChatResponse, Message
 

@@ -21,15 +21,15 @@ import msgspec
 from msgspec import Struct, field
 
 from ludic.errors import ConfigError, DataError, InferenceError, ServerError
+from ludic.inference.prompts.vocabulary import reads_same_ids
 from ludic.inference.reward_types import PoolingType, RewardModelTrainingMode, ScoringInput, ScoringRequest, ScoringResponse
 from ludic.inference.reward_weights import trained_weights
 from ludic.inference.servers.answers import ModelList, WeightInfo
 from ludic.inference.servers.errors import has_no_path, may_pass
 from ludic.inference.servers.loop_thread import run_blocking
-from ludic.inference.servers.persistence import Persistence
 from ludic.inference.servers.pool import Server, ServerPool
+from ludic.inference.servers.retries import Persistence
 from ludic.inference.servers.weight_versions import version_number
-from ludic.inference.tokenizers import reads_same_ids
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ludic.errors import ConfigError
+from ludic.models.adapters import base_names, has_adapters
 from ludic.recipes.lora import with_adapters
 from ludic.recipes.model import check_dtype, place_of, small_config, small_dtype
 from ludic.recipes.rm.schema import RMRecipe
-from ludic.training.adapters import base_names, has_adapters
 
 
 def reward_model_of(recipe: RMRecipe, tokenizer: Any) -> Any:

@@ -13,13 +13,13 @@ from typing import Any, cast
 import numpy as np
 
 from ludic.data.sources import read_table
-from ludic.envs.tasks import as_episodic
 from ludic.errors import ConfigError
 from ludic.recipes.build import build_task
-from ludic.recipes.run_directory import write_text
 from ludic.recipes.sft.schema import SFTRecipe, paths_of
-from ludic.training.batching.chat_template import AssistantTurns
-from ludic.training.batching.sft_items import Row, SFTItems
+from ludic.runs.directory import write_text
+from ludic.tasks import as_episodic
+from ludic.training.samples.conversations import AssistantTurns
+from ludic.training.samples.sft import Row, SFTItems
 from ludic.training.types import SAWItem
 
 _SPLIT_SEED = 20_000  # the held-out rows are those of this seed in every run

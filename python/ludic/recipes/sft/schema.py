@@ -12,7 +12,7 @@ from omegaconf import MISSING
 from ludic.errors import ConfigError
 from ludic.recipes.epochs_schema import EpochsRecipe, compose_epochs
 from ludic.recipes.schema import trainer_section
-from ludic.training.batching.chat_template import ASSISTANT_TURNS
+from ludic.training.samples.conversations import ASSISTANT_TURNS
 
 
 @dataclass

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ludic.errors import ConfigError, DataError
-from ludic.training.batching.chat_template import apply_template, end_of_turn
 from ludic.training.batching.epochs import ItemBatchSource
-from ludic.training.batching.rollout_log import read_rollouts
-from ludic.training.batching.samples import TRACE_KEYS, step_facts
+from ludic.training.rollouts.log import read_rollouts
+from ludic.training.rollouts.to_samples import TRACE_KEYS, step_facts
+from ludic.training.samples.conversations import apply_template, end_of_turn
 from ludic.training.types import CreditAssigner, SampleFilter, SAWBatch, SAWItem
 from ludic.types import Rollout, Step
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.batching.rollout_engine import RolloutEngine, credit_of
+from ludic.training.rollouts.engine import RolloutEngine, credit_of
 from ludic.training.types import CreditAssigner, RolloutRequest, SampleFilter, SAWBatch
 
 AnyRequestsFn = Callable[[], Sequence[RolloutRequest] | Awaitable[Sequence[RolloutRequest]]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from ludic.training.percent import Percent
+from ludic.training.loggers.percent import Percent
 
 
 class TrainingLogger(Protocol):

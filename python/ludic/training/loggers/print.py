@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ludic.training.loggers.base import select
-from ludic.training.percent import Percent
+from ludic.training.loggers.percent import Percent
 
 
 class PrintLogger:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ludic.training.loggers.base import bare, select
-from ludic.training.percent import Percent
+from ludic.training.loggers.percent import Percent
 
 SECTIONS = {"train": "green", "eval": "magenta", "perf": "cyan"}
 HIDDEN = frozenset({"phase", "train_step", "eval_step", "train/step", "eval/step"})

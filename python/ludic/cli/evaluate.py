@@ -1,0 +1,305 @@
+"""`ludic eval`: a model in this process or behind a server, on the held-out problems of a task; records, a table and a picture."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ludic.cli.console import INTERRUPTED, output_to, quiet_libraries
+from ludic.cli.evaluate_settings import EvalSettings, resolve
+from ludic.errors import ConfigError
+from ludic.recipes.compose import config_hash, to_yaml
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ludic.eval import ProblemEvaluator
+    from ludic.inference import ChatClient
+    from ludic.inference.local.client import LocalChatClient
+    from ludic.recipes.schema import Recipe
+    from ludic.tasks import Episode, EpisodicTask
+    from ludic.training.rollouts.engine import RolloutEngine
+    from ludic.training.types import RolloutRequest
+    from ludic.types import Rollout
+
+
+def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: bool) -> int:
+    """The exit status. Errors of the user's are raised as `LudicError`."""
+    recipe, settings = resolve(arguments)
+    if print_config:
+        from omegaconf import OmegaConf
+
+        from ludic.recipes.commented import commented, explained
+
+        own = OmegaConf.to_yaml(OmegaConf.create(asdict(settings)))
+        print(explained(recipe) + commented(own, EvalSettings), end="")
+        return 0
+    with output_to(json_only) as console:
+        try:
+            summary = asyncio.run(_evaluate(recipe, settings, console))
+        except KeyboardInterrupt:
+            console.print("Stopped; nothing was measured.", highlight=False)
+            return INTERRUPTED
+    if json_only:
+        print(summary, end="")
+    return 0
+
+
+async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) -> str:
+    """Play, measure, write and show; the summary as JSON. Everything is built before the folder is made."""
+    from ludic.cli.evaluate_report import Found, show, summary_of, write
+    from ludic.recipes.build import check_numbers, task_of
+    from ludic.tasks.success import success_of
+
+    started = time.perf_counter()
+    check_numbers(recipe)
+    _check_reward_model(recipe, settings)
+    own_task = task_of(recipe)
+    success_of(own_task, recipe.evaluation.solved_at)  # a wrong setting costs nothing
+    problems = _problems(recipe, settings, own_task, console)
+    async with _client(recipe, settings, own_task) as (client, model_name, task):
+        folder = _make_folder(recipe, model_name)
+        success = success_of(task, recipe.evaluation.solved_at)
+        episodes = len(problems) * recipe.evaluation.samples_per_prompt
+        where = settings.base_url or _device_of(client)
+        console.print(f"{model_name}: {episodes} episodes on {where}, writing to {folder}/", highlight=False, markup=False)
+        with _progress(console, episodes) as on_episode:
+            engine = _engine(recipe, settings, task, client, model_name, folder, on_episode)
+            evaluator = _evaluator(recipe, settings, task, engine, _requests(recipe, task, problems), success.reward)
+            rollouts, measurement = await evaluator.play()
+    solved_at = success.holds_for(reward for problem in measurement.problems for reward in problem.rewards)
+    found = Found(measurement, rollouts, problems, task, success, solved_at)
+    facts = _facts(recipe, settings, task, model_name) | {
+        "solved_at": solved_at,
+        "wall_s": round(time.perf_counter() - started, 2),
+    }
+    summary = summary_of(found, facts)
+    write(folder, found, summary, title=f"{recipe.recipe}, {model_name}, temperature {recipe.rollout.temperature:g}")
+    show(console, found, folder)
+    return summary
+
+
+def _facts(recipe: Recipe, settings: EvalSettings, task: EpisodicTask, model_name: str) -> dict[str, Any]:
+    """What was asked, and how."""
+    return {
+        "recipe": recipe.recipe,
+        "task": recipe.task.kind,
+        "model": model_name,
+        "reward_model": recipe.reward_model,
+        "base_url": settings.base_url,
+        "temperature": recipe.rollout.temperature,
+        "top_p": recipe.rollout.top_p,
+        "max_tokens": recipe.rollout.max_new_tokens or task.max_new_tokens,
+        "seed": recipe.seed,
+        "suite": settings.suite,
+        "config_hash": config_hash(recipe),
+    }
+
+
+def _check_reward_model(recipe: Recipe, settings: EvalSettings) -> None:
+    """It scores tokens, which it must read as the policy's tokenizer wrote them."""
+    if recipe.reward_model is not None and settings.base_url is not None:
+        raise ConfigError(
+            f"reward_model ({recipe.reward_model}) scores the answers of a model in this process; give model=FOLDER in the place of "
+            "base_url, or reward_model=null and a reward= of the task's own"
+        )
+
+
+@contextmanager
+def _progress(console: Console, episodes: int) -> Iterator[Callable[[], None]]:
+    """A bar, where there is a terminal to show it; to be called for each episode that is over."""
+    from rich.progress import Progress
+
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("episodes", total=episodes)
+        yield lambda: bar.advance(task)
+
+
+def _engine(
+    recipe: Recipe,
+    settings: EvalSettings,
+    task: EpisodicTask,
+    client: ChatClient,
+    model_name: str,
+    folder: Path,
+    on_episode: Callable[[], None],
+) -> RolloutEngine:
+    from ludic.runs.rollouts import make_engine
+
+    return make_engine(
+        task,
+        client,
+        model_name=model_name,
+        system_prompt=recipe.rollout.system_prompt,
+        jsonl_path=folder / "rollouts.jsonl",
+        max_retries=settings.episode_retries,
+        episode_timeout_s=settings.episode_timeout_s,
+        on_episode=on_episode,
+    )
+
+
+def _evaluator(
+    recipe: Recipe,
+    settings: EvalSettings,
+    task: EpisodicTask,
+    engine: RolloutEngine,
+    requests: Sequence[RolloutRequest],
+    solved_at: float | None,
+) -> ProblemEvaluator:
+    from ludic.eval import ProblemEvaluator
+    from ludic.tasks.measures import measures_of
+    from ludic.training.reward_scorer import TASK_REWARD_INFO
+
+    numbers = [name for name in measures_of(task) if name != TASK_REWARD_INFO]  # that is the reward, which is measured anyway
+
+    return ProblemEvaluator(
+        engine=engine,
+        requests_fn=lambda: requests,
+        k=recipe.evaluation.samples_per_prompt,
+        max_steps=task.max_turns,
+        timeout_s=settings.timeout_s if settings.base_url is None else None,  # the client of a server has the deadline itself
+        concurrency=recipe.rollout.concurrency,
+        seed=recipe.seed,
+        solved_at=1.0 if solved_at is None else solved_at,  # where nothing says what is right, nobody is told what this gives
+        confidence=settings.confidence,
+        also={
+            **{name: _fact(name) for name in task.facts},
+            **{name: _number(name) for name in numbers},
+            "cut_off": _cut_off,
+            "answer_tokens": _answer_tokens,
+        },
+    )
+
+
+def _problems(recipe: Recipe, settings: EvalSettings, task: EpisodicTask, console: Console) -> list[Episode]:
+    """The held-out problems that are asked. Those that begin alike and differ by their seed, such as games, count each by itself."""
+    suites = task.suites()
+    if settings.suite not in (None, *suites):
+        raise ConfigError(f"suite ({settings.suite}) must be one of {', '.join(suites)}")
+    asked, there = recipe.evaluation.prompts, suites[settings.suite or next(iter(suites))]
+    if len(there) < asked:
+        console.print(f"{len(there)} held-out problems; the task has no more, {asked} were asked for", highlight=False)
+    problems = there[:asked]
+    repeated = Counter(problem["id"] for problem in problems)
+    return [
+        {**problem, "id": f"{problem['id']}, {i}"} if repeated[problem["id"]] > 1 else problem
+        for i, problem in enumerate(problems)
+    ]
+
+
+def _requests(recipe: Recipe, task: EpisodicTask, problems: Sequence[Episode]) -> list[RolloutRequest]:
+    """One for each problem; its seed follows from the recipe's and its place."""
+    from ludic.interaction.base import derived_seed
+    from ludic.runs.rollouts import evaluation_inference, request_for
+
+    inference = evaluation_inference(recipe.rollout, task, greedy=False)
+    return [
+        request_for(problem, inference=inference, seed=derived_seed(recipe.seed, 1 + i) or 0)
+        for i, problem in enumerate(problems)
+    ]
+
+
+@asynccontextmanager
+async def _client(
+    recipe: Recipe, settings: EvalSettings, task: EpisodicTask
+) -> AsyncIterator[tuple[ChatClient, str, EpisodicTask]]:
+    """(client, name of the model, the task, whose answers the recipe's reward model scores if there is one)."""
+    if settings.base_url is None:
+        from ludic.recipes.build import with_reward_model
+
+        local = _local_client(recipe)
+        yield local, str(recipe.model), with_reward_model(recipe, task, local.tokenizer)
+        return
+    from ludic.inference import OpenAIChatClient
+
+    client = OpenAIChatClient(
+        settings.base_url,
+        api_key=_api_key(settings.api_key_env),
+        timeout_s=settings.timeout_s,
+        returns_token_ids=settings.returns_token_ids,
+    )
+    async with client:
+        yield client, recipe.model or await _only_model(client), task
+
+
+def _local_client(recipe: Recipe) -> LocalChatClient:
+    if recipe.model is None:
+        raise ConfigError(
+            "there is no model to evaluate; give model=FOLDER, the folder of a run (ludic eval runs/NAME), or base_url=URL of a server"
+        )
+    import torch
+
+    from ludic.inference.local.client import LocalChatClient
+    from ludic.recipes.build import build_trainer_config
+    from ludic.recipes.model import make_policy
+
+    quiet_libraries()
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    model, tokenizer = make_policy(recipe)
+    device = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed).model_device
+    return LocalChatClient(model.to(device).eval(), tokenizer, max_batch_size=recipe.rollout.concurrency)
+
+
+def _device_of(client: ChatClient) -> str:
+    from ludic.inference.local.client import LocalChatClient
+    from ludic.models.device import said_device
+
+    assert isinstance(client, LocalChatClient), "without a server the model is in this process"
+    return said_device(client.model)
+
+
+def _api_key(variable: str | None) -> str:
+    if variable is None:
+        return "none"
+    if not os.environ.get(variable):
+        raise ConfigError(f"api_key_env ({variable}) names an environment variable that is not set; export it, or leave it out")
+    return os.environ[variable]
+
+
+async def _only_model(client: Any) -> str:
+    models: list[str] = await client.models()
+    if len(models) != 1:
+        raise ConfigError(f"{client.base_url} offers {len(models)} models ({', '.join(models[:5])}); say which with model=NAME")
+    return models[0]
+
+
+def _make_folder(recipe: Recipe, model_name: str) -> Path:
+    """`output/name`; without a name one is made of the recipe, the model and the seed, and of the time if that exists."""
+    from ludic.runs.directory import new_folder, write_text
+
+    label = Path(model_name).parent.name if Path(model_name).name in ("model", "adapter") else Path(model_name).name
+    path = new_folder(recipe.output, recipe.name, f"eval-{recipe.recipe}-{label}-seed{recipe.seed}")
+    write_text(path / "config.yaml", to_yaml(recipe))
+    return path
+
+
+def _fact(name: str) -> Callable[[Rollout], bool | None]:
+    return lambda rollout: bool(rollout.steps[-1].info.get(name, False)) if rollout.steps else None
+
+
+def _number(name: str) -> Callable[[Rollout], float | None]:
+    return lambda rollout: rollout.steps[-1].info.get(name) if rollout.steps else None
+
+
+def _cut_off(rollout: Rollout) -> bool:
+    """Some answer reached the token limit."""
+    return any(step.info.get("finish_reason") == "length" for step in rollout.steps)
+
+
+def _answer_tokens(rollout: Rollout) -> float | None:
+    """Tokens of all answers, from their traces or from what the server counted; None where neither is there."""
+    counts = [
+        len(step.trace.completion_token_ids)
+        if step.trace is not None
+        else (step.info.get("raw_response") or {}).get("usage", {}).get("completion_tokens")
+        for step in rollout.steps
+    ]
+    return None if not counts or None in counts else float(sum(counts))

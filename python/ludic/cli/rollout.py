@@ -1,0 +1,141 @@
+"""`ludic rollout`: play episodes of a recipe's task with a model, and write those down that a condition keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ludic.cli.console import INTERRUPTED, output_to, quiet_libraries
+from ludic.cli.keep_condition import Keep
+from ludic.errors import ConfigError
+from ludic.recipes.compose import compose, from_run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ludic.recipes.schema import Recipe
+    from ludic.runs.reinforce import Parts
+    from ludic.runs.sampler import Sampler
+    from ludic.types import Rollout
+
+
+@dataclass
+class Tally:
+    """What was played and what was written."""
+
+    out: str
+    keep: str | None
+    episodes: int = 0
+    kept: int = 0
+    failed: int = 0
+    """Episodes that raised or timed out, and those of their groups."""
+    reward: float = 0.0
+    """Mean over the episodes that were played."""
+    wall_s: float = 0.0
+
+    def add(self, played: Sequence[Rollout], kept: Sequence[Rollout], asked: int) -> None:
+        before = self.reward * self.episodes
+        self.episodes += len(played)
+        self.kept += len(kept)
+        self.failed += asked - len(played)
+        self.reward = (before + sum(rollout.total_reward for rollout in played)) / max(1, self.episodes)
+
+
+def rollout_command(arguments: Sequence[str], *, episodes: int, keep: str | None, out: Path, json_only: bool) -> int:
+    """The exit status: 0, or 130 after Ctrl-C, which keeps the batches that were written."""
+    started = time.perf_counter()
+    recipe, condition = (
+        compose([part for argument in arguments for part in from_run(argument)]),
+        None if keep is None else Keep.parse(keep),
+    )
+    _check(recipe, out)
+    counts = Tally(str(out), keep)
+    code = 0
+    with output_to(json_only) as console:
+        try:
+            _play(recipe, condition, episodes, out, counts, console)
+        except KeyboardInterrupt:
+            console.print("Stopped; what was written stays.", highlight=False)
+            code = INTERRUPTED
+        counts.wall_s = round(time.perf_counter() - started, 2)
+        _show(counts, console)
+    if json_only:
+        print(json.dumps(vars(counts), indent=2))
+    return code
+
+
+def _check(recipe: Recipe, out: Path) -> None:
+    if recipe.model is None:
+        raise ConfigError("there is no model to play with; give model=DIRECTORY, such as the model/ of a run")
+    if out.exists():
+        raise ConfigError(f"--out {out} is there already; choose another name, or remove it")
+
+
+def _play(recipe: Recipe, keep: Keep | None, episodes: int, out: Path, counts: Tally, console: Console) -> None:
+    from ludic.runs.reinforce import Parts
+
+    quiet_libraries()
+    parts = Parts.build(recipe)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    asyncio.run(_play_batches(recipe, parts, keep, episodes, out, counts, console))
+
+
+async def _play_batches(
+    recipe: Recipe, parts: Parts, keep: Keep | None, episodes: int, out: Path, counts: Tally, console: Console
+) -> None:
+    from ludic.recipes.model import place_of
+    from ludic.runs.sampler import open_sampler
+
+    parts.model.to(parts.trainer_cfg.model_device)
+    log = out.with_name(f"{out.name}.server.log")
+    note = partial(console.print, highlight=False, markup=False)
+    folder = Path(place_of(str(recipe.model)))
+    async with open_sampler(recipe, parts.model, parts.tokenizer, folder, log=log, note=note, pushes=False) as sampler:
+        await _play_with(sampler, recipe, parts, keep, episodes, out, counts, console)
+
+
+async def _play_with(
+    sampler: Sampler,
+    recipe: Recipe,
+    parts: Parts,
+    keep: Keep | None,
+    episodes: int,
+    out: Path,
+    counts: Tally,
+    console: Console,
+) -> None:
+    from ludic.runs.rollouts import make_engine, training_requests
+    from ludic.training.rollouts.log import append_rollouts
+
+    engine = make_engine(parts.task, sampler.client, model_name=sampler.model_name, system_prompt=recipe.rollout.system_prompt)
+    requests = training_requests(parts.task, recipe.rollout, seed=recipe.seed)
+    while (left := episodes - counts.episodes - counts.failed) > 0:
+        wanted = requests()[: _whole_groups(left, recipe.rollout.group_size)]
+        played = await engine.generate_rollouts(wanted, max_steps=parts.task.max_turns, concurrency=recipe.rollout.concurrency)
+        kept = played if keep is None else [rollout for rollout in played if keep(rollout)]
+        append_rollouts(out, kept)
+        counts.add(played, kept, len(wanted))
+        console.print(
+            f"{counts.episodes} of {episodes} episodes, {counts.kept} kept, mean reward {counts.reward:.3f}", highlight=False
+        )
+
+
+def _whole_groups(episodes: int, group_size: int) -> int:
+    """So many episodes that no group is begun and not ended."""
+    return -(-episodes // group_size) * group_size
+
+
+def _show(counts: Tally, console: Console) -> None:
+    condition = "" if counts.keep is None else f" with {counts.keep}"
+    failed = f"; {counts.failed} failed and were left out" if counts.failed else ""
+    console.print(
+        f"{counts.kept} of {counts.episodes} episodes{condition} written to {counts.out} (mean reward of all {counts.reward:.3f}{failed})",
+        highlight=False,
+        markup=False,
+    )

@@ -1,0 +1,158 @@
+"""`ludic serve`: a vLLM server with the flags that training needs, until Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Literal, cast
+
+from ludic.errors import ConfigError, InferenceError
+from ludic.inference.servers.server_secret import VARIABLE, is_this_machine, secret_file
+from ludic.inference.vllm.environment import is_cpu_build, server_python
+from ludic.inference.vllm.in_server.flags import WeightBackend
+from ludic.inference.vllm.launch import LogprobsMode, start_vllm_server, stop_vllm_server, wait_for_vllm_health
+
+DEVICES = ("auto", "cpu", "cuda")
+WEIGHTS = ("auto", "gloo", "ludic_nccl", "disk", "none")
+LOGPROBS = ("processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits")
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """What `ludic serve` was asked for; the names are its options."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str | None = None
+    python: str | None = None
+    device: str = "auto"
+    dtype: str | None = None
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.7
+    logprobs_mode: str = "processed_logprobs"
+    weights: str = "auto"
+    client_tags: bool = False
+    think_limits: bool = False
+    lora_rank: int = 0
+    compiled: bool = False
+    ready_timeout_s: float = 600.0
+    flags: Sequence[str] = ()
+    """vLLM's own, passed on as they are."""
+
+    def __post_init__(self) -> None:
+        for option, allowed in (("device", DEVICES), ("weights", WEIGHTS), ("logprobs_mode", LOGPROBS)):
+            value = getattr(self, option)
+            if value not in allowed:
+                raise ConfigError(f"--{option.replace('_', '-')} ({value}) must be one of {', '.join(allowed)}")
+        if self.lora_rank < 0:
+            raise ConfigError(f"--lora-rank ({self.lora_rank}) must be >= 0; 0 serves no adapters")
+
+
+def serve_command(settings: ServeSettings) -> int:
+    """Serve until a signal or until the server ends. The exit status: 0 after a signal, else 1. The server's output is shown."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    with _stop_on_signals() as stopped:
+        proc = _start(settings)
+        ended = threading.Thread(target=_when_over, args=(proc, stopped), daemon=True)
+        ended.start()
+        try:
+            if not _ready(settings, proc, stopped):
+                return 0
+            console.print(f"It takes orders from who sends its secret: {_where_the_secret_is(settings)}", soft_wrap=True)
+            console.print(f"[bold]ready[/] at http://{settings.host}:{settings.port}; Ctrl-C stops it")
+            stopped.wait()
+            if proc.poll() is not None:
+                raise InferenceError(f"the server ended by itself with status {proc.returncode}; its output is above")
+            console.print("stopping")
+            return 0
+        finally:
+            stop_vllm_server(proc)
+
+
+def _start(settings: ServeSettings) -> subprocess.Popen[Any]:
+    lora = ["--enable-lora", "--max-lora-rank", str(settings.lora_rank), "--max-loras", "2"] if settings.lora_rank else []
+    return start_vllm_server(
+        settings.model,
+        settings.host,
+        settings.port,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        max_model_len=settings.max_model_len,
+        enforce_eager=not settings.compiled,
+        extra_args=[*lora, *settings.flags],
+        python=settings.python,
+        device=cast(Literal["auto", "cpu", "cuda"], settings.device),
+        dtype=settings.dtype,
+        served_model_name=settings.name,
+        logprobs_mode=cast(LogprobsMode, settings.logprobs_mode),
+        client_tags=settings.client_tags,
+        think_limits=settings.think_limits,
+        weights=_weights(settings),
+    )
+
+
+def _where_the_secret_is(settings: ServeSettings) -> str:
+    if os.environ.get(VARIABLE):
+        return f"that of {VARIABLE}, which trainers need too"
+    here = f"trainers of this user on this machine find it in {secret_file(settings.port)}"
+    return here if is_this_machine(settings.host) else f"{here}, others need it as {VARIABLE}"
+
+
+def _weights(settings: ServeSettings) -> WeightBackend | None:
+    """The backend named; left open, host memory beside a CPU and NCCL between GPUs."""
+    if settings.weights != "auto":
+        return None if settings.weights == "none" else cast(WeightBackend, settings.weights)
+    cpu = settings.device == "cpu" or (settings.device == "auto" and is_cpu_build(server_python(settings.python)))
+    return "gloo" if cpu else "ludic_nccl"
+
+
+def _ready(settings: ServeSettings, proc: subprocess.Popen[Any], stopped: threading.Event) -> bool:
+    """Whether the server came up before it was to stop."""
+    failures: list[InferenceError] = []
+
+    def wait() -> None:
+        try:
+            wait_for_vllm_health(settings.host, settings.port, proc, settings.ready_timeout_s)
+        except InferenceError as error:
+            failures.append(error)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    while waiting.is_alive() and not stopped.is_set():
+        waiting.join(0.1)
+    if stopped.is_set() and proc.poll() is None:
+        return False
+    waiting.join()
+    if failures:
+        raise failures[0]
+    return True
+
+
+def _when_over(proc: subprocess.Popen[Any], stopped: threading.Event) -> None:
+    proc.wait()
+    stopped.set()
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[threading.Event]:
+    """An event that Ctrl-C, SIGTERM and a closed terminal set. The server is in a process group of its own and hears of none of them."""
+    stopped = threading.Event()
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        stopped.set()
+
+    numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if os.name == "posix" else [])]
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

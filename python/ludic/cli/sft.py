@@ -1,0 +1,54 @@
+"""`ludic sft`: supervised fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ludic.cli.training_command import run_command
+from ludic.recipes.compose import config_hash
+from ludic.runs.directory import SFTDirectory
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ludic.recipes.sft.schema import SFTRecipe
+    from ludic.runs.screen import Screen
+    from ludic.runs.sft import SFTParts, SFTRun
+    from ludic.runs.stopping import StopRequest
+
+
+def sft_command(arguments: Sequence[str], *, resume: Path | None, json_only: bool, print_config: bool) -> int:
+    """The exit status, as `run_command` has it."""
+    return run_command(_SFT(), arguments, resume=resume, json_only=json_only, print_config=print_config)
+
+
+class _SFT:
+    directory = SFTDirectory
+
+    def compose(self, arguments: Sequence[str]) -> SFTRecipe:
+        from ludic.recipes.sft.schema import compose_sft
+
+        return compose_sft(arguments)
+
+    def build(self, recipe: SFTRecipe, screen: Screen) -> SFTParts:
+        from ludic.runs.sft import SFTParts
+
+        return SFTParts.build(recipe)
+
+    def folder_name(self, recipe: SFTRecipe) -> str:
+        from ludic.recipes.sft.schema import paths_of
+
+        data = recipe.task.kind.rpartition(":")[2] if recipe.data is None else paths_of(recipe.data, "data")[0].stem
+        return f"sft-{data}-seed{recipe.seed}"
+
+    def run(self, recipe: SFTRecipe, parts: SFTParts, directory: SFTDirectory, screen: Screen, stop: StopRequest) -> SFTRun:
+        from ludic.runs.sft import SFTRun
+
+        return SFTRun(recipe, parts, directory, screen, stop)
+
+    def conclude(self, run: SFTRun, console: Console) -> str:
+        from ludic.runs.report.sft import conclude
+
+        return conclude(run, console, config_hash=config_hash(run.recipe))

@@ -1,0 +1,54 @@
+"""`ludic train`: reinforcement learning by a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ludic.cli.training_command import run_command
+from ludic.recipes.compose import compose, config_hash
+from ludic.runs.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ludic.recipes.schema import Recipe
+    from ludic.runs.reinforce import Parts, Run
+    from ludic.runs.screen import Screen
+    from ludic.runs.stopping import StopRequest
+
+
+def train_command(arguments: Sequence[str], *, resume: Path | None, json_only: bool, print_config: bool) -> int:
+    """The exit status, as `run_command` has it."""
+    return run_command(_Train(), arguments, resume=resume, json_only=json_only, print_config=print_config)
+
+
+class _Train:
+    directory = RunDirectory
+
+    def compose(self, arguments: Sequence[str]) -> Recipe:
+        return compose(arguments)
+
+    def build(self, recipe: Recipe, screen: Screen) -> Parts:
+        from ludic.runs.reinforce import Parts
+
+        return Parts.build(recipe)
+
+    def folder_name(self, recipe: Recipe) -> str:
+        return f"{recipe.recipe}-{recipe.algorithm}-seed{recipe.seed}"
+
+    def run(self, recipe: Recipe, parts: Parts, directory: RunDirectory, screen: Screen, stop: StopRequest) -> Run:
+        from ludic.runs.reinforce import Run
+
+        return Run(recipe, parts, directory, screen, stop)
+
+    def conclude(self, run: Run, console: Console) -> str:
+        from ludic.runs.report.reinforce import draw_rewards, outcome_of, show_report
+
+        outcome = outcome_of(run.progress, run.directory, run.parts.task, run.recipe, config_hash=config_hash(run.recipe))
+        outcome.summary.write(run.directory)
+        if outcome.rewards:
+            draw_rewards(outcome, run.directory, f"{run.recipe.recipe}, {run.recipe.algorithm}, seed {run.recipe.seed}")
+        show_report(console, outcome, run.directory)
+        return outcome.summary.to_json()

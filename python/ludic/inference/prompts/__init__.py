@@ -1,0 +1,1 @@
+"""From messages to token ids: the chat template, the prompt tokens, tool calls, the vocabulary."""

@@ -1,0 +1,121 @@
+"""Runs within a server that several clients share: says each request's client tag again in the answer.
+
+Given to vLLM as `--middleware ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware` (`ludic serve --client-tags`). It is
+ASGI and nothing else; the server's environment needs no package of ours but this one on its path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from ludic.inference.servers.client_tags import FIELD, HEADER, OUTER_LISTS
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+NAME = HEADER.lower().encode()
+
+
+class ClientTagMiddleware:
+    """Takes the tag from the header, else from the body's `client_tag`, and puts it into the header of the answer and, where that is a
+    JSON object, into its `metadata` and that of each of its `choices`, `results` and `outputs`.
+
+    Streams of events get the header alone. Requests without a tag pass untouched, as does the news that a client went away.
+    """
+
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        tag = dict(scope.get("headers") or []).get(NAME, b"").decode("latin-1").strip()
+        if not tag and scope.get("method") == "POST":
+            body, receive = await _read_body(receive)
+            tag = _tag_of(body)
+        if not tag:
+            await self._app(scope, receive, send)
+            return
+        answer = _Answer(tag, send)
+        await self._app(scope, receive, answer.take)
+
+
+class _Answer:
+    """Holds a JSON answer back until it is whole, and sends it with the tag. Anything else is passed on as it comes."""
+
+    def __init__(self, tag: str, send: Send) -> None:
+        self._tag, self._send = tag, send
+        self._start: Message | None = None
+        self._body = bytearray()
+
+    async def take(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kept = [(name, value) for name, value in message.get("headers") or [] if name.lower() != NAME]
+            start = {**message, "headers": [*kept, (NAME, self._tag.encode("latin-1"))]}
+            kind = next((value for name, value in kept if name.lower() == b"content-type"), b"")
+            if kind.split(b";")[0].strip() == b"application/json":
+                self._start = start
+            else:
+                await self._send(start)
+            return
+        if message["type"] != "http.response.body" or self._start is None:
+            await self._send(message)
+            return
+        self._body += message.get("body", b"")
+        if message.get("more_body"):
+            return
+        body = _with_tag(bytes(self._body), self._tag)
+        headers = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
+        start, self._start = {**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]}, None
+        await self._send(start)
+        await self._send({"type": "http.response.body", "body": body})
+
+
+async def _read_body(receive: Receive) -> tuple[bytes, Receive]:
+    """The whole body, and a `receive` that gives it again and then goes on."""
+    messages: list[Message] = []
+    while True:
+        messages.append(await receive())
+        if messages[-1]["type"] != "http.request" or not messages[-1].get("more_body"):
+            break
+    body = b"".join(message.get("body", b"") for message in messages)
+
+    async def again() -> Message:
+        return messages.pop(0) if messages else await receive()
+
+    return body, again
+
+
+def _tag_of(body: bytes) -> str:
+    try:
+        tag = json.loads(body).get(FIELD)
+    except (ValueError, AttributeError, RecursionError):
+        return ""
+    sendable = isinstance(tag, str) and tag.isprintable() and tag.isascii()
+    return tag.strip() if sendable else ""
+
+
+def _with_tag(body: bytes, tag: str) -> bytes:
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError):
+        return body
+    if not isinstance(answer, dict):
+        return body
+    _mark(answer, tag)
+    for name in OUTER_LISTS:
+        for group in answer.get(name) or []:
+            if isinstance(group, dict):
+                _mark(group, tag)
+                for output in group.get("outputs") or []:
+                    if isinstance(output, dict):
+                        _mark(output, tag)
+    return json.dumps(answer, ensure_ascii=False).encode()
+
+
+def _mark(part: dict[str, Any], tag: str) -> None:
+    known = part.get("metadata")
+    part["metadata"] = {**(known if isinstance(known, dict) else {}), FIELD: tag}

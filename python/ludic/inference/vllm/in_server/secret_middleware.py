@@ -1,0 +1,108 @@
+"""Runs within a server: what changes what it serves is for those who know its secret, and none of it is for web pages.
+
+Given to vLLM as `--middleware ludic.inference.vllm.in_server.secret_middleware.SecretMiddleware`, with the secret in `LUDIC_SERVER_SECRET`.
+What samples and what only tells needs no secret; any other path does, also such as are not known here. It is ASGI and the standard
+library; the server's environment needs no package of ours but this one on its path.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from ludic.inference.servers.server_secret import HEADER, VARIABLE, is_this_machine, secret_of
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Refusal = tuple[int, str]
+"""Status and reason."""
+
+OPEN_FOLDERS = ("/v1/", "/v2/", "/inference/v1/", "/cohere/")
+"""Sampling, scoring and what models there are: what vLLM's own `--api-key` guards."""
+OPEN_PATHS = frozenset(
+    ["/health", "/ping", "/load", "/version", "/metrics", "/tokenize", "/detokenize"]
+    + ["/pooling", "/classify", "/score", "/rerank", "/generative_scoring"]
+    + ["/is_paused", "/weight_info", "/get_world_size"]
+)
+CLOSED_PATHS = frozenset(["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests"])
+UPLOADS = "/v1/audio/"
+"""Paths whose bodies are forms."""
+
+
+def refusal(secret: str, method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
+    """Why a request is not let through; None for one that is. Names of headers are lower case."""
+    origin = headers.get("origin")
+    if origin is not None and not _is_of_this_machine(origin):
+        return 403, f"a page of {origin[:100]} may not ask this server: no page of another machine may"
+    if not _is_open(path) and not hmac.compare_digest(headers.get(HEADER.lower(), "").encode(), secret.encode()):
+        return 401, (
+            f"{path[:100]} needs the server's secret in the header {HEADER}. Who runs as the user that started the server, on its machine, "
+            f"sends it by itself; give it to others as {VARIABLE}"
+        )
+    if _has_body(headers) and _content_type(headers) != "application/json" and not path.startswith(UPLOADS):
+        return 415, f"the body of {method} {path[:100]} must be application/json"
+    return None
+
+
+def _is_of_this_machine(origin: str) -> bool:
+    try:
+        return is_this_machine(urlsplit(origin).hostname or "")
+    except ValueError:  # brackets that are no address
+        return False
+
+
+def _is_open(path: str) -> bool:
+    """A route of the server also takes its path with a line feed behind it: `$` of a regular expression matches before one. So what is
+    not printable is another spelling of some path, and open in none."""
+    if not path.isprintable():
+        return False
+    return path in OPEN_PATHS or (path.startswith(OPEN_FOLDERS) and path.rstrip("/") not in CLOSED_PATHS)
+
+
+def _has_body(headers: Mapping[str, str]) -> bool:
+    return headers.get("content-length", "0").strip() != "0" or "transfer-encoding" in headers
+
+
+def _content_type(headers: Mapping[str, str]) -> str:
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+class SecretMiddleware:
+    """Refuses what `refusal` refuses, before the server sees it. Without a secret no server comes up."""
+
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+        if not os.environ.get(VARIABLE):
+            raise RuntimeError(f"{VARIABLE} is not set; start the server with `ludic serve`, or set it to a secret of your own")
+        self._app, self._secret = app, secret_of(os.environ)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope.get("headers") or []}
+        refused = refusal(self._secret, scope.get("method", "GET"), _path(scope), headers)
+        if refused is None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": refused[1][:100]})
+        else:
+            await _answer(send, *refused)
+
+
+def _path(scope: Message) -> str:
+    """As the server's routes see it: without the prefix that it is mounted under."""
+    path, root = str(scope["path"]), str(scope.get("root_path") or "")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
+async def _answer(send: Send, status: int, reason: str) -> None:
+    """In the form of vLLM's own errors. The connection ends: a body that was not read may be on its way."""
+    body = json.dumps({"error": {"message": reason, "type": "Refused", "param": None, "code": status}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,244 @@
+"""Loaded by a vLLM server: engines that take a trainer's weights, and what a trainer may ask of the server's workers.
+
+    python -m vllm.entrypoints.openai.api_server ... \\
+        --worker-extension-cls ludic.inference.vllm.in_server.worker.WeightWorker --weight-transfer-config '{"backend": "gloo"}'
+
+Backends `gloo` (host memory, any machine), `ludic_nccl` (GPUs) and `disk` (folders that both see) go through vLLM's own endpoints:
+/init_weight_transfer_engine, /start_weight_update, /update_weights, /finish_weight_update. Updating takes the push aside; finishing
+loads it, or drops it after /collective_rpc `ludic_discard`. vLLM's own `nccl` engine loads tensors as they arrive, so that a push that
+breaks off leaves a mix; `ludic_nccl` does not.
+
+The server's environment needs vLLM and this package's files, none of this package's dependencies. It is not imported by the trainer.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from ludic.inference.vllm.in_server.weight_fingerprint import tensor_mark
+from ludic.inference.vllm.in_server.weight_receiver import Checkpoint, WeightReceiver, WeightTransferError
+
+BOOT = uuid.uuid4().hex
+"""Tells one life of the server from the next."""
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """How a worker joins the trainer's group. Nothing is needed for `disk`."""
+
+    master_address: str = "127.0.0.1"
+    master_port: int = 0
+    rank_offset: int = 1
+    world_size: int = 2
+    timeout_s: float = 60.0
+    group_id: str = ""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """What a push brings: tensors in the order of their broadcasts, or a folder."""
+
+    names: list[str] = field(default_factory=list)
+    dtype_names: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
+    path: str | None = None
+
+
+class StagedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Takes a push aside, and loads it when it is finished."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+    kind: ClassVar[str]
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.receiver = WeightReceiver(_own_checkpoint(self.model_config), device="cpu" if self.kind == "gloo" else device)
+        self.broken: str | None = None
+        """Why the weights are neither the old nor the new ones, should loading have failed."""
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        rank = self.parallel_config.data_parallel_index * self.parallel_config.world_size + self.parallel_config.rank
+        self.receiver.connect(
+            master_address=init_info.master_address,
+            master_port=init_info.master_port,
+            rank=init_info.rank_offset + rank,
+            world_size=init_info.world_size,
+            timeout_s=init_info.timeout_s,
+            group_id=init_info.group_id,
+            kind=self.kind,
+        )
+
+    def start_weight_update(self) -> None:
+        if self.broken is not None:
+            raise WeightTransferError(f"an earlier push could not be loaded ({self.broken}); restart the server")
+        self.receiver.start()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        if update_info.path is not None:
+            self.receiver.read(update_info.path)
+        else:
+            self.receiver.receive(update_info.names, update_info.dtype_names, update_info.shapes)
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        weights = self.receiver.take()
+        if not weights:
+            return
+        try:
+            initialize_layerwise_reload(self.model)
+            with disable_mtp_completeness_check():
+                self.model.load_weights(iter(weights))
+            finalize_layerwise_reload(self.model, self.model_config)
+            _repack_tied(self.model)
+        except BaseException as error:
+            self.broken = f"{type(error).__name__}: {error}"
+            raise
+
+    def shutdown(self) -> None:
+        self.receiver.discard()
+        self.receiver.close()
+
+
+class GlooEngine(StagedEngine):
+    """Broadcasts over TCP into the host's memory."""
+
+    kind = "gloo"
+
+
+class NcclEngine(StagedEngine):
+    """Broadcasts between GPUs; each tensor is moved to the host's memory when it has come, so that no second model is held on the GPU."""
+
+    kind = "nccl"
+
+
+class DiskEngine(StagedEngine):
+    """Reads folders of safetensors that the trainer wrote, as the others can, and opens no connection."""
+
+    kind = "disk"
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        pass
+
+
+def _repack_tied(model: Any) -> None:
+    """On a CPU, a head tied to the embedding multiplies with a packed copy of it, which reloading the embedding leaves as it was."""
+    owners: dict[int, Any] = {}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is None or not weight.numel():
+            continue
+        first = owners.setdefault(id(weight), module)
+        if first is not module and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _own_checkpoint(model_config: Any) -> Checkpoint | None:
+    """The files that the server loaded. None where it has none here, as with dummy weights."""
+    folder = Path(model_config.model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True))
+        except Exception:  # of many kinds, and all mean that there is nothing to check against
+            return None
+    try:
+        return Checkpoint(folder)
+    except WeightTransferError:
+        return None
+
+
+class WeightWorker:
+    """Mixed into vLLM's worker, and reached by /collective_rpc. Answers are JSON."""
+
+    weight_transfer_engine: Any
+    model_runner: Any
+    vllm_config: Any
+    rank: int
+
+    def ludic_state(self) -> dict[str, Any]:
+        """Which life of the server this is, and where a push stands."""
+        engine = self._ludic_engine()
+        receiver = engine.receiver
+        return {
+            "boot": BOOT,
+            "backend": self.vllm_config.weight_transfer_config.backend,
+            "group_id": receiver.group_id,
+            "open": receiver.open,
+            "broken": engine.broken,
+        }
+
+    def ludic_manifest(self) -> dict[str, Any]:
+        """Shape and dtype of every weight that a push may bring. `weights` is None where the server's checkpoint was not found."""
+        engine = self._ludic_engine()
+        checkpoint = engine.receiver.checkpoint
+        served = self._ludic_served()
+        dtype = str(engine.model_config.dtype).removeprefix("torch.")
+        weights = None
+        if checkpoint is not None:
+            weights = {
+                name: {**weight, "dtype": _wire_dtype(name, weight, served, dtype)} for name, weight in checkpoint.weights.items()
+            }
+        config = getattr(engine.model_config, "hf_text_config", None) or engine.model_config.hf_config
+        return {"dtype": dtype, "tied": bool(getattr(config, "tie_word_embeddings", False)), "weights": weights}
+
+    def ludic_discard(self) -> None:
+        """Drop what was taken aside; the next /finish_weight_update loads nothing."""
+        self._ludic_engine().receiver.discard()
+
+    def ludic_fingerprint(self) -> dict[str, Any]:
+        """Marks of what was loaded last, and of the weights that the model holds under these very names."""
+        engine = self._ludic_engine()
+        served = self._ludic_served()
+        seen = {}
+        for name, shape in engine.receiver.loaded_shapes.items():
+            if name in served and (whole := _without_padding(served[name], shape)) is not None:
+                seen[name] = tensor_mark(whole)
+        return {"loaded": engine.receiver.marks, "served": seen, "broken": engine.broken}
+
+    def _ludic_engine(self) -> Any:
+        engine = self.weight_transfer_engine
+        if not isinstance(engine, StagedEngine):
+            raise WeightTransferError(
+                f"the server's weight transfer backend is not one of {sorted(ENGINES)}; start it with `ludic serve`, or with "
+                '--weight-transfer-config \'{"backend": "gloo"}\''
+            )
+        return engine
+
+    def _ludic_served(self) -> dict[str, Any]:
+        return dict(self.model_runner.get_model().named_parameters())
+
+
+def _without_padding(served: Any, shape: list[int]) -> Any:
+    """The weight as it was sent, if this worker holds it whole. A vocabulary may have rows of padding; on a CPU the weights of linear
+    layers are repacked, and what is left here is empty."""
+    own = list(served.shape)
+    if not served.numel() or len(own) != len(shape) or own[1:] != shape[1:] or own[0] < shape[0]:
+        return None
+    return served[: shape[0]]
+
+
+def _wire_dtype(name: str, weight: dict[str, Any], served: dict[str, Any], model_dtype: str) -> str:
+    """What a tensor is sent as: what the model holds it in."""
+    if name in served and served[name].is_floating_point():
+        return str(served[name].dtype).removeprefix("torch.")
+    return model_dtype if weight["dtype"] in ("float64", "float32", "float16", "bfloat16") else str(weight["dtype"])
+
+
+ENGINES: dict[str, type[StagedEngine]] = {"gloo": GlooEngine, "ludic_nccl": NcclEngine, "disk": DiskEngine}
+for _name, _engine in ENGINES.items():
+    if _name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(_name, _engine)

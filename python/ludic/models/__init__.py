@@ -1,0 +1,1 @@
+"""A policy on disk and in memory: loading and saving, tokenizer, adapters, heads, the names of its weights."""

@@ -1,0 +1,68 @@
+"""The head of a model that scores: the layer that makes rewards or classes of hidden states, by the names that models give it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+
+from ludic.models.names import HEAD_NAMES
+
+
+@runtime_checkable
+class _HasEmbeddings(Protocol):
+    def get_input_embeddings(self) -> nn.Embedding: ...
+
+
+def find_head(model: nn.Module) -> str | None:
+    """Full name of the first of `HEAD_NAMES` that the model has, the outermost where there are several; None for a model without.
+
+    An `lm_head` that gives the logits of the vocabulary is none: it counts where it has fewer rows than the embedding of the tokens.
+    """
+    named = dict(model.named_modules())
+    for head in HEAD_NAMES:
+        found = sorted((name for name in named if name.rpartition(".")[2] == head), key=lambda name: name.count("."))
+        if found and not (head == "lm_head" and _gives_vocabulary(named[found[0]], model)):
+            return found[0]
+    return None
+
+
+def head_parts(model: nn.Module) -> list[str]:
+    """Full names of the head, and after it of what else a classifier of transformers has outside of its backbone, which makes its scores
+    as well: the `head` of ModernBERT, the `pooler` of DeBERTa-v2. Empty for a model without a head."""
+    head = find_head(model)
+    if head is None:
+        return []
+    place = head.rpartition(".")[0]
+    owner = model.get_submodule(place) if place else model
+    beside = [f"{place}.{name}" if place else name for name in outside_of_backbone(owner)]
+    return [head, *(name for name in beside if name != head)] if is_classifier(owner) else [head]
+
+
+def outside_of_backbone(model: nn.Module) -> list[str]:
+    """The children with weights of a model of transformers, without its backbone."""
+    backbone = getattr(model, "base_model_prefix", None)
+    return [name for name, child in model.named_children() if name != backbone and any(True for _ in child.parameters())]
+
+
+def is_classifier(model: Any) -> bool:
+    """Whether transformers made it for sequence classification, adapters or not."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's, around it
+    return any(kind.__name__.endswith("ForSequenceClassification") for kind in type(model).__mro__)
+
+
+def _gives_vocabulary(head: nn.Module, model: nn.Module) -> bool:
+    rows = max((parameter.shape[0] for parameter in head.parameters() if parameter.ndim == 2), default=0)
+    return 0 < _vocabulary(model) <= rows
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """Rows of the embedding of the tokens; where the model does not say which that is, of the largest."""
+    if isinstance(model, _HasEmbeddings):
+        return int(model.get_input_embeddings().weight.shape[0])
+    return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
+
+
+def in_module(name: str, module: str) -> bool:
+    """Whether the parameter `name` lies in the module of that full name."""
+    return name.startswith(f"{module}.")

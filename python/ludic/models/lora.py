@@ -1,0 +1,225 @@
+"""Low-rank adapters: which layers get them, and files in PEFT's layout. How they are merged for others to use is in `adapters`.
+
+    base.weight W stays as it is, and x -> x W^T + (alpha / rank) x A^T B^T learns A [rank, in] and B [out, rank]; B starts at zero
+    (Hu et al. 2021, LoRA, section 4.1).
+
+The adapted model is PEFT's, so that everything which reads PEFT models reads it. Call `apply_lora` before the model is sharded.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ludic.errors import CheckpointError, ConfigError
+from ludic.models.adapters import has_adapters, require_peft, without_adapters
+from ludic.models.heads import head_parts, is_classifier, outside_of_backbone
+from ludic.models.names import HEAD_NAMES
+from ludic.models.published import unwrapped
+from ludic.models.state_files import ADAPTER, write_model
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+PROJECTIONS: dict[str, tuple[str, ...]] = {
+    "Llama, Qwen, Mistral, Gemma, OLMo": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "Phi-3, with fused projections": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "OPT, Phi, GPT-J, CodeGen": ("q_proj", "k_proj", "v_proj", "qkv_proj", "out_proj", "dense", "fc1", "fc2", "fc_in", "fc_out"),
+    "GPT-2, GPT-BigCode": ("c_attn", "q_attn", "c_proj", "c_fc"),
+    "GPT-NeoX, Bloom, Falcon": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    "BERT, RoBERTa, ELECTRA": ("query", "key", "value", "dense"),
+    "DeBERTa-v2": ("query_proj", "key_proj", "value_proj", "dense"),
+    "DistilBERT": ("q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2"),
+    "ModernBERT, MPT": ("Wqkv", "Wo", "Wi", "out_proj", "up_proj", "down_proj"),
+    "T5": ("q", "k", "v", "o", "wi", "wi_0", "wi_1", "wo"),
+    "DeepSeek": ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    "InternLM": ("wqkv", "wo", "w1", "w2", "w3"),
+}
+"""Last parts of the names of attention and feed-forward projections, apart or fused, in models of transformers."""
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """What adapters a model gets.
+
+    >>> model = apply_lora(model, LoraSettings(rank=8))
+    """
+
+    rank: int = 8
+    alpha: float | None = None
+    """The adapters' part is scaled by `alpha / rank`; None: twice the rank."""
+    dropout: float = 0.0
+    """Of the adapters' input, in training."""
+    target_modules: Sequence[str] | None = None
+    """Last parts of the names of the layers to adapt; None: attention and feed-forward layers, found by `find_target_modules`."""
+    modules_to_save: Sequence[str] | None = None
+    """Layers that are trained whole and saved with the adapters; None: all parts of the head of a model that scores, if it has one."""
+    rank_stabilized: bool = False
+    """Scale by `alpha / sqrt(rank)` instead (Kalajdzievski 2023)."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise ConfigError(f"lora rank ({self.rank}) must be a whole number >= 1; leave LoRA out to train every weight")
+        if self.alpha is not None and not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise ConfigError(f"lora alpha ({self.alpha}) must be a finite number > 0; None takes twice the rank")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"lora dropout ({self.dropout}) must be in [0, 1)")
+        for name in ("target_modules", "modules_to_save"):
+            if isinstance(getattr(self, name), str):
+                raise ConfigError(f"lora {name} ({getattr(self, name)!r}) must be a list of names")
+
+    def config(self) -> LoraConfig:
+        """The same for PEFT."""
+        alpha: Any = 2 * self.rank if self.alpha is None else self.alpha
+        alpha = int(alpha) if alpha == int(alpha) else alpha  # whole, as readers of adapter_config.json expect it
+        return require_peft().LoraConfig(
+            r=self.rank,
+            lora_alpha=alpha,
+            lora_dropout=self.dropout,
+            target_modules=None if self.target_modules is None else list(self.target_modules),
+            modules_to_save=None if self.modules_to_save is None else list(self.modules_to_save),
+            use_rslora=self.rank_stabilized,
+        )
+
+
+def apply_lora(model: nn.Module, settings: LoraSettings | LoraConfig | None = None, *, adapters_in_float32: bool = True) -> Any:
+    """The model with adapters, which PEFT puts in place; everything but them and `modules_to_save` is frozen.
+
+    What PEFT's own config leaves open (`target_modules`, `modules_to_save`, `task_type`, `fan_in_fan_out`) is filled in as for
+    `LoraSettings`; the config that was given is not changed. Adapters of a model in half precision are float32 unless
+    `adapters_in_float32` is off, which FSDP needs. Their first weights come from torch's global generator.
+
+    Raises ConfigError for a model that has adapters, one that is sharded already, one whose layers have none of the known names, and a
+    classifier whose head has none.
+    """
+    peft = require_peft()
+    if has_adapters(model):
+        raise ConfigError(f"{type(model).__name__} has adapters already; give a model without, or leave the LoRA config out")
+    if hasattr(model, "set_requires_gradient_sync"):
+        raise ConfigError("adapters are put in before the model is sharded; call apply_lora first, then fully_shard")
+    given = LoraSettings() if settings is None else settings
+    config = given.config() if isinstance(given, LoraSettings) else copy.deepcopy(given)
+    _fill_in(config, model)
+    with _peft_as_it_is():
+        return peft.get_peft_model(model, config, autocast_adapter_dtype=adapters_in_float32)
+
+
+@contextmanager
+def _peft_as_it_is() -> Iterator[None]:
+    """Without the warning that PEFT asks transformers for an attribute by its old name, which no user can mend."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
+        yield
+
+
+def _fill_in(config: LoraConfig, model: nn.Module) -> None:
+    heads = head_parts(model)
+    if config.modules_to_save is None and heads:
+        config.modules_to_save = [head.rpartition(".")[2] for head in heads]
+    if config.modules_to_save is None and is_classifier(model):
+        raise ConfigError(_headless(model))
+    if config.target_modules is None:
+        config.target_modules = set(find_target_modules(model))
+        config.exclude_modules = _outside_of_blocks(model, config.target_modules) or None
+    targets = [layer for name, layer in _linear_layers(model) if _is_target(name, config.target_modules)]
+    config.fan_in_fan_out = bool(targets) and all(type(layer).__name__ == "Conv1D" for layer in targets)
+    if config.task_type is None:
+        config.task_type = _task_type(model, heads[0] if heads else None)
+
+
+def _headless(model: Any) -> str:
+    outside = ", ".join(outside_of_backbone(model)) or "nothing"
+    return (
+        f"{type(model).__name__} is a classifier without a head of a known name ({', '.join(HEAD_NAMES)}), and its own would stay as it "
+        f"was made; set modules_to_save to the layers that make its scores: outside of {model.base_model_prefix} it has {outside}"
+    )
+
+
+def _task_type(model: nn.Module, head: str | None) -> Any:
+    """PEFT's word for what the model does, where it has one of transformers' forms; else PEFT notes the model's class."""
+    task = require_peft().TaskType
+    if is_classifier(model) and head in ("score", "classifier"):
+        return task.SEQ_CLS
+    return task.CAUSAL_LM if head is None and hasattr(model, "prepare_inputs_for_generation") else None
+
+
+def find_target_modules(model: nn.Module) -> list[str]:
+    """Last parts of the names of all projections of attention and feed-forward layers in the model's blocks, sorted.
+
+    >>> find_target_modules(qwen)
+    ['down_proj', 'gate_proj', 'k_proj', 'o_proj', 'q_proj', 'up_proj', 'v_proj']
+
+    Raises ConfigError, with the linear layers that there are, where none has a name that is known.
+    """
+    named = [name for name, _ in _linear_layers(model)]
+    leaves = {name.rpartition(".")[2] for name in [name for name in named if _in_block(name)] or named}
+    found = sorted(leaves.intersection(chain(*PROJECTIONS.values())))
+    if not found:
+        candidates = sorted({name.rpartition(".")[2] for name in named})
+        raise ConfigError(
+            f"{type(model).__name__} has no layer with a known name of attention or feed-forward projections; set target_modules to some "
+            f"of its linear layers: {', '.join(candidates) or 'it has none'}"
+        )
+    return found
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """By full name; Conv1D is GPT-2's linear layer, with its weight transposed."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+            yield name, module
+
+
+def _in_block(name: str) -> bool:
+    """Whether the layer lies in one of a list of equal blocks, whose places are numbers."""
+    return any(part.isdigit() for part in name.split("."))
+
+
+def _is_target(name: str, targets: Any) -> bool:
+    return not isinstance(targets, str) and name.rpartition(".")[2] in targets
+
+
+def _outside_of_blocks(model: nn.Module, targets: Any) -> list[str]:
+    """Layers of a head or pooler that share a target's name, where the targets lie in blocks."""
+    named = [name for name, _ in _linear_layers(model) if _is_target(name, targets)]
+    outside = [name for name in named if not _in_block(name)]
+    return outside if len(outside) < len(named) else []
+
+
+def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
+    """What adapter_model.safetensors holds, by the names there: adapters and `modules_to_save`, sharing the model's memory."""
+    if not has_adapters(model):
+        raise ConfigError(f"{type(model).__name__} has no adapters; call apply_lora first")
+    found: dict[str, Tensor] = require_peft().get_peft_model_state_dict(model, save_embedding_layers=False)
+    return found
+
+
+def save_adapter(model: nn.Module, folder: str | Path) -> None:
+    """adapter_config.json and adapter_model.safetensors, as PEFT, transformers and vLLM load them."""
+    if not has_adapters(unwrapped(model)):
+        raise ConfigError(f"{type(model).__name__} has no adapters to save; call apply_lora first")
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write_model(model, Path(folder))
+
+
+def load_adapter(base: nn.Module, folder: str | Path, *, trainable: bool = False) -> Any:
+    """`base` with the adapters in the folder, in evaluation mode and frozen unless `trainable`. Nothing pickled is read."""
+    place = Path(folder)
+    if not (place / ADAPTER).is_file():
+        raise CheckpointError(f"{place} holds no {ADAPTER}; adapters in other formats can run code when they are read")
+    with _peft_as_it_is():
+        return require_peft().PeftModel.from_pretrained(base, str(place), is_trainable=trainable)
+
+
+def save_merged(model: Any, folder: str | Path) -> None:
+    """The model with its adapters merged, in Hugging Face layout; the model is left as it is."""
+    model.get_base_model().save_pretrained(folder, state_dict=without_adapters(model, model.state_dict()))

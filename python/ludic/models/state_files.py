@@ -1,0 +1,295 @@
+"""Models and optimizers as safetensors and JSON. Pickle is neither written nor read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ludic.errors import CheckpointError, DataError
+from ludic.models.published import unwrapped
+
+INDEX, MODEL, ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+EMBEDDINGS = ("embed_tokens", "lm_head")
+"""Layers that share a vocabulary, by PEFT's names."""
+PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model.pt")
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write aside and rename, so that a reader sees the old file or the new one."""
+    try:
+        text = json.dumps(content, indent=2, allow_nan=True)
+    except TypeError as error:
+        raise CheckpointError(f"{path.name} must hold plain JSON values: {error}; a state_dict must be made of those") from error
+    aside = path.with_name(f".{path.name}.unfinished")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object")
+    return content
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. Raises CheckpointError, with its name, for one that is cut short or none."""
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def write_model(model: nn.Module, folder: Path | None) -> None:
+    """As `save_pretrained` does, which for a model with adapters writes them alone; a module without it as model.safetensors with a
+    config.json that names its class. Without a folder only the collectives of a sharded model are taken."""
+    inner: Any = unwrapped(model)
+    state = model_state(inner)
+    if folder is None:
+        return
+    if hasattr(inner, "save_pretrained"):
+        inner.save_pretrained(folder, state_dict=state, **_adapter_options(inner))
+        return
+    save_file(_without_aliases(state), folder / MODEL, metadata={"format": "pt"})
+    write_json(folder / "config.json", {"model_class": type(inner).__name__})
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """The whole state dict; of a sharded model it is gathered, by all ranks together."""
+    if not hasattr(model, "set_requires_gradient_sync"):
+        return model.state_dict()
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    state: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return state
+
+
+def _without_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One name for each tensor: tied weights are stored once."""
+    seen: set[tuple[Any, ...]] = set()
+    kept = {}
+    for name, tensor in state.items():
+        identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.numel() and identity in seen:
+            continue
+        seen.add(identity)
+        kept[name] = tensor.detach().contiguous()
+    return kept
+
+
+def read_model(model: nn.Module, folder: Path) -> None:
+    """Copy the weights in the folder into the model. All names must be there; tied weights count as one."""
+    model = unwrapped(model)
+    if (folder / ADAPTER).exists():
+        _read_adapter(model, folder)
+        return
+    state: dict[str, Any] = dict(_stored(folder))
+    if hasattr(model, "set_requires_gradient_sync"):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
+        return
+    _check_names(model, state, folder)
+    model.load_state_dict(state, strict=False)
+
+
+def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the folder. Order: index of shards, then the single file."""
+    if (folder / INDEX).exists():
+        yield from _sharded(folder)
+    elif (folder / MODEL).exists():
+        yield from read_tensors(folder / MODEL).items()
+    else:
+        pickled = [name for name in PICKLED if (folder / name).exists()]
+        if pickled:
+            raise CheckpointError(
+                f"{folder} holds {pickled[0]}, which is pickled: reading it can run code. Convert it to safetensors where you trust it"
+            )
+        raise FileNotFoundError(f"{folder} holds no weights: neither {INDEX} nor {MODEL} nor {ADAPTER}")
+
+
+def holds_whole_weights(folder: Path) -> bool:
+    """Whether a model's files are all in the folder, none of them cut short. Tensors are not read."""
+    try:
+        read_json(folder / "config.json")
+        names = set(_weight_map(folder).values()) if (folder / INDEX).exists() else {MODEL}
+        for name in names:
+            with safe_open(folder / name, framework="pt"):
+                pass
+    except (OSError, SafetensorError, CheckpointError, DataError):
+        return False
+    return True
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    places = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(places, dict):
+        raise DataError(f"{folder / INDEX} has no weight_map; the checkpoint is damaged")
+    return places
+
+
+def _sharded(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    places = _weight_map(folder)
+    for name in sorted(set(places.values())):
+        if Path(name).name != name:
+            raise CheckpointError(f"{folder / INDEX} names the file {name}, which is not in the folder")
+        with safe_open(folder / name, framework="pt") as shard:
+            held = set(shard.keys())
+            for key in (key for key, place in places.items() if place == name):
+                if key not in held:
+                    raise KeyError(f"{key} is not in {folder / name}, where the index puts it; the checkpoint is damaged")
+                yield key, shard.get_tensor(key)
+
+
+def _check_names(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
+    own = model.state_dict()
+    unknown = sorted(set(state) - set(own))
+    held = {own[name].data_ptr() for name in state if name in own}
+    missing = sorted(name for name in own if name not in state and own[name].data_ptr() not in held)
+    if missing or unknown:
+        raise CheckpointError(
+            f"the weights in {folder} do not fit {type(model).__name__}: missing {missing[:4]} ({len(missing)} in all), unknown "
+            f"{unknown[:4]} ({len(unknown)} in all); build the model from the same config"
+        )
+
+
+def _read_adapter(model: nn.Module, folder: Path) -> None:
+    if not hasattr(model, "peft_config"):
+        raise CheckpointError(
+            f"{folder} holds an adapter, but {type(model).__name__} has none; wrap it with the same LoRA config"
+        )
+    places = _adapter_places(model)
+    stored = read_tensors(folder / ADAPTER)
+    _check_adapter(model, stored, places, folder)
+    state: dict[str, Any] = {places[name]: tensor for name, tensor in stored.items()}
+    if hasattr(model, "set_requires_gradient_sync"):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
+        return
+    model.load_state_dict(state, strict=False)
+
+
+def _adapter_places(model: nn.Module) -> dict[str, str]:
+    """Name in adapter_model.safetensors to name in the model."""
+    from peft import get_peft_model_state_dict
+
+    names: Any = {name: name for name in model.state_dict()}
+    return dict(get_peft_model_state_dict(model, state_dict=names, **_adapter_options(model)))
+
+
+def _adapter_options(model: Any) -> dict[str, bool]:
+    """Whether embeddings are stored with the adapters: where they have some. PEFT would ask the hub."""
+    if not hasattr(model, "get_base_model"):
+        return {}
+    targets = getattr(model.peft_config.get("default"), "target_modules", None)
+    adapted = not isinstance(targets, str) and any(name in (targets or ()) for name in EMBEDDINGS)
+    return {"save_embedding_layers": adapted}
+
+
+def _check_adapter(model: nn.Module, stored: Mapping[str, Tensor], places: Mapping[str, str], folder: Path) -> None:
+    missing, unknown = sorted(set(places) - set(stored)), sorted(set(stored) - set(places))
+    if missing or unknown:
+        raise CheckpointError(
+            f"the adapters in {folder} are not the model's: missing {missing[:4]} ({len(missing)} in all), unknown {unknown[:4]} "
+            f"({len(unknown)} in all); wrap the model with the same LoRA config"
+        )
+    own = model.state_dict()
+    for name, tensor in stored.items():
+        if own[places[name]].shape != tensor.shape:
+            raise CheckpointError(
+                f"{name} in {folder} has shape {tuple(tensor.shape)}, the model's is {tuple(own[places[name]].shape)}; wrap the model "
+                "with the same LoRA config: the ranks differ"
+            )
+
+
+def write_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path | None) -> None:
+    """Tensors to optimizer.safetensors under `<number of the parameter>/<value>`, everything else to optimizer.json. State of sharded
+    parameters is gathered, by all ranks together; without a folder only the collectives are taken."""
+    state = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for parameter, entries in state["state"].items():
+        for name, value in entries.items():
+            if not isinstance(value, Tensor):
+                values.setdefault(str(parameter), {})[name] = value
+                continue
+            whole = _whole(value)
+            if folder is not None:
+                tensors[f"{parameter}/{name}"] = whole.detach().cpu().contiguous()
+    if folder is None:
+        return
+    save_file(tensors, folder / "optimizer.safetensors")
+    groups = [{name: _plain(value) for name, value in group.items()} for group in state["param_groups"]]
+    write_json(folder / "optimizer.json", {"class": type(optimizer).__name__, "values": values, "param_groups": groups})
+
+
+def _whole(value: Tensor) -> Tensor:
+    """All of a tensor that may be sharded."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path) -> None:
+    """Restore what `write_optimizer` wrote, on any number of ranks."""
+    stored = read_json(folder / "optimizer.json")
+    if stored["class"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"{folder} holds the state of {stored['class']}, the optimizer is {type(optimizer).__name__}; use the same, or load without it"
+        )
+    _check_groups(stored["param_groups"], optimizer.param_groups, folder)
+    # Their place among the groups: sharded runs used to write names here.
+    numbers = {str(key): number for number, key in enumerate(key for group in stored["param_groups"] for key in group["params"])}
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, dict[str, Any]] = {}
+    for key, entries in stored["values"].items():
+        state.setdefault(numbers[key], {}).update(entries)
+    for key, tensor in read_tensors(folder / "optimizer.safetensors").items():
+        parameter, name = key.rsplit("/", 1)
+        number = numbers[parameter]
+        state.setdefault(number, {})[name] = _placed_like(tensor, stepped[number])
+    groups = [
+        {**_typed_like(group, like), "params": [numbers[str(key)] for key in group["params"]]}
+        for group, like in zip(stored["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _placed_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, where it belongs to a sharded parameter. A count of steps is of no part."""
+    if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
+        return tensor
+    return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _check_groups(stored: list[Any], current: list[Any], folder: Path) -> None:
+    sizes = [[len(group["params"]) for group in groups] for groups in (stored, current)]
+    if sizes[0] != sizes[1]:
+        raise CheckpointError(
+            f"the optimizer state in {folder} has parameter groups of {sizes[0]} parameters, the optimizer of {sizes[1]}; "
+            "train the same parameters, or load without the optimizer"
+        )
+
+
+def _typed_like(group: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON turns tuples into lists; this turns them back."""
+    return {name: tuple(value) if isinstance(like.get(name), tuple) else value for name, value in group.items()}

@@ -1,0 +1,250 @@
+"""The folder of one run: what lies where, and the progress that lets an interrupted run go on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from ludic.errors import CheckpointError, ConfigError
+from ludic.recipes.compose import plain_values, to_yaml
+from ludic.runs.lock import RunLock
+from ludic.runs.versions import versions
+
+DONE = "done"
+"""The phase of a run that is at its end."""
+
+
+@dataclass
+class Progress:
+    """How far a run has come. Written whenever a phase ends or the run is interrupted."""
+
+    phase: str = "warm_up"
+    """The phase to go on with: of `ludic train` warm_up or reinforce, of `ludic sft` sft, of `ludic train-rm` rm; done at the end."""
+    command: str = "train"
+    """Of `ludic`: what made the folder and can go on with it."""
+    before: dict[str, Any] | None = None
+    """The evaluation before reinforcement, with sampled answers."""
+    after: dict[str, Any] | None = None
+    """The same after it."""
+    steps: int = 0
+    """Batches of reinforcement that are done."""
+    preflight: dict[str, Any] | None = None
+    """How far trainer and sampler were apart before the first step; null where they were not compared."""
+    early_stopping: dict[str, Any] | None = None
+    """Of a run with a patience: `stopped` early or not, the step whose weights were kept, by which metric, and its value."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time of set-up, warm-up, reinforcement and evaluation so far, and of the whole (`wall`)."""
+    recipe: dict[str, Any] | None = None
+    """What the run was begun with; null in a folder of an older version."""
+    versions: dict[str, str] | None = None
+    """Of the libraries, when it was begun."""
+    failed: str | None = None
+    """The error that ended it last; null while it runs, after a stop, and at the end."""
+
+
+class RunDirectory:
+    """Paths and small files of `output/name`."""
+
+    command: ClassVar[str] = "train"
+    """Of `ludic`: what makes such folders."""
+    first_phase: ClassVar[str] = "warm_up"
+    last_phase: ClassVar[str] = "reinforce"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.rollouts = path / "rollouts.jsonl"
+        self.summary = path / "summary.json"
+        self.picture = path / "reward.png"
+        self.model = path / "model"
+        self.base, self.adapter = path / "base", path / "adapter"  # of a run with LoRA
+        self.checkpoints = path / "checkpoints"
+        self.server_log = path / "server.log"
+        self._progress = path / "progress.json"
+        self._lock: RunLock | None = None
+
+    @classmethod
+    def begin(cls, recipe: Any, otherwise: str) -> Self:
+        """A new folder with the recipe in it, named as the recipe says; `otherwise` names it where that has no name.
+
+        It appears whole, and is this process's until `release`."""
+        place = run_path(recipe.output, recipe.name, otherwise)
+        aside = place.with_name(f".unfinished_{place.name}.{os.getpid()}")
+        aside.mkdir(parents=True)
+        lock, begun = RunLock(aside), cls(aside)
+        try:
+            write_text(begun.config, to_yaml(recipe))
+            begun.write_progress(Progress(cls.first_phase, cls.command, recipe=plain_values(recipe), versions=versions()))
+            directory = cls(_named(aside, place, is_chosen=recipe.name is not None))
+        except BaseException:
+            lock.release()
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        directory._lock = lock
+        return directory
+
+    @classmethod
+    def go_on(cls, path: Path) -> Self:
+        """The folder of an interrupted run, whose recipe is in `config`; it is this process's until `release`. Raises CheckpointError where
+        another command made it or another process is at work in it."""
+        directory = cls.look_into(path)
+        directory._lock = RunLock(path)
+        return directory
+
+    @classmethod
+    def look_into(cls, path: Path) -> Self:
+        """The same to read."""
+        directory = cls(path)
+        if not directory.config.is_file() or not directory._progress.is_file():
+            raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml and progress.json")
+        made_by = directory.read_progress().command
+        if made_by != cls.command:
+            raise CheckpointError(
+                f"{path} is the folder of a run of `ludic {made_by}`; go on with `ludic {made_by} --resume {path}`"
+            )
+        return directory
+
+    def release(self) -> None:
+        """Let another process go on with the run."""
+        if self._lock is not None:
+            self._lock.release()
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether any step was logged."""
+        return self.metrics.is_file() and self.metrics.stat().st_size > 0
+
+    def read_progress(self) -> Progress:
+        try:
+            return Progress(**json.loads(self._progress.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"{self._progress} is damaged ({error}); begin a new run, for which `ludic {self.command} {self.config} name=NAME` takes "
+                "the same settings"
+            ) from error
+
+    def write_progress(self, progress: Progress) -> None:
+        write_text(self._progress, json.dumps(asdict(progress), indent=2) + "\n")
+
+    def read_metrics(self, phase: str) -> list[dict[str, Any]]:
+        """The lines of one phase in metrics.jsonl, one a step; of a step that was run twice the last counts. What a full disk or a loss of
+        power tore off is left out."""
+        if not self.metrics.is_file():
+            return []
+        by_step: dict[int, dict[str, Any]] = {}
+        for line in map(_whole, self.metrics.read_text(encoding="utf-8").splitlines()):
+            if line.get("phase") == phase:
+                by_step.setdefault(line["step"], {}).update(line)  # a step that was evaluated has two lines
+        return [by_step[step] for step in sorted(by_step)]
+
+    def cut_metrics(self, phase: str, step: int, *, evaluated: bool) -> int:
+        """Take lines of the phase after `step` out of metrics.jsonl, and what was torn off. How many steps are to be done again.
+
+        `evaluated`: an evaluation of `step` counts, and its line stays.
+        """
+        if not self.metrics.is_file():
+            return 0
+        lines = self.metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        kept = [text for text in lines if (line := _whole(text)) and _stands(line, phase, step, evaluated)]
+        if kept != lines:
+            write_text(self.metrics, "".join(kept))
+        return len({line["step"] for line in map(_whole, lines) if line.get("phase") == phase and line["step"] > step})
+
+
+def _stands(line: Mapping[str, Any], phase: str, step: int, evaluated: bool) -> bool:
+    if line.get("phase") != phase or line["step"] < step:
+        return True
+    only_measured = not any(key.startswith("train/") for key in line)
+    return bool(line["step"] == step and (evaluated or not only_measured))
+
+
+def _whole(line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class SFTDirectory(RunDirectory):
+    """The folder of a supervised run."""
+
+    command, first_phase, last_phase = "sft", "sft", "sft"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.picture = path / "loss.png"
+        self.demonstrations = path / "data.jsonl"
+
+
+class RMDirectory(RunDirectory):
+    """The folder of a reward-model run."""
+
+    command, first_phase, last_phase = "train-rm", "rm", "rm"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.picture = path / "training.png"
+        self.reliability = path / "reliability.png"
+        self.margins = path / "margins.png"
+        self.pairs = path / "data.jsonl"
+        self.heldout_pairs = path / "heldout.jsonl"
+
+
+def run_path(output: str, name: str | None, otherwise: str) -> Path:
+    """`output/name`, or with `otherwise` in the place of a name. Raises ConfigError for a name that leads out of `output`."""
+    inside = name is None or (name and Path(name).name not in ("", ".", "..") and ".." not in Path(name).parts)
+    if not inside or (name is not None and Path(name).is_absolute()):
+        raise ConfigError(f"name ({name}) must name a folder in output ({output}); set output=FOLDER for another place")
+    return Path(output).expanduser() / (name or otherwise)
+
+
+def new_folder(output: str, name: str | None, otherwise: str) -> Path:
+    """`output/name`, made and empty. `otherwise` names it where no name was asked for; where that is taken, with the time behind it, and
+    where that is taken too, with a number behind the time."""
+    path = run_path(output, name, otherwise)
+    for candidate in [path] if name is not None else _candidates(path):
+        try:
+            candidate.mkdir(parents=True)
+            return candidate
+        except FileExistsError:
+            continue
+    raise CheckpointError(f"{path} is there already; choose another name=")
+
+
+def _named(folder: Path, path: Path, *, is_chosen: bool) -> Path:
+    """`folder`, which is not empty, renamed to `path`; or with the time behind it, where the name was not chosen."""
+    for candidate in [path] if is_chosen else _candidates(path):
+        if candidate.exists() or candidate.is_symlink():
+            continue
+        try:
+            os.rename(folder, candidate)
+            return candidate
+        except OSError as error:  # another process was faster
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    goes_on = (path / "progress.json").is_file()
+    remedy = f", or go on with --resume {path}" if goes_on else " (it holds no run that --resume could go on with), or delete it"
+    raise CheckpointError(f"{path} is there already; choose another name={remedy}")
+
+
+def _candidates(path: Path) -> Iterator[Path]:
+    yield path
+    later = path.with_name(f"{path.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    yield later
+    yield from (later.with_name(f"{later.name}-{number}") for number in range(2, 1000))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all: written aside, then renamed."""
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)

@@ -1,0 +1,219 @@
+"""Held-out measurement: the reward of sampled answers, the accuracy of greedy ones, and a few answers to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ludic.errors import ConfigError
+from ludic.eval.intervals import Interval, mean_interval, share_interval
+from ludic.inference import InferenceSpec
+from ludic.recipes.schema import EvaluationSection, RolloutSection
+from ludic.runs.rollouts import evaluation_inference, request_for
+from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
+from ludic.tasks.episodic import Played, share
+from ludic.tasks.success import success_of
+from ludic.training.config import TrainerConfig
+from ludic.training.reward_scorer import SCORE_INFO
+from ludic.training.rollouts.engine import RolloutEngine
+from ludic.training.rollouts.played import PlayedRollouts
+from ludic.types import Rollout
+
+_SHOWN = 8  # answers kept for the report
+_PLACE = "held_out_place"  # of an episode among those that were asked for: some may be missing from what comes back
+_SAMPLING_SEED = 1_000_000  # before and after are sampled with the same seeds
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sampled episode on a held-out problem."""
+
+    question: str
+    text: str
+    expected: str
+    reward: float | None
+    """None: it could not be graded."""
+    success: bool | None = None
+    """None: nothing says what is right."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured at one moment of a run."""
+
+    sampled_reward: float
+    """Mean over `samples_per_prompt` answers to each problem."""
+    greedy_accuracy: float | None
+    """Share of problems whose greedy answer is a success; None where nothing says what is one."""
+    facts: dict[str, float]
+    """What the task measures of the sampled episodes beside the reward."""
+    answers: list[Answer]
+    """The first sampled answers."""
+    num_sampled: int = 0
+    """How many answers were sampled."""
+    failed: int = 0
+    """Episodes that failed; they are in no mean."""
+    greedy_reward: float | None = None
+    """Mean over the greedy answers."""
+    solved_at: float | None = None
+    """The reward from which on an answer was a success; None where nothing says."""
+    sampled_right: float | None = None
+    """Share of the sampled answers that are."""
+    by_problem: dict[str, list[float | None]] = field(default_factory=dict)
+    """Of some rates one number a problem, in the order of the problems; None where none of its episodes was played to its end."""
+
+    def rates(self) -> dict[str, float]:
+        """The numbers, without the answers."""
+        greedy = {"greedy_accuracy": self.greedy_accuracy, "greedy_reward": self.greedy_reward}
+        told = [(name, rate) for name, rate in greedy.items() if rate is not None][:1]
+        return {"sampled_reward": self.sampled_reward, **dict(told), **self.facts}
+
+    def interval(self, name: str) -> Interval | None:
+        """Of a rate, over problems; None where it is not known by problem."""
+        values = [value for value in self.by_problem.get(name, ()) if value is not None]
+        if not values:
+            return None
+        if all(0 <= value <= 1 for value in values):
+            return share_interval(values, answers=len(values) if name.startswith("greedy") else self.num_sampled)
+        return mean_interval(values)
+
+    def without_accuracy(self) -> Evaluation:
+        """The same where nothing says what is right."""
+        unmarked = [replace(answer, success=None) for answer in self.answers]
+        return replace(self, greedy_accuracy=None, solved_at=None, sampled_right=None, answers=unmarked)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Evaluation:
+        return cls(**{**values, "answers": [Answer(**answer) for answer in values["answers"]]})
+
+
+def compared(before: Evaluation | None, after: Evaluation | None) -> tuple[Evaluation | None, Evaluation | None]:
+    """Two measurements of one run. An accuracy that only one of them has is an accuracy of neither."""
+    if before is None or after is None or (before.greedy_accuracy is None) == (after.greedy_accuracy is None):
+        return before, after
+    return before.without_accuracy(), after.without_accuracy()
+
+
+def check_early_stopping(section: str, cfg: TrainerConfig, task: EpisodicTask, evaluation: EvaluationSection) -> None:
+    """Raise `ConfigError` for a patience with a metric that the evaluations of `ludic train` do not give. `section`: where `cfg` is set."""
+    if cfg.early_stopping_patience is None:
+        return
+    known = ["sampled_reward", "greedy_reward", *task.rates]
+    success = success_of(task, evaluation.solved_at)
+    if success.reward is not None and not success.is_assumed:
+        known.insert(1, "greedy_accuracy")
+    name = cfg.early_stopping_metric
+    if not {name, name.removeprefix("eval_"), name.removeprefix("eval/")} & set(known):
+        raise ConfigError(
+            f"{section}.early_stopping_metric ({name}) is nothing that ludic train measures; it measures {', '.join(known)}: set "
+            f"{section}.early_stopping_metric=sampled_reward {section}.early_stopping_mode=max"
+        )
+
+
+class HeldOut:
+    """Plays the task's suites of problems. The same policy gives the same numbers. Also an evaluator, as `Trainer` takes one."""
+
+    def __init__(
+        self, engine: RolloutEngine, task: Task | EpisodicTask, section: EvaluationSection, rollout: RolloutSection
+    ) -> None:
+        self._engine, self._task, self._section, self._rollout = engine, as_episodic(task), section, rollout
+        self.success = success_of(self._task, section.solved_at)
+
+    def describe(self) -> str:
+        """How many problems there are, and whether they are fewer than were asked for."""
+        found, asked = len(next(iter(self._task.suites().values()))), self._section.prompts
+        return f"{min(found, asked)} held-out problems" + (
+            f"; the task has no more, {asked} were asked for" if found < asked else ""
+        )
+
+    async def measure(self, *, concurrency: int | None = None, timeout_s: float | None = None) -> Evaluation:
+        """Every problem sampled, and those of the first suite answered greedily."""
+        suites = {name: list(problems[: self._section.prompts]) for name, problems in self._task.suites().items()}
+        sampling, greedy = (evaluation_inference(self._rollout, self._task, greedy=flag) for flag in (False, True))
+        limits = {"concurrency": concurrency or self._rollout.concurrency, "timeout_s": timeout_s}
+        sampled = {
+            name: await self._play(problems * self._section.samples_per_prompt, sampling, **limits)
+            for name, problems in suites.items()
+        }
+        first = next(iter(suites))
+        best = await self._play(suites[first], greedy, **limits)
+        paired = {name: _paired(suites[name], episodes) for name, episodes in sampled.items()}
+        rewards = [episode.total_reward for _, episode in paired[first]]
+        greedy_rewards = [episode.total_reward for episode in best]
+        solved_at = self.success.holds_for([*rewards, *greedy_rewards])
+        shown = enumerate(suites[first][:_SHOWN])
+        return Evaluation(
+            sampled_reward=share(rewards),
+            greedy_accuracy=None if solved_at is None else share(reward >= solved_at for reward in greedy_rewards),
+            facts=self._task.measure(paired),
+            answers=[self._answer(problem, place, sampled[first], solved_at) for place, problem in shown],
+            num_sampled=len(rewards),
+            failed=sum(episodes.counts.num_failed_episodes for episodes in [*sampled.values(), best]),
+            greedy_reward=share(greedy_rewards),
+            solved_at=solved_at,
+            sampled_right=None if solved_at is None else share(reward >= solved_at for reward in rewards),
+            by_problem=_by_problem(len(suites[first]), sampled[first], best, solved_at),
+        )
+
+    def _answer(self, problem: Episode, place: int, episodes: Sequence[Rollout], solved_at: float | None) -> Answer:
+        """The first episode on the problem at `place`, if it was played to its end and graded."""
+        first = next((episode for episode in episodes if episode.meta[_PLACE] == place), None)
+        if first is None:
+            return Answer(str(problem.get("question", problem["id"])), "", str(problem.get("answer", "")), None)
+        shown = self._task.show(problem, first)
+        reward = first.total_reward
+        return Answer(shown.question, shown.text, shown.expected, reward, None if solved_at is None else reward >= solved_at)
+
+    async def eval(
+        self,
+        *,
+        requests: Any = None,
+        reducers: Any = None,
+        max_steps: int | None = None,
+        timeout_s: float | None = None,
+        concurrency: int | None = None,
+    ) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """(sampled answers, rates). Requests, reducers and steps are those of the task."""
+        measured = await self.measure(concurrency=concurrency, timeout_s=timeout_s)
+        return [asdict(answer) for answer in measured.answers], {
+            **measured.rates(),
+            "greedy_reward": measured.greedy_reward or 0.0,
+            "num_failed_episodes": float(measured.failed),
+        }
+
+    async def _play(self, problems: Sequence[Episode], inference: InferenceSpec, **limits: Any) -> PlayedRollouts:
+        requests = [
+            request_for(problem, inference=inference, seed=_SAMPLING_SEED + place, **{_PLACE: place})
+            for place, problem in enumerate(problems)
+        ]
+        return await self._engine.generate_rollouts(requests=requests, max_steps=self._task.max_turns, **limits)
+
+
+def _paired(problems: Sequence[Episode], episodes: Sequence[Rollout]) -> list[Played]:
+    """Every rollout with its problem; those that failed are missing."""
+    return [(problems[episode.meta[_PLACE] % len(problems)], episode) for episode in episodes]
+
+
+def _by_problem(
+    count: int, sampled: Sequence[Rollout], greedy: Sequence[Rollout], solved_at: float | None
+) -> dict[str, list[float | None]]:
+    """The numbers whose noise the report speaks of."""
+    rewards = _means(count, ((episode, episode.total_reward) for episode in sampled))
+    found = {"sampled_reward": rewards, "greedy_reward": _means(count, ((episode, episode.total_reward) for episode in greedy))}
+    if solved_at is not None:
+        found["greedy_accuracy"] = _means(count, ((episode, float(episode.total_reward >= solved_at)) for episode in greedy))
+    scores = [(episode, episode.steps[-1].info.get(SCORE_INFO)) for episode in sampled]
+    scored = [(episode, score) for episode, score in scores if score is not None]
+    return {**found, SCORE_INFO: _means(count, scored)} if scored else found
+
+
+def _means(count: int, values: Iterable[tuple[Rollout, float]]) -> list[float | None]:
+    """One mean for each of `count` problems, of the values that belong to it."""
+    of_problem: list[list[float]] = [[] for _ in range(count)]
+    for episode, value in values:
+        of_problem[episode.meta[_PLACE] % count].append(value)
+    return [sum(found) / len(found) if found else None for found in of_problem]

@@ -1,0 +1,344 @@
+"""One run: make the policy, warm it up, measure, reinforce, measure again. Every step is the trainer's; here they are lined up."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ludic.errors import CheckpointError
+from ludic.inference.local import LocalChatClient
+from ludic.models.adapters import has_adapters
+from ludic.models.state_files import read_model
+from ludic.recipes.build import (
+    build_algorithm,
+    build_trainer_config,
+    check_numbers,
+    seed_everything,
+    seed_phase,
+    task_of,
+    with_reward_model,
+)
+from ludic.recipes.inference_section import convention
+from ludic.recipes.lora import lora_settings, trained_share, with_adapters
+from ludic.recipes.model import keep_base, load_model, make_policy, plain_place, save_policy
+from ludic.recipes.schema import Recipe
+from ludic.runs.continuation import end_with_best, keep_checkpoint, latest_checkpoint, set_back
+from ludic.runs.directory import DONE, RunDirectory
+from ludic.runs.held_out import Evaluation, HeldOut, check_early_stopping
+from ludic.runs.rollouts import (
+    OccasionallyLogged,
+    TrainingRequests,
+    check_prompts,
+    check_rollouts,
+    make_engine,
+    training_inference,
+    training_requests,
+)
+from ludic.runs.sampler import Sampler, check_inference, open_sampler
+from ludic.runs.screen import Screen
+from ludic.runs.stopping import Interrupted, StoppableSource, StopRequest, Stopwatch
+from ludic.runs.tracking import run_logger
+from ludic.tasks import EpisodicTask
+from ludic.tasks.demonstrations import DemonstrationSource
+from ludic.tasks.measures import logged_names, task_reducers
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.batching.overlapped import OverlappedSource
+from ludic.training.batching.synced_batching import RolloutBatchSource
+from ludic.training.checkpoint import CheckpointConfig
+from ludic.training.config import TrainerConfig
+from ludic.training.loggers import TrainingLogger
+from ludic.training.preflight.check import Preflight
+from ludic.training.presets import make_sft
+from ludic.training.rollouts.engine import RolloutEngine
+from ludic.training.rollouts.requests import RequestsExhausted
+from ludic.training.stats import SAMPLED_REWARD, default_reducers
+from ludic.training.trainer import Trainer
+
+WARM_UP, REINFORCE = "warm_up", "reinforce"
+WARM_UP_KEYS = ["train/loss", "train/grad_norm"]
+REINFORCE_KEYS = [f"train/{SAMPLED_REWARD}", "train/loss", "train/grad_norm", "train/clip_frac"]
+
+
+@dataclass
+class Parts:
+    """The objects of a recipe. They are built before anything is written, so that a wrong setting costs nothing."""
+
+    task: EpisodicTask
+    algorithm: RLAlgorithm
+    warmup_cfg: TrainerConfig
+    trainer_cfg: TrainerConfig
+    model: Any
+    tokenizer: Any
+
+    @classmethod
+    def build(cls, recipe: Recipe) -> Parts:
+        """Seeds every generator first (`seed_everything`)."""
+        check_numbers(recipe)
+        task = task_of(recipe)
+        algorithm = build_algorithm(recipe, max_completion_tokens=recipe.rollout.max_new_tokens or task.max_new_tokens)
+        check_rollouts(recipe, task)
+        seed_everything(recipe)
+        lora_settings(recipe.lora)  # a wrong one costs nothing
+        model, tokenizer = make_policy(recipe)
+        check_prompts(recipe, task, tokenizer)
+        task = with_reward_model(recipe, task, tokenizer)
+        if recipe.model is not None:
+            model = with_adapters(model, recipe.lora, seed=recipe.seed)
+        check_inference(recipe, model)
+        spoken = convention(recipe.rollout.temperature, recipe.rollout.top_p)
+        derived = {"pad_token_id": tokenizer.pad_token_id, "seed": recipe.seed}
+        parts = cls(
+            task=task,
+            algorithm=algorithm,
+            warmup_cfg=build_trainer_config(recipe.warmup.trainer, **derived),
+            trainer_cfg=build_trainer_config(recipe.trainer, **derived, temperature=spoken.temperature),
+            model=model,
+            tokenizer=tokenizer,
+        )
+        check_early_stopping("warmup.trainer", parts.warmup_cfg, task, recipe.evaluation)
+        check_early_stopping("trainer", parts.trainer_cfg, task, recipe.evaluation)
+        return parts
+
+
+class Run:
+    """A recipe on its way through its phases, in its folder."""
+
+    def __init__(self, recipe: Recipe, parts: Parts, directory: RunDirectory, screen: Screen, stop: StopRequest) -> None:
+        self.recipe, self.parts, self.directory, self.screen, self.stop = recipe, parts, directory, screen, stop
+        self.progress = directory.read_progress()
+        self.watch = Stopwatch(self.progress.seconds)
+        keep_base(parts.model, recipe.model, directory.base)
+        if self.progress.phase == REINFORCE:
+            parts.model = self._warmed_up()
+        parts.model.to(parts.trainer_cfg.model_device)
+        self._preflight: Preflight | None = None
+        self._client = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
+        self._held_out = HeldOut(self._engine(), parts.task, recipe.evaluation, recipe.rollout)
+
+    def _warmed_up(self) -> Any:
+        """The policy that the warm-up left, or one in which the last checkpoint of the reinforcement can be read."""
+        model, directory = self.parts.model, self.directory
+        if latest_checkpoint(directory.checkpoints / REINFORCE) is None:
+            self._check_not_reinforced()
+        elif has_adapters(model) or not self.recipe.lora.rank:
+            return model
+        if has_adapters(model):
+            read_model(model, directory.adapter)
+            return model
+        return load_model(str(directory.base if self.recipe.lora.rank else directory.model), self.recipe.dtype)
+
+    def _check_not_reinforced(self) -> None:
+        """Without a checkpoint the reinforcement begins with `model`. It is kept there only after a checkpoint of the same step, and after
+        that is said in `progress.steps`."""
+        directory, steps = self.directory, self.progress.steps
+        if self.progress.recipe is None:  # an older version, which said it later
+            steps = max([steps, *(line["step"] for line in directory.read_metrics(REINFORCE))])
+            steps = steps if steps >= self.recipe.steps else self.progress.steps
+        if steps:
+            raise CheckpointError(
+                f"{directory.model} is the policy after {steps} steps of reinforcement, whose checkpoint in {directory.checkpoints} is "
+                f"gone; to go on would take these steps twice. Begin a new run with model={directory.model} warmup.steps=0"
+            )
+
+    @property
+    def title(self) -> str:
+        return self.recipe.recipe
+
+    async def play(self) -> None:
+        """The phases that are left. Raises `Interrupted` after a stop."""
+        if self.progress.phase == WARM_UP:
+            await self._warm_up()
+        if self.progress.phase == REINFORCE:
+            self._adapt()
+            if self.recipe.steps:
+                await self._reinforce()
+            self.progress.after = (await self._evaluate()).to_dict()
+            self._end_phase(DONE)
+
+    async def _warm_up(self) -> None:
+        recipe, parts = self.recipe, self.parts
+        if recipe.warmup.steps:
+            source = DemonstrationSource(
+                parts.task,
+                parts.tokenizer,
+                batch_size=recipe.warmup.batch_size,
+                seed=recipe.seed,
+                system_prompt=recipe.rollout.system_prompt,
+            )
+            self.screen.note(f"Warm-up: {recipe.warmup.steps} steps on demonstrations of an imperfect teacher")
+            with self._logger(WARM_UP, keys=WARM_UP_KEYS, spark_key="loss", steps=recipe.warmup.steps) as logger:
+                trainer = self._trainer(WARM_UP, make_sft(normalizer="tokens"), source, parts.warmup_cfg, logger)
+                await self._train(trainer, recipe.warmup.steps, WARM_UP)
+        self.progress.before = (await self._evaluate()).to_dict()
+        if recipe.lora.rank and not has_adapters(parts.model):
+            save_policy(parts.model, parts.tokenizer, self.directory.base)
+        self._end_phase(REINFORCE)
+
+    def _adapt(self) -> None:
+        """Adapters for the reinforcement. Held-out problems are answered by the model that is trained, rollouts by a merged copy."""
+        recipe, parts = self.recipe, self.parts
+        if not recipe.lora.rank:
+            return
+        if not has_adapters(parts.model):
+            parts.model = with_adapters(parts.model, recipe.lora, seed=recipe.seed)
+        self.screen.note(trained_share(parts.model))
+
+    async def _reinforce(self) -> None:
+        recipe, parts = self.recipe, self.parts
+        each = f"{recipe.rollout.prompts} problems x {recipe.rollout.group_size} answers"
+        self.screen.note(f"Reinforcement with {recipe.algorithm}: {recipe.steps} steps of {each}")
+        keys = [*REINFORCE_KEYS, *(f"train/{name}" for name in logged_names(parts.task))]
+        async with open_sampler(
+            recipe,
+            parts.model,
+            parts.tokenizer,
+            self.directory.model,
+            log=self.directory.server_log,
+            note=self.screen.note,
+            watch=self.watch,
+        ) as sampler:
+            with self._logger(REINFORCE, keys=keys, spark_key=SAMPLED_REWARD, steps=recipe.steps) as logger:
+                source = self._rollouts(sampler)
+                trainer = self._trainer(REINFORCE, parts.algorithm, source, parts.trainer_cfg, logger, sampler)
+                source.limit(recipe.steps - trainer.current_step)
+                self._show_start(trainer)
+                try:
+                    if sampler.remote:
+                        await trainer.publish()
+                    await self._train(trainer, recipe.steps, REINFORCE)
+                finally:
+                    await source.aclose()
+                    self._note_preflight(trainer)
+
+    def _note_preflight(self, trainer: Trainer) -> None:
+        """Of the run's beginning: one that is resumed keeps what was found then."""
+        report = None if self._preflight is None else self._preflight.report
+        if report is not None and self.progress.preflight is None:
+            self.progress.preflight = report.to_dict()
+
+    def _show_start(self, trainer: Trainer) -> None:
+        """Held-out rates stand beside the training from its first step."""
+        if self.progress.before is not None and not trainer.last_eval:
+            rates = Evaluation.from_dict(self.progress.before).rates()
+            trainer.last_eval = {"eval/step": 0.0, **{f"eval/{name}": rate for name, rate in rates.items()}}
+        self.screen.show_rates(trainer.last_eval)
+
+    def _rollouts(self, sampler: Sampler) -> OverlappedSource:
+        requests = training_requests(self.parts.task, self.recipe.rollout, seed=self.recipe.seed)
+        plain, logged = (self._rollout_source(requests, log, sampler) for log in (None, self.directory.rollouts))
+        every, log = self.recipe.rollout.log_every, self.directory.rollouts
+        source = OccasionallyLogged(plain, logged, requests, every=every, log=log)
+        return OverlappedSource(source, max_lag=self.recipe.inference.max_lag)
+
+    def _rollout_source(self, requests: TrainingRequests, log: Path | None, sampler: Sampler) -> RolloutBatchSource:
+        return RolloutBatchSource(
+            engine=self._engine(log, trained=True, sampler=sampler),
+            requests_fn=requests,
+            credit_assigner=self.parts.algorithm.credit_assigner,
+            max_steps=self.parts.task.max_turns,
+            concurrency=self.recipe.rollout.concurrency,
+        )
+
+    def _logger(self, phase: str, *, keys: list[str], spark_key: str, steps: int) -> AbstractContextManager[TrainingLogger]:
+        return run_logger(self.recipe, self.directory, self.screen, phase, keys=keys, spark_key=spark_key, last_step=steps)
+
+    def _trainer(
+        self,
+        phase: str,
+        algorithm: RLAlgorithm,
+        source: Any,
+        cfg: TrainerConfig,
+        logger: TrainingLogger,
+        sampler: Sampler | None = None,
+    ) -> Trainer:
+        """The public trainer; it goes on from the last checkpoint of its phase, if there is one."""
+        self._preflight = None if sampler is None else self._check_of(sampler)
+        checkpoints = self.directory.checkpoints / phase
+        facts = task_reducers(self.parts.task)
+        seed_phase(self.recipe.seed, phase)
+        trainer = Trainer(
+            model=self.parts.model,
+            algo=algorithm,
+            batch_source=StoppableSource(source, self.stop),
+            publisher=None if sampler is None or not (cfg.sync_every_steps or sampler.remote) else sampler.publisher,
+            cfg=cfg,
+            checkpoint_config=CheckpointConfig(
+                checkpoints,
+                every_n_steps=self.recipe.checkpoint.every_n_steps,
+                max_to_keep=self.recipe.checkpoint.max_to_keep,
+            ),
+            resume_from=latest_checkpoint(checkpoints),
+            train_logger=logger,
+            evaluator=self._held_out,
+            reducers={**default_reducers(), **(facts if phase == REINFORCE else {})},
+            total_training_steps=self.recipe.warmup.steps if phase == WARM_UP else self.recipe.steps,
+            preflight=self._preflight,
+        )
+        set_back(self.directory, phase, trainer, note=self.screen.note)
+        return trainer
+
+    def _check_of(self, sampler: Sampler) -> Preflight | None:
+        """Before the first step. The trainer's own model samples as it trains, but may be read in another way."""
+        section = self.recipe.inference
+        if not section.preflight:
+            return None
+        return Preflight(
+            sampling=training_inference(self.recipe.rollout, self.parts.task).sampling,
+            tokenizer=self.parts.tokenizer,
+            client=sampler.client,
+            threshold=section.preflight_threshold,
+        )
+
+    async def _train(self, trainer: Trainer, steps: int, phase: str) -> None:
+        """All steps that are left, or those until a stop. A checkpoint is kept after a stop, and at the end of the reinforcement: before
+        its policy takes the place of the one that it began with."""
+        with self.watch.measure(phase):
+            with suppress(RequestsExhausted):  # a stop was asked for between two steps
+                await trainer.train(steps - trainer.current_step)
+            if self.stop or phase == REINFORCE:
+                keep_checkpoint(trainer)
+            if not self.stop:
+                end_with_best(trainer, self.progress, note=self.screen.note)
+        if phase == REINFORCE:
+            self.progress.steps = trainer.current_step
+            self.directory.write_progress(self.progress)
+        self._stop_if_asked()
+
+    async def _evaluate(self) -> Evaluation:
+        self.screen.note(f"Measuring on {self._held_out.describe()}")
+        with self.watch.measure("evaluate"):
+            measured = await self._held_out.measure()
+        rates = ", ".join(f"{name.replace('_', ' ')} {rate:.3f}" for name, rate in measured.rates().items())
+        self.screen.note(f"  {rates}")
+        if measured.failed:
+            self.screen.note(f"  {measured.failed} answers failed or could not be graded, and are in no rate")
+        return measured
+
+    def _engine(self, log: Path | None = None, *, trained: bool = False, sampler: Sampler | None = None) -> RolloutEngine:
+        return make_engine(
+            self.parts.task,
+            self._client if sampler is None else sampler.client,
+            model_name=self.recipe.model or "small" if sampler is None else sampler.model_name,
+            system_prompt=self.recipe.rollout.system_prompt,
+            jsonl_path=log,
+            trained=trained,
+        )
+
+    def _end_phase(self, following: str) -> None:
+        """Keep the policy and say where the run stands; from here on a resumed run starts with the next phase."""
+        self.save_model()
+        self.progress.phase = following
+        self.directory.write_progress(self.progress)
+        self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
+        if self.stop and self.progress.phase != DONE:
+            self.save_model()
+            self.directory.write_progress(self.progress)
+            raise Interrupted
+
+    def save_model(self) -> None:
+        """Model and tokenizer, in Hugging Face layout."""
+        save_policy(self.parts.model, self.parts.tokenizer, self.directory.model, base=plain_place(self.recipe.model))

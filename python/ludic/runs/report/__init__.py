@@ -1,0 +1,1 @@
+"""What is shown and written at the end of a run."""

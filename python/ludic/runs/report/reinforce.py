@@ -1,0 +1,381 @@
+"""What a run shows at its end, and its summary.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ludic.runs.directory import Progress, RunDirectory, write_text
+from ludic.runs.held_out import Answer, Evaluation, compared
+from ludic.runs.report.conclusion import Facts, conclude, count_idle, facts_of
+from ludic.runs.report.curve import text_curve, write_picture
+from ludic.runs.report.provenance import lost_episodes, lost_line, provenance
+from ludic.runs.report.sampling import mismatch_of, overlap_of, weight_sync_of
+from ludic.tasks.judged import is_scored
+from ludic.tasks.measures import logged_names
+from ludic.tasks.success import success_of
+from ludic.training.backend.memory import memory_peaks
+from ludic.training.stats import SAMPLED_REWARD
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ludic.recipes.schema import Recipe
+    from ludic.tasks import EpisodicTask
+
+_TRAINER_PHASES = ("rollout", "batching", "forward_backward", "optimizer", "publish")
+_TOKEN_KEYS = ("real_tokens", "padded_tokens", "padded_tokens_greedy", "padded_tokens_unpacked")
+_DRAWN = 4  # rates in the picture; all are in the table
+_RATE_NAMES = {
+    "sampled_reward": "held-out reward, sampled",
+    "greedy_accuracy": "held-out accuracy, greedy",
+    "greedy_reward": "held-out reward, greedy",
+}
+_SHOWN_EVALUATIONS = 12
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The content of summary.json."""
+
+    status: str
+    """finished or interrupted."""
+    model: str | None
+    """What was trained; null where a small model was made."""
+    algorithm: str
+    versions: dict[str, str] | None
+    """Of the libraries when the run was begun; null in a folder of an older version."""
+    before: dict[str, float] | None
+    """Held-out rates after the warm-up; null where the run was interrupted before."""
+    after: dict[str, float] | None
+    """Held-out rates at the end; null where the run was interrupted."""
+    solved_at: float | None
+    """The reward from which on an answer counts as right; null where nothing says what is right, and there is no accuracy."""
+    intervals: dict[str, dict[str, list[float | None]]]
+    """95 % intervals over problems, `[low, high]`, of the rates whose noise is known: for `before` and `after`."""
+    heldout: dict[str, int]
+    """`problems`, and the `answers` that were sampled to them, at the last measurement."""
+    wall_s: float
+    phases_s: dict[str, float]
+    padding: dict[str, float]
+    memory: dict[str, float]
+    """Peaks of this process so far, in MiB: `memory_peaks`."""
+    steps: int
+    """Batches of reinforcement done."""
+    idle_steps: int
+    """Those of them that had nothing to train on, because every answer had the weight 0."""
+    stopped_early: bool
+    """Early stopping ended the run before all its steps."""
+    episodes: dict[str, int]
+    """Of the training: `failed`, `retried`, `cancelled`, and `dropped_groups`, those that were left out for a failed one."""
+    clip_fraction: float | None
+    """Mean over the steps; null for an algorithm without a clip."""
+    mismatch: dict[str, Any] | None
+    """How far trainer and sampler were apart: `preflight` before the first step, `mean` and `kl` over all steps, the largest `max`, the
+    smallest `ess`, the mean `lag` in versions; null where nothing was measured."""
+    weight_sync: dict[str, float] | None
+    """Pushes of weights: `pushes`, `mean_s` and `max_s` of one; null without any."""
+    overlap: dict[str, float] | None
+    """Seconds of generation, those of them that the trainer waited, and the `hidden` share; null without reinforcement."""
+    seed: int
+    config_hash: str
+
+    def to_json(self) -> str:
+        return json.dumps(vars(self), indent=2) + "\n"
+
+    def write(self, directory: RunDirectory) -> None:
+        write_text(directory.summary, self.to_json())
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Everything that the report shows."""
+
+    summary: Summary
+    task: EpisodicTask
+    before: Evaluation | None
+    after: Evaluation | None
+    rewards: Sequence[float]
+    """Mean reward of the sampled answers of each step."""
+    facts: Mapping[str, Sequence[float]]
+    """The same for each of the task's facts and measures."""
+    known: Facts
+    """What the closing sentences are made of."""
+    no_accuracy: str | None
+    """Why there is none, and what would give one; None where there is one."""
+    measured: Sequence[tuple[int, Mapping[str, float]]]
+    """(step, rates) of each evaluation during the training."""
+
+
+def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, recipe: Recipe, *, config_hash: str) -> Outcome:
+    """From what the run wrote: progress.json and metrics.jsonl, so that a resumed run reports as a whole."""
+    before, after = compared(
+        *(None if found is None else Evaluation.from_dict(found) for found in (progress.before, progress.after))
+    )
+    every_line = directory.read_metrics("reinforce")
+    warm_up, reinforce = (
+        [line for line in lines if "train/loss" in line] for lines in (directory.read_metrics("warm_up"), every_line)
+    )
+    clipped = [value for line in reinforce for key, value in line.items() if key.endswith("clip_frac") and "ratio" not in key]
+    known = facts_of(
+        before,
+        after,
+        asked_steps=recipe.steps,
+        steps=progress.steps,
+        idle_steps=count_idle(every_line),
+        reward_is_score=is_scored(task),
+        clip_fraction=sum(clipped) / len(clipped) if clipped else None,
+    )
+    summary = Summary(
+        **provenance(progress, model=recipe.model, algorithm=recipe.algorithm),
+        before=before.rates() if before else None,
+        after=after.rates() if after else None,
+        solved_at=_solved_at(before, after),
+        intervals={name: _intervals(found) for name, found in (("before", before), ("after", after)) if found},
+        heldout=_counts(after or before),
+        wall_s=round(progress.seconds.get("wall", 0.0), 2),
+        phases_s=phases_of(progress.seconds, reinforce, own=("set_up", "warm_up", "evaluate"), timed=_TRAINER_PHASES),
+        padding=padding_of([*warm_up, *reinforce]),
+        memory=memory_peaks(),
+        steps=progress.steps,
+        idle_steps=known.idle_steps,
+        stopped_early=known.stopped_early,
+        episodes=lost_episodes(reinforce),
+        clip_fraction=known.clip_fraction,
+        mismatch=mismatch_of(reinforce, progress.preflight),
+        weight_sync=weight_sync_of(reinforce),
+        overlap=overlap_of(reinforce),
+        seed=recipe.seed,
+        config_hash=config_hash,
+    )
+    asked = success_of(task, recipe.evaluation.solved_at)
+    return Outcome(
+        summary=summary,
+        task=task,
+        before=before,
+        after=after,
+        rewards=[line[f"train/{SAMPLED_REWARD}"] for line in reinforce],
+        facts={name: [line[f"train/{name}"] for line in reinforce] for name in logged_names(task)},
+        known=known,
+        no_accuracy=asked.why_unknown("evaluation.solved_at") if before and summary.solved_at is None else None,
+        measured=[(line["step"], _rates_in(line)) for line in every_line if line.get("eval/step") == line["step"]],
+    )
+
+
+def _solved_at(*found: Evaluation | None) -> float | None:
+    return next((evaluation.solved_at for evaluation in found if evaluation is not None), None)
+
+
+def _intervals(found: Evaluation) -> dict[str, list[float | None]]:
+    known = {name: found.interval(name) for name in found.rates()}
+    return {name: [interval.low, interval.high] for name, interval in known.items() if interval is not None}
+
+
+def _counts(found: Evaluation | None) -> dict[str, int]:
+    if found is None:
+        return {}
+    played = found.by_problem.get("sampled_reward", ())
+    return {"problems": sum(value is not None for value in played), "answers": found.num_sampled}
+
+
+def _rates_in(line: Mapping[str, float]) -> dict[str, float]:
+    """What an evaluation left in a line of metrics.jsonl."""
+    rates = {key.removeprefix("eval/"): value for key, value in line.items() if key.startswith("eval/")}
+    if "greedy_accuracy" in rates:
+        rates.pop("greedy_reward", None)
+    return {name: value for name, value in rates.items() if name not in ("step", "num_failed_episodes")}
+
+
+def phases_of(
+    seconds: Mapping[str, float],
+    lines: Sequence[Mapping[str, float]],
+    *,
+    own: Sequence[str] = ("set_up", "evaluate"),
+    timed: Sequence[str] = ("batching", "forward_backward", "optimizer", "checkpoint"),
+) -> dict[str, float]:
+    """Seconds of the run's `own` phases (set-up reads the data), of a server's start where there was one, of the parts of its steps as the
+    trainer `timed` them, and of the rest."""
+    whole = {name: seconds.get(name, 0.0) for name in own}
+    whole |= {name: seconds[name] for name in ("server_start",) if name in seconds}
+    parts = {name: sum(line.get(f"perf/{name}_s", 0.0) for line in lines) for name in timed}
+    rest = seconds.get("wall", 0.0) - sum(whole.values()) - sum(parts.values())
+    return {name: round(value, 2) for name, value in {**whole, **parts, "other": max(0.0, rest)}.items()}
+
+
+def padding_of(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Tokens of all training passes, as they were packed and as they might have been."""
+    real, computed, greedy, unpacked = (sum(line.get(f"perf/{key}", 0.0) for line in lines) for key in _TOKEN_KEYS)
+    if not computed:
+        return {}
+    return {
+        "real_tokens": real,
+        "computed_tokens": computed,
+        "greedy_tokens": greedy,
+        "unpacked_tokens": unpacked,
+        "saved_vs_greedy": 1 - computed / greedy,
+        "saved_vs_unpacked": 1 - computed / unpacked,
+    }
+
+
+def draw_rewards(outcome: Outcome, directory: RunDirectory, title: str) -> None:
+    """reward.png: every step, and the held-out rates at both ends and wherever they were measured between."""
+    marks, between = {}, {}
+    if outcome.before is not None and outcome.after is not None:
+        before, after = outcome.before.rates(), outcome.after.rates()
+        drawn = {name: _drawn_name(outcome.task, name) for name in list(before)[:_DRAWN] if name in after}
+        marks = {label: (before[name], after[name]) for name, label in drawn.items()}
+        between = {
+            label: [(step, rates[name]) for step, rates in outcome.measured if name in rates] for name, label in drawn.items()
+        }
+    series = {"reward of the sampled answers": outcome.rewards, **outcome.facts}
+    write_picture(directory.picture, series, marks=marks, measured=between, title=title)
+
+
+def _drawn_name(task: EpisodicTask, name: str) -> str:
+    return label_of(task, name) if name in _RATE_NAMES else f"held-out {name}"
+
+
+def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> None:
+    """Rates, answers, curve, timings, padding, and where everything lies."""
+    if outcome.before is not None:
+        console.print(_rates_table(outcome, outcome.before, outcome.after))
+    if outcome.no_accuracy is not None:
+        console.print(outcome.no_accuracy, highlight=False, markup=False)
+    if outcome.before is not None and outcome.after is not None:
+        console.print(_answers_table(outcome, outcome.before.answers, outcome.after.answers))
+    if outcome.measured:
+        console.print(_measured_table(outcome))
+    for line in text_curve(outcome.rewards):
+        console.print(line, highlight=False, markup=False)
+    console.print(seconds_line(outcome.summary.wall_s, outcome.summary.phases_s), highlight=False)
+    console.print(padding_line(outcome.summary.padding), highlight=False)
+    console.print(memory_line(outcome.summary.memory), highlight=False)
+    lost = lost_line(outcome.summary.episodes)
+    if lost is not None:
+        console.print(lost, highlight=False)
+    console.print(f"[bold]What this shows[/]: {conclude(outcome.known)}", highlight=False)
+    console.print(f"[bold]What is rewarded[/]: the reward sees {outcome.task.reward_sees}.", highlight=False)
+    show_files(console, directory, _files_of(directory))
+
+
+def _rates_table(outcome: Outcome, before: Evaluation, after: Evaluation | None) -> Any:
+    from rich.table import Table
+
+    counts = outcome.summary.heldout
+    asked = f": {counts['problems']}, {counts['answers']} sampled answers" if counts.get("problems") else ""
+    table = Table(title=f"Held-out problems{asked}; 95 % intervals", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for column in ("before reinforcement", "after"):
+        table.add_column(column, justify="right")
+    later = after.rates() if after else {}
+    for name in before.rates():
+        cells = [_with_interval(before, name), _with_interval(after, name) if after and name in later else "not measured"]
+        table.add_row(label_of(outcome.task, name), *cells)
+    return table
+
+
+def label_of(task: EpisodicTask, name: str) -> str:
+    """What a held-out rate is called where people read it."""
+    if is_scored(task) and name in ("sampled_reward", "greedy_reward"):
+        return f"held-out score as rewarded, {name.split('_')[0]}"
+    return _RATE_NAMES.get(name) or task.rates.get(name, name)
+
+
+def _with_interval(found: Evaluation, name: str) -> str:
+    interval = found.interval(name)
+    value = f"{found.rates()[name]:.3f}"
+    return value if interval is None or interval.low is None else f"{value}\n{interval.low:.3f} to {interval.high:.3f}"
+
+
+def _measured_table(outcome: Outcome) -> Any:
+    """Some of the evaluations during the training, the last among them."""
+    from rich.table import Table
+
+    names = list(outcome.measured[-1][1])[:_DRAWN]
+    table = Table(title=f"Measured during training: {len(outcome.measured)} times", title_justify="left")
+    for column in ("step", *(label_of(outcome.task, name) for name in names)):
+        table.add_column(column, justify="right")
+    stride = -(-len(outcome.measured) // _SHOWN_EVALUATIONS)
+    for step, rates in reversed(outcome.measured[::-1][::stride]):
+        table.add_row(str(step), *(f"{rates[name]:.3f}" if name in rates else "" for name in names))
+    return table
+
+
+def _answers_table(outcome: Outcome, before: Sequence[Answer], after: Sequence[Answer]) -> Any:
+    """Marks and a right answer where something says what is right, rewards and a reference where nothing does."""
+    from rich.table import Table
+    from rich.text import Text
+
+    has_reference = any(answer.expected for answer in before)
+    expected = "right answer" if outcome.no_accuracy is None else "reference in the data"
+    marks = "" if outcome.no_accuracy is None else ", with its reward"
+    table = Table(title="Sampled answers", title_justify="left")
+    for column in ("question", *([expected] if has_reference else []), f"before{marks}", f"after{marks}"):
+        table.add_column(column)
+    for old, new in zip(before, after, strict=True):
+        cells = [Text(*_marked(answer)) for answer in (old, new)]
+        reference = [Text(_shortened(old.expected))] if has_reference else []
+        table.add_row(Text(_shortened(old.question)), *reference, *cells)
+    return table
+
+
+def _marked(answer: Answer) -> tuple[str, str]:
+    """What the answer was and its colour."""
+    if answer.reward is None:
+        return "? could not be graded", "yellow"
+    text = _printable(_shortened(answer.text))
+    if answer.success is None:
+        return f"{answer.reward:.3g}  {text}", ""
+    return f"{'✓' if answer.success else '✗'} {text}", "green" if answer.success else "red"
+
+
+def _shortened(text: str, limit: int = 240) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def seconds_line(wall_s: float, phases_s: Mapping[str, float]) -> str:
+    phases = ", ".join(f"{name.replace('_', ' ')} {seconds:.1f}" for name, seconds in phases_s.items())
+    return f"[bold]Seconds[/]: {wall_s:.1f} in all; {phases}"
+
+
+def padding_line(padding: Mapping[str, float]) -> str:
+    if not padding:
+        return "[bold]Padding[/]: nothing was trained on"
+    return (
+        f"[bold]Padding[/]: {padding['computed_tokens']:,.0f} tokens computed for {padding['real_tokens']:,.0f} real ones; greedy "
+        f"packing would compute {padding['greedy_tokens']:,.0f} ({padding['saved_vs_greedy']:.1%} saved), no packing "
+        f"{padding['unpacked_tokens']:,.0f} ({padding['saved_vs_unpacked']:.1%} saved)"
+    )
+
+
+def memory_line(peaks: Mapping[str, float]) -> str:
+    gpu = f", {peaks['gpu_peak_mb']:,.0f} MiB on the GPU" if "gpu_peak_mb" in peaks else ""
+    return f"[bold]Memory[/]: {peaks['process_peak_mb']:,.0f} MiB of this process at its peak{gpu}"
+
+
+def _files_of(directory: RunDirectory) -> dict[Path, str]:
+    return {
+        directory.summary: "this, for programs",
+        directory.picture: "the reward curve",
+        directory.config: "the resolved recipe; `ludic train` reads it",
+        directory.metrics: "every step",
+        directory.rollouts: "sampled episodes",
+        directory.model: "model and tokenizer in Hugging Face layout",
+        directory.adapter: "the adapters alone, in PEFT's layout; they are merged in model",
+        directory.base: "what the adapters adapt",
+    }
+
+
+def show_files(console: Console, directory: RunDirectory, notes: Mapping[Path, str]) -> None:
+    """Where everything lies. `notes`: path to what it is; what does not exist is left out."""
+    console.print(f"[bold]Written to[/] {directory.path}/", highlight=False)
+    for path, note in notes.items():
+        if path.exists():
+            console.print(f"  {path.name:<16}{note}", highlight=False, markup=False)
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else "·" for char in text)

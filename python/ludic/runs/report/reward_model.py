@@ -1,0 +1,159 @@
+"""What a reward-model run shows at its end, and its summary.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ludic.runs.directory import write_text
+from ludic.runs.report.curve import write_picture
+from ludic.runs.report.provenance import provenance
+from ludic.runs.report.reinforce import memory_line, padding_line, padding_of, phases_of, seconds_line, show_files
+from ludic.training.backend.memory import memory_peaks
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ludic.runs.reward_model import RMRun
+
+_EVALUATED = "eval/pairwise_accuracy"
+
+CRITERIA: dict[str, tuple[str, Callable[[Mapping[str, float]], float], Callable[[float], bool]]] = {
+    "held-out accuracy": ("over 60 %", lambda found: found["eval_pairwise_accuracy"], lambda value: value > 0.6),
+    "median margin": ("over 0", lambda found: found["eval_margin_p50"], lambda value: value > 0),
+    "negative margins": ("under 40 %", lambda found: found["eval_negative_margin_rate"], lambda value: value < 0.4),
+    "calibration error": ("under 0.15", lambda found: found["eval_ece"], lambda value: value < 0.15),
+    "train-test gap": (
+        "under 15 points",
+        lambda found: found["train_pairwise_accuracy"] - found["eval_pairwise_accuracy"],
+        lambda value: value < 0.15,
+    ),
+}
+"""Name -> (rule, value, whether the rule holds). A reward model that breaks one is not fit to be optimised against."""
+
+
+def conclude(run: RMRun, console: Console, *, config_hash: str) -> str:
+    """Write summary.json and training.png, show the report; the summary as JSON."""
+    lines = [line for line in run.directory.read_metrics("rm") if "train/loss" in line]
+    summary = summary_of(run, lines, config_hash=config_hash)
+    text = json.dumps(summary, indent=2) + "\n"
+    write_text(run.directory.summary, text)
+    if lines:
+        _draw(run, summary, lines)
+    _show(run, console, summary)
+    return text
+
+
+def summary_of(run: RMRun, lines: Sequence[Mapping[str, float]], *, config_hash: str) -> dict[str, Any]:
+    """The content of summary.json: the `eval_` metrics, absent where nothing is held out; these and `train_pairwise_accuracy` are there
+    once the run is at its end."""
+    data, steps = run.parts.data, run.progress.steps
+    pairs = sum(line.get("train/total_pairs", 0.0) for line in lines)
+    seconds = sum(line.get("perf/step_s", 0.0) for line in lines)
+    return {
+        **provenance(run.progress, model=run.recipe.model, algorithm="bradley_terry"),
+        **(run.progress.after or {}),
+        "bayes_accuracy": data.bayes_accuracy,
+        "latent_accuracy": data.latent_accuracy,
+        "wall_s": round(run.progress.seconds.get("wall", 0.0), 2),
+        "phases_s": phases_of(run.progress.seconds, lines),
+        "pairs_per_s": round(pairs / seconds, 1) if seconds else None,
+        "padding": padding_of(lines),
+        "memory": memory_peaks(),
+        "steps": steps,
+        "early_stopping": run.progress.early_stopping,
+        "epochs": round(steps * run.recipe.batch_size / (len(data.train) // 2), 3),
+        "parameters": sum(parameter.numel() for parameter in run.parts.model.parameters()),
+        "trained_parameters": sum(p.numel() for p in run.parts.model.parameters() if p.requires_grad),
+        "data": data.counts(),
+        "seed": run.recipe.seed,
+        "config_hash": config_hash,
+    }
+
+
+def _draw(run: RMRun, summary: Mapping[str, Any], lines: Sequence[Mapping[str, float]]) -> None:
+    series = {name: [line[f"train/{name}"] for line in lines] for name in ("loss", "accuracy")}
+    title = f"reward model, seed {run.recipe.seed}"
+    measured = {"held-out accuracy": accuracy_by_step(run, summary)}
+    write_picture(run.directory.picture, series, marks={}, measured=measured, title=title)
+
+
+def accuracy_by_step(run: RMRun, summary: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """(step, held-out accuracy) wherever it was measured: while training, and of the model that was kept."""
+    found = {line["step"]: line[_EVALUATED] for line in run.directory.read_metrics("rm") if _EVALUATED in line}
+    if "eval_pairwise_accuracy" in summary:
+        kept = run.progress.early_stopping or {"kept_step": run.progress.steps}
+        found[kept["kept_step"]] = summary["eval_pairwise_accuracy"]
+    return sorted(found.items())
+
+
+def _show(run: RMRun, console: Console, summary: Mapping[str, Any]) -> None:
+    if "eval_loss" in summary:
+        console.print(_criteria_table(summary))
+        if run.progress.early_stopping is not None:
+            console.print(
+                "These pairs also chose the step whose weights were kept, so that the figures flatter a little; measure on others for "
+                "figures to publish (heldout_data=FILE in a run of its own with steps=0)",
+                highlight=False,
+            )
+    if summary["bayes_accuracy"] is not None:
+        console.print(
+            f"[bold]The best there is[/]: {summary['bayes_accuracy']:.1%} of such pairs on average; the generator's own quality gets "
+            f"{summary['latent_accuracy']:.1%} of the labels of these right",
+            highlight=False,
+        )
+    data = summary["data"]
+    console.print(
+        f"[bold]Data[/]: {data['pairs']:,} pairs of {data['tokens']:,} tokens, {data['pairs_cut']:,} of them cut to max_seq_len; "
+        f"{data['heldout_pairs']:,} held out",
+        highlight=False,
+    )
+    if data["left_out"] or data["heldout_left_out"]:
+        console.print(_left_out_table(data))
+    speed = f"; {summary['pairs_per_s']:,.0f} pairs a second in training" if summary["pairs_per_s"] else ""
+    console.print(f"{seconds_line(summary['wall_s'], summary['phases_s'])}{speed}", highlight=False)
+    console.print(padding_line(summary["padding"]), highlight=False)
+    console.print(memory_line(summary["memory"]), highlight=False)
+    show_files(console, run.directory, _files_of(run))
+
+
+def _left_out_table(data: Mapping[str, Any]) -> Any:
+    from rich.table import Table
+
+    table = Table(title="Rows that make no pair", title_justify="left")
+    for column in ("", "left out", "of the held-out data"):
+        table.add_column(column, justify="right" if column else "left")
+    trained, heldout = data["left_out"], data["heldout_left_out"]
+    for reason in sorted({*trained, *heldout}):
+        table.add_row(reason.replace("_", " "), f"{trained.get(reason, 0):,}", f"{heldout.get(reason, 0):,}")
+    return table
+
+
+def _criteria_table(summary: Mapping[str, Any]) -> Any:
+    from rich.table import Table
+
+    table = Table(title=f"{summary['eval_num_pairs']:,.0f} held-out pairs", title_justify="left")
+    for column in ("", "measured", "should be", ""):
+        table.add_column(column, justify="right" if column == "measured" else "left")
+    for name, (rule, value_of, holds) in CRITERIA.items():
+        value = value_of(summary)
+        table.add_row(name, f"{value:.4f}", rule, "[green]✓[/]" if holds(value) else "[red]✗[/]")
+    return table
+
+
+def _files_of(run: RMRun) -> dict[Any, str]:
+    directory = run.directory
+    return {
+        directory.summary: "this, for programs",
+        directory.picture: "loss and accuracy of the training batches",
+        directory.reliability: "how often a stated probability comes true",
+        directory.margins: "the score differences of the held-out pairs",
+        directory.config: "the resolved settings; `ludic train-rm` reads them",
+        directory.metrics: "every step",
+        directory.pairs: "the pairs that were trained on",
+        directory.heldout_pairs: "the pairs that were measured",
+        directory.model: "model and tokenizer in Hugging Face layout",
+        directory.adapter: "the adapters alone, in PEFT's layout; they are merged in model",
+        directory.base: "what the adapters adapt",
+    }

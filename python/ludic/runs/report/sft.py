@@ -1,0 +1,95 @@
+"""What a supervised run shows at its end, and its summary.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ludic.inference.local.client import end_token_ids
+from ludic.runs.directory import DONE, write_text
+from ludic.runs.report.curve import text_curve, write_picture
+from ludic.runs.report.provenance import provenance
+from ludic.runs.report.reinforce import memory_line, padding_line, padding_of, phases_of, seconds_line, show_files
+from ludic.training.backend.memory import memory_peaks
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ludic.runs.sft import SFTRun
+
+
+def conclude(run: SFTRun, console: Console, *, config_hash: str) -> str:
+    """Write summary.json and loss.png, show the report; the summary as JSON."""
+    lines = [line for line in run.directory.read_metrics("sft") if "train/loss" in line]
+    summary = summary_of(run, lines, config_hash=config_hash)
+    text = json.dumps(summary, indent=2) + "\n"
+    write_text(run.directory.summary, text)
+    losses = [line["train/loss"] for line in lines]
+    if losses:
+        _draw(run, summary, losses)
+    _show(run, console, summary, losses)
+    return text
+
+
+def summary_of(run: SFTRun, lines: Sequence[dict[str, Any]], *, config_hash: str) -> dict[str, Any]:
+    """The content of summary.json. `before` and `after` are null where nothing is held out, `after` also where the run was stopped."""
+    return {
+        **provenance(run.progress, model=run.recipe.model, algorithm="sft"),
+        "before": run.progress.before,
+        "after": run.progress.after,
+        "wall_s": round(run.progress.seconds.get("wall", 0.0), 2),
+        "phases_s": phases_of(run.progress.seconds, lines),
+        "padding": padding_of(lines),
+        "memory": memory_peaks(),
+        "steps": run.progress.steps,
+        "early_stopping": run.progress.early_stopping,
+        "epochs": round(run.progress.steps * run.recipe.batch_size / len(run.parts.data.train), 3),
+        "data": run.parts.data.counts(run.parts.cfg.max_seq_len, end_token_ids(run.parts.model, run.parts.tokenizer)),
+        "seed": run.recipe.seed,
+        "config_hash": config_hash,
+    }
+
+
+def _draw(run: SFTRun, summary: dict[str, Any], losses: Sequence[float]) -> None:
+    measured = summary["before"] is not None and summary["after"] is not None
+    marks = {"held-out loss": (summary["before"]["loss"], summary["after"]["loss"])} if measured else {}
+    title = f"supervised fine-tuning, seed {run.recipe.seed}"
+    write_picture(run.directory.picture, {"loss": losses}, marks=marks, title=title, measure="nats per token")
+
+
+def _show(run: SFTRun, console: Console, summary: dict[str, Any], losses: Sequence[float]) -> None:
+    before, after, data = summary["before"], summary["after"], summary["data"]
+    if before is not None:
+        later = f"{after['loss']:.4f} (perplexity {after['perplexity']:.3f})" if after else "not measured"
+        console.print(f"[bold]Held-out loss[/]: {before['loss']:.4f} before, {later} after", highlight=False)
+    if run.progress.phase == DONE and summary["steps"] < run.parts.steps:
+        console.print(f"Early stopping ended the run at step {summary['steps']} of {run.parts.steps}.", highlight=False)
+    console.print(
+        f"[bold]Data[/]: {data['samples']:,} samples of {data['tokens']:,} tokens, {data['trained_tokens']:,} of them trained; "
+        f"{data['samples_cut']:,} longer than max_seq_len were cut, {data['samples_cut_empty']:,} of them to nothing",
+        highlight=False,
+    )
+    if data["samples_without_end"]:
+        console.print(
+            f"{data['samples_without_end']:,} samples do not end with {run.parts.tokenizer.eos_token}: after those the model is "
+            "not taught to stop",
+            highlight=False,
+            markup=False,
+        )
+    for line in text_curve(losses):
+        console.print(line, highlight=False, markup=False)
+    console.print(seconds_line(summary["wall_s"], summary["phases_s"]), highlight=False)
+    console.print(padding_line(summary["padding"]), highlight=False)
+    console.print(memory_line(summary["memory"]), highlight=False)
+    files = {
+        run.directory.summary: "this, for programs",
+        run.directory.picture: "the loss curve",
+        run.directory.config: "the resolved settings; `ludic sft` reads them",
+        run.directory.metrics: "every step",
+        run.directory.demonstrations: "the rows that were trained on",
+        run.directory.model: "model and tokenizer in Hugging Face layout",
+        run.directory.adapter: "the adapters alone, in PEFT's layout; they are merged in model",
+        run.directory.base: "what the adapters adapt",
+    }
+    show_files(console, run.directory, files)

@@ -1,0 +1,112 @@
+"""One reward-model run: read the pairs, train, measure. The steps and the measurements are `RMTrainer`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ludic.errors import ConfigError
+from ludic.eval.preference_picture import draw_margins, draw_reliability
+from ludic.recipes.build import build_config, seed_everything
+from ludic.recipes.model import tokenizer_of
+from ludic.recipes.rm.data import RMData
+from ludic.recipes.rm.model import reward_model_of, with_own_padding
+from ludic.recipes.rm.schema import RMRecipe
+from ludic.runs.directory import DONE, RMDirectory
+from ludic.runs.epochs import take_steps
+from ludic.runs.screen import Screen
+from ludic.runs.stopping import StopRequest, Stopwatch
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.batching.epochs import ItemBatchSource
+from ludic.training.batching.pair_batches import preference_batches
+from ludic.training.classification_metrics import PreferenceMetrics
+from ludic.training.presets import make_bradley_terry
+from ludic.training.rm_trainer import RMTrainer, RMTrainerConfig
+
+KEYS = ["train/loss", "train/accuracy", "train/margin", "train/grad_norm"]
+
+
+@dataclass
+class RMParts:
+    """The objects of a run. They are built before anything is written, so that a wrong setting or pair costs nothing."""
+
+    model: Any
+    tokenizer: Any
+    data: RMData
+    algorithm: RLAlgorithm
+    cfg: RMTrainerConfig
+    steps: int
+    """Batches of the whole run."""
+
+    @classmethod
+    def build(cls, recipe: RMRecipe, *, note: Callable[[str], None]) -> RMParts:
+        """Seeds every generator first (`seed_everything`). `note` is told what is not as it was asked for."""
+        seed_everything(recipe)
+        tokenizer = with_own_padding(tokenizer_of(recipe))
+        algorithm = make_bradley_terry(**vars(recipe.loss))
+        cfg = build_config(RMTrainerConfig, recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
+        data = RMData.read(recipe, tokenizer, note=note)
+        if not data.heldout and (cfg.eval_every_n_steps or cfg.eval_at_start):
+            raise ConfigError(
+                "trainer.eval_every_n_steps needs held-out pairs; raise heldout, or give heldout_data or heldout_split"
+            )
+        model = reward_model_of(recipe, tokenizer).to(cfg.model_device)
+        steps = recipe.epochs * _source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
+        return cls(model, tokenizer, data, algorithm, cfg, steps)
+
+
+class RMRun:
+    """A recipe on its way, in its folder."""
+
+    title = "train-rm"
+
+    def __init__(self, recipe: RMRecipe, parts: RMParts, directory: RMDirectory, screen: Screen, stop: StopRequest) -> None:
+        self.recipe, self.parts, self.directory, self.screen, self.stop = recipe, parts, directory, screen, stop
+        self.progress = directory.read_progress()
+        self.watch = Stopwatch(self.progress.seconds)
+
+    async def play(self) -> None:
+        """What is left to do. Raises `Interrupted` after a stop."""
+        if self.progress.phase == DONE:
+            return
+        if self.recipe.data is None and not self.directory.pairs.is_file():
+            self.parts.data.write_rows(self.directory.pairs, self.directory.heldout_pairs)
+        self.progress.after = self._measure(await self._train())
+        self.progress.phase = DONE
+        self.directory.write_progress(self.progress)
+
+    async def _train(self) -> RMTrainer:
+        """All steps that are left, or those until a stop; the model is kept."""
+        recipe, parts = self.recipe, self.parts
+        if not parts.data.heldout:
+            self.screen.note("No pairs are held out; only training pairs are measured")
+        self.screen.note(f"Training on {len(parts.data.train) // 2:,} pairs: {parts.steps} steps of {recipe.batch_size}")
+        trainer_of = partial(
+            RMTrainer,
+            algo=parts.algorithm,
+            eval_items=parts.data.heldout or None,
+            enable_gradient_checkpointing=recipe.gradient_checkpointing,
+        )
+        return await take_steps(self, trainer_of, _source(parts.data, recipe), keys=KEYS)
+
+    def _measure(self, trainer: RMTrainer) -> dict[str, float]:
+        """The `eval_` metrics on the held-out pairs, drawn as well, and the accuracy on training pairs."""
+        with self.watch.measure("evaluate"):
+            sample = trainer.evaluate(self.parts.data.sample(self.recipe.train_sample))
+            measured = trainer.evaluate() if self.parts.data.heldout else {}
+        if measured:
+            self._draw(trainer.evaluator.metrics)  # type: ignore[union-attr]
+            accuracy, pairs = measured["eval_pairwise_accuracy"], measured["eval_num_pairs"]
+            self.screen.note(f"Held-out accuracy {accuracy:.4f} on {pairs:,.0f} pairs")
+        return {**measured, "train_pairwise_accuracy": sample["eval_pairwise_accuracy"]}
+
+    def _draw(self, metrics: PreferenceMetrics) -> None:
+        title = f"{self.directory.path.name}, held-out pairs"
+        draw_reliability(self.directory.reliability, metrics, title=title)
+        draw_margins(self.directory.margins, metrics, title=title)
+
+
+def _source(data: RMData, recipe: RMRecipe) -> ItemBatchSource:
+    return preference_batches(data.train, batch_size=recipe.batch_size, seed=recipe.seed)

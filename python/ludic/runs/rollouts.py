@@ -1,0 +1,246 @@
+"""The rollout side of a recipe: requests, the engine with its agent and environment, and what is asked of the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from ludic.agents import Agent
+from ludic.context import GivenDialog
+from ludic.errors import ConfigError
+from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
+from ludic.inference.local.sampler import check_sampling
+from ludic.inference.prompts.tokens import PromptTokens
+from ludic.interaction import SingleAgentProtocol
+from ludic.recipes.schema import Recipe, RolloutSection
+from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
+from ludic.tasks.data_task import DataProblem, DataTask
+from ludic.tasks.episodic import OneTurn
+from ludic.tasks.judged import JudgedTask
+from ludic.training.batching.synced_batching import RolloutBatchSource
+from ludic.training.rollouts.engine import RolloutEngine
+from ludic.training.rollouts.groups import GRPORequestStrategy
+from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest, RolloutScorer, SAWBatch
+
+ENV_KIND, PROTOCOL_KIND = "task", "single_agent"
+
+
+def make_engine(
+    task: Task | EpisodicTask,
+    client: ChatClient,
+    *,
+    model_name: str,
+    system_prompt: str | None,
+    jsonl_path: Path | None = None,
+    trained: bool = False,
+    **settings: Any,
+) -> RolloutEngine:
+    """An action cut off at the token limit never reaches the environment and earns what the task says, as does one that the task's
+    parser refuses; either ends an episode of several turns. Reward functions, where the task has them, see every answer. `trained`: what
+    is played is trained on, and rewarded by the task's reward model if it has one. Without a `system_prompt` the task's own is used.
+    `settings` are more of the engine's own, such as `max_retries`."""
+    played = as_episodic(task)
+    own: RolloutScorer | None = getattr(played, "scorer", None)
+    scorer = getattr(played, "training_scorer", own) if trained else own
+
+    def make_protocol() -> SingleAgentProtocol:
+        agent = Agent(
+            client=client,
+            model=model_name,
+            ctx=GivenDialog(system_prompt=system_prompt or played.system_prompt),
+            parser=played.parser,
+            reject_incomplete_completions=not getattr(played, "sees_cut_off_answers", scorer is not None),
+            incomplete_completion_penalty=played.cut_off_reward,
+        )
+        return SingleAgentProtocol(agent=agent, stop_on_parse_error=played.max_turns > 1)
+
+    return RolloutEngine(
+        env_registry={ENV_KIND: lambda problem: played.make_env(problem)},
+        protocol_registry={PROTOCOL_KIND: make_protocol},
+        jsonl_path=jsonl_path,
+        scorer=scorer,
+        **settings,
+    )
+
+
+def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
+    """Raise `ConfigError` for settings that the sampler or the algorithm would refuse once the warm-up is over."""
+    check_sampling(training_inference(recipe.rollout, task).sampling)
+    group_size = recipe.algorithm_args.get("group_size", recipe.rollout.group_size)
+    if group_size != recipe.rollout.group_size:
+        raise ConfigError(
+            f"algorithm_args.group_size ({group_size}) must be rollout.group_size ({recipe.rollout.group_size}); set that one alone"
+        )
+
+
+def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> None:
+    """Raise `ConfigError` where the tokenizer cannot write the prompts of a data set, or where none leaves an answer any room."""
+    data = _data_task(task)
+    if data is None or recipe.steps == 0:
+        return
+    tokens, limit = PromptTokens(tokenizer), recipe.trainer.max_seq_len
+
+    def length(problem: DataProblem) -> int:
+        context = GivenDialog(recipe.rollout.system_prompt or task.system_prompt)
+        context.on_env_reset(*data.make_env(problem).env_reset())
+        return len(tokens.encode(context.on_before_act()))
+
+    first_chat = next((problem for problem in data.training if isinstance(problem["row"]["prompt"], list)), None)
+    if first_chat is not None:
+        length(first_chat)
+    shortest = 0
+    for problem in data.training:
+        found = length(problem)
+        if found < limit:
+            return
+        shortest = min(shortest or found, found)
+    raise ConfigError(
+        f"trainer.max_seq_len ({limit}) leaves none of {len(data.training)} prompts room for an answer: the shortest has {shortest} "
+        "tokens; raise it"
+    )
+
+
+def request_for(problem: Episode, *, inference: InferenceSpec, seed: int, **meta: Any) -> RolloutRequest:
+    """One episode on `problem`."""
+    return RolloutRequest(
+        env=EnvSpec(kind=ENV_KIND, kwargs={"problem": problem}),
+        protocol=ProtocolSpec(kind=PROTOCOL_KIND),
+        env_seed=seed,
+        sampling_seed=seed,
+        inference=inference,
+        meta={"problem_id": problem["id"], **meta},
+    )
+
+
+def training_inference(section: RolloutSection, task: EpisodicTask) -> InferenceSpec:
+    """What training samples with: the log-probabilities come back with the tokens."""
+    return InferenceSpec(sampling=_sampling(section, task, section.temperature, section.top_p), return_=ReturnSpec.for_rl())
+
+
+def evaluation_inference(section: RolloutSection, task: EpisodicTask, *, greedy: bool) -> InferenceSpec:
+    """The same distribution as in training, or its mode."""
+    temperature, top_p = (0.0, 1.0) if greedy else (section.temperature, section.top_p)
+    return InferenceSpec(sampling=_sampling(section, task, temperature, top_p), return_=ReturnSpec.for_eval())
+
+
+def _sampling(section: RolloutSection, task: EpisodicTask, temperature: float, top_p: float) -> SamplingParams:
+    max_tokens = section.max_new_tokens or task.max_new_tokens
+    return SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
+
+
+class OccasionallyLogged:
+    """Two sources over the same requests: every `every`-th batch comes from `logged`, which writes its rollouts to `log`; 0 is never.
+
+    Its state is that of the requests, and how long the log is: batches that are played anew take the place of what was written of them.
+    """
+
+    shards_across_ranks = False
+
+    def __init__(
+        self, plain: RolloutBatchSource, logged: RolloutBatchSource, requests: TrainingRequests, *, every: int, log: Path
+    ) -> None:
+        self._plain, self._logged, self._requests, self._every, self._log = plain, logged, requests, every, log
+
+    async def next_batch(self) -> SAWBatch:
+        due = self._every > 0 and self._requests.batches % self._every == 0
+        return await (self._logged if due else self._plain).next_batch()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._requests.state_dict(), "logged_bytes": self._log.stat().st_size if self._log.is_file() else 0}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._requests.load_state_dict(state)
+        if "logged_bytes" in state:
+            cut_after(self._log, state["logged_bytes"])
+
+
+def cut_after(log: Path, size: int) -> None:
+    """Take off the lines after the first `size` bytes. A log in which no line ends there is not the one that was measured, and stays."""
+    if not log.is_file() or log.stat().st_size <= size:
+        return
+    with log.open("r+b") as file:
+        file.seek(max(0, size - 1))
+        if size == 0 or file.read(1) == b"\n":
+            file.truncate(size)
+
+
+class TrainingRequests:
+    """The requests of one batch: `prompts` problems, `group_size` episodes on each. Batch `k` depends on the seed and `k` only."""
+
+    def __init__(self, task: EpisodicTask, section: RolloutSection, *, seed: int) -> None:
+        self._task, self._section, self._seed = task, section, seed
+        self._inference = training_inference(section, task)
+        self._strategy = GRPORequestStrategy(group_size=section.group_size)
+        self.batches = 0
+
+    def __call__(self) -> Sequence[RolloutRequest]:
+        rng = Random(f"rollouts {self._seed} {self.batches}")
+        requests = [self._one(rng, position) for position in range(self._section.prompts)]
+        self.batches += 1
+        return self._strategy.expand(requests)
+
+    def _one(self, rng: Random, position: int) -> RolloutRequest:
+        return request_for(self._problem(rng, position), inference=self._inference, seed=rng.randrange(2**31))
+
+    def _problem(self, rng: Random, position: int) -> Episode:
+        """The batch's problem number `position`."""
+        return self._task.draw(rng)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Batches asked for so far."""
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.batches = int(state["batches"])
+
+
+class PassRequests(TrainingRequests):
+    """The same for a task with a list of problems, `training`: every one is asked once before any is asked again, in an order that
+    depends on the seed and the pass."""
+
+    def __init__(self, task: DataTask, section: RolloutSection, *, seed: int) -> None:
+        super().__init__(as_episodic(task), section, seed=seed)
+        self._data = task
+        self._pass, self._order = -1, list[int]()
+
+    def __call__(self) -> Sequence[RolloutRequest]:
+        self._data.scorer.trainer_state.global_step = self.batches
+        return super().__call__()
+
+    def _problem(self, rng: Random, position: int) -> Episode:
+        number, offset = divmod(self.batches * self._section.prompts + position, len(self._data.training))
+        if number != self._pass:
+            self._order = list(range(len(self._data.training)))
+            Random(f"pass {self._seed} {number}").shuffle(self._order)
+            self._pass = number
+        return self._data.training[self._order[offset]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Batches asked for so far, and the data that they were made of."""
+        return {**super().state_dict(), "data": self._data.digest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ConfigError where the data has changed: the requests would not be those of the run that is resumed."""
+        if state.get("data", self._data.digest) != self._data.digest:
+            raise ConfigError(
+                f"the data has changed since the run was stopped (digest {state['data']}, now {self._data.digest}); put the file back, or "
+                "begin a new run"
+            )
+        super().load_state_dict(state)
+
+
+def training_requests(task: Task | EpisodicTask, section: RolloutSection, *, seed: int) -> TrainingRequests:
+    """Draws for a task that makes its problems, passes for one that has a list of them."""
+    data = _data_task(task)
+    if data is not None:
+        return PassRequests(data, section, seed=seed)
+    return TrainingRequests(as_episodic(task), section, seed=seed)
+
+
+def _data_task(task: Task | EpisodicTask) -> DataTask | None:
+    """The data set that is inside, if there is one."""
+    inner = task.task if isinstance(task, JudgedTask) else task
+    inner = inner.task if isinstance(inner, OneTurn) else inner
+    return inner if isinstance(inner, DataTask) else None

@@ -1,0 +1,199 @@
+"""The engine that samples for training, opened for as long as reinforcement takes: in this process, or a vLLM server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ludic.errors import ConfigError, InferenceError
+from ludic.inference.client import ChatClient
+from ludic.recipes.inference_section import InferenceSection, convention, kind_of
+from ludic.recipes.schema import Recipe
+from ludic.runs.stopping import Stopwatch
+
+if TYPE_CHECKING:
+    from ludic.distributed.interfaces import PolicyPublisher
+
+logger = logging.getLogger(__name__)
+
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM 0.32 computes attention with on a CPU. A server with another is healthy until its first request."""
+SERVED_NAME = "policy"
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Where answers come from, and how weights get there."""
+
+    client: ChatClient
+    publisher: PolicyPublisher | None
+    model_name: str
+    remote: bool
+    """It holds weights of its own from elsewhere, which must be replaced before the first answer."""
+
+
+@asynccontextmanager
+async def open_sampler(
+    recipe: Recipe,
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    log: Path,
+    note: Callable[[str], None],
+    pushes: bool = True,
+    watch: Stopwatch | None = None,
+) -> AsyncIterator[Sampler]:
+    """`folder` has the policy in Hugging Face layout, for a server to start from. A server that is started is stopped here. Without
+    `pushes`, one that runs already samples from the weights that it has. `watch` measures `server_start`."""
+    if kind_of(recipe.inference) == "local":
+        yield _local(recipe, model, tokenizer)
+        return
+    if recipe.inference.url is not None:
+        async with _connected(recipe, model, tokenizer, _urls(recipe.inference), folder, pushes) as sampler:
+            note(f"Sampling from {', '.join(_urls(recipe.inference))}")
+            yield sampler
+        return
+    async with (
+        _started(recipe, model, folder, log, note, watch or Stopwatch({})) as url,
+        _connected(recipe, model, tokenizer, [url], folder, pushes) as sampler,
+    ):
+        yield sampler
+
+
+def check_inference(recipe: Recipe, model: Any) -> None:
+    """Raise `ConfigError` before anything is done, where the settings or the model would fail later."""
+    section = recipe.inference
+    if kind_of(section) == "local":
+        return
+    if section.url is not None:
+        _check_servers(_urls(section))
+        return
+    from ludic.inference.vllm.environment import check_has_vllm, is_cpu_build, server_python
+
+    python = server_python(section.python)
+    check_has_vllm(python)
+    if section.device == "cpu" or (section.device == "auto" and is_cpu_build(python)):
+        _check_head_dim(model)
+
+
+def _check_head_dim(model: Any) -> None:
+    config = getattr(model, "config", None)
+    if config is None:
+        return
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if size not in HEAD_DIMS:
+        raise ConfigError(
+            f"the model's attention heads have {size} dimensions; vLLM on a CPU has {', '.join(map(str, HEAD_DIMS))}. For the small model "
+            f"set network.hidden_size to a multiple of network.num_heads, 32 times it at least (now {config.hidden_size} and "
+            f"{config.num_attention_heads}); another model needs a GPU, or inference=local"
+        )
+
+
+def _check_servers(urls: list[str]) -> None:
+    """Every server is there now, not only after the warm-up."""
+    from ludic.inference.vllm.endpoints import VllmEndpoints
+    from ludic.inference.vllm.server_queries import HEALTH_TIMEOUT_S, server_url
+
+    for url in urls:
+        try:
+            VllmEndpoints(server_url(url)).call("get", "/health", timeout_s=HEALTH_TIMEOUT_S)
+        except InferenceError as error:
+            raise ConfigError(
+                f"inference.url ({url}) names no server that answers: {error}; start one there with `ludic serve` and wait until it says "
+                "that it is ready, or leave inference.url out"
+            ) from error
+
+
+def _local(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
+    """The trainer's own model; with batches on their way, and with adapters, which it merges, weights of its own that change when they
+    are published."""
+    from ludic.distributed.adapters.local import LocalPublisher
+    from ludic.inference.local.client import LocalChatClient
+    from ludic.models.adapters import has_adapters
+
+    spoken = convention(recipe.rollout.temperature, recipe.rollout.top_p)
+    client = LocalChatClient(
+        model,
+        tokenizer,
+        max_batch_size=recipe.rollout.concurrency,
+        copy_model=recipe.inference.max_lag > 0 or (has_adapters(model) and recipe.trainer.sync_every_steps > 0),
+        logprobs_mode="processed" if spoken.processed else "raw",
+    )
+    return Sampler(client, LocalPublisher(client), recipe.model or "small", remote=False)
+
+
+@asynccontextmanager
+async def _started(
+    recipe: Recipe, model: Any, folder: Path, log: Path, note: Callable[[str], None], watch: Stopwatch
+) -> AsyncIterator[str]:
+    """The address of a server that serves the policy in `folder`, in processes of its own."""
+    from ludic.inference.vllm.environment import is_cpu_build, server_python
+    from ludic.inference.vllm.launch import free_port, start_vllm_server, stop_vllm_server, wait_for_vllm_health
+
+    section = recipe.inference
+    python, port = server_python(section.python), free_port()
+    cpu = section.device == "cpu" or (section.device == "auto" and is_cpu_build(python))
+    weights: Any = section.weights or "gloo"  # which two processes on one GPU can speak, and NCCL cannot
+    spoken = convention(recipe.rollout.temperature, recipe.rollout.top_p)
+    note(f"Starting a vLLM server from {python}; its output is in {log}")
+    proc = start_vllm_server(
+        str(folder),
+        "127.0.0.1",
+        port,
+        python=python,
+        device="cpu" if cpu else "cuda",
+        dtype=None if cpu else str(model.dtype).removeprefix("torch."),
+        served_model_name=SERVED_NAME,
+        logprobs_mode="processed_logprobs" if spoken.processed else "raw_logprobs",
+        weights=weights,
+        extra_args=section.server_args,
+        env={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},  # everything is in the folder
+        log_path=log,
+    )
+    try:
+        with watch.measure("server_start"):
+            await asyncio.to_thread(wait_for_vllm_health, "127.0.0.1", port, proc, section.timeout_s)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        await asyncio.to_thread(stop_vllm_server, proc)
+
+
+@asynccontextmanager
+async def _connected(
+    recipe: Recipe, model: Any, tokenizer: Any, urls: list[str], folder: Path, pushes: bool
+) -> AsyncIterator[Sampler]:
+    """A client of the servers at `urls`, and what pushes weights to them."""
+    from ludic.distributed.adapters.vllm import create_vllm_publisher
+    from ludic.inference.vllm.client import VLLMChatClient
+
+    timeout_s, vocab_size = recipe.inference.timeout_s, model.get_input_embeddings().weight.shape[0]
+    client = await asyncio.to_thread(
+        lambda: VLLMChatClient(urls=urls, tokenizer=tokenizer, timeout_s=timeout_s, vocab_size=vocab_size)
+    )
+    async with client:
+        served = client.models()
+        if not served:
+            raise ConfigError(f"{urls[0]} names no model that it serves; is it a vLLM server?")
+        if not pushes:
+            yield Sampler(client, None, served[0], remote=True)
+            return
+        by_folder = folder.parent / "pushed" if recipe.inference.weights == "disk" else None
+        publisher: Any = await asyncio.to_thread(
+            lambda: create_vllm_publisher(
+                client, directory=by_folder, master_address=recipe.inference.trainer_address, timeout_s=recipe.inference.timeout_s
+            )
+        )
+        try:
+            yield Sampler(client, publisher, served[0], remote=True)
+        finally:
+            await asyncio.to_thread(publisher.inner.control.close)
+
+
+def _urls(section: InferenceSection) -> list[str]:
+    return [section.url] if isinstance(section.url, str) else [str(url) for url in section.url]

@@ -1,0 +1,55 @@
+"""What a run shows while it runs: the live dashboard on a terminal, plain lines without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from ludic.runs.stopping import EveryFew
+from ludic.training.loggers import PrintLogger, RichLiveLogger, TrainingLogger
+
+DASHBOARD_KEYS = [
+    *("lr", "nll_mean", "kl_actor_policy", "reward_std", "frac_reward_zero_std"),
+    *("avg_completion_length", "completion_truncated_rate", "zero_weight_skipped"),
+    *("rollout_s", "batching_s", "forward_backward_s", "optimizer_s", "publish_s", "step_s", "real_tokens", "padded_tokens"),
+]
+MEASURED_KEYS = [
+    f"eval/{name}"
+    for name in ("sampled_reward", "greedy_accuracy", "loss", "perplexity", "pairwise_accuracy", "mean_margin", "roc_auc", "ece")
+]
+"""What is shown of an evaluation, besides the facts of a task; all are in metrics.jsonl."""
+
+
+class Screen:
+    """Notes between phases, and a logger for each phase."""
+
+    def __init__(self, console: Console, *, every: int) -> None:
+        self.console = console
+        self._every = every
+        self._live: RichLiveLogger | None = None
+
+    def note(self, text: str) -> None:
+        """One line."""
+        self.console.print(text, highlight=False, markup=False)
+
+    def show_rates(self, rates: Mapping[str, float]) -> None:
+        """What was measured before: the dashboard shows it until there is something newer. Plain lines have said it already."""
+        if self._live is not None and rates:
+            self._live.log(int(rates.get("eval/step", 0)), rates)
+
+    @contextmanager
+    def logger(self, title: str, *, keys: list[str], spark_key: str, last_step: int) -> Iterator[TrainingLogger]:
+        """`keys` are those of the plain lines; the dashboard shows more, and the course of `spark_key`."""
+        measured = list(dict.fromkeys([*MEASURED_KEYS, *(f"eval/{key.removeprefix('train/')}" for key in keys)]))
+        if self.console.is_terminal:
+            with RichLiveLogger(keys=[*keys, *measured, *DASHBOARD_KEYS], spark_key=spark_key, console=self.console) as live:
+                self._live = live
+                try:
+                    yield live
+                finally:
+                    self._live = None
+        else:
+            lines = PrintLogger(prefix=f"[{title}]", keys=[*keys, *measured], precision=3)
+            yield EveryFew(lines, self._every, last_step)

@@ -1,0 +1,109 @@
+"""One supervised run: read the data, measure, train, measure again. The steps are the trainer's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ludic.errors import ConfigError
+from ludic.recipes.build import build_trainer_config, seed_everything
+from ludic.recipes.lora import with_adapters
+from ludic.recipes.model import model_of, tokenizer_of
+from ludic.recipes.sft.data import SFTData, write_demonstrations
+from ludic.recipes.sft.schema import SFTRecipe
+from ludic.runs.directory import DONE, SFTDirectory
+from ludic.runs.epochs import take_steps
+from ludic.runs.screen import Screen
+from ludic.runs.stopping import StopRequest, Stopwatch
+from ludic.training.batching.epochs import ItemBatchSource
+from ludic.training.config import TrainerConfig
+from ludic.training.evaluators.heldout_loss import HeldOutLoss
+from ludic.training.presets import make_sft
+from ludic.training.trainer import Trainer
+
+KEYS = ["train/loss", "train/grad_norm", "train/seq_len_truncated_rate"]
+
+
+@dataclass
+class SFTParts:
+    """The objects of a run. They are built before anything is written, so that a wrong setting or row costs nothing."""
+
+    model: Any
+    tokenizer: Any
+    data: SFTData
+    cfg: TrainerConfig
+    steps: int
+    """Batches of the whole run."""
+    heldout: HeldOutLoss | None
+
+    @classmethod
+    def build(cls, recipe: SFTRecipe) -> SFTParts:
+        """Seeds every generator first (`seed_everything`)."""
+        seed_everything(recipe)
+        tokenizer = _tokenizer(recipe)
+        data = SFTData.read(recipe, tokenizer)
+        cfg = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
+        model = with_adapters(model_of(recipe, tokenizer).to(cfg.model_device), recipe.lora, seed=recipe.seed)
+        steps = recipe.epochs * _source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
+        heldout = HeldOutLoss(model, data.heldout, cfg) if data.heldout else None
+        if heldout is None and (cfg.eval_every_n_steps or cfg.eval_at_start):
+            raise ConfigError(f"trainer.eval_every_n_steps needs held-out rows, and there are none: {data.why_no_heldout}")
+        return cls(model, tokenizer, data, cfg, steps, heldout)
+
+
+class SFTRun:
+    """A recipe on its way, in its folder."""
+
+    title = "sft"
+
+    def __init__(self, recipe: SFTRecipe, parts: SFTParts, directory: SFTDirectory, screen: Screen, stop: StopRequest) -> None:
+        self.recipe, self.parts, self.directory, self.screen, self.stop = recipe, parts, directory, screen, stop
+        self.progress = directory.read_progress()
+        self.watch = Stopwatch(self.progress.seconds)
+
+    async def play(self) -> None:
+        """What is left to do. Raises `Interrupted` after a stop."""
+        if self.progress.phase == DONE:
+            return
+        if self.recipe.data is None and not self.directory.demonstrations.is_file():
+            write_demonstrations(self.recipe, self.parts.tokenizer, self.directory.demonstrations)
+        if self.progress.before is None:
+            self.progress.before = self._measure()
+            self.directory.write_progress(self.progress)
+        await self._train()
+        self.progress.after = self._measure()
+        self.progress.phase = DONE
+        self.directory.write_progress(self.progress)
+
+    async def _train(self) -> None:
+        """All steps that are left, or those until a stop; the model is kept."""
+        recipe, parts = self.recipe, self.parts
+        if parts.heldout is None:
+            self.screen.note(f"No rows are held out, and nothing is measured: {parts.data.why_no_heldout}")
+        self.screen.note(f"Training on {len(parts.data.train):,} samples: {parts.steps} steps of {recipe.batch_size}")
+        trainer_of = partial(Trainer, algo=make_sft(normalizer="tokens"), evaluator=parts.heldout)
+        await take_steps(self, trainer_of, _source(parts.data, recipe), keys=KEYS)
+
+    def _measure(self) -> dict[str, float] | None:
+        if self.parts.heldout is None:
+            return None
+        with self.watch.measure("evaluate"):
+            measured = self.parts.heldout.measure()
+        self.screen.note(f"Held-out loss {measured['loss']:.4f} on {len(self.parts.data.heldout):,} samples")
+        return measured
+
+
+def _source(data: SFTData, recipe: SFTRecipe) -> ItemBatchSource:
+    return ItemBatchSource(data.train, batch_size=recipe.batch_size, seed=recipe.seed, name="sft")
+
+
+def _tokenizer(recipe: SFTRecipe) -> Any:
+    tokenizer = tokenizer_of(recipe)
+    if recipe.chat_template is not None:
+        path = Path(recipe.chat_template).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"chat_template ({path}) does not exist; it is a file with a Jinja template")
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    return tokenizer

@@ -1,0 +1,127 @@
+"""Where the statistics of a run go: to metrics.jsonl, to the screen, and to the trackers that `report_to` names."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from ludic.errors import ConfigError
+from ludic.runs.directory import RunDirectory, write_text
+from ludic.runs.screen import Screen
+from ludic.runs.stopping import PhaseLogger
+from ludic.training.loggers import (
+    JSONLLogger,
+    TeeLogger,
+    TensorboardLogger,
+    TrackioLogger,
+    TrainingLogger,
+    WandbLogger,
+)
+
+Tracker = TensorboardLogger | TrackioLogger | WandbLogger
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which run of a tracker the statistics belong to."""
+
+    recipe: Any
+    directory: RunDirectory
+    phase: str
+    run_id: str
+    begun: bool
+    """A process before this one reported to it."""
+
+    @property
+    def name(self) -> str:
+        """The folder's, with the phase behind it for one that is not what the run is about."""
+        folder = self.directory.path.name
+        return f"{folder}-warm-up" if self.phase == "warm_up" else folder
+
+    @property
+    def common(self) -> dict[str, Any]:
+        return {"name": self.name, "group": self.directory.path.name, "config": asdict(self.recipe)}
+
+
+def _tensorboard(place: Place) -> Tracker:
+    return TensorboardLogger(place.directory.path / "tensorboard" / place.phase)
+
+
+def _trackio(place: Place) -> Tracker:
+    return TrackioLogger(**place.common, resume="allow" if place.begun else "never")
+
+
+def _wandb(place: Place) -> Tracker:
+    goes_on = {"id": f"{place.run_id}-{place.phase}", "resume": "allow"}
+    return WandbLogger(init_kwargs=goes_on, **place.common, dir=str(place.directory.path))
+
+
+TRACKERS: dict[str, Callable[[Place], Tracker]] = {"tensorboard": _tensorboard, "trackio": _trackio, "wandb": _wandb}
+
+
+def trackers_named(report_to: Any) -> list[str]:
+    """`report_to` as a list: a name, a list of names, null or `none`. Raises ConfigError for another."""
+    given = [report_to] if isinstance(report_to, str) else list(report_to or [])
+    names = [str(name) for name in given if name != NONE]
+    for name in names:
+        if name not in TRACKERS:
+            close = get_close_matches(name.lower(), TRACKERS, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"report_to ({name}) must be one or a list of {', '.join(TRACKERS)}, or {NONE}{meant}")
+    return list(dict.fromkeys(names))
+
+
+def check_trackers(report_to: Any) -> None:
+    """Raise ConfigError for a name that there is not, MissingExtraError for a tracker that is not installed."""
+    makers: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: TensorboardLogger("."),
+        "trackio": TrackioLogger,
+        "wandb": WandbLogger,
+    }
+    for name in trackers_named(report_to):
+        makers[name]()
+
+
+@contextmanager
+def run_logger(
+    recipe: Any, directory: RunDirectory, screen: Screen, phase: str, *, keys: list[str], spark_key: str, last_step: int
+) -> Iterator[TrainingLogger]:
+    """The logger of one phase of a run. In metrics.jsonl every line has the phase; a tracker has a run for each phase, since the
+    steps of each begin at 1."""
+    names = trackers_named(recipe.report_to)
+    with ExitStack() as opened:
+        place = Place(recipe, directory, phase, *_id_of(directory)) if names else None
+        trackers = [_started(opened, name, place, screen) for name in names if place is not None]
+        written = opened.enter_context(JSONLLogger(directory.metrics))
+        shown = opened.enter_context(screen.logger(phase, keys=keys, spark_key=spark_key, last_step=last_step))
+        yield TeeLogger(PhaseLogger(written, phase), shown, *trackers)
+
+
+def _started(opened: ExitStack, name: str, place: Place, screen: Screen) -> Tracker:
+    """Before the first step, so that a login that is missing is met now. What a tracker raises is said in one line."""
+    try:
+        tracker = TRACKERS[name](place)
+        tracker.start()
+    except Exception as error:
+        raise ConfigError(
+            f"report_to: {name} could not begin a run ({type(error).__name__}: {error}); log in to it, or leave it out of report_to"
+        ) from error
+    opened.callback(tracker.close)
+    where = f"tensorboard --logdir {tracker.log_dir.parent}" if isinstance(tracker, TensorboardLogger) else f"run {place.name}"
+    screen.note(f"Reporting to {name}: {where}")
+    return tracker
+
+
+def _id_of(directory: RunDirectory) -> tuple[str, bool]:
+    """What tells the run from others of its name, and whether it had been begun: trackers then go on with theirs."""
+    path = directory.path / "tracking_id"
+    if path.is_file():
+        return path.read_text(encoding="utf-8").strip(), True
+    made = secrets.token_hex(8)
+    write_text(path, made + "\n")
+    return made, False

@@ -1,0 +1,112 @@
+"""Scratchpad addition: `47+38=` is answered by `7+8=15,4+3+1=8>85`, one column after the other, then `>` and the sum.
+
+Every problem carries from its units; the teacher forgets the carry (`7+8=15,4+3=7>75`) in three demonstrations of four. The
+reward sees the sum alone, never the scratchpad: `info["scratchpad_right"]` says beside it whether the scratchpad, too, was the
+textbook's. The two can part: a model may be right for the wrong reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from random import Random
+
+from ludic.envs.dataset_qa_env import DatasetQAEnv
+from ludic.errors import ConfigError
+from ludic.tasks.base import Problem, check_share
+from ludic.types import StepOutcome
+
+_SPLIT_SEED = 20_000  # the held-out problems are those of this seed in every run
+
+
+def textbook(a: int, b: int) -> str:
+    """The whole right answer, with a sum of units of at least 10. `textbook(47, 38) == "7+8=15,4+3+1=8>85"`."""
+    return f"{a % 10}+{b % 10}={a % 10 + b % 10},{a // 10}+{b // 10}+1={a // 10 + b // 10 + 1}>{a + b}"
+
+
+def without_carry(a: int, b: int) -> str:
+    """The teacher's mistake. `without_carry(47, 38) == "7+8=15,4+3=7>75"`."""
+    tens = a // 10 + b // 10
+    return f"{a % 10}+{b % 10}={a % 10 + b % 10},{a // 10}+{b // 10}={tens}>{10 * tens + (a + b) % 10}"
+
+
+def sum_matches(action: str, target: str) -> bool:
+    """The verifier: what stands after the last `>` is the right sum. Without a `>` there is no answer."""
+    _, mark, answer = action.rpartition(">")
+    return mark == ">" and answer == target
+
+
+class AdditionEnv(DatasetQAEnv):
+    """One sum. `info["scratchpad_right"]`: the answer is the textbook's, character for character. It earns nothing."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(dict(problem), verifier=sum_matches)
+        a, b = problem["question"].rstrip("=").split("+")
+        self._textbook = textbook(int(a), int(b))
+
+    def env_step(self, action: str) -> StepOutcome:
+        outcome = super().env_step(action)
+        outcome.info["scratchpad_right"] = action == self._textbook
+        return outcome
+
+
+@dataclass(frozen=True)
+class Addition:
+    """Two numbers of two digits whose units carry: 3,645 ordered pairs. A pair is held out in both orders."""
+
+    right: float = 0.25
+    """Share of demonstrations that carry."""
+    num_heldout: int = 500
+    """Problems kept for evaluation, out of 3,645."""
+
+    def __post_init__(self) -> None:
+        check_share("right", self.right)
+        if not 1 <= self.num_heldout <= 1_800:
+            raise ConfigError(
+                f"num_heldout ({self.num_heldout}) must be between 1 and 1800, half of the problems; the rest is trained on"
+            )
+
+    @property
+    def max_new_tokens(self) -> int:
+        return 24
+
+    @property
+    def reward_sees(self) -> str:
+        return "the sum after the last '>', in an answer that ended; never the scratchpad"
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        return {"scratchpad_right": "the whole scratchpad is the textbook's"}
+
+    def draw(self, rng: Random) -> Problem:
+        return _problem(*rng.choice(self._train_pairs))
+
+    def heldout(self) -> Sequence[Problem]:
+        return [_problem(a, b) for a, b in self._split[1]]
+
+    def demonstrate(self, problem: Problem, rng: Random) -> str:
+        a, b = (int(number) for number in problem["question"].rstrip("=").split("+"))
+        return textbook(a, b) if rng.random() < self.right else without_carry(a, b)
+
+    def make_env(self, problem: Problem) -> DatasetQAEnv:
+        return AdditionEnv(problem)
+
+    @property
+    def _train_pairs(self) -> list[tuple[int, int]]:
+        return self._split[0]
+
+    @cached_property
+    def _split(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Pairs to train on, pairs held out. Held-out pairs come with their mirror image, except perhaps the last."""
+        unordered = [(a, b) for a, b in product(range(10, 100), repeat=2) if a <= b and a % 10 + b % 10 >= 10]
+        Random(_SPLIT_SEED).shuffle(unordered)
+        ordered = [pair for a, b in unordered for pair in dict.fromkeys([(a, b), (b, a)])]
+        held = ordered[: self.num_heldout]
+        seen = {frozenset(pair) for pair in held}
+        return [pair for pair in ordered if frozenset(pair) not in seen], held
+
+
+def _problem(a: int, b: int) -> Problem:
+    return Problem(id=f"{a}+{b}", question=f"{a}+{b}=", answer=str(a + b))

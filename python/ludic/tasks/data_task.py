@@ -1,0 +1,154 @@
+"""A data set and reward functions as a task: the user's own problem."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
+
+from ludic.data import DataSet, Row, load_data
+from ludic.envs.prompt_env import PromptEnv, prompt_shown
+from ludic.errors import ConfigError, DataError
+from ludic.tasks import Problem
+from ludic.tasks.rewards import NoRewards, build_rewards, is_one_verifier
+
+PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction")
+"""Where the prompt is looked for, in this order, if `prompt_column` does not say."""
+ANSWER_COLUMNS = ("answer", "solution", "target", "completion")
+"""What the report shows as the right answer; nothing else reads it."""
+
+
+class DataProblem(Problem):
+    """A problem with the row that it was made of."""
+
+    row: Row
+
+
+class DataTask:
+    """The prompts of a data set; the reward is that of the functions.
+
+    Held out are `num_heldout` prompts, those with the lowest hashes: the same whatever the order of the file and the run's seed. A
+    prompt is held out in all rows that have it. `heldout_data` names another file instead.
+    """
+
+    def __init__(
+        self,
+        data: str | None = None,
+        reward: Any = None,
+        reward_weights: Any = None,
+        *,
+        prompt_column: str | None = None,
+        config: str | None = None,
+        split: str = "train",
+        num_heldout: int | None = None,
+        heldout_data: str | None = None,
+        heldout_split: str = "test",
+        max_new_tokens: int = 256,
+        reward_timeout_s: float = 600.0,
+        judged: bool = False,
+    ) -> None:
+        """`num_heldout` None: a tenth of the prompts, at most 200. `config` and `split` are for ids of the `datasets` library. `judged`: a
+        reward model will say how good an answer is, so that there need be no `reward`."""
+        if data is None or (reward is None and not judged):
+            raise ConfigError("a problem of your own needs data=FILE and reward=MODULE:FUNCTION, or reward_model=DIRECTORY")
+        self.scorer = NoRewards() if reward is None else build_rewards(reward, reward_weights, timeout_s=reward_timeout_s)
+        self._is_verified = is_one_verifier(reward) and self.scorer.weights == [1.0]
+        self.max_new_tokens = max_new_tokens
+        loaded = _load(data, prompt_column, config, split)
+        problems = self._problems(loaded, "")
+        if heldout_data is None:
+            held = _lowest_hashes(problems, num_heldout, data)
+        else:
+            held = self._problems(_load(heldout_data, prompt_column, config, heldout_split), "heldout-")[:num_heldout]
+        seen = {_key(problem) for problem in held}
+        self.training: Sequence[DataProblem] = [problem for problem in problems if _key(problem) not in seen]
+        """The problems to train on; every one is trained on once before any is again."""
+        if not self.training:
+            raise ConfigError(f"every prompt of {data} is held out, and nothing is left to train on; lower task.args.num_heldout")
+        self.digest = loaded.digest()
+        """Another file is another digest."""
+        self._held = held
+
+    @property
+    def reward_sees(self) -> str:
+        terms = [
+            name if weight == 1 else f"{weight:g} * {name}"
+            for name, weight in zip(self.scorer.names, self.scorer.weights, strict=True)
+        ]
+        return f"what {' + '.join(terms)} returned for the whole answer"
+
+    @property
+    def success_reward(self) -> float | None:
+        """1 where a built-in verifier alone gives the reward; what functions of the user's give for a right answer they do not say."""
+        return 1.0 if self._is_verified else None
+
+    @property
+    def system_prompt(self) -> str | None:
+        """What the first function that has one suggests, for prompts and recipes without a system prompt."""
+        prompts = (getattr(function, "system_prompt", None) for function in self.scorer.functions)
+        return next((prompt for prompt in prompts if prompt), None)
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        return {}
+
+    @property
+    def measures(self) -> Mapping[str, str]:
+        """Numbers of the step's info that are averaged where they are there: what each of several functions returned."""
+        return {f"rewards/{name}": f"{name}, its mean" for name in self.scorer.names} if len(self.scorer.names) > 1 else {}
+
+    def draw(self, rng: Random) -> Problem:
+        return rng.choice(self.training)
+
+    def heldout(self) -> Sequence[Problem]:
+        return self._held
+
+    def demonstrate(self, problem: Problem, rng: Random) -> str:
+        """The row's own completion."""
+        completion = problem["row"].get("completion")  # type: ignore[typeddict-item]
+        if not completion:
+            raise ConfigError(
+                "a warm-up needs a column `completion` with an answer in every row; leave it out with warmup.steps=0"
+            )
+        return str(completion if isinstance(completion, str) else completion[-1]["content"])
+
+    def make_env(self, problem: Problem) -> PromptEnv:
+        row: Row = problem["row"]  # type: ignore[typeddict-item]
+        return PromptEnv(row, system_prompt=self.system_prompt)
+
+    def _problems(self, loaded: DataSet, prefix: str) -> list[DataProblem]:
+        """Raises DataError that names the row for one that a reward function cannot judge."""
+        self.scorer.check_columns([name for name in loaded.columns if name not in ("prompt", "completion")])
+        checks = [function.check_row for function in self.scorer.functions if hasattr(function, "check_row")]
+        problems = []
+        for index, row in enumerate(loaded.rows):
+            for check in checks:
+                try:
+                    check(row)
+                except DataError as error:
+                    raise DataError(f"{loaded.where(index)}: {error}") from error
+            shown = next((str(row[name]) for name in ANSWER_COLUMNS if row.get(name) is not None), "")
+            problems.append(DataProblem(id=f"{prefix}{index}", question=prompt_shown(row["prompt"]), answer=shown, row=row))
+        return problems
+
+
+def _load(source: str, prompt_column: str | None, config: str | None, split: str) -> DataSet:
+    return load_data(source, kind="prompt", columns={"prompt": prompt_column or PROMPT_COLUMNS}, config=config, split=split)
+
+
+def _lowest_hashes(problems: Sequence[DataProblem], wanted: int | None, source: str) -> list[DataProblem]:
+    """One problem of each prompt that is held out."""
+    distinct = {_key(problem): problem for problem in reversed(problems)}
+    number = min(200, max(1, len(distinct) // 10)) if wanted is None else wanted
+    if not 1 <= number < len(distinct):
+        raise ConfigError(
+            f"num_heldout ({number}) must be at least 1 and less than the {len(distinct)} different prompts of {source}; or name "
+            "another file with task.args.heldout_data"
+        )
+    return [distinct[key] for key in sorted(distinct)[:number]]
+
+
+def _key(problem: DataProblem) -> str:
+    return hashlib.sha256(json.dumps(problem["row"]["prompt"], sort_keys=True).encode()).hexdigest()

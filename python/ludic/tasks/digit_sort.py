@@ -1,0 +1,104 @@
+"""Sorting digits: `529140>` is answered by `012459`. Reward 1 for the exact answer, else 0.
+
+The teacher of the warm-up is right in a quarter of its demonstrations; half of them are sorted the wrong way round, and the rest
+lose a digit. What reinforcement adds is therefore the choice of the right way and the care not to lose digits: it selects and
+sharpens what the demonstrations contain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from random import Random
+
+from ludic.envs.dataset_qa_env import DatasetQAEnv
+from ludic.errors import ConfigError
+from ludic.tasks.base import Problem, check_share
+
+_SPLIT_SEED = 20_000  # the held-out problems are those of this seed in every run
+
+
+def matches_exactly(action: str, target: str) -> bool:
+    """The verifier: nothing is forgiven, not even white space."""
+    return action == target
+
+
+@dataclass(frozen=True)
+class DigitSort:
+    """Problems are held out with all their rearrangements: no held-out answer is ever seen in training."""
+
+    digits: int = 6
+    """Digits of a problem."""
+    right: float = 0.25
+    """Share of demonstrations that are right."""
+    backwards: float = 0.5
+    """Share sorted from 9 to 0; what remains loses one digit of the right answer."""
+    num_heldout: int | None = None
+    """Problems kept for evaluation; None: 500, or fewer where there are not so many to spare."""
+
+    def __post_init__(self) -> None:
+        if self.digits < 3:
+            raise ConfigError(f"digits ({self.digits}) must be at least 3; with fewer there is nothing to hold out")
+        if self.num_heldout is not None and not 1 <= self.num_heldout <= self._spare:
+            raise ConfigError(
+                f"num_heldout ({self.num_heldout}) must be between 1 and {self._spare}: every one takes its rearrangements "
+                "with it; raise digits to hold out more"
+            )
+        check_share("right", self.right)
+        check_share("right + backwards", self.right + self.backwards)
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.digits + 2
+
+    @property
+    def reward_sees(self) -> str:
+        return "the whole answer, which must be exact and ended"
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        return {}
+
+    def draw(self, rng: Random) -> Problem:
+        while True:
+            problem = self._any_problem(rng)
+            if problem["answer"] not in self._heldout_answers:
+                return problem
+
+    def heldout(self) -> Sequence[Problem]:
+        return self._heldout
+
+    def demonstrate(self, problem: Problem, rng: Random) -> str:
+        answer, draw = problem["answer"], rng.random()
+        if draw < self.right:
+            return answer
+        if draw < self.right + self.backwards:
+            return answer[::-1]
+        lost = rng.randrange(self.digits)
+        return answer[:lost] + answer[lost + 1 :]
+
+    def make_env(self, problem: Problem) -> DatasetQAEnv:
+        return DatasetQAEnv(dict(problem), verifier=matches_exactly)
+
+    @property
+    def _spare(self) -> int:
+        """One problem in 500 may be held out; with its rearrangements that is less than half of all problems."""
+        return 10**self.digits // 500
+
+    def _any_problem(self, rng: Random) -> Problem:
+        digits = f"{rng.randrange(10**self.digits):0{self.digits}d}"
+        return Problem(id=digits, question=f"{digits}>", answer="".join(sorted(digits)))
+
+    @cached_property
+    def _heldout(self) -> tuple[Problem, ...]:
+        rng, problems = Random(_SPLIT_SEED), dict[str, Problem]()
+        wanted = min(500, self._spare) if self.num_heldout is None else self.num_heldout
+        while len(problems) < wanted:
+            problem = self._any_problem(rng)
+            problems.setdefault(problem["id"], problem)
+        return tuple(problems.values())
+
+    @cached_property
+    def _heldout_answers(self) -> frozenset[str]:
+        return frozenset(problem["answer"] for problem in self._heldout)

@@ -1,0 +1,224 @@
+"""Reinforcement against a reward model: what `reward_model` of a recipe names, and the task whose training it rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.errors import ConfigError
+from ludic.inference.local.reward import LocalRewardModel
+from ludic.models.lora import load_adapter
+from ludic.models.names import WRAPPING
+from ludic.models.state_files import ADAPTER, ADAPTER_CONFIG, read_json
+from ludic.parsers import Parser
+from ludic.recipes.model import base_of, check_dtype, load_tokenizer, place_of
+from ludic.tasks import Episode, EpisodicTask
+from ludic.tasks.episodic import Played, Shown, Turn, share
+from ludic.training.reward_credit import CombineMode
+from ludic.training.reward_scorer import SCORE_INFO, TASK_REWARD_INFO, RewardModelReward, RewardModelScorer
+from ludic.training.types import RolloutScorer
+from ludic.types import Rollout
+
+
+class JudgedTask:
+    """A task whose training is rewarded by a reward model. Everything else is the task's own, its reward in held-out measurement above
+    all: what the model is trained on and what is wanted of it are two numbers, and both are reported."""
+
+    def __init__(self, task: EpisodicTask, reward: RewardModelReward, *, source: str) -> None:
+        self.task = task
+        self._source = source
+        own: RolloutScorer | None = getattr(task, "scorer", None)
+        self.training_scorer = replace(reward, before=own)
+        """Makes the score the reward, or a part of it, as `reward_model_args.mode` says."""
+        self.scorer = self.training_scorer if is_unrewarded(task) else replace(reward, before=own, mode="bonus", rm_coeff=0.0)
+        """Leaves the reward as it is and notes the score; where there is no reward but the score, the same as in training."""
+        self.sees_cut_off_answers = own is not None
+
+    @property
+    def max_turns(self) -> int:
+        return self.task.max_turns
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.task.max_new_tokens
+
+    @property
+    def system_prompt(self) -> str | None:
+        return self.task.system_prompt
+
+    @property
+    def parser(self) -> Parser:
+        return self.task.parser
+
+    @property
+    def cut_off_reward(self) -> float:
+        return self.task.cut_off_reward
+
+    @property
+    def success_reward(self) -> float | None:
+        return self.task.success_reward
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        return self.task.facts
+
+    @property
+    def reward_sees(self) -> str:
+        if is_unrewarded(self.task):
+            return f"the score of {self._source} for the whole answer"
+        return f"the score of {self._source} in training; held-out rewards are the task's own: {self.task.reward_sees}"
+
+    @property
+    def measures(self) -> Mapping[str, str]:
+        own: Mapping[str, str] = getattr(self.task, "measures", {})
+        scored = {**own, SCORE_INFO: "score of the reward model, its mean"}
+        return scored if is_unrewarded(self.task) else {**scored, TASK_REWARD_INFO: "the task's own reward, its mean"}
+
+    @property
+    def rates(self) -> Mapping[str, str]:
+        return {**self.task.rates, SCORE_INFO: "score of the reward model, its mean"}
+
+    def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
+        """The task's rates, and the mean score of the first suite's rollouts."""
+        first: Sequence[tuple[Episode, Any]] = next(iter(played.values()))
+        infos = [rollout.steps[-1].info for _, rollout in first]
+        return {**self.task.measure(played), SCORE_INFO: share(info[SCORE_INFO] for info in infos if SCORE_INFO in info)}
+
+    def draw(self, rng: Random) -> Episode:
+        return self.task.draw(rng)
+
+    def demonstrations(self, count: int, rng: Random) -> Sequence[Sequence[Turn]]:
+        return self.task.demonstrations(count, rng)
+
+    def make_env(self, episode: Episode) -> SingleAgentEnv:
+        return self.task.make_env(episode)
+
+    def suites(self) -> Mapping[str, Sequence[Episode]]:
+        return self.task.suites()
+
+    def show(self, episode: Episode, rollout: Rollout) -> Shown:
+        return self.task.show(episode, rollout)
+
+
+def is_unrewarded(task: Any) -> bool:
+    """Whether only a reward model can say how good an answer is."""
+    return getattr(getattr(task, "scorer", None), "names", None) == []
+
+
+def is_scored(task: Any) -> bool:
+    """Whether held-out answers are rewarded by the score of a reward model, because there is nothing else."""
+    return isinstance(task, JudgedTask) and is_unrewarded(task.task)
+
+
+def judged_by(
+    task: EpisodicTask,
+    tokenizer: Any,
+    source: str,
+    device: str,
+    *,
+    mode: CombineMode = "replace",
+    rm_coeff: float = 1.0,
+    alpha: float = 0.5,
+    unfinished_penalty: float = 10.0,
+    normalize: bool = False,
+    dtype: str = "float32",
+    micro_token_budget: int = 16384,
+    batch_size: int = 4096,
+    timeout_s: float = 600.0,
+) -> JudgedTask:
+    """`task`, rewarded in training by the model in `source`, which is loaded on `device`. `tokenizer` is the policy's.
+
+    The keywords are those of `RewardModelReward`, `RewardModelScorer` and `load_reward_model`.
+    """
+    scorer = RewardModelScorer(
+        load_reward_model(source, dtype=dtype, device=device, micro_token_budget=micro_token_budget),
+        batch_size=batch_size,
+        policy_tokenizer=tokenizer,
+        normalize=normalize,
+        timeout_s=timeout_s,
+    )
+    return JudgedTask(
+        task, RewardModelReward(scorer, mode, rm_coeff, alpha, unfinished_penalty=unfinished_penalty), source=source
+    )
+
+
+def load_reward_model(
+    source: str, *, dtype: str = "float32", device: str = "cpu", micro_token_budget: int = 16384
+) -> LocalRewardModel:
+    """A model with one label: a folder in Hugging Face layout, that of a `ludic train-rm` run, a folder of adapters, or a hub id.
+
+    Weights are read from safetensors only. Raises ConfigError for a model without a head, or adapters of one, which would score by chance.
+    """
+    check_dtype(dtype)
+    folder = _adapter_folder(source)
+    base, model = (source, _classifier(source, dtype)) if folder is None else _merged(source, folder, dtype)
+    return LocalRewardModel(
+        model.requires_grad_(False).to(device).eval(), load_tokenizer(base), micro_token_budget=micro_token_budget, name=source
+    )
+
+
+_REMEDY = "name a reward model, such as the folder of a `ludic train-rm` run"
+
+
+def _classifier(source: str, dtype: str) -> Any:
+    """A model whose folder has its head."""
+    model, missing = _loaded(source, dtype, f"reward_model ({source})")
+    if missing:
+        kind = " or ".join(model.config.architectures or [model.config.model_type])
+        raise ConfigError(f"reward_model ({source}) is a {kind} and has no weights for {_some(missing)}; {_REMEDY}")
+    if model.config.num_labels != 1:
+        raise ConfigError(f"reward_model ({source}) gives {model.config.num_labels} labels; a reward is one number")
+    return model
+
+
+def _merged(source: str, adapters: Path, dtype: str) -> tuple[str, Any]:
+    """What the adapters were trained on, and that with them in it. The head is theirs or their base's."""
+    base = base_of(adapters)
+    kind = read_json(adapters / ADAPTER_CONFIG).get("task_type")
+    if kind == "CAUSAL_LM":
+        raise ConfigError(
+            f"reward_model ({source}) holds adapters of a language model ({kind}), which has no head for rewards; {_REMEDY}"
+        )
+    model, missing = _loaded(base, dtype, f"the base of reward_model ({source}), {base},", num_labels=1)
+    try:
+        with safe_open(adapters / ADAPTER, framework="pt") as stored:
+            theirs = {name.removeprefix(WRAPPING) for name in stored.keys()}  # noqa: SIM118  it is no mapping
+        if not theirs.issuperset(missing):
+            raise ConfigError(
+                f"reward_model ({source}) holds adapters without weights for {_some(missing - theirs)}, nor has their base "
+                f"({base}) any; {_REMEDY}"
+            )
+        return base, load_adapter(model, adapters).merge_and_unload()
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        said = " ".join(str(error).split())
+        raise ConfigError(f"the adapters of reward_model ({source}) do not fit {base}: {said[:300]}") from error
+
+
+def _loaded(source: str, dtype: str, called: str, **options: Any) -> tuple[Any, set[str]]:
+    """The classifier, and the names of the weights that its files do not have."""
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            place_of(source), dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{called} could not be loaded: {error}") from error
+    return model, set(loading["missing_keys"])
+
+
+def _some(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)[:3])
+
+
+def _adapter_folder(source: str) -> Path | None:
+    folder = Path(source).expanduser()
+    return next((place for place in (folder, folder / "model") if (place / ADAPTER_CONFIG).is_file()), None)

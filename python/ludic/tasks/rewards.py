@@ -1,0 +1,67 @@
+"""The `reward` of a recipe turned into reward functions and their weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from ludic.envs.maths import gsm8k_reward, math_reward
+from ludic.errors import ConfigError
+from ludic.tasks.importing import import_named
+from ludic.training.reward_functions import RewardFunction, RewardFunctions
+from ludic.types import Rollout
+
+BUILT_IN = {"gsm8k": gsm8k_reward, "math": math_reward}
+
+
+class NoRewards(RewardFunctions):
+    """No reward function at all: the reward is 0 until somebody else gives one."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda completions: [0.0] * len(completions))
+        self.functions, self.weights, self.names = [], [], []
+
+    async def score(self, rollouts: Sequence[Rollout]) -> dict[str, Exception]:
+        return {}
+
+
+def build_rewards(reward: Any, weights: Any, *, timeout_s: float) -> RewardFunctions:
+    """`reward`: one name, several, or names with their weights. A name is `module:function` or that of a built-in verifier."""
+    if isinstance(reward, Mapping):
+        if weights is not None:
+            raise ConfigError("reward has weights of its own; leave reward_weights out, or give the names as a list")
+        reward, weights = list(reward), list(reward.values())
+    names = [reward] if isinstance(reward, str) else reward
+    if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"reward ({reward!r}) must be module:function, {' or '.join(BUILT_IN)}, or a list of such names")
+    return RewardFunctions([_function(name) for name in names], _numbers(weights), timeout_s=timeout_s)
+
+
+def is_one_verifier(reward: Any) -> bool:
+    """Whether a built-in verifier is the whole reward: 1 for a right answer, 0 for any other."""
+    names = [reward] if isinstance(reward, str) else list(reward or ())
+    return len(names) == 1 and names[0] in BUILT_IN
+
+
+def _function(name: str) -> RewardFunction:
+    if ":" not in name:
+        if name in BUILT_IN:
+            return BUILT_IN[name]()
+        near = get_close_matches(name, BUILT_IN, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"write module:function, or one of {', '.join(BUILT_IN)}"
+        raise ConfigError(f"reward ({name}) is not known; {remedy}")
+    function = import_named(name, "reward")
+    if not callable(function) or inspect.isclass(function):
+        raise ConfigError(f"reward ({name}) is {'a class' if callable(function) else type(function).__name__}; name a function")
+    return function
+
+
+def _numbers(weights: Any) -> list[float] | None:
+    if weights is None:
+        return None
+    listed = [weights] if isinstance(weights, int | float) else weights
+    if not isinstance(listed, Sequence) or not all(isinstance(w, int | float) and not isinstance(w, bool) for w in listed):
+        raise ConfigError(f"reward_weights ({weights!r}) must be a list of numbers, one for each reward function")
+    return [float(weight) for weight in listed]

@@ -1,0 +1,198 @@
+"""Tic-tac-toe as a task: trained against an opponent that mixes perfect and random moves, measured against both kinds.
+
+The teacher of the warm-up plays a perfect move half of the time, a random one nearly as often, and now and then names a cell that is
+taken, which ends its game. Reinforcement selects the good moves. Nothing is held out: the positions of the game are few, and a game of
+the measurement differs from one of training by the opponent and its luck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.envs.tictactoe import (
+    EMPTY,
+    BoardText,
+    GameText,
+    MixedOpponent,
+    MoveText,
+    Opponent,
+    PerfectOpponent,
+    RandomOpponent,
+    TicTacToeEnv,
+    cell_name,
+    legal_moves,
+    optimal_moves,
+)
+from ludic.envs.tictactoe.text import RULES
+from ludic.errors import ConfigError
+from ludic.parsers import Parser, xml_tag_parser
+from ludic.tasks.base import check_share
+from ludic.tasks.episodic import Episode, Played, Shown, Turn, share, transcript, verbatim
+from ludic.types import Rollout
+
+FORMATS = ("moves", "chat")
+_GAMES = 1000  # of each suite; as many with the agent as X as with it as O
+_MAX_TURNS = 5  # X has five moves where the board fills up
+
+
+@dataclass(frozen=True)
+class TicTacToe:
+    """Win 1, draw 0.5, loss 0; a move that is not legal -1, and the game is over."""
+
+    opponent_perfect: float = 0.4
+    """Share of perfect moves of the opponent in training; the others are random."""
+    as_o: float = 2 / 3
+    """Share of training games in which the agent moves second, which is harder."""
+    teacher_perfect: float = 0.5
+    """Share of the teacher's moves that are perfect."""
+    teacher_illegal: float = 0.03
+    """Share of the teacher's moves that name a cell which is taken."""
+    format: str = "moves"
+    """`moves`: the opponent's move alone is shown, as a digit, and answered by a digit. `chat`: rules, board, and moves between tags."""
+    draw_reward: float = 0.5
+    forced_draw_reward: float = 0.5
+    """For a draw in which the agent made no mistake."""
+
+    def __post_init__(self) -> None:
+        check_share("teacher_perfect + teacher_illegal", self.teacher_perfect + self.teacher_illegal)
+        check_share("teacher_illegal", self.teacher_illegal)
+        check_share("as_o", self.as_o)
+        MixedOpponent(self.opponent_perfect)
+        if self.format not in FORMATS:
+            raise ConfigError(f"format ({self.format}) must be one of {', '.join(FORMATS)}")
+
+    @property
+    def max_turns(self) -> int:
+        return _MAX_TURNS
+
+    @property
+    def max_new_tokens(self) -> int:
+        return 4 if self.format == "moves" else 32
+
+    @property
+    def system_prompt(self) -> str | None:
+        return None if self.format == "moves" else RULES
+
+    @property
+    def parser(self) -> Parser:
+        return verbatim if self.format == "moves" else xml_tag_parser("move", success_reward=0.0, error_reward=-1.0)
+
+    @property
+    def cut_off_reward(self) -> float:
+        return -1.0
+
+    @property
+    def success_reward(self) -> float:
+        return min(self.draw_reward, self.forced_draw_reward)
+
+    @property
+    def reward_sees(self) -> str:
+        return "how the game ends, and an illegal move, which ends it; never whether a move was good"
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        return {"won": "games won", "drawn": "games drawn", "illegal_move": "games that an illegal move ended"}
+
+    @property
+    def rates(self) -> Mapping[str, str]:
+        return {
+            "not_lost": "won or drawn against a random opponent",
+            "perfect_drawn": "drawn against a perfect opponent",
+            "legal_moves": "moves that are legal, against either",
+            "won": "won against a random opponent",
+            "drawn": "drawn against a random opponent",
+            "lost": "lost against a random opponent",
+            "not_lost_as_x": "won or drawn as X, against a random opponent",
+            "not_lost_as_o": "won or drawn as O, against a random opponent",
+            "perfect_drawn_as_x": "drawn as X, against a perfect opponent",
+            "perfect_drawn_as_o": "drawn as O, against a perfect opponent",
+        }
+
+    def draw(self, rng: Random) -> Episode:
+        return _game("O" if rng.random() < self.as_o else "X", "mixed")
+
+    def demonstrations(self, count: int, rng: Random) -> Sequence[Sequence[Turn]]:
+        return [self._demonstrate(rng) for _ in range(count)]
+
+    def make_env(self, episode: Episode) -> SingleAgentEnv:
+        return self._env(episode["mark"], self._opponent(episode["opponent"]))
+
+    def suites(self) -> Mapping[str, Sequence[Episode]]:
+        return {name: [_game("XO"[i % 2], name) for i in range(_GAMES)] for name in ("random", "perfect")}
+
+    def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
+        measured = _results(played["random"]) | {f"perfect_{name}": rate for name, rate in _results(played["perfect"]).items()}
+        steps = [step for games in played.values() for _, game in games for step in game.steps]
+        measured["legal_moves"] = share(step.info.get("illegal_move") is False for step in steps)
+        return {name: measured[name] for name in self.rates}
+
+    def show(self, episode: Episode, rollout: Rollout) -> Shown:
+        result = _result(rollout)
+        return Shown(
+            f"{episode['mark']} against a {episode['opponent']} opponent", f"{result}: {transcript(rollout)}", "win or draw"
+        )
+
+    def _opponent(self, name: str) -> Opponent:
+        opponents: dict[str, Opponent] = {
+            "random": RandomOpponent(),
+            "perfect": PerfectOpponent(),
+            "mixed": MixedOpponent(self.opponent_perfect),
+        }
+        return opponents[name]
+
+    def _env(self, mark: str, opponent: Opponent) -> TicTacToeEnv:
+        text: GameText = MoveText() if self.format == "moves" else BoardText()
+        return TicTacToeEnv(
+            agent_starts=mark == "X",
+            opponent=opponent,
+            text=text,
+            draw_reward=self.draw_reward,
+            forced_draw_reward=self.forced_draw_reward,
+            system_prompt=self.system_prompt,
+        )
+
+    def _demonstrate(self, rng: Random) -> list[Turn]:
+        """A game of the teacher against a random opponent, on either side."""
+        env = self._env(rng.choice("XO"), RandomOpponent())
+        observation, _ = env.env_reset(seed=rng.getrandbits(32))
+        turns: list[Turn] = []
+        over = False
+        while not over:
+            cell = self._teacher_move(env.board, rng)
+            turns.append(Turn(observation, self._say(cell)))
+            outcome = env.env_step(str(cell + 1))
+            observation, over = outcome.obs, outcome.terminated
+        return turns
+
+    def _teacher_move(self, board: str, rng: Random) -> int:
+        drawn = rng.random()
+        if drawn < self.teacher_perfect:
+            return rng.choice(optimal_moves(board))
+        if drawn < self.teacher_perfect + self.teacher_illegal and board != EMPTY:
+            return rng.choice([cell for cell in range(9) if board[cell] != "."])
+        return rng.choice(legal_moves(board))
+
+    def _say(self, cell: int) -> str:
+        return str(cell + 1) if self.format == "moves" else f"<move>{cell_name(cell)}</move>"
+
+
+def _game(mark: str, opponent: str) -> Episode:
+    return {"id": f"{mark} against {opponent}", "mark": mark, "opponent": opponent}
+
+
+def _results(games: Sequence[Played]) -> dict[str, float]:
+    """Shares of won, drawn, lost and not lost games, of all and of either side."""
+    rates = {}
+    for suffix, mark in (("", None), ("_as_x", "X"), ("_as_o", "O")):
+        results = [_result(rollout) for episode, rollout in games if mark in (None, episode["mark"])]
+        for name, counted in {"won": {"win"}, "drawn": {"draw"}, "lost": {"loss"}, "not_lost": {"win", "draw"}}.items():
+            rates[f"{name}{suffix}"] = share(result in counted for result in results)
+    return rates
+
+
+def _result(rollout: Rollout) -> str:
+    """A text that could not be read, or was cut off, is an illegal move."""
+    return str(rollout.steps[-1].info.get("result", "illegal"))

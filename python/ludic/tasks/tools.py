@@ -1,0 +1,167 @@
+"""A tool of two calls as a task: what does the key hold that the start key holds? See `ludic.envs.key_value`.
+
+The teacher of the warm-up looks both keys up and answers right in 16 % of its demonstrations; 62 % answer at once, with a guess, and the
+rest go wrong on the way. Reinforcement selects the episodes that look up what they answer. Held out are pairs of a start key and what it
+holds; what that key holds is random in every episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import permutations
+from random import Random
+
+from ludic.envs.key_value import KEYS, TOOL_RULES, KeyValueEnv, StoreText, TaggedText, TerseText
+from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.errors import ConfigError
+from ludic.parsers import Parser
+from ludic.tasks.base import check_share
+from ludic.tasks.episodic import Episode, Played, Shown, Turn, share, transcript, verbatim
+from ludic.types import Rollout
+
+FORMATS = ("terse", "chat")
+_SPLIT_SEED = 20_000  # the held-out pairs are those of this seed in every run
+_EPISODES = 500  # of the measurement, evenly over the held-out pairs
+
+
+@dataclass(frozen=True)
+class Tools:
+    """90 pairs of a start key and another that it holds; reward 1 for the right answer, else 0."""
+
+    right: float = 0.16
+    """Share of demonstrations that look both keys up and answer right."""
+    guess: float = 0.62
+    """Share that answers at once, with a guess."""
+    wrong_key: float = 0.09
+    """Share whose second call is for a wrong key, and that answers what it holds."""
+    wrong_answer: float = 0.045
+    """Share that looks both keys up and answers at random; what remains makes one call and then guesses."""
+    num_heldout: int = 20
+    """Pairs kept for evaluation, out of 90."""
+    format: str = "terse"
+    """`terse`: a character or two a turn. `chat`: rules, sentences, and calls between tags."""
+
+    def __post_init__(self) -> None:
+        for name in ("right", "guess", "wrong_key", "wrong_answer"):
+            check_share(name, getattr(self, name))
+        check_share("right + guess + wrong_key + wrong_answer", self.right + self.guess + self.wrong_key + self.wrong_answer)
+        if not 1 <= self.num_heldout <= 45:
+            raise ConfigError(
+                f"num_heldout ({self.num_heldout}) must be between 1 and 45, half of the pairs; the rest is trained on"
+            )
+        if self.format not in FORMATS:
+            raise ConfigError(f"format ({self.format}) must be one of {', '.join(FORMATS)}")
+
+    @property
+    def max_turns(self) -> int:
+        return 4
+
+    @property
+    def max_new_tokens(self) -> int:
+        return 5 if self.format == "terse" else 32
+
+    @property
+    def system_prompt(self) -> str | None:
+        return None if self.format == "terse" else TOOL_RULES
+
+    @property
+    def parser(self) -> Parser:
+        return verbatim
+
+    @property
+    def cut_off_reward(self) -> float:
+        return 0.0
+
+    @property
+    def success_reward(self) -> float:
+        return 1.0
+
+    @property
+    def reward_sees(self) -> str:
+        return "the answer; never whether it was looked up"
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        return {"looked_up": "both keys were looked up before the answer"}
+
+    @property
+    def rates(self) -> Mapping[str, str]:
+        return {**self.facts, "answered": "episodes that ended with an answer"}
+
+    def draw(self, rng: Random) -> Episode:
+        return _episode(*rng.choice(self._split[0]))
+
+    def demonstrations(self, count: int, rng: Random) -> Sequence[Sequence[Turn]]:
+        return [self._demonstrate(self.draw(rng), rng) for _ in range(count)]
+
+    def make_env(self, episode: Episode) -> SingleAgentEnv:
+        return self._env(episode)
+
+    def suites(self) -> Mapping[str, Sequence[Episode]]:
+        pairs = self._split[1]
+        return {"held out": [_episode(*pairs[i % len(pairs)]) for i in range(_EPISODES)]}
+
+    def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
+        last = [rollout.steps[-1] for episodes in played.values() for _, rollout in episodes]
+        return {
+            "looked_up": share(bool(step.info.get("looked_up", False)) for step in last),
+            "answered": share(step.terminated and not step.info.get("parse_error", False) for step in last),
+        }
+
+    def show(self, episode: Episode, rollout: Rollout) -> Shown:
+        return Shown(f"starts at {episode['start']}", transcript(rollout), str(rollout.steps[-1].info.get("target", "")))
+
+    @property
+    def _text(self) -> StoreText:
+        return TerseText() if self.format == "terse" else TaggedText()
+
+    def _env(self, episode: Episode) -> KeyValueEnv:
+        return KeyValueEnv(
+            episode["start"], holds=episode["holds"], max_turns=self.max_turns, text=self._text, system_prompt=self.system_prompt
+        )
+
+    def _demonstrate(self, episode: Episode, rng: Random) -> list[Turn]:
+        env = self._env(episode)
+        observation, _ = env.env_reset(seed=rng.getrandbits(32))
+        turns = []
+        for kind, key in self._plan(env, rng):
+            action = self._say(kind, key)
+            turns.append(Turn(observation, action))
+            observation = env.env_step(action).obs
+        return turns
+
+    def _plan(self, env: KeyValueEnv, rng: Random) -> list[tuple[str, str]]:
+        """What the teacher does, by the shares above."""
+        first, second, drawn = env.start, env.store[env.start], rng.random()
+        guess = rng.choice(KEYS)
+        if drawn < self.guess:
+            return [("answer", guess)]
+        drawn -= self.guess
+        if drawn < self.right:
+            return [("call", first), ("call", second), ("answer", env.target)]
+        drawn -= self.right
+        if drawn < self.wrong_key:
+            wrong = rng.choice([key for key in KEYS if key != second])
+            return [("call", first), ("call", wrong), ("answer", env.store[wrong])]
+        drawn -= self.wrong_key
+        if drawn < self.wrong_answer:
+            return [("call", first), ("call", second), ("answer", guess)]
+        return [("call", first), ("answer", guess)]
+
+    def _say(self, kind: str, key: str) -> str:
+        if self.format == "terse":
+            return f"{'?' if kind == 'call' else '='}{key}"
+        return f"<get>{key}</get>" if kind == "call" else f"<answer>{key}</answer>"
+
+    @cached_property
+    def _split(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+        """Pairs to train on, pairs held out."""
+        pairs = list(permutations(KEYS, 2))
+        Random(_SPLIT_SEED).shuffle(pairs)
+        return pairs[self.num_heldout :], pairs[: self.num_heldout]
+
+
+def _episode(start: str, holds: str) -> Episode:
+    return {"id": f"{start} holds {holds}", "start": start, "holds": holds}

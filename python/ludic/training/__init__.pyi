@@ -1,0 +1,156 @@
+from ludic.models.lora import (
+    LoraSettings as LoraSettings,
+    apply_lora as apply_lora,
+    find_target_modules as find_target_modules,
+)
+from ludic.training.algorithm import (
+    RLAlgorithm as RLAlgorithm,
+    compose_preprocess as compose_preprocess,
+    drop_zero_weight_samples as drop_zero_weight_samples,
+    filter_zero_variance_groups as filter_zero_variance_groups,
+    validate_actor_logps as validate_actor_logps,
+)
+from ludic.training.backend.futures import TrainFuture as TrainFuture
+from ludic.training.backend.torch import TorchBackend as TorchBackend, TrainingBackend as TrainingBackend
+from ludic.training.batching.micro_batching import (
+    MicroBatch as MicroBatch,
+    collate_micro_batches as collate_micro_batches,
+    collate_saw_items as collate_saw_items,
+    split_items_by_token_budget as split_items_by_token_budget,
+)
+from ludic.training.batching.offline import (
+    OfflineBatchSource as OfflineBatchSource,
+    make_chat_template_step_to_item as make_chat_template_step_to_item,
+)
+from ludic.training.batching.overlapped import OverlappedSource as OverlappedSource
+from ludic.training.batching.pair_batches import preference_batches as preference_batches
+from ludic.training.batching.synced_batching import RolloutBatchSource as RolloutBatchSource
+from ludic.training.chat_template_utils import (
+    ChatTemplateResult as ChatTemplateResult,
+    format_chat_template_text as format_chat_template_text,
+    tokenize_with_chat_template as tokenize_with_chat_template,
+)
+from ludic.training.checkpoint import CheckpointConfig as CheckpointConfig, CheckpointManager as CheckpointManager
+from ludic.training.classification_metrics import PreferenceMetrics as PreferenceMetrics
+from ludic.training.config import TrainerConfig as TrainerConfig
+from ludic.training.credit_assignment import (
+    BatchNormalizedReturn as BatchNormalizedReturn,
+    ConstantCredit as ConstantCredit,
+    EpisodicReturn as EpisodicReturn,
+    GroupNormalizedReturn as GroupNormalizedReturn,
+    HybridNormalizedReturn as HybridNormalizedReturn,
+    MonteCarloReturn as MonteCarloReturn,
+    OverlongPenalty as OverlongPenalty,
+    PerStepReward as PerStepReward,
+)
+from ludic.training.evaluators.preferences import PreferenceEvaluator as PreferenceEvaluator
+from ludic.training.filters import (
+    any_of as any_of,
+    apply_filter as apply_filter,
+    combine as combine,
+    drop_incomplete_completions as drop_incomplete_completions,
+    drop_parse_errors as drop_parse_errors,
+    drop_truncated as drop_truncated,
+    keep_all as keep_all,
+)
+from ludic.training.loggers import (
+    JSONLLogger as JSONLLogger,
+    PrintLogger as PrintLogger,
+    RichLiveLogger as RichLiveLogger,
+    TeeLogger as TeeLogger,
+    TensorboardLogger as TensorboardLogger,
+    TrackioLogger as TrackioLogger,
+    TrainingLogger as TrainingLogger,
+    WandbLogger as WandbLogger,
+)
+from ludic.training.loop.schedule import LearningRateSchedule as LearningRateSchedule
+from ludic.training.loss import (
+    BatchTotals as BatchTotals,
+    BradleyTerryLoss as BradleyTerryLoss,
+    CISPOLoss as CISPOLoss,
+    ClippedSurrogateLoss as ClippedSurrogateLoss,
+    CompositeLoss as CompositeLoss,
+    EntropyBonus as EntropyBonus,
+    GMPOLoss as GMPOLoss,
+    IcePop as IcePop,
+    KLLoss as KLLoss,
+    Loss as Loss,
+    LossTerm as LossTerm,
+    MaskedCausalLMCrossEntropyLoss as MaskedCausalLMCrossEntropyLoss,
+    MaskedImportanceSampling as MaskedImportanceSampling,
+    ReinforceBaselineLoss as ReinforceBaselineLoss,
+    ReinforceLoss as ReinforceLoss,
+    SAPOLoss as SAPOLoss,
+    SharedContext as SharedContext,
+    TokenClippedSurrogateLoss as TokenClippedSurrogateLoss,
+    TokenKLLoss as TokenKLLoss,
+    TruncatedImportanceSampling as TruncatedImportanceSampling,
+    selective_log_softmax as selective_log_softmax,
+)
+from ludic.training.preference_utils import (
+    create_preference_saw_items as create_preference_saw_items,
+    load_preference_items as load_preference_items,
+    preference_dataset_to_saw_items as preference_dataset_to_saw_items,
+    shuffle_preference_pairs as shuffle_preference_pairs,
+)
+from ludic.training.preflight.check import Preflight as Preflight, PreflightReport as PreflightReport
+from ludic.training.presets import (
+    make_bradley_terry as make_bradley_terry,
+    make_cispo as make_cispo,
+    make_dapo as make_dapo,
+    make_dr_grpo as make_dr_grpo,
+    make_gmpo as make_gmpo,
+    make_grpo as make_grpo,
+    make_grpo_with_rm as make_grpo_with_rm,
+    make_gspo as make_gspo,
+    make_reinforce as make_reinforce,
+    make_reinforce_baseline as make_reinforce_baseline,
+    make_reinforce_plus_plus as make_reinforce_plus_plus,
+    make_rloo as make_rloo,
+    make_sapo as make_sapo,
+    make_scalerl as make_scalerl,
+    make_scalerl_with_rm as make_scalerl_with_rm,
+    make_sft as make_sft,
+)
+from ludic.training.reward_credit import (
+    CombineMode as CombineMode,
+    RewardModelCreditAssigner as RewardModelCreditAssigner,
+)
+from ludic.training.reward_scorer import (
+    RewardModelClient as RewardModelClient,
+    RewardModelReward as RewardModelReward,
+    RewardModelScorer as RewardModelScorer,
+)
+from ludic.training.rm_trainer import RMTrainer as RMTrainer, RMTrainerConfig as RMTrainerConfig
+from ludic.training.rollouts.engine import RolloutEngine as RolloutEngine
+from ludic.training.rollouts.groups import (
+    GRPORequestStrategy as GRPORequestStrategy,
+    IdentityStrategy as IdentityStrategy,
+    RequestStrategy as RequestStrategy,
+)
+from ludic.training.rollouts.requests import (
+    RequestsExhausted as RequestsExhausted,
+    make_dataset_queue_requests_fn as make_dataset_queue_requests_fn,
+    make_dataset_sequence_requests_fn as make_dataset_sequence_requests_fn,
+    make_requests_fn_from_queue as make_requests_fn_from_queue,
+)
+from ludic.training.stats import (
+    Reducer as Reducer,
+    aggregate_stats as aggregate_stats,
+    apply_reducers_to_records as apply_reducers_to_records,
+    default_reducers as default_reducers,
+)
+from ludic.training.trainer import Trainer as Trainer
+from ludic.training.types import (
+    ActorTokenLogps as ActorTokenLogps,
+    BatchSource as BatchSource,
+    CreditAssigner as CreditAssigner,
+    CtxSpec as CtxSpec,
+    EnvSpec as EnvSpec,
+    ProtocolSpec as ProtocolSpec,
+    RolloutRequest as RolloutRequest,
+    SampleAttachments as SampleAttachments,
+    SampleFilter as SampleFilter,
+    SAWBatch as SAWBatch,
+    SAWItem as SAWItem,
+)

@@ -1,0 +1,302 @@
+"""Where the model lives: forward and backward passes, the optimizer, the weights. The trainer asks, and awaits the answers.
+
+`TorchBackend` computes in this process: one device, or one rank of a model sharded or replicated by torch.distributed, whose wrapping
+changes and whose step does not. Gradients of all ranks add up to that of the whole mini-batch: averaging wrappers are undone by a
+factor, and without a wrapper they are summed before clipping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ludic.errors import ConfigError, NonFiniteError
+from ludic.inference.local.decode import evaluating
+from ludic.inference.local.sampler import nucleus
+from ludic.models.published import ParamFilter, published_weights
+from ludic.models.state_files import read_model, read_optimizer, write_model, write_optimizer
+from ludic.training import ranks
+from ludic.training.algorithm import RLAlgorithm, forward_logits
+from ludic.training.backend.futures import TrainFuture
+from ludic.training.backend.master_weights import MasterWeights, check_precision
+from ludic.training.backend.memory import MemoryProfile
+from ludic.training.backend.nonfinite import nonfinite_report
+from ludic.training.backend.parameter_groups import parameter_groups
+from ludic.training.batching.micro_batching import MicroBatch
+from ludic.training.config import TrainerConfig
+from ludic.training.loss import BatchTotals, SharedContext
+from ludic.training.loss.base import needs_first_pass
+from ludic.training.rng import preserved_rng
+
+
+class MicroBatches(Protocol):
+    """The micro-batches of a mini-batch: a list, or one that collates as it goes. It may be run through twice."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[MicroBatch]: ...
+
+
+@dataclass
+class BackwardResult:
+    """What `forward_backward` measured. Tensors stay on their device."""
+
+    loss: Tensor
+    """[] loss of all micro-batches: their scaled losses summed."""
+    micro_stats: list[dict[str, Any]] = field(default_factory=list)
+    """Statistics of the loss, for each micro-batch."""
+    micro_sizes: list[int] = field(default_factory=list)
+    """Samples of each micro-batch."""
+
+
+class TrainingBackend(Protocol):
+    """What the trainer needs of a model. Every call returns at once; the answer may come later."""
+
+    def forward_backward(
+        self, batch: MicroBatch | MicroBatches, *, totals: BatchTotals | None = None
+    ) -> TrainFuture[BackwardResult]:
+        """Add the gradient of the micro-batches. `totals` are those of the mini-batch that they belong to."""
+
+    def optim_step(self, *, lr_factor: float = 1.0) -> TrainFuture[dict[str, float]]:
+        """Clip, step, clear the gradient. Gives `grad_norm` (before clipping) and `lr`. `NonFiniteError` leaves the weights."""
+
+    def forward_logprobs(self, batch: MicroBatch, *, temperature: float | None = None, top_p: float = 1.0) -> TrainFuture[Tensor]:
+        """[B, T - 1] log-probability of each next token, without gradient: at the policy's temperature, or at another, and renormalised
+        over the smallest set of tokens that reaches `top_p`."""
+
+    def export_weights(self, *, param_filter: ParamFilter | None = None) -> TrainFuture[dict[str, Tensor]]:
+        """What a policy server needs, by name."""
+
+    def save(self, path: str | Path) -> TrainFuture[None]:
+        """Write weights and optimizer state into the folder."""
+
+    def load(self, path: str | Path) -> TrainFuture[None]:
+        """Read what `save` wrote."""
+
+
+def build_optimizer(
+    model: nn.Module, cfg: TrainerConfig, *, backbone_lr_mult: float | None = None, head_only_weight_decay: bool = False
+) -> torch.optim.Optimizer:
+    """AdamW over the parameters that are trained, in groups where rates or decays differ (`parameter_groups`)."""
+    groups = parameter_groups(
+        model,
+        lr=cfg.lr,
+        weight_decay=cfg.weight_decay,
+        backbone_lr_mult=backbone_lr_mult,
+        head_only_weight_decay=head_only_weight_decay,
+        decay_biases_and_norms=cfg.decay_biases_and_norms,
+    )
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay)
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Recompute activations in the backward pass instead of keeping them."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # newer and older transformers
+    enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+    if enable is None:
+        raise ConfigError(f"{type(model).__name__} has no {names[0]}; leave gradient checkpointing off")
+    enable()
+    if hasattr(model, "config"):
+        model.config.use_cache = False
+    if hasattr(model, "enable_input_require_grads"):
+        model.enable_input_require_grads()
+
+
+class TorchBackend:
+    """A torch model in this process.
+
+    >>> backend = TorchBackend(model, cfg, algo=make_grpo(group_size=8))
+    >>> result = await backend.forward_backward(mini_batch, totals=mini_batch.totals).result()
+    >>> await backend.optim_step().result()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cfg: TrainerConfig,
+        *,
+        algo: RLAlgorithm,
+        optimizer_factory: Callable[[], torch.optim.Optimizer] | None = None,
+        enable_gradient_checkpointing: bool = False,
+    ) -> None:
+        """`optimizer_factory` is called once the model is on its device; without it, AdamW."""
+        self.cfg, self.algo = cfg, algo
+        self.model = model if _is_sharded(model) else model.to(cfg.model_device)
+        if enable_gradient_checkpointing:
+            enable_checkpointing(self.model)
+        check_precision(self.model)
+        self.optimizer = build_optimizer(self.model, cfg) if optimizer_factory is None else optimizer_factory()
+        self._masters = MasterWeights(self.optimizer, enabled=cfg.master_weights)
+        for group in self.optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        self._averages = _is_sharded(model) or isinstance(model, DistributedDataParallel)
+        self._gradient_scale = float(ranks.world_size()) if self._averages else 1.0
+        self._pending: list[tuple[MicroBatches, BatchTotals | None]] = []
+        self._loss: Tensor | None = None
+
+    def forward_backward(
+        self, batch: MicroBatch | MicroBatches, *, totals: BatchTotals | None = None
+    ) -> TrainFuture[BackwardResult]:
+        micro_batches = [batch] if isinstance(batch, MicroBatch) else batch
+        return TrainFuture.of("forward_backward", lambda: self._forward_backward(micro_batches, totals))
+
+    def _forward_backward(self, batch: MicroBatches, totals: BatchTotals | None) -> BackwardResult:
+        if not self.model.training:  # what is put into evaluation mode inside of a model in training mode stays so
+            self.model.train()
+        totals = self._with_first_pass(batch, totals)
+        result = BackwardResult(torch.zeros((), device=self.cfg.model_device))
+        for index, micro_batch in enumerate(batch):
+            with self._gradient_sync(last=index == len(batch) - 1):
+                loss, stats = self._backward(micro_batch, totals)
+            if not self._averages:  # a wrapper adds up the gradients of its ranks in the parameters' own
+                self._masters.take_gradients()
+            result.loss = result.loss + loss
+            result.micro_stats.append(stats)
+            result.micro_sizes.append(micro_batch.num_items)
+        self._pending.append((batch, totals))
+        self._loss = result.loss if self._loss is None else self._loss + result.loss
+        return result
+
+    @torch.no_grad()
+    def _with_first_pass(self, batch: MicroBatches, totals: BatchTotals | None) -> BatchTotals | None:
+        """`totals` with what the loss must measure on every sample before its gradient on any. Dropout draws the same masks as in the
+        pass with gradient."""
+        loss: Any = self.algo.loss
+        if totals is None or not needs_first_pass(loss) or (len(batch) == 1 and not ranks.is_distributed()):
+            return totals
+        sums: dict[str, Tensor] = {}
+        with preserved_rng(), self._autocast():
+            for micro_batch in batch:
+                found = loss.first_pass(forward_logits(self.model, micro_batch.tensors), micro_batch.tensors)
+                sums = {name: sums.get(name, 0.0) + value for name, value in found.items()}
+        everywhere = ranks.sum_over_ranks([float(value) for value in sums.values()], self.cfg.model_device)
+        measured = {name: value.new_tensor(total) for (name, value), total in zip(sums.items(), everywhere, strict=True)}
+        return replace(totals, measured=measured)
+
+    def _backward(self, micro_batch: MicroBatch, totals: BatchTotals | None) -> tuple[Tensor, dict[str, Any]]:
+        """Add the gradient of one micro-batch; its loss, and its statistics."""
+        profile = MemoryProfile.start(self.cfg)
+        with self._autocast():
+            loss, stats = self.algo.compute_loss(
+                self.model, micro_batch.tensors, cast_logits_to_fp32=self.cfg.cast_logits_to_fp32, totals=totals, **self._policy
+            )
+        profile.after_forward()
+        (loss * self._gradient_scale).backward()
+        return loss.detach().float(), {**stats, **profile.after_backward()}
+
+    @property
+    def _policy(self) -> dict[str, float]:
+        """What an algorithm must know of the policy; nothing where that is the model's own, so that an older `compute_loss` serves."""
+        return {} if self.cfg.temperature == 1.0 else {"temperature": self.cfg.temperature}
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.cfg.mixed_precision_dtype is None:
+            return nullcontext()
+        return torch.autocast(torch.device(self.cfg.model_device).type, dtype=torch.bfloat16)
+
+    def _gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Ranks exchange gradients with the last micro-batch only."""
+        model: Any = self.model
+        if _is_sharded(model):
+            model.set_requires_gradient_sync(last)
+        elif isinstance(model, DistributedDataParallel) and not last:
+            return model.no_sync()
+        return nullcontext()
+
+    def optim_step(self, *, lr_factor: float = 1.0) -> TrainFuture[dict[str, float]]:
+        return TrainFuture.of("optim_step", lambda: self._optim_step(lr_factor))
+
+    def _optim_step(self, lr_factor: float) -> dict[str, float]:
+        pending, self._pending = self._pending, []
+        loss, self._loss = self._loss, None
+        self._masters.take_gradients()
+        norm = self._clipped_norm()
+        self._check_finite(norm, loss, pending)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * lr_factor
+        self._masters.follow_weights()
+        self.optimizer.step()
+        self._masters.write_back()
+        self._clear_gradients()
+        return {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]}
+
+    def _clipped_norm(self) -> float:
+        """L2 norm of the gradient over all ranks, before it is clipped. Waits for the device."""
+        stepped = [self._masters.of(parameter) for parameter in self.model.parameters() if parameter.requires_grad]
+        if ranks.is_distributed() and not self._averages:
+            for parameter in stepped:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(parameter.grad)
+        limit = float("inf") if self.cfg.max_grad_norm is None else self.cfg.max_grad_norm
+        norm: Any = nn.utils.clip_grad_norm_([parameter for parameter in stepped if parameter.grad is not None], limit)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def _clear_gradients(self) -> None:
+        """Also of parameters that the optimizer does not step, which would add up for ever."""
+        self.model.zero_grad(set_to_none=True)
+        self._masters.zero_grad()
+
+    def _check_finite(self, norm: float, loss: Tensor | None, pending: list[tuple[MicroBatches, BatchTotals | None]]) -> None:
+        value = 0.0 if loss is None else float(loss)
+        broken = not torch.isfinite(torch.tensor([norm, value])).all()
+        if not ranks.max_over_ranks([float(broken)], self.cfg.model_device)[0]:
+            return
+        self._clear_gradients()
+        reports = (self._report(batch, totals) for batch, totals in pending) if broken else iter(["they are on another rank"])
+        raise NonFiniteError(f"loss {value} with gradient norm {norm} is not finite; {'; '.join(reports)}. No weight was changed")
+
+    def _report(self, batch: MicroBatches, totals: BatchTotals | None) -> str:
+        if ranks.is_distributed():  # a pass of one rank alone would hang in the others' collectives
+            return f"samples (rollout/step): {', '.join(name for micro in batch for name in micro.sample_names)}"
+        return nonfinite_report(self.model, batch, lambda micro_batch: self._backward(micro_batch, totals)[0])
+
+    def forward_logprobs(self, batch: MicroBatch, *, temperature: float | None = None, top_p: float = 1.0) -> TrainFuture[Tensor]:
+        return TrainFuture.of("forward_logprobs", lambda: self._forward_logprobs(batch, temperature, top_p))
+
+    @torch.no_grad()
+    def _forward_logprobs(self, batch: MicroBatch, temperature: float | None, top_p: float) -> Tensor:
+        with evaluating(self.model), self._autocast():
+            logits = forward_logits(self.model, batch.tensors)
+            chosen = self.cfg.temperature if temperature is None else temperature
+            if top_p < 1.0:
+                logits, chosen = _within_nucleus(logits, chosen, top_p), 1.0
+            return SharedContext(logits, batch.tensors, temperature=chosen).token_logp
+
+    def export_weights(self, *, param_filter: ParamFilter | None = None) -> TrainFuture[dict[str, Tensor]]:
+        return TrainFuture.of("export_weights", lambda: self._export(param_filter))
+
+    def _export(self, param_filter: ParamFilter | None) -> dict[str, Tensor]:
+        return published_weights(self.model, param_filter=param_filter, device=self.cfg.runtime_device)
+
+    def save(self, path: str | Path) -> TrainFuture[None]:
+        return TrainFuture.of("save", lambda: self._save(Path(path)))
+
+    def _save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_model(self.model, folder)
+        write_optimizer(self.optimizer, self.model, folder)
+
+    def load(self, path: str | Path) -> TrainFuture[None]:
+        return TrainFuture.of("load", lambda: self._load(Path(path)))
+
+    def _load(self, folder: Path) -> None:
+        read_model(self.model, folder)
+        read_optimizer(self.optimizer, self.model, folder)
+
+
+def _within_nucleus(logits: Tensor, temperature: float, top_p: float) -> Tensor:
+    """[B, T, V] float32 log-probabilities at `temperature`, renormalised over the smallest set of tokens that reaches `top_p`."""
+    rows = [nucleus(torch.log_softmax(row.float() / temperature, dim=-1), torch.tensor(top_p)) for row in logits]
+    return torch.stack(rows)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 holds the model, which then stays where it is."""
+    return hasattr(model, "set_requires_gradient_sync")

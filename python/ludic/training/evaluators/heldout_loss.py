@@ -1,0 +1,64 @@
+"""The loss on samples that are not trained: an evaluator for supervised fine-tuning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ludic.errors import ConfigError
+from ludic.inference.local.decode import evaluating
+from ludic.training.algorithm import forward_logits
+from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.config import TrainerConfig
+from ludic.training.loss.base import SharedContext
+from ludic.training.preflight.packing import with_supported_packing
+from ludic.training.types import SAWItem
+
+
+class HeldOutLoss:
+    """Mean of -log pi over all action tokens of `items`, in nats; packing does not change it. Samples longer than `max_seq_len` are cut
+    as in training. An evaluator, as `Trainer` takes one: `eval/loss`, `eval/perplexity`.
+
+    Of one process: a sharded model would have to be evaluated by all ranks.
+    """
+
+    def __init__(self, model: nn.Module, items: Sequence[SAWItem], cfg: TrainerConfig) -> None:
+        self._model, self._cfg = model, cfg
+        self._batch = MacroBatch.ingest(items, cfg.max_seq_len)
+        if not self._batch.items:
+            raise ConfigError(
+                f"none of the {len(items)} held-out samples has a token to predict within max_seq_len ({cfg.max_seq_len})"
+            )
+
+    def measure(self) -> dict[str, float]:
+        """`loss`, `perplexity`, and the `tokens` that they were measured on."""
+        self._cfg = with_supported_packing(self._cfg, self._model)
+        with evaluating(self._model):
+            total, tokens = self._sums()
+        loss = total / tokens
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": float(tokens)}
+
+    async def eval(self, **_: Any) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """(no records, metrics). There is nothing that requests, reducers or limits would change."""
+        return [], self.measure()
+
+    @torch.no_grad()
+    def _sums(self) -> tuple[float, int]:
+        """Sum of -log pi over the action tokens, in float64, and their number."""
+        total, tokens = 0.0, 0
+        for micro_batch in MiniBatch(self._batch, np.arange(len(self._batch.items)), self._cfg):
+            with self._autocast():
+                shared = SharedContext(forward_logits(self._model, micro_batch.tensors), micro_batch.tensors)
+                nll = -shared.token_logp
+            total += float(torch.where(shared.token_mask > 0, nll, 0.0).double().sum())
+            tokens += int(shared.token_mask.sum())
+        return total, tokens
+
+    def _autocast(self) -> torch.autocast:
+        enabled = self._cfg.mixed_precision_dtype is not None
+        return torch.autocast(torch.device(self._cfg.model_device).type, dtype=torch.bfloat16, enabled=enabled)

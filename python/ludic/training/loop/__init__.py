@@ -1,0 +1,1 @@
+"""What `Trainer` is made of: one concept of its loop in each module."""

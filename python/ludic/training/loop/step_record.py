@@ -1,0 +1,130 @@
+"""What one training step measured, and the statistics that it logs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from ludic.training.backend.torch import BackwardResult
+from ludic.training.batching.mini_batches import PADDING_KEYS, MacroBatch, MiniBatch
+from ludic.training.config import TrainerConfig
+from ludic.training.loop.micro_stats import Stat, combine_micro_stats, finished, over_ranks, to_host
+from ludic.training.loop.timings import PhaseTimer
+from ludic.training.loss.mismatch import is_mismatch_sum
+from ludic.training.stats import SAMPLED_REWARD, Reducer, as_percents, batch_stats, reducer_stats
+from ludic.training.types import SAWBatch
+
+logger = logging.getLogger(__name__)
+
+EPISODE_KEYS = ("num_retried_episodes", "num_failed_episodes", "num_cancelled_episodes", "num_dropped_groups")
+"""What a rollout engine counts of episodes that went wrong."""
+
+
+class StepRecord:
+    """Collects results while a step runs. Tensors stay on the device until `stats` brings them over together."""
+
+    def __init__(self, batch: SAWBatch, macro: MacroBatch, timer: PhaseTimer) -> None:
+        self.batch, self.macro, self.timer = batch, macro, timer
+        self._losses: list[torch.Tensor] = []
+        self._steps: list[dict[str, float]] = []
+        self._micro_stats: list[dict[str, Any]] = []
+        self._micro_sizes: list[float] = []
+        self._left_out: list[tuple[int, int]] = []
+        self._padding = dict.fromkeys(PADDING_KEYS, 0.0)
+
+    def add(self, result: BackwardResult, step: dict[str, float], *, at_step_start: bool = True) -> None:
+        """One optimizer step. `at_step_start`: its log-probabilities are those of the weights that the training step began with; only they
+        say how far trainer and sampler are apart, the others also hold what was learnt since."""
+        self._losses.append(result.loss)
+        self._steps.append(step)
+        self._micro_stats.extend(stats if at_step_start else _without_mismatch(stats) for stats in result.micro_stats)
+        self._micro_sizes.extend(result.micro_sizes)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Taken so far."""
+        return len(self._steps)
+
+    def add_padding(self, mini_batch: MiniBatch) -> None:
+        """Its token counts and the samples left out of the passes; and its collation, which ran between the passes, is batching."""
+        for key, value in mini_batch.padding().items():
+            self._padding[key] += value
+        self._left_out.append((mini_batch.num_skipped, mini_batch.skipped_tokens))
+        self.timer.add("batching", mini_batch.collate_s)
+        self.timer.add("forward_backward", -mini_batch.collate_s)
+
+    def stats(self, reducers: Mapping[str, Reducer], cfg: TrainerConfig) -> dict[str, float]:
+        """All statistics of the step, by the keys of docs/metrics.md without their prefix. What was not measured has no key."""
+        measured = {**self._of_losses(), **batch_stats([self.batch]), **self._of_batch()}
+        everyone = [*self.batch.items, *self.macro.dropped]
+        reduced = reducer_stats(everyone, reducers, int(measured["target_rollouts"].value))
+        for name in measured.keys() & reduced.keys():
+            _warn_of_name(name)
+        found = {**reduced, **measured}
+        if cfg.reduce_stats_across_ranks:
+            found = over_ranks(found, cfg.model_device)
+        percents = {name: reducer for name, reducer in reducers.items() if name not in measured}
+        return {**as_percents(finished(found), percents), **self._padding, **self.timer.stats()}
+
+    def _of_losses(self) -> dict[str, Stat]:
+        """Of the passes and the optimizer steps. `loss` and `grad_norm` are means over the latter; a rank's loss is its share of the whole,
+        and its gradient norm everybody's."""
+        whole = {"loss": torch.stack(self._losses).mean()} if self._losses else {}
+        *micro_stats, host = to_host([*self._micro_stats, whole])
+        left_out = [_known_of(micro_stats, tokens / count) for count, tokens in self._left_out if count]
+        sizes = [*self._micro_sizes, *(count for count, _ in self._left_out if count)]
+        steps = {
+            "loss": Stat(host.get("loss", 0.0), rule="sum"),
+            "grad_norm": Stat(_mean([step["grad_norm"] for step in self._steps])),
+            "optimizer_steps": Stat(float(len(self._steps))),
+        }
+        if self._steps:
+            steps["lr"] = Stat(self._steps[-1]["lr"])
+        return {**combine_micro_stats([*micro_stats, *left_out], sizes), **steps}
+
+    def _of_batch(self) -> dict[str, Stat]:
+        """What the batch says of how it came about, and what was dropped of it."""
+        meta = self.batch.meta
+        counts = {**self.macro.counts(), "zero_weight_skipped": float(sum(count for count, _ in self._left_out))}
+        counts |= {key: float(meta[key]) for key in ("played_rollouts", *EPISODE_KEYS) if key in meta}
+        found = {key: Stat(value, rule="sum") for key, value in counts.items()}
+        rollouts = float(meta.get("played_rollouts", meta.get("target_rollouts", len(self.batch.items))))
+        found |= {key: Stat(float(meta[key]), rollouts) for key in ("zvp_filter_frac", "frac_reward_zero_std") if key in meta}
+        if "avg_total_reward" in meta:
+            mean = float(meta["avg_total_reward"])
+            found[SAMPLED_REWARD] = Stat(mean, rollouts)
+            if "reward_std" in meta:
+                found["reward_std"] = Stat(float(meta["reward_std"]), rollouts, "std", mean)
+        for key, name in (("generation_s", "perf/generation_s"), ("policy_lag", "policy_lag")):
+            if key in meta:
+                found[name] = Stat(float(meta[key]), float(len(self.batch.items)))
+        lengths = [item.meta["completion_length"] for item in self.batch.items if "completion_length" in item.meta]
+        if lengths:
+            found["min_completion_length"] = Stat(float(min(lengths)), rule="min")
+            found["max_completion_length"] = Stat(float(max(lengths)), rule="max")
+        return found
+
+
+def _known_of(micro_stats: Sequence[Mapping[str, float]], tokens: float) -> dict[str, float]:
+    """What is true, without a forward pass, of samples of weight 0 with so many action tokens each: of the keys that the loss reports."""
+    known = {"adv_mean": 0.0, "adv_std": 0.0, "avg_action_tokens": tokens}
+    reported = {key for stats in micro_stats for key in stats}
+    return {key: known[name] for key in reported if (name := key.rpartition("/")[2]) in known}
+
+
+@cache
+def _warn_of_name(name: str) -> None:
+    """Once a process."""
+    logger.warning("the reducer %s has the name of a statistic of the loss, which is logged instead; give it another name", name)
+
+
+def _without_mismatch(stats: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in stats.items() if not is_mismatch_sum(key)}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,432 @@
+"""Why the trainer and the sampler disagree, found by trying: each suspect says what the numbers would be if it were the cause.
+
+The suspects, in the order in which they are believed when several fit: the sampler's log-probabilities before temperature, or at one
+that the trainer was not told; renormalised over top-p; log-probabilities or ids off by one; a prompt rendered in another way;
+text that was tokenised again; and, where nothing else is left, other weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ludic.inference.prompts.template import ChatTemplate
+from ludic.inference.sampling import SamplingParams
+from ludic.training import ranks
+from ludic.training.backend.torch import TrainingBackend
+from ludic.training.batching.micro_batching import MicroBatch, collate_saw_items
+from ludic.training.config import TrainerConfig
+from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
+from ludic.types import TokenTrace
+
+Floats = NDArray[np.float64]
+
+EXPLAINS = 0.5
+"""A suspect must make the mean difference smaller by this factor, and no other may make it smaller still."""
+AGREES = 0.01
+"""Nats within which one token's log-probabilities are the same."""
+PROBED = 8
+"""Prompts that the sampler is asked to go on from."""
+FROM_IDS = "samples drawn from token ids"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why, and what to do."""
+
+    name: str
+    description: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Log-probabilities of the same action tokens, sample by sample."""
+
+    items: list[SAWItem]
+    places: list[NDArray[np.int64]]
+    """Of each sample: where in its ids the compared tokens are. The first id of a sample is predicted by none."""
+    sampler: list[Floats]
+    trainer: list[Floats]
+    rows: list[Floats]
+    """Of each sample: the trainer's log-probabilities of all its tokens but the first."""
+
+    @cached_property
+    def differences(self) -> list[Floats]:
+        return [trainer - sampler for trainer, sampler in zip(self.trainer, self.sampler, strict=True)]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.places))
+
+    @property
+    def mean(self) -> float:
+        """Mean absolute difference; infinite where the trainer finds a token impossible."""
+        return _mean(self.differences)
+
+    @property
+    def max(self) -> float:
+        return max((float(np.abs(part).max()) for part in self.differences if len(part)), default=0.0)
+
+    def worst(self, count: int) -> list[tuple[int, int]]:
+        """(sample, position) of the largest differences, largest first."""
+        ordered = sorted(
+            ((float(abs(value)), i, j) for i, part in enumerate(self.differences) for j, value in enumerate(part)), reverse=True
+        )
+        return [(i, j) for _, i, j in ordered[:count]]
+
+
+async def compare(
+    backend: TrainingBackend,
+    cfg: TrainerConfig,
+    items: Sequence[SAWItem],
+    *,
+    temperature: float | None = None,
+    top_p: float = 1.0,
+) -> Comparison:
+    """The trainer's log-probabilities of the samples, beside those that came with them. One forward pass."""
+    shaping: dict[str, Any] = {} if temperature is None and top_p == 1.0 else {"temperature": temperature, "top_p": top_p}
+    tensors = collate_saw_items(items, pad_token_id=cfg.pad_token_id, device=cfg.model_device)
+    logps = await backend.forward_logprobs(MicroBatch(tensors, len(items)), **shaping).result()
+    table = logps.double().cpu().numpy()
+    rows = [table[i, : len(item.input_ids) - 1] for i, item in enumerate(items)]
+    actions = [np.flatnonzero(np.asarray(item.action_mask)) for item in items]
+    given = [np.asarray(_logps_of(item), dtype=np.float64) for item in items]
+    return Comparison(
+        items=list(items),
+        places=[places[places > 0] for places in actions],
+        sampler=[values[places > 0] for values, places in zip(given, actions, strict=True)],
+        trainer=[row[places[places > 0] - 1] for row, places in zip(rows, actions, strict=True)],
+        rows=rows,
+    )
+
+
+async def find_cause(suspects: Suspects, found: Comparison, threshold: float, tried: dict[str, float]) -> Cause | None:
+    """The suspect that explains the difference best. `tried` gets the mean difference under each.
+
+    None where the difference is below the threshold and no suspect explains it.
+    """
+    causes = {cause.name: cause for cause in await suspects.explanations(found, tried)}
+    best = min(causes, key=lambda name: tried[name], default=None)
+    if best is not None and tried[best] < EXPLAINS * found.mean:
+        return causes[best]
+    if found.mean <= threshold:
+        return None
+    return suspects.wrong_prompts(found) or suspects.retokenised(found) or await suspects.by_elimination(found, tried, threshold)
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """Everything that is known of how the samples were made."""
+
+    backend: TrainingBackend
+    cfg: TrainerConfig
+    sampling: SamplingParams | None
+    tokenizer: Any | None
+    client: Any | None
+
+    async def explanations(self, found: Comparison, tried: dict[str, float]) -> list[Cause]:
+        """The suspects of which it can be computed what the numbers would be."""
+        causes = []
+        for cause, mean in _shifts(found):
+            causes.append(cause)
+            tried[cause.name] = mean
+        if ranks.is_distributed():  # another rank may have other suspects, and a pass of one alone would hang
+            return causes
+        for cause, shaping in self._shapings():
+            causes.append(cause)
+            tried[cause.name] = (await compare(self.backend, self.cfg, found.items, **shaping)).mean
+        for cause, items in self._rewritten(found):
+            causes.append(cause)
+            tried[cause.name] = (await compare(self.backend, self.cfg, items)).mean
+        return causes
+
+    def _shapings(self) -> list[tuple[Cause, dict[str, Any]]]:
+        """Other distributions that the sampler may speak of."""
+        told, sampling = self.cfg.temperature, self.sampling
+        shapings: list[tuple[Cause, dict[str, Any]]] = []
+        if told != 1.0:
+            shapings.append((_raw(told), {"temperature": 1.0}))
+        if sampling is None:
+            return shapings
+        drawn = sampling.temperature or 1.0
+        if drawn not in (told, 1.0):
+            shapings.append((_untold_temperature(drawn, told), {"temperature": drawn}))
+        if sampling.top_p < 1.0:
+            cut: dict[str, Any] = {"top_p": sampling.top_p}
+            shapings += [(_nucleus(sampling.top_p, t), {**cut, "temperature": t}) for t in dict.fromkeys((drawn, told))]
+        return shapings
+
+    def _rewritten(self, found: Comparison) -> list[tuple[Cause, list[SAWItem]]]:
+        """Other tokens that the sampler may have read and drawn."""
+        largest = max(int(np.max(item.input_ids)) for item in found.items)
+        rewritten = [(_ids_off(by), [_with_shifted_ids(item, -by, largest) for item in found.items]) for by in (1, -1)]
+        for name, prompts in self._other_prompts(found).items():
+            rewritten.append((_template(name), [_with_prompt(i, ids) for i, ids in zip(found.items, prompts, strict=True)]))
+        return [(cause, items) for cause, items in rewritten if self._fit(items)]
+
+    def _fit(self, items: Sequence[SAWItem]) -> bool:
+        return max(len(item.input_ids) for item in items) * len(items) <= 2 * self.cfg.micro_token_budget
+
+    def _other_prompts(self, found: Comparison) -> dict[str, list[list[int]]]:
+        """Prompts of all samples, by how they may have been rendered; only where that differs from what the samples have."""
+        if self.tokenizer is None:
+            return {}
+        ways: dict[str, list[list[int]]] = {}
+        for item in found.items:
+            for name, ids in self._renderings(item).items():
+                ways.setdefault(name, []).append(ids)
+        own = [_prompt(item) for item in found.items]
+        return {name: ids for name, ids in ways.items() if len(ids) == len(own) and ids != own and all(ids)}
+
+    def _renderings(self, item: SAWItem) -> dict[str, list[int]]:
+        tokenizer, prompt = self.tokenizer, _prompt(item)
+        assert tokenizer is not None
+        ways = {"the prompt's text, tokenised again": _encoded(tokenizer, tokenizer.decode(prompt))}
+        bos = getattr(tokenizer, "bos_token_id", None)
+        if bos is not None:
+            ways["a begin token before the prompt"] = [bos, *prompt]
+            ways["no begin token before the prompt"] = prompt[1:] if prompt[:1] == [bos] else prompt
+        messages = item.meta.get("chat_prompt_messages")
+        if messages:
+            contents = "".join(message.get("content") or "" for message in messages)
+            ways["the messages without any template"] = _encoded(tokenizer, contents)
+            ways["one line for each message"] = _encoded(
+                tokenizer, "".join(f"{m['role']}: {m.get('content')}\n" for m in messages)
+            )
+            if getattr(tokenizer, "chat_template", None):
+                ways["the tokenizer's chat template"] = _encoded(tokenizer, ChatTemplate(tokenizer).render(messages))
+                closed = tokenizer.apply_chat_template(messages, add_generation_prompt=False, tokenize=False)
+                ways["the chat template without its generation prompt"] = _encoded(tokenizer, closed)
+        return ways
+
+    def wrong_prompts(self, found: Comparison) -> Cause | None:
+        """Whether first prompts are other tokens than the policy's tokenizer makes of their messages, whatever the numbers say."""
+        clipped = getattr(self.client, "prompts_clipped", False)  # then the messages kept are not those that were sent
+        if self.tokenizer is None or clipped:
+            return None
+        for item in found.items:
+            messages = item.meta.get("chat_prompt_messages")
+            if not messages or any(message.get("role") not in ("system", "user") for message in messages):
+                continue
+            expected = ChatTemplate(self.tokenizer).render(messages)
+            given = _prompt(item)
+            if _encoded(self.tokenizer, expected) == given:
+                continue
+            text = self.tokenizer.decode(given)
+            return _retokenised_prompt() if text == expected else _other_template(text, expected)
+        return None
+
+    def retokenised(self, found: Comparison) -> Cause | None:
+        """Completions that agree up to some token and not after it, and are exactly what the tokenizer makes of their text.
+
+        Sampled tokens are sometimes others than those; where they are, the sampler's log-probabilities belong to other tokens.
+        """
+        if self.tokenizer is None:
+            return None
+        agreeing = [len(part) > 0 and abs(part[0]) < AGREES for part in found.differences]
+        canonical = [self._is_canonical(item) for item in found.items]
+        if sum(agreeing) >= 0.25 * len(agreeing) and sum(canonical) >= 0.9 * len(canonical):
+            return _retokenised_completion()
+        return None
+
+    def _is_canonical(self, item: SAWItem) -> bool:
+        """Whether the completion is what the tokenizer makes of its text, its end tokens aside."""
+        assert self.tokenizer is not None
+        special = set(self.tokenizer.all_special_ids)
+        ids = [i for i in _completion(item) if i not in special]
+        return _encoded(self.tokenizer, self.tokenizer.decode(ids)) == ids
+
+    async def by_elimination(self, found: Comparison, tried: dict[str, float], threshold: float) -> Cause:
+        """Ask the sampler to go on from token ids, if it can: no template and no text is in between; what is left is its weights."""
+        ask = getattr(self.client, "complete_tokens", None)
+        if ask is None or ranks.is_distributed():
+            return _other_weights("")
+        probes = await self._probes(ask, found)
+        tried[FROM_IDS] = (await compare(self.backend, self.cfg, probes)).mean
+        return (
+            _other_prompts()
+            if tried[FROM_IDS] < max(AGREES, threshold)
+            else _other_weights(", not even where it goes on from ids")
+        )
+
+    async def _probes(self, ask: Callable[..., Awaitable[TokenTrace]], found: Comparison) -> list[SAWItem]:
+        """What the sampler draws from now on, behind the prompts of the samples."""
+        sampling = self.sampling or SamplingParams(temperature=self.cfg.temperature)
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, max(len(_completion(item)) for item in found.items)))
+        prompts = [_prompt(item) for item in found.items][:PROBED]
+        traces = await asyncio.gather(*(ask(ids, sampling=sampling, seed=seed) for seed, ids in enumerate(prompts) if ids))
+        return [_item_of(trace) for trace in traces]
+
+
+def _item_of(trace: TokenTrace) -> SAWItem:
+    prompt, completion = trace.prompt_token_ids, trace.completion_token_ids
+    length = len(prompt) + len(completion)
+    logps = ActorTokenLogps(list(trace.completion_logprobs or []))
+    mask = [0] * len(prompt) + [1] * len(completion)
+    return SAWItem(prompt + completion, [1] * length, mask, 0.0, {}, SampleAttachments(logps))
+
+
+def _shifts(found: Comparison) -> list[tuple[Cause, float]]:
+    """Log-probabilities that belong to the token before or after."""
+    shifts = []
+    for by in (1, -1):
+        parts = []
+        for row, places, sampler in zip(found.rows, found.places, found.sampler, strict=True):
+            moved = places - 1 + by
+            inside = (moved >= 0) & (moved < len(row))
+            parts.append(row[moved[inside]] - sampler[inside])
+        if sum(map(len, parts)):
+            shifts.append((_shifted(by), _mean(parts)))
+    return shifts
+
+
+def _mean(parts: Sequence[Floats]) -> float:
+    values = np.abs(np.concatenate(list(parts)))
+    return float(values.mean()) if len(values) else 0.0
+
+
+def _logps_of(item: SAWItem) -> Any:
+    assert item.actor_logps is not None
+    return item.actor_logps.token_logps
+
+
+def _prompt(item: SAWItem) -> list[int]:
+    """Ids before the first action."""
+    first = int(np.flatnonzero(np.asarray(item.action_mask))[0])
+    return [int(i) for i in item.input_ids[:first]]
+
+
+def _completion(item: SAWItem) -> list[int]:
+    return [int(i) for i in np.asarray(item.input_ids)[len(_prompt(item)) :]]
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _with_prompt(item: SAWItem, prompt: list[int]) -> SAWItem:
+    """The sample behind another prompt."""
+    completion = _completion(item)
+    old = len(_prompt(item))
+    mask = [int(value) for value in np.asarray(item.action_mask)[old:]]
+    return replace(
+        item,
+        input_ids=prompt + completion,
+        attention_mask=[1] * (len(prompt) + len(completion)),
+        action_mask=[0] * len(prompt) + mask,
+        attachments=SampleAttachments(ActorTokenLogps([float(value) for value in _logps_of(item)])),
+    )
+
+
+def _with_shifted_ids(item: SAWItem, by: int, largest: int) -> SAWItem:
+    """The sample with `by` added to the ids of its action tokens, within [0, largest]."""
+    ids = np.asarray(item.input_ids).copy()
+    action = np.asarray(item.action_mask) != 0
+    ids[action] = np.clip(ids[action] + by, 0, largest)
+    return replace(item, input_ids=[int(i) for i in ids])
+
+
+def _raw(told: float) -> Cause:
+    return Cause(
+        "the sampler's log-probabilities are before temperature",
+        f"the sampler returns log-probabilities before temperature (raw); the trainer's are of logits / {told:g}",
+        "start the server with --logprobs-mode processed_logprobs (LocalChatClient: logprobs_mode='processed'), or set "
+        "TrainerConfig.temperature to 1",
+    )
+
+
+def _untold_temperature(drawn: float, told: float) -> Cause:
+    return Cause(
+        f"the sampler's log-probabilities are at temperature {drawn:g}",
+        f"the sampler returns log-probabilities of the distribution drawn from, at temperature {drawn:g}; the trainer was told {told:g}",
+        f"set TrainerConfig.temperature to {drawn:g}",
+    )
+
+
+def _nucleus(top_p: float, temperature: float) -> Cause:
+    return Cause(
+        f"renormalised over top_p {top_p:g}, at temperature {temperature:g}",
+        f"the sampler returns log-probabilities renormalised over the tokens within top_p {top_p:g}; the trainer's are over all tokens",
+        "sample with top_p=1, or start the server with --logprobs-mode raw_logprobs (LocalChatClient: logprobs_mode='raw') and set "
+        "TrainerConfig.temperature to 1",
+    )
+
+
+def _shifted(by: int) -> Cause:
+    where = "after" if by > 0 else "before"
+    return Cause(
+        f"log-probabilities of the token {where}",
+        f"log-probabilities and ids are shifted by one: each value is that of the token {where}",
+        "align them where the client reads the server's answer: one log-probability for each sampled id, the first beside the first, and "
+        "an action mask that begins at the first sampled id",
+    )
+
+
+def _ids_off(by: int) -> Cause:
+    return Cause(
+        f"completion ids {by:+d}",
+        f"the ids of the completions are the sampler's {by:+d}: ids are shifted by one",
+        "use the ids as the server returns them; a vocabulary with an added token on one side only shifts them",
+    )
+
+
+def _template(name: str) -> Cause:
+    return Cause(
+        f"prompt: {name}"[:57],
+        f"the sampler read another prompt than the samples have: its numbers fit {name} (another chat template, or text tokenised again)",
+        "send the prompt as token ids, rendered once by the policy's own tokenizer, and keep the prompt ids that the server echoes",
+    )
+
+
+def _other_template(text: str, expected: str) -> Cause:
+    at = next((i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), min(len(text), len(expected)))
+    begin = max(0, at - 10)
+    return Cause(
+        "another chat template",
+        f"the prompts are rendered by another chat template than the policy's: at character {at} they have "
+        f"{text[begin : at + 30]!r}, the policy's tokenizer makes {expected[begin : at + 30]!r}",
+        "give the server the chat template of the policy's tokenizer (--chat-template), or send prompts as token ids",
+    )
+
+
+def _retokenised_prompt() -> Cause:
+    return Cause(
+        "prompt tokenised in another way",
+        "the prompts have the right text and other token ids than the policy's tokenizer makes of it: text was tokenised again, or by "
+        "another tokenizer",
+        "send the prompt as token ids, rendered once by the policy's own tokenizer, and keep the prompt ids that the server echoes",
+    )
+
+
+def _retokenised_completion() -> Cause:
+    return Cause(
+        "completions tokenised again",
+        "the completions are what the tokenizer makes of their text, and agree with the sampler only up to some token: text was tokenised "
+        "again, and the ids are not those that were sampled",
+        "train on the ids that the server returns (return_token_ids), never on ids made of its text",
+    )
+
+
+def _other_prompts() -> Cause:
+    return Cause(
+        "another prompt on the sampler's side",
+        "the sampler agrees with the trainer where it goes on from token ids, and not on these samples: it read another prompt than they "
+        "have (another chat template), or their ids were made of text",
+        "send the prompt as token ids, keep the prompt ids that the server echoes, and train on the ids that it returns",
+    )
+
+
+def _other_weights(where: str) -> Cause:
+    return Cause(
+        "other weights",
+        f"nothing else explains it, and the sampler agrees nowhere{where}: it serves stale weights, or another model",
+        "publish the trainer's weights before the first batch, reset the server's prefix cache with them, and check that both "
+        "load the same model",
+    )

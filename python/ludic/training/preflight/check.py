@@ -1,0 +1,182 @@
+"""Before the first step: do the trainer and the sampler speak of the same distribution?
+
+The log-probabilities that came with the first samples are compared with the trainer's own for the same tokens, at the temperature that
+the trainer was told. Where they differ, every ratio of the run would be wrong from its first step on and nothing else would say so: the
+loss goes down either way. `mismatch_causes` then looks for the reason by computing what the numbers would be if it were the one.
+
+Both engines compute in finite precision. At the same weights the mean absolute difference is about 1e-6 nats in float32 and below 0.01
+in bfloat16; a wrong temperature, template or set of weights gives tenths.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ludic.errors import ConfigError, MismatchError
+from ludic.inference.sampling import SamplingParams
+from ludic.training import ranks
+from ludic.training.backend.torch import TrainingBackend
+from ludic.training.config import TrainerConfig
+from ludic.training.preflight.causes import Cause, Comparison, Suspects, compare, find_cause
+from ludic.training.types import SAWItem
+
+logger = logging.getLogger(__name__)
+
+WORST_SHOWN = 8
+EXPLAINED_FROM = 1e-3
+"""Mean difference in nats from which explanations are tried: below it there is nothing to explain."""
+EXPLAINED_BY = 4.0
+"""An explanation that makes the difference so many times smaller is one, be the difference below the threshold."""
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """A token that trainer and sampler judge very differently."""
+
+    sample: str
+    position: int
+    """Among the sample's action tokens."""
+    token_id: int
+    text: str
+    sampler: float
+    trainer: float
+
+
+@dataclass
+class PreflightReport:
+    """What was compared, and what was found."""
+
+    mean: float
+    """Mean absolute difference of log-probabilities, in nats."""
+    max: float
+    num_tokens: int
+    num_samples: int
+    threshold: float
+    tried: dict[str, float] = field(default_factory=dict)
+    """Mean difference under each explanation that was tried, by its name."""
+    cause: Cause | None = None
+    """The likely one; None where all is well."""
+    worst: list[WorstToken] = field(default_factory=list)
+
+    @property
+    def healthy(self) -> bool:
+        return self.cause is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers, for a summary."""
+        named = {} if self.cause is None else {"cause": self.cause.name}
+        return {"mean": self.mean, "max": self.max, "num_tokens": self.num_tokens, "num_samples": self.num_samples, **named}
+
+    def table(self) -> str:
+        """Cause, remedy, explanations and worst tokens, as text."""
+        assert self.cause is not None
+        lines = [
+            f"the trainer and the sampler disagree before the first step: the mean difference of log-probabilities is {self.mean:.4g} "
+            f"nats over {self.num_tokens} tokens of {self.num_samples} samples (largest {self.max:.4g}, threshold {self.threshold:g})",
+            f"likely cause: {self.cause.description}",
+            f"remedy: {self.cause.remedy}",
+            "",
+            f"{'if so':<58} mean difference",
+            f"{'as configured':<58} {self.mean:.6f}",
+            *(f"{name:<58} {mean:.6f}" for name, mean in self.tried.items()),
+            "",
+            f"{'sample':<24} {'at':>4} {'id':>7}  {'token':<14} {'sampler':>9} {'trainer':>9}",
+            *(
+                f"{w.sample[:24]:<24} {w.position:>4} {w.token_id:>7}  {w.text[:14]:<14} {w.sampler:>9.4f} {w.trainer:>9.4f}"
+                for w in self.worst
+            ),
+        ]
+        return "\n".join(lines)
+
+
+@dataclass
+class Preflight:
+    """Compares the first samples of a run with the trainer, and stops it where they disagree.
+
+    >>> trainer = Trainer(..., preflight=Preflight(sampling=inference.sampling, tokenizer=tokenizer))
+
+    Everything but the threshold only helps to name the cause. With several ranks each looks at its own samples, all stop where one must,
+    and explanations that need another forward pass are not tried.
+    """
+
+    sampling: SamplingParams | None = None
+    """What the samples were drawn with."""
+    tokenizer: Any | None = None
+    """Of the policy. With it, prompts are also held against its chat template; leave it out for agents whose prompts show tools."""
+    client: Any | None = None
+    """The sampler. Where it has `complete_tokens`, it is asked to go on from token ids, which leaves templates and text out."""
+    threshold: float = 0.02
+    """Largest healthy mean absolute difference, in nats."""
+    num_samples: int = 32
+    """Samples compared, as far as they fit into one micro-batch."""
+    report: PreflightReport | None = field(default=None, init=False)
+    """What the last comparison gave."""
+
+    def __post_init__(self) -> None:
+        if not self.threshold > 0:
+            raise ConfigError(f"threshold ({self.threshold}) must be > 0, a difference of log-probabilities in nats")
+        if self.num_samples < 1:
+            raise ConfigError(f"num_samples ({self.num_samples}) must be >= 1")
+
+    async def __call__(self, backend: TrainingBackend, cfg: TrainerConfig, items: Sequence[SAWItem]) -> PreflightReport | None:
+        """The report; None where no sample has log-probabilities to compare. Raises MismatchError, whose `report` says more."""
+        chosen = _chosen(items, self.num_samples, cfg.micro_token_budget)
+        if not chosen:
+            logger.warning("no sample carries log-probabilities of its sampler; the trainer cannot be compared with it")
+            return None
+        found = await compare(backend, cfg, chosen)
+        report = self.report = self._report(found)
+        suspects = Suspects(backend, cfg, self.sampling, self.tokenizer, self.client)
+        cause = await find_cause(suspects, found, self.threshold, report.tried) if found.mean > EXPLAINED_FROM else None
+        report.cause = self._judged(cause, report) or suspects.wrong_prompts(found)
+        stop = ranks.max_over_ranks([float(report.cause is not None)], cfg.model_device)[0]
+        if report.cause is not None:
+            raise MismatchError(report.table(), report=report)
+        if stop:
+            raise MismatchError("the samples of another rank disagree with the trainer; its error has the table", report=report)
+        return report
+
+    def _judged(self, cause: Cause | None, report: PreflightReport) -> Cause | None:
+        """A difference below the threshold counts only where an explanation makes nearly all of it go away."""
+        if cause is None or report.mean > self.threshold:
+            return cause
+        explained = report.tried.get(cause.name)
+        return cause if explained is not None and explained * EXPLAINED_BY < report.mean else None
+
+    def _report(self, found: Comparison) -> PreflightReport:
+        return PreflightReport(
+            mean=found.mean,
+            max=found.max,
+            num_tokens=found.num_tokens,
+            num_samples=len(found.items),
+            threshold=self.threshold,
+            worst=[self._worst(found, *place) for place in found.worst(WORST_SHOWN)],
+        )
+
+    def _worst(self, found: Comparison, sample: int, position: int) -> WorstToken:
+        item = found.items[sample]
+        token_id = int(np.asarray(item.input_ids)[found.places[sample][position]])
+        text = "" if self.tokenizer is None else repr(self.tokenizer.decode([token_id]))
+        name = f"{item.meta.get('rollout_id', sample)}/{item.meta.get('step_index', 0)}"
+        return WorstToken(
+            name, position, token_id, text, float(found.sampler[sample][position]), float(found.trainer[sample][position])
+        )
+
+
+def _chosen(items: Sequence[SAWItem], count: int, budget: int) -> list[SAWItem]:
+    """Up to `count` samples from all over the batch that fit into one micro-batch."""
+    able = [item for item in items if item.actor_logps is not None and len(item.input_ids) > 1]
+    spread = able[:: max(1, len(able) // count)][:count]
+    chosen: list[SAWItem] = []
+    longest = 0
+    for item in spread:
+        widest = max(longest, len(item.input_ids))
+        if widest * (len(chosen) + 1) <= budget:
+            chosen.append(item)
+            longest = widest
+    return chosen

@@ -1,0 +1,58 @@
+"""How a list of requests is expanded before it is played."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ludic.errors import ConfigError
+from ludic.training.types import RolloutRequest
+
+
+class RequestStrategy(Protocol):
+    """Expands requests."""
+
+    def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]: ...
+
+
+@dataclass
+class IdentityStrategy:
+    """Plays the requests as they are."""
+
+    def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+        return list(requests)
+
+
+@dataclass
+class GRPORequestStrategy:
+    """Plays every request `group_size` times on the same problem: one environment seed, consecutive sampling seeds, one `group_id`.
+
+    Seeds that a request leaves open, and the group's id, are drawn from Python's global random state, which checkpoints keep.
+    """
+
+    group_size: int
+
+    def __post_init__(self) -> None:
+        if self.group_size <= 0:
+            raise ConfigError(f"group_size must be positive, got {self.group_size}")
+
+    def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+        return [member for request in requests for member in self._group(request)]
+
+    def _group(self, request: RolloutRequest) -> list[RolloutRequest]:
+        env_seed = random.getrandbits(32) if request.env_seed is None else request.env_seed
+        sampling_seed = random.getrandbits(32) if request.sampling_seed is None else request.sampling_seed
+        group_id = str(uuid.UUID(int=random.getrandbits(128), version=4))
+        return [
+            replace(
+                request,
+                env_seed=env_seed,
+                sampling_seed=sampling_seed + member,
+                num_episodes=1,
+                meta={**request.meta, "group_id": group_id},
+            )
+            for member in range(self.group_size)
+        ]

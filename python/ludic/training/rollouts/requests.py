@@ -1,0 +1,207 @@
+"""Requests from data: a queue that empties, or a sequence that is gone through again and again."""
+
+from __future__ import annotations
+
+import queue
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from ludic.errors import ConfigError, LudicError
+from ludic.inference.request import InferenceSpec
+from ludic.training.rollouts.groups import GRPORequestStrategy, IdentityStrategy, RequestStrategy
+from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest
+
+Row = tuple[int, Any]
+"""(index in the data set, sample)."""
+OnEmpty = Literal["raise", "return_empty"]
+
+
+class RequestsExhausted(LudicError, RuntimeError):
+    """No request is left: training ends here."""
+
+
+class RequestsFn(Protocol):
+    """Gives the requests of the next batch."""
+
+    def __call__(self) -> list[RolloutRequest]: ...
+
+
+def make_requests_fn_from_queue(
+    q: queue.Queue[Any],
+    *,
+    batch_size: int,
+    build_request: Callable[[Any], RolloutRequest],
+    strategy: RequestStrategy | None = None,
+    on_empty: OnEmpty = "raise",
+) -> RequestsFn:
+    """Take up to `batch_size` entries of the queue a call; the last batch may be smaller.
+
+    Raises RequestsExhausted when the queue is empty, or returns [] with `on_empty="return_empty"`.
+    """
+    _check_batch_size(batch_size)
+    if on_empty not in ("raise", "return_empty"):
+        raise ConfigError(f"on_empty ({on_empty!r}) must be 'raise' or 'return_empty'")
+    expand = (strategy or IdentityStrategy()).expand
+
+    def requests() -> list[RolloutRequest]:
+        entries: list[Any] = []
+        while len(entries) < batch_size:
+            try:
+                entries.append(q.get_nowait())
+            except queue.Empty:
+                break
+        if not entries and on_empty == "raise":
+            raise RequestsExhausted("the queue of samples is empty")
+        return expand([build_request(entry) for entry in entries])
+
+    return requests
+
+
+def make_dataset_queue_requests_fn(
+    samples_q: queue.Queue[Row],
+    *,
+    batch_size: int,
+    env_kind: str,
+    protocol_kind: str,
+    inference: InferenceSpec | None = None,
+    env_kwargs_fn: Callable[[Any], Mapping[str, Any]] | None = None,
+    protocol_kwargs: Mapping[str, Any] | None = None,
+    request_meta_fn: Callable[[int, Any], Mapping[str, Any]] | None = None,
+    env_seed_fn: Callable[[int, Any], int] | None = None,
+    sampling_seed_fn: Callable[[int, Any], int] | None = None,
+    group_size: int = 1,
+    on_empty: OnEmpty = "raise",
+) -> RequestsFn:
+    """Requests from a queue of `(index, sample)`. Each sample becomes a group of `group_size` requests.
+
+    By default the environment gets `sample=...`, and both seeds are the index.
+    """
+    _check_groups_differ(group_size, inference)
+    build = _builder(
+        env_kind, protocol_kind, inference, env_kwargs_fn, protocol_kwargs, request_meta_fn, env_seed_fn, sampling_seed_fn
+    )
+    return make_requests_fn_from_queue(
+        samples_q, batch_size=batch_size, build_request=build, strategy=_strategy(group_size), on_empty=on_empty
+    )
+
+
+def make_dataset_sequence_requests_fn(
+    samples: Sequence[Any],
+    *,
+    batch_size: int,
+    env_kind: str,
+    protocol_kind: str,
+    inference: InferenceSpec | None = None,
+    env_kwargs_fn: Callable[[Any], Mapping[str, Any]] | None = None,
+    protocol_kwargs: Mapping[str, Any] | None = None,
+    request_meta_fn: Callable[[int, Any], Mapping[str, Any]] | None = None,
+    env_seed_fn: Callable[[int, Any], int] | None = None,
+    sampling_seed_fn: Callable[[int, Any], int] | None = None,
+    group_size: int = 1,
+    shuffle: bool = False,
+    rng_seed: int = 0,
+) -> SequenceRequests:
+    """Requests from a sequence, without end: after the last sample comes the first again, in a new order if `shuffle`.
+
+    The result offers `state_dict` and `load_state_dict`, so that a resumed run goes on with the sample after the last one.
+    """
+    _check_groups_differ(group_size, inference)
+    build = _builder(
+        env_kind, protocol_kind, inference, env_kwargs_fn, protocol_kwargs, request_meta_fn, env_seed_fn, sampling_seed_fn
+    )
+    return SequenceRequests(
+        samples, batch_size=batch_size, build=build, strategy=_strategy(group_size), shuffle=shuffle, rng_seed=rng_seed
+    )
+
+
+class SequenceRequests:
+    """Goes through samples again and again. Its position is its whole state: pass `k` has the order that seed and `k` give."""
+
+    def __init__(
+        self,
+        samples: Sequence[Any],
+        *,
+        batch_size: int,
+        build: Callable[[Row], RolloutRequest],
+        strategy: RequestStrategy,
+        shuffle: bool,
+        rng_seed: int,
+    ) -> None:
+        if len(samples) == 0:
+            raise ConfigError("samples is empty; there is nothing to make requests of")
+        _check_batch_size(batch_size)
+        self._samples, self._batch_size, self._build = samples, batch_size, build
+        self._strategy, self._shuffle, self._rng_seed = strategy, shuffle, rng_seed
+        self.position = 0
+        self._pass, self._order = -1, list(range(len(samples)))
+
+    def __call__(self) -> list[RolloutRequest]:
+        rows = [self._row(self.position + i) for i in range(self._batch_size)]
+        requests = self._strategy.expand([self._build(row) for row in rows])
+        self.position += self._batch_size
+        return requests
+
+    def _row(self, position: int) -> Row:
+        number, offset = divmod(position, len(self._samples))
+        if self._shuffle and number != self._pass:
+            self._order = list(range(len(self._samples)))
+            random.Random(f"{self._rng_seed}/{number}").shuffle(self._order)
+            self._pass = number
+        index = self._order[offset]
+        return index, self._samples[index]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position, "num_samples": len(self._samples), "rng_seed": self._rng_seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where `state` was taken. Raises ConfigError where samples or seed are others, since the order would be another."""
+        for name, own in (("num_samples", len(self._samples)), ("rng_seed", self._rng_seed)):
+            if state.get(name, own) != own:
+                raise ConfigError(
+                    f"the saved position belongs to {name}={state[name]}, here it is {own}: the requests would not be those of the "
+                    "run that is resumed; give the same samples and rng_seed, or begin a new run"
+                )
+        self.position = int(state["position"])
+
+
+def _builder(
+    env_kind: str,
+    protocol_kind: str,
+    inference: InferenceSpec | None,
+    env_kwargs_fn: Callable[[Any], Mapping[str, Any]] | None,
+    protocol_kwargs: Mapping[str, Any] | None,
+    request_meta_fn: Callable[[int, Any], Mapping[str, Any]] | None,
+    env_seed_fn: Callable[[int, Any], int] | None,
+    sampling_seed_fn: Callable[[int, Any], int] | None,
+) -> Callable[[Row], RolloutRequest]:
+    def build(row: Row) -> RolloutRequest:
+        index, sample = row
+        return RolloutRequest(
+            env=EnvSpec(kind=env_kind, kwargs=dict(env_kwargs_fn(sample)) if env_kwargs_fn else {"sample": sample}),
+            protocol=ProtocolSpec(kind=protocol_kind, kwargs=dict(protocol_kwargs or {})),
+            env_seed=env_seed_fn(index, sample) if env_seed_fn else index,
+            sampling_seed=sampling_seed_fn(index, sample) if sampling_seed_fn else index,
+            inference=inference,
+            meta=dict(request_meta_fn(index, sample)) if request_meta_fn else {},
+        )
+
+    return build
+
+
+def _strategy(group_size: int) -> RequestStrategy:
+    return IdentityStrategy() if group_size == 1 else GRPORequestStrategy(group_size)
+
+
+def _check_groups_differ(group_size: int, inference: InferenceSpec | None) -> None:
+    """The members of a group differ by their sampling seed alone, which temperature 0 does not ask."""
+    if group_size > 1 and inference is not None and inference.sampling.temperature == 0:
+        raise ConfigError(
+            f"group_size ({group_size}) at temperature 0 is one answer {group_size} times, and nothing is learnt from a group whose "
+            "members are alike; raise inference.sampling.temperature, or set group_size=1"
+        )
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size <= 0:
+        raise ConfigError(f"batch_size must be positive, got {batch_size}")
