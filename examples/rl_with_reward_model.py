@@ -1,18 +1,24 @@
-"""Reinforcement against a learnt reward model, and what it is worth by the true reward: on a CPU, with no download.
+"""Reinforcement against a learnt reward model, and what it is worth by the true reward: on a CPU,
+with no download.
 
     python examples/rl_with_reward_model.py
 
-The task is to sort five digits: `52914>` is answered by `12459`. The policy is never trained on the task's own reward:
+The task is to sort five digits: `52914>` is answered by `12459`. The policy is never trained on the
+task's own reward:
 
 1. a small policy imitates a teacher who is right in one of four demonstrations;
-2. it answers training problems, and of two answers to a problem the one with fewer mistakes is preferred. A reward model, begun from the
-   policy's weights, is trained on these pairs, token by token as they were sampled (`RMTrainer`, `make_bradley_terry`);
-3. GRPO trains the policy on the reward model's score (`LocalRewardModel`, `RewardModelScorer`, `RewardModelReward`).
+2. it answers training problems, and of two answers to a problem the one with fewer mistakes is
+   preferred. A reward model, begun from the policy's weights, is trained on these pairs, token by
+   token as they were sampled (`RMTrainer`, `make_bradley_terry`);
+3. GRPO trains the policy on the reward model's score (`LocalRewardModel`, `RewardModelScorer`,
+   `RewardModelReward`).
 
-Before and after, two numbers are measured on held-out problems: the score, which is trained on, and the share of right answers, which
-is wanted. Where the first rises and the second falls, the reward model is over-optimised, and the end says so. It does not take much:
-measured with seed 0, the first 15 steps of GRPO raise the share of right answers from 0.20 to 0.46. Three more rounds (`--rounds 4`), each
-with a reward model that has also seen the policy's new answers, raise the score every time, and right answers fall to 0.21, 0.09 and 0.19.
+Before and after, two numbers are measured on held-out problems: the score, which is trained on, and
+the share of right answers, which is wanted. Where the first rises and the second falls, the reward
+model is over-optimised, and the end says so. It does not take much: measured with seed 0, the first
+15 steps of GRPO raise the share of right answers from 0.20 to 0.46. Three more rounds (`--rounds
+4`), each with a reward model that has also seen the policy's new answers, raise the score every
+time, and right answers fall to 0.21, 0.09 and 0.19.
 """
 
 import argparse
@@ -131,8 +137,10 @@ def mistakes(answer: str, right: str) -> int:
 
 
 def preferences(player: Player, rng: random.Random, problems: int, source: str) -> list[SAWItem]:
-    """Pairs of answers to one problem, the one with fewer mistakes preferred: samples made of the tokens that were sampled. Half of the
-    answers are sampled hotter than the policy is, and each problem is also given an answer that was meant for another."""
+    """Pairs of answers to one problem, the one with fewer mistakes preferred: samples made of the
+    tokens that were sampled. Half of the
+    answers are sampled hotter than the policy is, and each problem is also given an answer that
+    was meant for another."""
     drawn = {problem["id"]: problem for problem in (TASK.draw(rng) for _ in range(problems))}
     asked = [(problem, temperature) for problem in drawn.values() for temperature in (1.0, 1.0, 1.0, 1.5, 1.5, 1.5)]
     answers: dict[str, list] = {}

@@ -1,13 +1,16 @@
-"""Supervised fine-tuning, rejection sampling, then reinforcement: one small model, one task, on a CPU, with no download.
+"""Supervised fine-tuning, rejection sampling, then reinforcement: one small model, one task, on a
+CPU, with no download.
 
     python examples/sft_then_rl.py
 
-The task is to sort five digits: `52914>` is answered by `12459`. The teacher of the demonstrations is right in one of four. What each
-stage adds is measured on held-out problems, four sampled answers to each:
+The task is to sort five digits: `52914>` is answered by `12459`. The teacher of the demonstrations
+is right in one of four. What each stage adds is measured on held-out problems, four sampled answers
+to each:
 
-1. supervised fine-tuning on the demonstrations (`ItemBatchSource`, `make_sft`): the model imitates the teacher, mistakes and all;
-2. rejection sampling: it plays training problems, the right answers are kept (a JSONL file with token traces), and it is trained on the
-   tokens that it sampled (`OfflineBatchSource`);
+1. supervised fine-tuning on the demonstrations (`ItemBatchSource`, `make_sft`): the model imitates
+   the teacher, mistakes and all;
+2. rejection sampling: it plays training problems, the right answers are kept (a JSONL file with
+   token traces), and it is trained on the tokens that it sampled (`OfflineBatchSource`);
 3. reinforcement with GRPO on the reward (`RolloutBatchSource`), from where that ended.
 """
 

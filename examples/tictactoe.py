@@ -1,8 +1,11 @@
-"""A small model learns tic-tac-toe, against an opponent or against itself. No download; about two minutes on two cores.
+"""A small model learns tic-tac-toe, against an opponent or against itself. No download; about two
+minutes on two cores.
 
-The model first imitates a teacher half of whose moves are perfect. Then it is reinforced by how its games end: against an opponent of
-which four moves in ten are perfect, or, with `--self-play`, against itself: one policy is both players of a `MultiAgentProtocol`, and
-the rollout of either is a training sample. It is measured against a random and a perfect opponent, which it was not trained against.
+The model first imitates a teacher half of whose moves are perfect. Then it is reinforced by how its
+games end: against an opponent of which four moves in ten are perfect, or, with `--self-play`,
+against itself: one policy is both players of a `MultiAgentProtocol`, and the rollout of either is a
+training sample. It is measured against a random and a perfect opponent, which it was not trained
+against.
 
     python examples/tictactoe.py
     python examples/tictactoe.py --self-play
@@ -96,7 +99,8 @@ def game(mark: str, opponent: str, env_seed: int, sampling_seed: int) -> Rollout
 
 
 def training_games(rng: random.Random, *, self_play: bool, random_moves: int) -> list[RolloutRequest]:
-    """Groups of eight games that begin alike: as many rollouts either way, since a game against itself gives two."""
+    """Groups of eight games that begin alike: as many rollouts either way, since a game against
+    itself gives two."""
     seeds = [(rng.getrandbits(31), rng.getrandbits(31)) for _ in range(32 if self_play else 64)]
     if not self_play:
         return [game("O" if rng.random() < 2 / 3 else "X", "mixed", *pair) for pair in seeds]
@@ -113,7 +117,8 @@ def training_games(rng: random.Random, *, self_play: bool, random_moves: int) ->
 
 
 async def measure(client: LocalChatClient, games: int = 400) -> dict[str, float]:
-    """Sampled games against either opponent, the same seeds every time, half of them on either side."""
+    """Sampled games against either opponent, the same seeds every time, half of them on either
+    side."""
     rates = {}
     for opponent in ("random", "perfect"):
         requests = [game("XO"[i % 2], opponent, 1_000_000 + i, 1_000_000 + i) for i in range(games)]

@@ -1,9 +1,11 @@
 """An agent learns to look things up instead of guessing. No download; about 75 s of one core.
 
-A key is asked for; what is stored under it is hidden, and new in every episode. The tool `look` tells. The agent is a `ReActAgent`:
-it may call the tool, in the format of Hermes and Qwen models, before it answers. A small model first imitates a teacher who mostly
-guesses; then it is reinforced by nothing but whether the final answer was right. The call of the tool comes before that answer, in a
-model call of its own: it is a step of the same rollout, so it is a training sample with the same credit.
+A key is asked for; what is stored under it is hidden, and new in every episode. The tool `look`
+tells. The agent is a `ReActAgent`: it may call the tool, in the format of Hermes and Qwen models,
+before it answers. A small model first imitates a teacher who mostly guesses; then it is reinforced
+by nothing but whether the final answer was right. The call of the tool comes before that answer, in
+a model call of its own: it is a step of the same rollout, so it is a training sample with the same
+credit.
 
     python examples/tool_agent.py
     python examples/tool_agent.py --answers-only     # train the answers alone: the calls get no credit
@@ -119,7 +121,8 @@ class Teacher(ChatClient):
 
 
 class Reshuffled:
-    """Batches of the same samples, drawn at random. Answers after a look, a sixth of all samples, are drawn four times as often."""
+    """Batches of the same samples, drawn at random. Answers after a look, a sixth of all
+    samples, are drawn four times as often."""
 
     def __init__(self, items: Sequence[SAWItem], batch_size: int, rng: random.Random) -> None:
         self._items = [item for item in items for _ in range(4 if item.meta["step_index"] else 1)]

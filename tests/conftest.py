@@ -1,4 +1,5 @@
-"""Hypothesis profiles: `quick` by default, the same examples in every run; `LUDIC_HYPOTHESIS=thorough` searches among many more.
+"""Hypothesis profiles: `quick` by default, the same examples in every run;
+`LUDIC_HYPOTHESIS=thorough` searches among many more.
 
 Threads that wait spin for a moment, then sleep (see `ludic.cli.app.main`).
 """

@@ -1,5 +1,6 @@
-"""The layers of the library: lower never imports higher. Imports within functions and for type checking alone do not count: the first
-are how optional and heavy parts are reached late, the second never run."""
+"""The layers of the library: lower never imports higher. Imports within functions and for type
+checking alone do not count: the first are how optional and heavy parts are reached late, the
+second never run."""
 
 import ast
 import importlib

@@ -245,7 +245,8 @@ def test_a_box_is_stripped_and_must_hold_something():
 @pytest.mark.parametrize("parser", PARSERS.values(), ids=PARSERS)
 @pytest.mark.parametrize("piece", ["<answer>", "</answer>", "<think>", "</think> ", r"\boxed{", "{", "}", "\\boxed ", " "])
 def test_time_is_linear_in_the_text(parser, piece):
-    """200,000 characters of a hostile answer. Quadratic time would be minutes; the limit is a thousand times what it takes."""
+    """200,000 characters of a hostile answer. Quadratic time would be minutes; the limit is a
+    thousand times what it takes."""
     raw = (piece * 200_000)[:200_000]
     start = time.process_time()
     parser(raw)

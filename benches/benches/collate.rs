@@ -1,5 +1,5 @@
-//! One micro-batch of 16384 tokens after the other in every layout, into buffers used again: nanoseconds a real token.
-//! Workload W1, 1000 samples, seed 0.
+//! One micro-batch of 16384 tokens after the other in every layout, into buffers used again:
+//! nanoseconds a real token. Workload W1, 1000 samples, seed 0.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use ludic_benches::{Columns, Workload};

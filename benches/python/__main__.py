@@ -1,7 +1,8 @@
 """`python -m benches.python`: every comparison, as markdown.
 
-One thread, a process a subject, contenders interleaved round by round: the speed is the median of the ratios to the reference within each
-round. What a subject leaves behind in the allocator (fresh pages cost as much as a plan) is no matter of the next.
+One thread, a process a subject, contenders interleaved round by round: the speed is the median of
+the ratios to the reference within each round. What a subject leaves behind in the allocator (fresh
+pages cost as much as a plan) is no matter of the next.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Samples to padded and padding-free batches: the core against plain torch, numpy and the collators of transformers."""
+"""Samples to padded and padding-free batches: the core against plain torch, numpy and the
+collators of transformers."""
 
 from __future__ import annotations
 

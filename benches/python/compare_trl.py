@@ -1,10 +1,13 @@
-"""The built-in sorting task with ludic and with TRL's GRPOTrainer: same weights to start from, same problems, samples and steps.
+"""The built-in sorting task with ludic and with TRL's GRPOTrainer: same weights to start from, same
+problems, samples and steps.
 
     python -m benches.python.compare_trl --trl-python .venv-trl/bin/python --out docs
 
-TRL is not a dependency: give it an environment of its own (`pip install trl==1.16.0 -c constraints.txt`). This process warms a model
-up with ludic and trains it; another, with that interpreter, runs this file with `--trl` and imports TRL alone. Both models are
-measured by the same held-out evaluation. It writes comparison.json and comparison.png, and prints the table of docs/comparison.md.
+TRL is not a dependency: give it an environment of its own (`pip install trl==1.16.0 -c
+constraints.txt`). This process warms a model up with ludic and trains it; another, with that
+interpreter, runs this file with `--trl` and imports TRL alone. Both models are measured by the same
+held-out evaluation. It writes comparison.json and comparison.png, and prints the table of
+docs/comparison.md.
 """
 
 from __future__ import annotations
@@ -106,7 +109,8 @@ def write_problems(work: Path, steps: int, seed: int) -> None:
 
 
 def train_with_trl(work: Path, steps: int, seed: int, threads: int) -> None:
-    """GRPO with TRL: two optimizer steps a batch, token-level mean (`dapo`), the same clip range, optimizer and schedule."""
+    """GRPO with TRL: two optimizer steps a batch, token-level mean (`dapo`), the same clip
+    range, optimizer and schedule."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,10 +1,13 @@
-"""The built-in preferences with ludic's RMTrainer and with TRL's RewardTrainer: the same first weights, pairs, batches and steps.
+"""The built-in preferences with ludic's RMTrainer and with TRL's RewardTrainer: the same first
+weights, pairs, batches and steps.
 
     python -m benches.python.compare_trl_reward --trl-python .venv-trl/bin/python --seeds 50 52
 
-TRL is not a dependency: give it an environment of its own (`pip install trl==1.16.0 -c constraints.txt`). Each side trains in a process
-of its own, one thread, the two taking turns; both models are measured by the same evaluation. Seconds and memory are those of the
-training call: neither imports nor reading count. Tokens are counted at the model's door, on both sides by the same hook.
+TRL is not a dependency: give it an environment of its own (`pip install trl==1.16.0 -c
+constraints.txt`). Each side trains in a process of its own, one thread, the two taking turns; both
+models are measured by the same evaluation. Seconds and memory are those of the training call:
+neither imports nor reading count. Tokens are counted at the model's door, on both sides by the same
+hook.
 """
 
 from __future__ import annotations
@@ -93,7 +96,8 @@ def measured(train: Callable[..., Any], work: Path, seed: int) -> dict[str, floa
 
     torch.set_num_threads(1)
     model = AutoModelForSequenceClassification.from_pretrained(work / "start" / "model")
-    # TRL ends texts with "<eos>" as text, which the byte tokenizer spells out unless told otherwise.
+    # TRL ends texts with "<eos>" as text, which the byte tokenizer spells out unless told
+    # otherwise.
     tokenizer = AutoTokenizer.from_pretrained(work / "start" / "model", split_special_tokens=False)
     tokens = {"real": 0, "computed": 0}
 
@@ -138,7 +142,8 @@ def train_with_ludic(work: Path, model: Any, tokenizer: Any, pairs: int, seed: i
 
 
 def train_with_trl(work: Path, model: Any, tokenizer: Any, pairs: int, seed: int) -> Callable[[], Any]:
-    """RewardTrainer: Bradley-Terry, the same optimizer and schedule, each batch padded to its longest response."""
+    """RewardTrainer: Bradley-Terry, the same optimizer and schedule, each batch padded to its
+    longest response."""
     from datasets import Dataset
     from trl import RewardConfig, RewardTrainer
 

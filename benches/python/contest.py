@@ -1,8 +1,10 @@
-"""How speeds are compared: all contenders of a contest take turns in one process, and a ratio is taken within each round.
+"""How speeds are compared: all contenders of a contest take turns in one process, and a ratio is
+taken within each round.
 
-A ratio to the reference in the same round survives a machine that is slower in one round than in the next. What a
-contender gives is compared with the reference's before anything is timed. The clock is the processor time of this thread:
-what other processes take does not count, and nothing here sleeps or has threads of its own.
+A ratio to the reference in the same round survives a machine that is slower in one round than in
+the next. What a contender gives is compared with the reference's before anything is timed. The
+clock is the processor time of this thread: what other processes take does not count, and nothing
+here sleeps or has threads of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Contender:
     name: str
     run: Run
     check: Callable[[Any, Any], None] | None = None
-    """Takes what it gives and what the reference gives; raises when they differ. None where there is nothing to compare."""
+    """Takes what it gives and what the reference gives; raises when they differ. None where
+    there is nothing to compare."""
     repeats: int = 1
     """Runs within one timing: more for work of microseconds."""
     cold: bool = False
@@ -64,7 +67,8 @@ class Result:
 
 
 def hold(contest: Contest, rounds: int = 7) -> list[Result]:
-    """Checks all contenders, then times each once a round, in an order that shifts by one from round to round."""
+    """Checks all contenders, then times each once a round, in an order that shifts by one from
+    round to round."""
     _check(contest)
     results = [Result(contender.name) for contender in contest.contenders]
     for turn in range(rounds):

@@ -5,8 +5,8 @@
     python benches/python/learning.py tictactoe --seeds 60 64
     python benches/python/learning.py tools --seeds 60 64
 
-Each run is a process of its own, one after another, with the settings that follow (`key=value`) passed on. Seconds are wall time of the
-whole process, imports included, and its CPU time.
+Each run is a process of its own, one after another, with the settings that follow (`key=value`)
+passed on. Seconds are wall time of the whole process, imports included, and its CPU time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Memory that log-probabilities of `[B, T, V]` logits take, forward and backward, against log_softmax and gather.
+"""Memory that log-probabilities of `[B, T, V]` logits take, forward and backward, against
+log_softmax and gather.
 
-Bytes are counted, not sampled: every storage that torch makes counts from the operation that makes it until it is freed, so that
-the numbers are the same on every machine. The ratio is (logits + everything beside them) / logits, for the loss
-alone: from the logits to their gradient, without the model around it.
+Bytes are counted, not sampled: every storage that torch makes counts from the operation that makes
+it until it is freed, so that the numbers are the same on every machine. The ratio is (logits +
+everything beside them) / logits, for the loss alone: from the logits to their gradient, without the
+model around it.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def _storage(tensor: Tensor) -> Any:
 
 
 def log_softmax_gather(logits: Tensor, ids: Tensor) -> Tensor:
-    """What one writes first: all logits in float32, all their log-probabilities, one of them kept."""
+    """What one writes first: all logits in float32, all their log-probabilities, one of them
+    kept."""
     return torch.log_softmax(logits.float(), dim=-1)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
 
 

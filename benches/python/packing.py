@@ -1,4 +1,5 @@
-"""A forward and a backward pass over one budget of tokens: padded, and one sequence behind another with two kinds of attention."""
+"""A forward and a backward pass over one budget of tokens: padded, and one sequence behind
+another with two kinds of attention."""
 
 from __future__ import annotations
 

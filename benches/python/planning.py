@@ -1,4 +1,5 @@
-"""Planning micro-batches from lengths: the core against the documented algorithms in plain Python and the best of numpy.
+"""Planning micro-batches from lengths: the core against the documented algorithms in plain Python
+and the best of numpy.
 
 `contests` compares speed, `report` what the plans save and how well ranks are balanced.
 """
@@ -23,7 +24,8 @@ Lists = list[list[int]]
 
 
 def greedy(lengths: Sequence[int]) -> Lists:
-    """The documented algorithm: ascending stable sort, a new micro-batch when `longest * rows` exceeds the budget."""
+    """The documented algorithm: ascending stable sort, a new micro-batch when `longest * rows`
+    exceeds the budget."""
     plan: Lists = []
     rows: list[int] = []
     longest = 0
@@ -37,7 +39,8 @@ def greedy(lengths: Sequence[int]) -> Lists:
 
 
 def greedy_by_numpy(lengths: NDArray[np.int32]) -> Lists:
-    """One `argsort`, one `searchsorted` a micro-batch: on ascending lengths the first that does not fit is found by its product."""
+    """One `argsort`, one `searchsorted` a micro-batch: on ascending lengths the first that does
+    not fit is found by its product."""
     order = np.argsort(lengths, kind="stable")
     ascending = lengths[order].astype(np.int64)
     ranks = np.arange(1, len(order) + 1)
@@ -65,7 +68,8 @@ def best_fit_decreasing(lengths: Sequence[int]) -> Lists:
 
 
 def programme(lengths: Sequence[int]) -> Lists:
-    """The exact optimum as a dynamic programme over ascending lengths, each end looking back as far as the budget lets it."""
+    """The exact optimum as a dynamic programme over ascending lengths, each end looking back as
+    far as the budget lets it."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     best, begins = [0], [0]
     for end, index in enumerate(order, start=1):

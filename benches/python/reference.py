@@ -1,4 +1,5 @@
-"""The documented algorithms in plain Python and torch, as a user would write them. What the core is measured against."""
+"""The documented algorithms in plain Python and torch, as a user would write them. What the core
+is measured against."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
 
 
 def collate(items: Sequence[SAWItem], pad: int) -> dict[str, Tensor]:
-    """Right-padded batch: `torch.tensor` on each sequence of each sample, copied into the row of a full tensor."""
+    """Right-padded batch: `torch.tensor` on each sequence of each sample, copied into the row of
+    a full tensor."""
     shape = (len(items), max(len(item.input_ids) for item in items))
     batch = {
         "input_ids": torch.full(shape, pad, dtype=torch.long),
@@ -62,7 +64,8 @@ def collate_by_pad_sequence(items: Sequence[SAWItem], pad: int) -> dict[str, Ten
 
 
 def collate_by_numpy(items: Sequence[SAWItem], pad: int) -> dict[str, Tensor]:
-    """The best that numpy does with lists: one `fromiter` a field over all samples, scattered by a mask of lengths."""
+    """The best that numpy does with lists: one `fromiter` a field over all samples, scattered by
+    a mask of lengths."""
     lengths = np.array([len(item.input_ids) for item in items])
     tokens = int(lengths.sum())
     there = np.arange(lengths.max()) < lengths[:, None]

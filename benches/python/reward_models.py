@@ -1,10 +1,12 @@
-"""What `ludic train-rm` learns of the built-in preferences, seed by seed: the tables of docs/reward-models.md.
+"""What `ludic train-rm` learns of the built-in preferences, seed by seed: the tables of
+docs/reward-models.md.
 
     python benches/python/reward_models.py --seeds 50 54
     python benches/python/reward_models.py --seeds 50 54 lora.rank=8 trainer.lr=1e-2 threads=1
 
-Each run is a process of its own, one after another, with the settings that follow (`key=value`) passed on. Seconds are wall time of the
-whole process, imports included, and its CPU time. The last line says which of the criteria hold for every seed.
+Each run is a process of its own, one after another, with the settings that follow (`key=value`)
+passed on. Seconds are wall time of the whole process, imports included, and its CPU time. The last
+line says which of the criteria hold for every seed.
 """
 
 from __future__ import annotations

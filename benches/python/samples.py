@@ -1,4 +1,5 @@
-"""Macro-batches to collate, the same for the same seed: lengths lognormal around 512 tokens, a quarter of each a prompt."""
+"""Macro-batches to collate, the same for the same seed: lengths lognormal around 512 tokens, a
+quarter of each a prompt."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def micro_batches(items: list[SAWItem], budget: int) -> list[NDArray[np.int64]]:
 
 
 def each(function: Callable[[Any], Any], batches: list[Any]) -> Callable[[], Any]:
-    """A run over all micro-batches, of which the last result is kept: as in training, one is alive at a time."""
+    """A run over all micro-batches, of which the last result is kept: as in training, one is
+    alive at a time."""
 
     def run() -> Any:
         result = None

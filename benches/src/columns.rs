@@ -4,7 +4,8 @@ use ludic_core::{ColumnInput, Floats, Ints, SampleTable};
 
 use crate::Workload;
 
-/// The columns of a macro-batch: a quarter of each sample is its prompt, every other token an action.
+/// The columns of a macro-batch: a quarter of each sample is its prompt, every other token an
+/// action.
 #[derive(Debug)]
 pub struct Columns {
     ids: Vec<i32>,

@@ -42,7 +42,8 @@ impl Workload {
         }
     }
 
-    /// Chosen and rejected lengths in turn; a rejected one is its chosen one times a lognormal of sigma 0.4.
+    /// Chosen and rejected lengths in turn; a rejected one is its chosen one times a lognormal of
+    /// sigma 0.4.
     pub fn pair_lengths(self, pairs: usize, seed: u64) -> Vec<i32> {
         let mut random = StdRng::seed_from_u64(seed ^ 0x5eed);
         let mut rejected = |chosen: i32| f64::from(chosen) * (0.4 * standard().sample(&mut random)).exp();

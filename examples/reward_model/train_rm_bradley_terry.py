@@ -10,8 +10,9 @@
         --eval-split test --eval-limit 1000 --eval-every 100 --early-stopping-patience 5 \\
         --profile-memory --output-dir checkpoints_rm_v2
 
-It is `ludic train-rm`, whose flags, settings and files it has; docs/reward-models.md says what they are. Without `--hf-dataset` or
-`--data` the pairs are generated, without `--model` a small model is made.
+It is `ludic train-rm`, whose flags, settings and files it has; docs/reward-models.md says what they
+are. Without `--hf-dataset` or `--data` the pairs are generated, without `--model` a small model is
+made.
 """
 
 from __future__ import annotations

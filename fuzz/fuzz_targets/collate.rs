@@ -1,5 +1,5 @@
-//! Any sequences, masks, log-probs, weights, cuts and indices: every layout says what the samples say, or the error names
-//! what was wrong.
+//! Any sequences, masks, log-probs, weights, cuts and indices: every layout says what the samples
+//! say, or the error names what was wrong.
 //!
 //! `cargo +nightly fuzz run collate -- -max_total_time=600`
 #![no_main]
@@ -18,7 +18,8 @@ struct Input {
     pad_token_id: i32,
 }
 
-/// A sample. Its masks fit its ids unless `ragged`, so that not every input ends at the first check.
+/// A sample. Its masks fit its ids unless `ragged`, so that not every input ends at the first
+/// check.
 #[derive(Debug, Arbitrary)]
 struct Drawn {
     ids: Vec<(u16, bool)>,

@@ -1,4 +1,5 @@
-//! Any ids, roles, pairs and lengths: pairs stay whole within the budget, or the error names what was wrong.
+//! Any ids, roles, pairs and lengths: pairs stay whole within the budget, or the error names what
+//! was wrong.
 //!
 //! `cargo +nightly fuzz run pairs -- -max_total_time=600`
 #![no_main]
@@ -62,7 +63,8 @@ fn check_groups(ids: &[PairId<'_>], roles: &[&str], groups: &Groups) {
     assert_eq!(found.len(), ids.len(), "a sample is missing or there twice");
 }
 
-/// Whether a plan is due: every pair names two samples of its own, and the budget holds the longest twice.
+/// Whether a plan is due: every pair names two samples of its own, and the budget holds the longest
+/// twice.
 fn is_valid(lengths: &[i32], pairs: &[[i64; 2]], budget: i64) -> bool {
     let length = |sample: &i64| usize::try_from(*sample).ok().and_then(|sample| lengths.get(sample).copied());
     let mut seen = HashSet::new();

@@ -1,4 +1,5 @@
-//! Any lengths, budgets and settings: a plan that keeps its promises, or the error that names what was wrong.
+//! Any lengths, budgets and settings: a plan that keeps its promises, or the error that names what
+//! was wrong.
 //!
 //! `cargo +nightly fuzz run planner -- -max_total_time=600`
 #![no_main]

@@ -1,3 +1,4 @@
-"""Post-training of language models: reinforcement learning, reward modelling and supervised fine-tuning."""
+"""Post-training of language models: reinforcement learning, reward modelling and supervised
+fine-tuning."""
 
 __all__: list[str] = []

@@ -1,6 +1,7 @@
 """Packages whose names are imported when they are first asked for.
 
-The stub beside the package's `__init__.py` is the one list of names: a type checker reads it, and so does `lazy_exports`.
+The stub beside the package's `__init__.py` is the one list of names: a type checker reads it, and
+so does `lazy_exports`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """`__getattr__`, `__dir__` and `__all__` of `package`, from the imports in its `__init__.pyi`.
 
-    Example: a stub with the line `from ludic.training.trainer import Trainer as Trainer` makes `package.Trainer` import
-    `ludic.training.trainer` the first time it is read.
+    Example: a stub with the line `from ludic.training.trainer import Trainer as Trainer` makes
+    `package.Trainer` import `ludic.training.trainer` the first time it is read.
     """
     namespace = vars(sys.modules[package])
     homes = _homes(Path(namespace["__file__"]).with_suffix(".pyi"))

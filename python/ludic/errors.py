@@ -1,4 +1,5 @@
-"""What ludic raises. Every error is a `LudicError` and also the standard type that fits, so that either can be caught."""
+"""What ludic raises. Every error is a `LudicError` and also the standard type that fits, so that
+either can be caught."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class RolloutError(LudicError, RuntimeError):
 
 
 class GradingError(LudicError, RuntimeError):
-    """An answer that could not be graded: what should have judged it failed or took too long. It has no reward, not one of 0."""
+    """An answer that could not be graded: what should have judged it failed or took too long. It
+    has no reward, not one of 0."""
 
 
 class InferenceError(LudicError, RuntimeError):
@@ -69,7 +71,8 @@ class InferenceError(LudicError, RuntimeError):
 
 
 class EngineDeadError(InferenceError):
-    """A server whose engine is gone. It may still answer `/health`; it has to be started again before anything else is asked of it."""
+    """A server whose engine is gone. It may still answer `/health`; it has to be started again
+    before anything else is asked of it."""
 
 
 class ServerUnreachableError(InferenceError, ConnectionError):
@@ -77,7 +80,8 @@ class ServerUnreachableError(InferenceError, ConnectionError):
 
 
 class ClientTagError(InferenceError):
-    """An answer that does not say whose it is, or says that it is another client's. Asking again would not help."""
+    """An answer that does not say whose it is, or says that it is another client's. Asking again
+    would not help."""
 
 
 class NonFiniteError(LudicError, RuntimeError):
@@ -85,7 +89,8 @@ class NonFiniteError(LudicError, RuntimeError):
 
 
 class MismatchError(LudicError, RuntimeError):
-    """The trainer and the sampler give the same tokens different probabilities. The message has the likely cause and a table."""
+    """The trainer and the sampler give the same tokens different probabilities. The message has
+    the likely cause and a table."""
 
     def __init__(self, message: str, *, report: object | None = None) -> None:
         super().__init__(message)
@@ -115,7 +120,8 @@ class ServerTimeoutError(InferenceError, TimeoutError):
 
 
 class PublishError(LudicError, RuntimeError):
-    """New weights did not reach the servers; the message names those that failed and says what the others serve."""
+    """New weights did not reach the servers; the message names those that failed and says what
+    the others serve."""
 
 
 class PublishTimeoutError(PublishError, TimeoutError):
@@ -123,7 +129,8 @@ class PublishTimeoutError(PublishError, TimeoutError):
 
 
 def place_of(error: BaseException, file: str | None = None) -> str:
-    """`file:line, in function` that raised the error: the innermost line of `file`, or of any where it passed through none of that. Empty
+    """`file:line, in function` that raised the error: the innermost line of `file`, or of any where
+    it passed through none of that. Empty
     where there is no traceback."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     own = [frame for frame in frames if frame.filename == file] or frames

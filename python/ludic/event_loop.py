@@ -1,4 +1,5 @@
-"""Coroutines from synchronous code, on one event loop that lasts, so that clients bound to it live from step to step."""
+"""Coroutines from synchronous code, on one event loop that lasts, so that clients bound to it
+live from step to step."""
 
 from __future__ import annotations
 
@@ -12,13 +13,15 @@ T = TypeVar("T")
 
 
 class EventLoop:
-    """Runs coroutines one after another on a loop of its own, made when first needed and closed with this object."""
+    """Runs coroutines one after another on a loop of its own, made when first needed and closed
+    with this object."""
 
     def __init__(self) -> None:
         self._runner: asyncio.Runner | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, instead: str) -> T:
-        """Run to the end and return the result. Inside a running loop it is an error; `instead` says what to await there."""
+        """Run to the end and return the result. Inside a running loop it is an error; `instead`
+        says what to await there."""
         if _is_running():
             coroutine.close()
             raise RuntimeError(f"an event loop is running already, and a second cannot run inside it; use `await {instead}`")
@@ -44,5 +47,6 @@ def _is_running() -> bool:
 
 
 async def awaited(value: Any) -> Any:
-    """What a user's function gave, whether it is plain, a coroutine function, or returns something to await."""
+    """What a user's function gave, whether it is plain, a coroutine function, or returns
+    something to await."""
     return await value if inspect.isawaitable(value) else value

@@ -1,4 +1,5 @@
-"""Parsers: raw text of a model to an action, or to feedback and a penalty. They never raise on what a model wrote."""
+"""Parsers: raw text of a model to an action, or to feedback and a penalty. They never raise on
+what a model wrote."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ Parser = Callable[[str], ParseResult]
 
 
 def compose_parsers(*parsers: Parser) -> Parser:
-    """Left to right: each parser gets the action of the one before, rewards add up, the first failure ends it."""
+    """Left to right: each parser gets the action of the one before, rewards add up, the first
+    failure ends it."""
 
     def composed(raw: str) -> ParseResult:
         action, reward = raw, 0.0
@@ -45,8 +47,9 @@ def xml_parser(
 ) -> Parser:
     """A parser for `<tag>...</tag>`, whatever the case.
 
-    `inner`: the action is the text between the first pair of tags; with `exact` nothing but white space may stand around it.
-    `remainder_after_prefix`: the text must open with the pair, and the action is what follows it.
+    `inner`: the action is the text between the first pair of tags; with `exact` nothing but white
+    space may stand around it. `remainder_after_prefix`: the text must open with the pair, and the
+    action is what follows it.
     """
     if kind not in ("inner", "remainder_after_prefix"):
         raise ConfigError(f"Unknown kind {kind!r}; it must be 'inner' or 'remainder_after_prefix'")
@@ -68,7 +71,8 @@ Finder = Callable[[str], tuple[str | None, str]]
 
 
 def _tags(tag: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Opening and closing tag. They are searched for one after the other: one pattern for the pair takes quadratic time on text that
+    """Opening and closing tag. They are searched for one after the other: one pattern for the pair
+    takes quadratic time on text that
     repeats the opening tag."""
     name = re.escape(tag)
     return re.compile(f"<{name}>", re.IGNORECASE), re.compile(f"</{name}>", re.IGNORECASE)
@@ -125,14 +129,16 @@ _BRACE = re.compile(r"\\[{}\\]|[{}]")
 
 
 def extract_last_boxed_content(raw: str) -> str | None:
-    r"""The content of the last `\boxed{...}` whose braces balance, not stripped; None if there is none. `\{` and `\}` do not count."""
+    r"""The content of the last `\boxed{...}` whose braces balance, not stripped; None if there
+    is none. `\{` and `\}` do not count."""
     closes = _closing_braces(raw)
     boxes = [match.end() for match in _BOX.finditer(raw) if match.end() - 1 in closes]
     return raw[boxes[-1] : closes[boxes[-1] - 1]] if boxes else None
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    r"""Position of each opening brace that is closed -> position of its closing brace. A backslash escapes a brace and a backslash."""
+    r"""Position of each opening brace that is closed -> position of its closing brace. A
+    backslash escapes a brace and a backslash."""
     still_open: list[int] = []
     closes: dict[int, int] = {}
     for match in _BRACE.finditer(text):

@@ -1,6 +1,8 @@
-"""Sampling seeds that follow from the seed of an episode: one for each step, for each agent, for each model call within a step.
+"""Sampling seeds that follow from the seed of an episode: one for each step, for each agent, for
+each model call within a step.
 
-They are outputs of SplitMix64 (Steele et al. 2014), cut to the 31 bits that every server takes. No seed stays no seed.
+They are outputs of SplitMix64 (Steele et al. 2014), cut to the 31 bits that every server takes. No
+seed stays no seed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ def derived_seed(seed: int | None, step: int) -> int | None:
 
 
 def call_seed(seed: int | None, call: int) -> int | None:
-    """The seed of a model call within a step: the step's own for call 0. It counts down where steps count up, so that the calls of the
+    """The seed of a model call within a step: the step's own for call 0. It counts down where steps
+    count up, so that the calls of the
     first step do not meet the steps that follow."""
     return derived_seed(seed, -call)
 

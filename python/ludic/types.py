@@ -1,4 +1,5 @@
-"""What passes between agents, environments and the trainer: messages, steps, rollouts, and the tokens that were sampled."""
+"""What passes between agents, environments and the trainer: messages, steps, rollouts, and the
+tokens that were sampled."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ Info = dict[str, Any]
 
 @dataclass(frozen=True)
 class TokenTrace:
-    """The tokens of one model call, as the server returned them. They are what is trained; text is never tokenised again.
+    """The tokens of one model call, as the server returned them. They are what is trained; text is
+    never tokenised again.
 
     Example: the prompt `ab` and the sampled completion `c<eos>` of a byte-level model are
     `TokenTrace([100, 101], [102, 2], [-0.1, -0.7], "stop")`.
@@ -70,7 +72,8 @@ class TokenTrace:
 
 
 def is_list_of(value: object, *kinds: type) -> bool:
-    """Whether `value` is a list of these types or subclasses of them; a bool is no int here. About 10 ns an element."""
+    """Whether `value` is a list of these types or subclasses of them; a bool is no int here.
+    About 10 ns an element."""
     if not isinstance(value, list):
         return False
     found = set(map(type, value))

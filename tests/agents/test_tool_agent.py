@@ -106,7 +106,8 @@ def test_a_tool_that_hangs_is_given_up_at_its_deadline(kind):
 
 
 def test_tools_that_hang_do_not_hold_up_others_nor_the_end_of_the_program():
-    """More of them than the event loop has threads in its pool, which `asyncio.run` would wait for."""
+    """More of them than the event loop has threads in its pool, which `asyncio.run` would wait
+    for."""
     release = threading.Event()
 
     def hangs():

@@ -1,4 +1,5 @@
-"""What a model is shown of a Python function. Annotations are strings in this file: a naive reading makes all of them text."""
+"""What a model is shown of a Python function. Annotations are strings in this file: a naive
+reading makes all of them text."""
 
 from __future__ import annotations
 

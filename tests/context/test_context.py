@@ -23,7 +23,8 @@ def test_a_dialogue_grows_message_by_message():
 
 
 def test_a_dialogue_begins_with_the_messages_that_the_environment_gives():
-    """The pair that Python code reaches for first: a prompt of four messages used to be shown as its last one."""
+    """The pair that Python code reaches for first: a prompt of four messages used to be shown as
+    its last one."""
     prompt = [
         {"role": "system", "content": "add"},
         {"role": "user", "content": "1+1="},

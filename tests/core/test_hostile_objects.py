@@ -1,4 +1,5 @@
-"""Objects whose own code runs while the core reads them: they may change what is read, never what is read from."""
+"""Objects whose own code runs while the core reads them: they may change what is read, never
+what is read from."""
 
 import subprocess
 import sys
@@ -71,7 +72,8 @@ TRAPS: list[Callable[[Act], Any]] = [lambda act: spiteful_list(act, 0), lambda a
 def test_memory_that_is_given_up_while_a_sample_is_read_is_not_read(
     victim: str, trap: str, make: Callable[[Act], Any], dtype: type
 ) -> None:
-    """What comes of it is the table of what was there, or one of our errors: zeros take the place of the ones given up."""
+    """What comes of it is the table of what was there, or one of our errors: zeros take the
+    place of the ones given up."""
     owner = np.ones(SIZE, np.float64 if victim == "token_logps" else dtype)
     fields: dict[str, Any] = {name: np.ones(SIZE, np.int64) for name in FIELDS}
     fields["token_logps"] = np.full(SIZE, -1.0)

@@ -98,7 +98,8 @@ def test_the_heaviest_step_comes_first(packing: str) -> None:
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_samples_that_fill_the_budget_leave_only_single_rows(packing: str) -> None:
-    # Ten samples that each fill a micro-batch, eight ranks: two steps, 16 places, the 6 empty ones in the last step.
+    # Ten samples that each fill a micro-batch, eight ranks: two steps, 16 places, the 6 empty ones
+    # in the last step.
     ranks = lists(_core.plan_ranks(int32([7] * 10), 7, 8, packing))
     assert all(len(rank) == 2 and len(rank[0]) == 1 for rank in ranks)
     assert sum(not rank[1] for rank in ranks) == 6

@@ -1,4 +1,5 @@
-"""What a table takes, what it refuses, and that a refusal names the sample, the value and the rule."""
+"""What a table takes, what it refuses, and that a refusal names the sample, the value and the
+rule."""
 
 import sys
 import time

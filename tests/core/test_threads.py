@@ -16,7 +16,8 @@ Plan = Callable[[Any], object]
 # Made beforehand: numpy lets go of the interpreter too.
 PAIRS = np.arange(1 << 19).reshape(-1, 2)
 
-# The samples from which on each planner lets go of the interpreter, and a number that it plans at once.
+# The samples from which on each planner lets go of the interpreter, and a number that it plans at
+# once.
 PLANNERS: dict[str, tuple[Plan, int, int]] = {
     "greedy": (lambda lengths: _core.plan_greedy(lengths, 16384), 1 << 21, 1 << 10),
     "optimal": (lambda lengths: _core.plan_optimal(lengths, 16384), 1 << 19, 1 << 10),

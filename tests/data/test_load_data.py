@@ -1,4 +1,5 @@
-"""Data sets in TRL's formats: every file type, every kind, both forms; and a fault is named by file and row."""
+"""Data sets in TRL's formats: every file type, every kind, both forms; and a fault is named by
+file and row."""
 
 import csv
 import json
@@ -135,7 +136,8 @@ def test_the_digest_sees_content_and_order(tmp_path):
     assert one.digest() == same.digest() != other.digest()
 
 
-# ---- faults --------------------------------------------------------------------------------------------------------
+# ---- faults
+# --------------------------------------------------------------------------------------------------------
 
 FAULTS = [
     ({"prompt": 5}, r"line 2: prompt must be text or a list of messages, not int"),
@@ -212,7 +214,8 @@ def test_a_path_that_is_not_there_is_not_looked_up_elsewhere(source):
         load_data(source)
 
 
-# ---- the datasets library ------------------------------------------------------------------------------------------
+# ---- the datasets library
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

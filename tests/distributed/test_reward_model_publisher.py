@@ -1,4 +1,5 @@
-"""Weights of a reward model on their way: what its training changed, and nothing that the receiver is not told of."""
+"""Weights of a reward model on their way: what its training changed, and nothing that the
+receiver is not told of."""
 
 import asyncio
 

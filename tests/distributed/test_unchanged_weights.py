@@ -1,4 +1,5 @@
-"""Pushes that bring nothing new: what is served is called by their version, and a publisher that never brings anything is found out."""
+"""Pushes that bring nothing new: what is served is called by their version, and a publisher that
+never brings anything is found out."""
 
 import copy
 import itertools
@@ -94,7 +95,8 @@ def test_weights_of_a_push_that_failed_are_pushed_again(start):
 
 
 class Batches:
-    """Groups whose answers are all equal, so that there is nothing to learn; `weight` as long as there is something."""
+    """Groups whose answers are all equal, so that there is nothing to learn; `weight` as long as
+    there is something."""
 
     def __init__(self, *weights):
         self.weights = itertools.chain(weights, itertools.repeat(0.0))

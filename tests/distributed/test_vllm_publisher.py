@@ -1,4 +1,5 @@
-"""A push to vLLM servers: what is served before, during and after it, when it succeeds and when anything in it fails."""
+"""A push to vLLM servers: what is served before, during and after it, when it succeeds and when
+anything in it fails."""
 
 import logging
 import os
@@ -160,7 +161,8 @@ def test_nothing_to_publish_is_an_error(start):
 
 
 def test_frozen_weights_keep_the_servers_values(start):
-    """A fused layer is loaded whole: of the layer of a weight that came, the server adds what it has."""
+    """A fused layer is loaded whole: of the layer of a weight that came, the server adds what it
+    has."""
     server = start()
     push = publisher(server, partial=True)
     for version in (1, 2):
@@ -323,7 +325,8 @@ def test_a_cache_that_cannot_be_reset_takes_the_server_out_of_service(start):
     [("start_update", 1), ("pause", 2), ("finish_update", 2), ("reset_prefix_cache", 2), ("resume", 2)],
 )
 def test_ctrl_c_leaves_the_old_version_everywhere_or_the_new(start, step, served, count):
-    """From pause to resume it waits: a server that was let go on in the middle would answer with keys and values of the old weights."""
+    """From pause to resume it waits: a server that was let go on in the middle would answer with
+    keys and values of the old weights."""
     servers = [start() for _ in range(count)]
     push = publisher(*servers)
     push.publish(weights(1), version=1)
@@ -380,7 +383,8 @@ def test_a_second_ctrl_c_is_raised_at_once(start):
 
 
 def test_what_a_server_cached_before_is_forgotten_before_it_goes_on(start):
-    """A push that another trainer left in the middle of: the server is paused, and its cache is of weights that it had."""
+    """A push that another trainer left in the middle of: the server is paused, and its cache is
+    of weights that it had."""
     servers = [start(), start()]
     push = publisher(*servers)
     servers[0].paused, servers[0].cache_is_stale = "abort", True
@@ -491,7 +495,8 @@ def test_a_clients_servers():
 
 
 def test_two_trainers_may_take_turns(start):
-    """A server knows one connection: who comes back finds that it is another's, and opens its own again."""
+    """A server knows one connection: who comes back finds that it is another's, and opens its
+    own again."""
     server = start()
     one, two = publisher(server), publisher(server)
     for version, push in enumerate((one, two, one, two), start=1):

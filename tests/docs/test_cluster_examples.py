@@ -1,4 +1,5 @@
-"""The examples of docs/training.md that name large models and servers, run with a tiny model and in-process inference in their place.
+"""The examples of docs/training.md that name large models and servers, run with a tiny model and
+in-process inference in their place.
 
 Only what `REPLACED` lists is changed in their text; the rest is what a user would run.
 """

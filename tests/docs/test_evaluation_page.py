@@ -1,4 +1,5 @@
-"""Every command of docs/evaluation.md runs as it stands, on fewer problems and against a server on loopback."""
+"""Every command of docs/evaluation.md runs as it stands, on fewer problems and against a server
+on loopback."""
 
 import json
 import re

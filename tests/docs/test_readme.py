@@ -1,5 +1,5 @@
-"""Every `python` block of the README and of the pages in docs/ runs as it stands, block after block in one namespace a page.
-What needs a server that is not there is a block of `py`."""
+"""Every `python` block of the README and of the pages in docs/ runs as it stands, block after
+block in one namespace a page. What needs a server that is not there is a block of `py`."""
 
 import re
 from pathlib import Path

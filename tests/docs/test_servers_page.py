@@ -1,4 +1,5 @@
-"""The settings and commands of docs/servers.md exist, and its table of a fault is what the library says."""
+"""The settings and commands of docs/servers.md exist, and its table of a fault is what the
+library says."""
 
 import re
 import shlex

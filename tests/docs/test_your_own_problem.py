@@ -1,4 +1,5 @@
-"""The page docs/your-own-problem.md, followed step by step: its files, its commands, its YAML. Its Python runs in `test_readme.py`."""
+"""The page docs/your-own-problem.md, followed step by step: its files, its commands, its YAML.
+Its Python runs in `test_readme.py`."""
 
 import json
 import re

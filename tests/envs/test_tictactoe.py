@@ -1,4 +1,5 @@
-"""Tic-tac-toe: every rule by hand, perfect play and the opponents by property, the environment by whole games."""
+"""Tic-tac-toe: every rule by hand, perfect play and the opponents by property, the environment
+by whole games."""
 
 import random
 from random import Random
@@ -64,7 +65,8 @@ class Scripted:
         return cell
 
 
-# ---- the rules -----------------------------------------------------------------------------------------------------
+# ---- the rules
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_the_game_has_5478_positions_of_which_958_are_ends() -> None:
@@ -134,7 +136,8 @@ def test_any_text_names_a_cell_or_none(text: str) -> None:
     assert read_cell(text) in (None, *range(9))
 
 
-# ---- perfect play --------------------------------------------------------------------------------------------------
+# ---- perfect play
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_game_is_a_draw_and_every_first_move_keeps_it() -> None:
@@ -179,7 +182,8 @@ def test_where_a_win_is_at_hand_perfect_play_takes_it(board: str) -> None:
         assert optimal_moves(board) == winning
 
 
-# ---- opponents -----------------------------------------------------------------------------------------------------
+# ---- opponents
+# -----------------------------------------------------------------------------------------------------
 
 
 @given(board=positions(), seed=seeds)
@@ -195,7 +199,8 @@ def test_a_mixed_opponent_at_either_end_is_its_part(board: str, seed: int) -> No
 
 
 def test_a_mixed_opponent_is_perfect_as_often_as_it_says() -> None:
-    # Of the 8 answers to a corner one is perfect: it is played with probability .4 + .6 / 8 = .475. Standard error .0035.
+    # Of the 8 answers to a corner one is perfect: it is played with probability .4 + .6 / 8 = .475.
+    # Standard error .0035.
     rng = Random(0)
     played = [MixedOpponent(0.4).choose("X........", rng) for _ in range(20_000)]
     assert played.count(4) / len(played) == pytest.approx(0.475, abs=0.015)
@@ -230,7 +235,8 @@ def test_a_share_beyond_its_ends_is_refused(share: float) -> None:
         MixedOpponent(share)
 
 
-# ---- the environment -----------------------------------------------------------------------------------------------
+# ---- the environment
+# -----------------------------------------------------------------------------------------------
 
 
 def played(env: TicTacToeEnv, *moves: str, seed: int | None = 0) -> list:
@@ -264,7 +270,8 @@ def test_a_draw_without_a_mistake_is_forced_and_earns_more() -> None:
 
 
 def test_a_draw_after_a_win_was_let_slip_earns_half() -> None:
-    # O answers A1 wrongly at A2, X makes two threats with C1, O overlooks B1, and X does not see it either.
+    # O answers A1 wrongly at A2, X makes two threats with C1, O overlooks B1, and X does not see it
+    # either.
     outcomes = played(TicTacToeEnv(opponent=Scripted("A2", "A3", "C3", "B1")), "A1", "C1", "B3", "B2", "C2")
     last = outcomes[-1]
     assert (last.info["board"], last.info["result"]) == ("XOOOXXXXO", "draw")
@@ -336,7 +343,8 @@ def test_a_game_repeats_with_its_seed_and_touches_no_global_random_state(seed: i
 
 
 def test_the_opponents_luck_at_a_move_does_not_depend_on_what_was_played() -> None:
-    """Members of a group meet the same luck: after two different first moves that leave the same cells to choose from by number."""
+    """Members of a group meet the same luck: after two different first moves that leave the same
+    cells to choose from by number."""
 
     class Recorder:
         def __init__(self) -> None:
@@ -355,7 +363,8 @@ def test_the_opponents_luck_at_a_move_does_not_depend_on_what_was_played() -> No
 
 @given(seed=seeds, starts=st.booleans(), opponent=st.sampled_from([RandomOpponent(), PerfectOpponent(), MixedOpponent(0.5)]))
 def test_whole_games_keep_the_rules(seed: int, starts: bool, opponent) -> None:
-    """Random agents: the game ends, exactly one result is true, and its reward is the one that was promised."""
+    """Random agents: the game ends, exactly one result is true, and its reward is the one that
+    was promised."""
     env, rng = TicTacToeEnv(agent_starts=starts, opponent=opponent, text=BoardText()), Random(seed)
     env.env_reset(seed=seed)
     steps = []

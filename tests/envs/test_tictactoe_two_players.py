@@ -101,7 +101,8 @@ def test_any_game_of_legal_moves_ends_as_the_board_says(seed, random_moves):
 
 
 def test_one_policy_plays_both_sides_and_each_rollout_has_its_own_reward():
-    """What the environment answers to a player who did not act is told before its next move, and the end counts for both."""
+    """What the environment answers to a player who did not act is told before its next move, and
+    the end counts for both."""
     client = ScriptedClient("1", "4", "2", "5", "3")
     agents = {mark: Agent(client=client, model="m", ctx=FullDialog(), parser=verbatim) for mark in "XO"}
     env = TwoPlayerTicTacToeEnv(text=MoveText(), system_prompt=None)

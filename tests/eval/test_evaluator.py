@@ -60,7 +60,8 @@ def test_requests_may_come_from_a_coroutine_function():
 
 
 class Questions:
-    """A model that is trained, behind a client, and problems it is asked; one of them cannot be played."""
+    """A model that is trained, behind a client, and problems it is asked; one of them cannot be
+    played."""
 
     def __init__(self):
         random.seed(0)

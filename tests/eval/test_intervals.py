@@ -13,7 +13,8 @@ shares = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 
 
 def test_wilson_by_hand():
-    """8 of 10, z = 1.96: centre (8 + 1.9207) / 13.8415 = 0.71675; reach 1.96 sqrt(8 * 2 / 10 + 0.9604) / 13.8415 = 0.22659."""
+    """8 of 10, z = 1.96: centre (8 + 1.9207) / 13.8415 = 0.71675; reach 1.96 sqrt(8 * 2 / 10 +
+    0.9604) / 13.8415 = 0.22659."""
     assert wilson_interval(8, 10) == pytest.approx((0.49016, 0.94334), abs=1e-4)
     assert wilson_interval(0, 10) == pytest.approx((0.0, 3.8415 / 13.8415), abs=1e-4)
     assert wilson_interval(10, 10) == pytest.approx((10 / 13.8415, 1.0), abs=1e-4)
@@ -28,7 +29,8 @@ def test_one_answer_a_problem_is_the_plain_wilson_interval():
 
 
 def test_answers_to_one_problem_count_as_far_as_problems_scatter():
-    """p = 1/2; squared error (1/4 + 0 + 1/4 + 0) / 16 = 1/32; effective number 1/4 / (1/32) = 8 of the 16 answers."""
+    """p = 1/2; squared error (1/4 + 0 + 1/4 + 0) / 16 = 1/32; effective number 1/4 / (1/32) = 8
+    of the 16 answers."""
     measured = share_interval([0.0, 0.5, 1.0, 0.5], answers=16)
     assert (measured.low, measured.high) == pytest.approx(wilson_interval(4, 8))
 
@@ -102,7 +104,8 @@ def test_nineteen_of_twenty_intervals_hold_the_accuracy_over_all_problems(alpha,
 
 
 def test_answers_taken_for_independent_would_promise_too_much():
-    """The mistake that clustering mends: with 16 answers a problem and problems that differ, 95 % would be under 70 %."""
+    """The mistake that clustering mends: with 16 answers a problem and problems that differ, 95
+    % would be under 70 %."""
     rng = np.random.default_rng(6)
     hits = naive = 0
     for _ in range(300):
@@ -134,7 +137,8 @@ def test_numbers_without_meaning_are_refused():
 
 
 def test_a_difference_of_shares_by_hand():
-    """Newcombe 1998, method 10, on 56/70 against 48/80, his example (a): 0.2, from 0.0524 to 0.3339."""
+    """Newcombe 1998, method 10, on 56/70 against 48/80, his example (a): 0.2, from 0.0524 to
+    0.3339."""
     before, after = [1.0] * 48 + [0.0] * 32, [1.0] * 56 + [0.0] * 14
     (late_low, late_high), (early_low, early_high) = wilson_interval(56, 70), wilson_interval(48, 80)
     low = 0.2 - math.hypot(0.8 - late_low, early_high - 0.6)

@@ -1,4 +1,5 @@
-"""Several answers to each problem: seeds that repeat, groups that do not bind, numbers that can be worked out."""
+"""Several answers to each problem: seeds that repeat, groups that do not bind, numbers that can
+be worked out."""
 
 import pytest
 from playing import FOR_RL, ScriptedClient, play, protocol

@@ -1,4 +1,5 @@
-"""examples/rl_with_reward_model.py: every stage runs, and in full the policy gets better by the true reward."""
+"""examples/rl_with_reward_model.py: every stage runs, and in full the policy gets better by the
+true reward."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""examples/sft_then_rl.py: every stage runs, and in full each one adds to what the one before has reached."""
+"""examples/sft_then_rl.py: every stage runs, and in full each one adds to what the one before
+has reached."""
 
 import importlib.util
 from pathlib import Path

@@ -26,7 +26,8 @@ def test_the_example_runs_from_the_command_line():
 
 
 def test_what_the_teacher_shows_is_what_the_model_would_be_asked():
-    """The teacher's tokens are made by the template that the local client uses, and its calls run the tool."""
+    """The teacher's tokens are made by the template that the local client uses, and its calls
+    run the tool."""
     example = load()
     _, tokenizer = example.make_model()
     teacher = example.Teacher(tokenizer, example.random.Random(0))

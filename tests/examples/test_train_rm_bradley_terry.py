@@ -1,4 +1,5 @@
-"""examples/reward_model: the script is `ludic train-rm`, and the job script runs it with flags that there are."""
+"""examples/reward_model: the script is `ludic train-rm`, and the job script runs it with flags
+that there are."""
 
 import ast
 import json

@@ -1,4 +1,5 @@
-"""Prompts by a chat template, with the tools that the model may call; and the client that reads its calls."""
+"""Prompts by a chat template, with the tools that the model may call; and the client that reads
+its calls."""
 
 import pytest
 from playing import play, tiny_model, tokenizer
@@ -58,7 +59,8 @@ def test_tools_are_rendered_by_the_template():
 
 
 def test_calls_are_rendered_as_the_model_wrote_them():
-    """Templates write the arguments as JSON: text that is JSON already would be quoted once more."""
+    """Templates write the arguments as JSON: text that is JSON already would be quoted once
+    more."""
     messages = [
         user(),
         {"role": "assistant", "content": "So.", "tool_calls": [call("add", '{"a": 1, "b": "x"}')]},
@@ -73,7 +75,8 @@ def test_calls_are_rendered_as_the_model_wrote_them():
 
 
 def test_messages_without_content_are_rendered_as_empty():
-    """A context leaves an empty answer's content out; adding to what is not there fails in a template."""
+    """A context leaves an empty answer's content out; adding to what is not there fails in a
+    template."""
     adding = templated("{% for message in messages %}{{ message.role + ':' + message.content + ';' }}{% endfor %}")
     assert ChatTemplate(adding).render([user(), {"role": "assistant"}, {"role": "assistant", "content": None}]) == (
         "user:hi;assistant:;assistant:;"
@@ -100,7 +103,8 @@ def test_a_choice_that_cannot_be_forced_is_refused():
 
 
 def client_that_says(text, monkeypatch, template=TEMPLATE, finish="stop"):
-    """The client whole but for the sampling: the model's tokens are those of `text`, then the end."""
+    """The client whole but for the sampling: the model's tokens are those of `text`, then the
+    end."""
     made = LocalChatClient(tiny_model(max_position_embeddings=1024), templated(template))
 
     def decode(model, requests, *, eos_ids, pad_id, prefixes):

@@ -1,4 +1,5 @@
-"""The SGLang client against a stub: exact ids and log-probabilities, and whose weights they are of."""
+"""The SGLang client against a stub: exact ids and log-probabilities, and whose weights they are
+of."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Weights pushed to a real vLLM server while it serves: what it then samples is what the model here says, to 1e-4."""
+"""Weights pushed to a real vLLM server while it serves: what it then samples is what the model
+here says, to 1e-4."""
 
 import asyncio
 import copy
@@ -38,7 +39,8 @@ def test_after_a_push_the_server_samples_from_the_models_weights(server, tmp_pat
 
 
 def test_what_was_cached_with_old_weights_is_forgotten(server):
-    """vLLM keeps its prefix cache over an update of weights, and would answer with keys and values of the old ones."""
+    """vLLM keeps its prefix cache over an update of weights, and would answer with keys and
+    values of the old ones."""
     prompt = [10 + token % 200 for token in range(300)]
     generate(server, max_tokens=4, prompt=prompt)
     model = changed(server.model, seed=3)
@@ -178,7 +180,8 @@ def test_the_time_of_a_push(server, record_property):
 
 
 def test_frozen_weights_keep_their_values_and_a_tied_head_follows_its_embedding(tmp_path):
-    """On a CPU vLLM multiplies with a packed copy of a tied head, which reloading leaves as it was. It needs a server of its own, as do
+    """On a CPU vLLM multiplies with a packed copy of a tied head, which reloading leaves as it was.
+    It needs a server of its own, as do
     frozen weights: they are those of which none was ever pushed."""
     vllm_or_skip()
     from types import SimpleNamespace

@@ -1,4 +1,5 @@
-"""A real vLLM pooling server: its scores are those of transformers in float32, and it refuses and updates as the client expects."""
+"""A real vLLM pooling server: its scores are those of transformers in float32, and it refuses
+and updates as the client expects."""
 
 import asyncio
 import json

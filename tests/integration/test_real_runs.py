@@ -1,4 +1,5 @@
-"""`ludic train` and `ludic rollout` against a real vLLM server: what is pushed to it, and what it samples, are the run's own."""
+"""`ludic train` and `ludic rollout` against a real vLLM server: what is pushed to it, and what
+it samples, are the run's own."""
 
 import json
 
@@ -35,7 +36,8 @@ LORA = ["lora.rank=8", "trainer.lr=0.02"]
 
 @pytest.mark.parametrize("settings", [[], ["inference.weights=disk"], LORA, [*LORA, "warmup.steps=0"]])
 def test_every_step_of_a_run_reaches_a_server_that_runs(vllm_server_to_change, tmp_path, settings):
-    """At the end the server samples from the run's last weights, adapters merged; and it goes on."""
+    """At the end the server samples from the run's last weights, adapters merged; and it goes
+    on."""
     server = vllm_server_to_change
     where = [f"inference.url={server.url}", f"output={tmp_path}", "name=run", "trainer.lr=1.0e-3"]
     ludic("train", f"model={server.folder}", f"data={rows(tmp_path)}", *RUN, *REWARD, *where, *settings)

@@ -1,4 +1,5 @@
-"""What a real vLLM server lets through that was started by us: each of the paths that it has, with the secret and without."""
+"""What a real vLLM server lets through that was started by us: each of the paths that it has,
+with the secret and without."""
 
 import httpx2
 import pytest

@@ -1,4 +1,5 @@
-"""The client against a real vLLM server: ids and log-probabilities are the model's own, and faults are what they are said to be."""
+"""The client against a real vLLM server: ids and log-probabilities are the model's own, and
+faults are what they are said to be."""
 
 import asyncio
 from dataclasses import replace
@@ -232,8 +233,10 @@ def test_a_thought_is_closed_after_as_many_tokens_as_it_may_have(vllm_server, re
 
 
 def test_episodes_are_those_of_the_engine_in_this_process(vllm_server):
-    """Four greedy episodes of two turns: the same engine, agent and environment over either client sample the same first answers. The
-    second prompts begin with the tokens of the first turn here, where the engine in this process reads the answer's text again."""
+    """Four greedy episodes of two turns: the same engine, agent and environment over either client
+    sample the same first answers. The
+    second prompts begin with the tokens of the first turn here, where the engine in this process
+    reads the answer's text again."""
 
     def play(client):
         engine = RolloutEngine(

@@ -1,5 +1,5 @@
-"""Two real vLLM servers behind one client: both are asked and both are pushed to; one that hangs or dies costs no answer and mixes no
-weights."""
+"""Two real vLLM servers behind one client: both are asked and both are pushed to; one that hangs
+or dies costs no answer and mixes no weights."""
 
 import asyncio
 import os
@@ -119,7 +119,8 @@ def test_a_server_that_is_slow_for_a_moment_gets_the_push_all_the_same(servers, 
 
 @pytest.fixture
 def hung(servers, client, impatient):
-    """Publishes while the second server hangs from a step on, and wakes it when that has failed; (publisher, error, new model)."""
+    """Publishes while the second server hangs from a step on, and wakes it when that has failed;
+    (publisher, error, new model)."""
 
     def push(step):
         publisher = impatient(client)

@@ -1,4 +1,5 @@
-"""Code that is not ours, contained: what it raises is an error of its own, and its end can be forced."""
+"""Code that is not ours, contained: what it raises is an error of its own, and its end can be
+forced."""
 
 import asyncio
 import gc

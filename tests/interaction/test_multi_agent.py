@@ -1,4 +1,5 @@
-"""Several agents in one environment: in turn, together, against opponents of the environment's own."""
+"""Several agents in one environment: in turn, together, against opponents of the environment's
+own."""
 
 import asyncio
 from itertools import pairwise
@@ -27,7 +28,8 @@ def outcome(obs="", reward=0.0, *, ends=False, cut=False, **info):
 
 
 class Scripted(LudicEnv[str, str, str]):
-    """Plays a script: for every turn who is active, and what each agent is answered. Notes the actions it is given."""
+    """Plays a script: for every turn who is active, and what each agent is answered. Notes the
+    actions it is given."""
 
     def __init__(self, first, *turns, ids=("x", "o")):
         self.first, self.turns, self.ids = first, turns, list(ids)
@@ -361,7 +363,8 @@ def test_tools_that_a_player_uses_are_steps_of_its_rollout():
 
 
 class Nim(LudicEnv[str, str, str]):
-    """Two players take one or two of the sticks in turn; who takes the last wins. Tells both everything."""
+    """Two players take one or two of the sticks in turn; who takes the last wins. Tells both
+    everything."""
 
     agent_ids = ("x", "o")
 
@@ -411,7 +414,8 @@ def test_every_game_is_told_whole_to_both_players(sticks, moves, max_steps):
 
 
 def test_a_group_of_games_compares_each_player_with_itself():
-    """Known defect: two rollouts an episode made a group of twice its size, and credit stopped with an error."""
+    """Known defect: two rollouts an episode made a group of twice its size, and credit stopped
+    with an error."""
     client = LocalChatClient(tiny_model(max_position_embeddings=256), make_line_tokenizer())
 
     def make():

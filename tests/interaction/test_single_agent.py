@@ -215,7 +215,8 @@ def test_feedback_of_a_parser_without_words_is_still_feedback():
 
 
 class Wrapping(LudicEnv[str, str, str]):
-    """Hands on to an asynchronous environment by its plain methods, whose values are then coroutines."""
+    """Hands on to an asynchronous environment by its plain methods, whose values are then
+    coroutines."""
 
     agent_ids = active_agents = ("agent_0",)
 
@@ -291,7 +292,8 @@ def test_a_derived_seed_fits_every_server_and_never_changes(seed, step):
     assert derived_seed(seed, 0) == seed
     assert 0 <= derived_seed(seed, step) < 2**31
     assert derived_seed(seed, step) == derived_seed(seed, step)
-    # seed 0, step 1 is the first output of SplitMix64(0), 0xE220A8397B1DCDAF, cut to 31 bits: 0x7B1DCDAF
+    # seed 0, step 1 is the first output of SplitMix64(0), 0xE220A8397B1DCDAF, cut to 31 bits:
+    # 0x7B1DCDAF
     assert derived_seed(0, 1) == 0x7B1DCDAF
 
 

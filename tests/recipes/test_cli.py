@@ -1,4 +1,5 @@
-"""What the command line says of versions, flags and folders that it is given by mistake, and with which exit status."""
+"""What the command line says of versions, flags and folders that it is given by mistake, and
+with which exit status."""
 
 import json
 from importlib.metadata import version

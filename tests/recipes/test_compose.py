@@ -80,7 +80,8 @@ def test_a_loaded_model_is_trained_at_gentler_rates_unless_others_are_asked_for(
 
 
 def test_a_resolved_recipe_stays_as_it_is_for_the_model_that_came_out_of_it(tmp_path: Path) -> None:
-    """A run of the small model plays in moves; a file that was read with `model=` took the words of chat models."""
+    """A run of the small model plays in moves; a file that was read with `model=` took the words
+    of chat models."""
     run, resolved = tmp_path / "run", compose(["tictactoe", "steps=7"])
     (run / "model").mkdir(parents=True)
     (run / "config.yaml").write_text(to_yaml(resolved))

@@ -1,4 +1,5 @@
-"""The closing sentences of a run, over all cases: what the numbers bear is said, and nothing else."""
+"""The closing sentences of a run, over all cases: what the numbers bear is said, and nothing
+else."""
 
 from dataclasses import replace
 

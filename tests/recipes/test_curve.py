@@ -11,7 +11,8 @@ rates = st.lists(st.floats(0, 1), min_size=1, max_size=200)
 
 
 def test_a_rising_curve_is_drawn_from_its_values() -> None:
-    # Four rows, each a quarter: 0 fills none, .25 one, .5 two and 1.0 all; .125 is half a cell of the lowest row.
+    # Four rows, each a quarter: 0 fills none, .25 one, .5 two and 1.0 all; .125 is half a cell of
+    # the lowest row.
     lines = text_curve([0.0, 0.125, 0.25, 0.5, 1.0], width=5, height=4)
     assert [line[7:] for line in lines[:4]] == ["    █", "    █", "   ██", " ▄███"]
     assert lines[0].startswith(" 1.00")

@@ -1,4 +1,5 @@
-"""A data set and rewards as a task: what is held out, what is asked when, and what is refused before anything runs."""
+"""A data set and rewards as a task: what is held out, what is asked when, and what is refused
+before anything runs."""
 
 import json
 from collections import Counter

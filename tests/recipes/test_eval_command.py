@@ -1,4 +1,5 @@
-"""`ludic eval`: on a run, a model directory and a server; what it writes, what it counts, and what it refuses."""
+"""`ludic eval`: on a run, a model directory and a server; what it writes, what it counts, and
+what it refuses."""
 
 import json
 import re
@@ -103,7 +104,8 @@ def on_server(pupil, tmp_path, *given, code=0):
 
 
 def test_a_server_is_asked_and_the_numbers_are_those_of_its_answers(tmp_path):
-    """Problem i of 4 is right in i of 4 answers: accuracy (0 + 1 + 2 + 3) / 16; pass@2 (0 + 1/2 + 5/6 + 1) / 4; pass@4 3/4."""
+    """Problem i of 4 is right in i of 4 answers: accuracy (0 + 1 + 2 + 3) / 16; pass@2 (0 + 1/2
+    + 5/6 + 1) / 4; pass@4 3/4."""
     pupil = Pupil(lambda i, j, question: completion(right(question) if j < i else "no"))
     given = ["k=4", "problems=4", "temperature=0.7", "top_p=0.9", "max_tokens=9", "system_prompt='Sort.'", "--json"]
     result, server = on_server(pupil, tmp_path, *given)
@@ -246,7 +248,8 @@ def test_several_measurements_in_one_picture(tmp_path):
 
 
 def test_a_run_of_games_is_measured_in_its_own_words_and_each_game_counts_by_itself(tmp_path):
-    """Games begin alike and differ by their seed; as one problem for each side they gave an interval of two numbers."""
+    """Games begin alike and differ by their seed; as one problem for each side they gave an
+    interval of two numbers."""
     given = [
         *TINY,
         "network.hidden_size=16",

@@ -1,5 +1,5 @@
-"""What goes wrong every day is one line that names the value, the rule and the remedy; what a file brings does not run, and a bug
-keeps its traceback."""
+"""What goes wrong every day is one line that names the value, the rule and the remedy; what a
+file brings does not run, and a bug keeps its traceback."""
 
 import errno
 import io
@@ -31,7 +31,8 @@ def settings(folder: Path, text: str) -> str:
     return str(path)
 
 
-# ---- files of settings ---------------------------------------------------------------------------------------------
+# ---- files of settings
+# ---------------------------------------------------------------------------------------------
 
 
 def test_a_few_lines_cannot_stand_for_billions_of_values(tmp_path: Path) -> None:
@@ -85,11 +86,13 @@ def test_an_absurd_value_in_a_file_is_one_line(tmp_path: Path, text: str) -> Non
     refused("sft", settings(tmp_path, text))
 
 
-# ---- code that a model brings --------------------------------------------------------------------------------------
+# ---- code that a model brings
+# --------------------------------------------------------------------------------------
 
 
 def model_with_code(folder: Path, *, known: bool) -> Path:
-    """A model whose files name code that leaves a mark when it is imported. `known`: transformers has a class for it, too."""
+    """A model whose files name code that leaves a mark when it is imported. `known`:
+    transformers has a class for it, too."""
     model = folder / "model"
     tiny_model().save_pretrained(model)
     TOKENIZER.save_pretrained(model)
@@ -135,7 +138,8 @@ def test_code_of_a_model_does_not_run_without_anybody_to_ask(tmp_path: Path) -> 
     assert not (tmp_path / "mark").exists()
 
 
-# ---- the machine ---------------------------------------------------------------------------------------------------
+# ---- the machine
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -227,7 +231,8 @@ def test_a_chat_template_that_raises_is_one_line(tmp_path: Path) -> None:
     assert "chat template fails on these messages: only users may speak" in said
 
 
-# ---- places --------------------------------------------------------------------------------------------------------
+# ---- places
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_that_is_not_here_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

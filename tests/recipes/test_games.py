@@ -1,4 +1,5 @@
-"""Tasks of several turns: teachers by their measured mixes, demonstrations and rollouts token by token, rates by hand, whole runs."""
+"""Tasks of several turns: teachers by their measured mixes, demonstrations and rollouts token by
+token, rates by hand, whole runs."""
 
 import asyncio
 import json
@@ -38,11 +39,13 @@ def train(*arguments: str) -> dict[str, Any]:
     return summary
 
 
-# ---- tasks and teachers --------------------------------------------------------------------------------------------
+# ---- tasks and teachers
+# --------------------------------------------------------------------------------------------
 
 
 def test_the_teacher_of_tic_tac_toe_plays_as_documented() -> None:
-    """`X` or `O`, then what the opponent played; the board is put together again from the dialogue."""
+    """`X` or `O`, then what the opponent played; the board is put together again from the
+    dialogue."""
     results, kinds, moves = Counter[str](), Counter[str](), 0
     for game in TicTacToe().demonstrations(3_000, Random(0)):
         board, mark = EMPTY, game[0].observation[0]
@@ -59,7 +62,8 @@ def test_the_teacher_of_tic_tac_toe_plays_as_documented() -> None:
             board = play(board, cell)
         assert len(game) <= 5
         results[f"as {mark}"] += 1
-    # 3 % of the moves name a taken cell, less on an empty board: X's first, one of about seven moves of both sides' games.
+    # 3 % of the moves name a taken cell, less on an empty board: X's first, one of about seven
+    # moves of both sides' games.
     assert kinds["taken"] / moves == pytest.approx(0.026, abs=0.006)
     # Half of the moves are perfect by choice, and many of the random ones by luck.
     assert 0.6 < kinds["perfect"] / moves < 0.8
@@ -112,7 +116,8 @@ def test_the_teacher_of_the_tool_errs_as_documented() -> None:
         else:
             kinds["both keys"] += 1
             kinds["copied"] += answer[1] == episode[-1].observation
-    # 16 % right and 4.5 % with a random answer, which is right one time in ten. Standard errors at most .005.
+    # 16 % right and 4.5 % with a random answer, which is right one time in ten. Standard errors at
+    # most .005.
     for kind, expected in {"guess": 0.62, "one call": 0.085, "wrong key": 0.09, "both keys": 0.205, "copied": 0.1645}.items():
         assert kinds[kind] / 10_000 == pytest.approx(expected, abs=0.015), kind
 
@@ -168,7 +173,8 @@ def test_a_wrong_argument_is_refused(make: Any, said: str) -> None:
         make()
 
 
-# ---- demonstrations, token by token --------------------------------------------------------------------------------
+# ---- demonstrations, token by token
+# --------------------------------------------------------------------------------
 
 
 def demonstrations(task: Any, tokenizer: Any, **settings: Any) -> list[SAWItem]:
@@ -207,7 +213,8 @@ def test_a_template_that_rewrites_the_past_forks_the_sample() -> None:
 
 @pytest.mark.parametrize("task", [TicTacToe(), Tools()])
 def test_the_policy_is_asked_with_the_tokens_of_the_demonstrations(task: Any) -> None:
-    """Each prompt begins with the tokens of the prompt before and its answer, so that an episode is one row of tokens."""
+    """Each prompt begins with the tokens of the prompt before and its answer, so that an episode
+    is one row of tokens."""
     tokenizer = make_line_tokenizer()
     model = make_small_model(compose([recipe_of(task), "network.hidden_size=16", "network.intermediate_size=16"]).network)
     client = LocalChatClient(model, tokenizer)
@@ -256,7 +263,8 @@ def test_the_line_tokenizer_survives_its_folder(tmp_path: Path) -> None:
     assert make_byte_tokenizer().eos_token_id == 2
 
 
-# ---- measuring -----------------------------------------------------------------------------------------------------
+# ---- measuring
+# -----------------------------------------------------------------------------------------------------
 
 
 class Player:
@@ -297,7 +305,8 @@ def test_a_perfect_player_never_loses_and_is_measured_so() -> None:
 
 
 def test_an_illegal_move_is_neither_a_loss_nor_a_draw() -> None:
-    """X plays perfectly; O always names the cell that X took. Half of the games, and of the moves one for each of those."""
+    """X plays perfectly; O always names the cell that X took. Half of the games, and of the
+    moves one for each of those."""
 
     def move(messages: list[dict[str, str]]) -> tuple[str, str]:
         first = messages[0]["content"]
@@ -330,7 +339,8 @@ def test_a_policy_that_looks_up_is_told_from_one_that_guesses() -> None:
     assert (rates["sampled_reward"], rates["answered"]) == (0.0, 0.0)
 
 
-# ---- whole runs ----------------------------------------------------------------------------------------------------
+# ---- whole runs
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_tic_tac_toe_leaves_its_rates_in_the_summary(tiny: list[str], tmp_path: Path) -> None:
@@ -354,7 +364,8 @@ def test_the_report_names_the_rates_and_shows_games(tiny: list[str]) -> None:
 
 @pytest.mark.parametrize("recipe", ["tictactoe", "tools"])
 def test_a_chat_model_plays_in_words(tiny: list[str], tmp_path: Path, recipe: str) -> None:
-    """A model on disk with a chat template and an end token of its own is given rules, tags and turns by role."""
+    """A model on disk with a chat template and an end token of its own is given rules, tags and
+    turns by role."""
     train(recipe, *tiny, "name=first", "network.max_positions=2048", "warmup.steps=0", "steps=0")
     path = tmp_path / "first" / "model"
     tokenizer = make_byte_tokenizer()
@@ -375,7 +386,8 @@ def test_a_chat_model_plays_in_words(tiny: list[str], tmp_path: Path, recipe: st
     assert prompt.endswith("<eos><|assistant|>")
     assert ("<move>B2</move>" if recipe == "tictactoe" else "<get>KEY</get>") in prompt
 
-    # One row a game here too: the template ends an answer with the very token that the model ends it with.
+    # One row a game here too: the template ends an answer with the very token that the model ends
+    # it with.
     task = TicTacToe(format="chat") if recipe == "tictactoe" else Tools(format="chat")
     assert len(demonstrations(task, tokenizer, system_prompt=task.system_prompt)) == 8
 

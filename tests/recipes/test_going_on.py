@@ -1,4 +1,5 @@
-"""Going on with a run: by one process at a time, with the settings that it was begun with, and for more steps."""
+"""Going on with a run: by one process at a time, with the settings that it was begun with, and
+for more steps."""
 
 import json
 import os
@@ -218,7 +219,8 @@ def test_a_summary_says_how_the_run_ended_what_it_trained_and_with_what(finished
 
 
 def test_episodes_that_failed_in_training_are_counted_at_the_end(tmp_path: Path) -> None:
-    """Every fourth answer cannot be graded: its group is left out, and the summary says how many."""
+    """Every fourth answer cannot be graded: its group is left out, and the summary says how
+    many."""
     problems = tmp_path / "rows.jsonl"
     problems.write_text("".join(json.dumps({"prompt": f"{n * 7919 % 100000}>"}) + "\n" for n in range(30)))
     settings = [*TINY, "warmup.steps=0", "steps=2", "rollout.prompts=6", f"data={problems}", "reward=byte_rewards:fails_at_times"]

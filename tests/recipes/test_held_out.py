@@ -1,4 +1,5 @@
-"""The measurement of `ludic train` where episodes fail: they are counted, and answers stay beside their questions."""
+"""The measurement of `ludic train` where episodes fail: they are counted, and answers stay
+beside their questions."""
 
 from playing import ScriptedClient, play
 

@@ -1,4 +1,5 @@
-"""What is named on the command line is imported plainly, from packages and from files of the current directory."""
+"""What is named on the command line is imported plainly, from packages and from files of the
+current directory."""
 
 import sys
 

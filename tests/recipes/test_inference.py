@@ -1,4 +1,5 @@
-"""Where a recipe's answers come from: what the settings mean, runs that overlap, and one against a real vLLM server."""
+"""Where a recipe's answers come from: what the settings mean, runs that overlap, and one against
+a real vLLM server."""
 
 import json
 import os
@@ -148,7 +149,8 @@ def test_a_run_that_overlaps_trains_on_samples_one_version_old(tiny, tmp_path):
 
 
 def test_an_overlapped_run_that_is_stopped_goes_on_with_the_prompts_that_follow(tiny, tmp_path, monkeypatch):
-    """Stopped after two of four steps, with a batch on its way that is never trained, then resumed."""
+    """Stopped after two of four steps, with a batch on its way that is never trained, then
+    resumed."""
     from ludic.runs.stopping import StoppableSource
 
     asked = []
@@ -233,7 +235,8 @@ def test_the_summary_of_a_sampler_is_that_of_its_steps():
 
 @pytest.mark.integration
 def test_a_run_on_a_real_server_samples_what_the_trainer_has(tmp_path: Path):
-    """A server is started from the run's own policy, takes the weights of every step, and is stopped."""
+    """A server is started from the run's own policy, takes the weights of every step, and is
+    stopped."""
     python = os.environ.get("LUDIC_VLLM_PYTHON")
     if not python:
         pytest.skip("LUDIC_VLLM_PYTHON names no interpreter with vLLM; `make vllm` builds one")

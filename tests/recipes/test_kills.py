@@ -1,5 +1,6 @@
-"""A run that is killed anywhere and resumed is the run: the same weights, each step once in metrics.jsonl, each episode once in
-rollouts.jsonl. `pytest -m slow` kills at every change on disk."""
+"""A run that is killed anywhere and resumed is the run: the same weights, each step once in
+metrics.jsonl, each episode once in rollouts.jsonl. `pytest -m slow` kills at every change on
+disk."""
 
 import json
 from pathlib import Path
@@ -122,7 +123,8 @@ def test_a_run_killed_between_its_last_model_and_its_progress_is_not_reinforced_
 
 @pytest.mark.integration
 def test_a_model_torn_while_it_was_kept_is_not_needed_to_go_on(tmp_path: Path) -> None:
-    """The reinforcement has a checkpoint; the folder `model`, as an older version could leave it, is replaced."""
+    """The reinforcement has a checkpoint; the folder `model`, as an older version could leave
+    it, is replaced."""
     settings = [*TINY, "checkpoint.every_n_steps=1"]
     made = changes("train", *settings, f"output={tmp_path}", "name=whole")
     assert killed_at(

@@ -1,4 +1,5 @@
-"""The built-in recipes learn what their documentation says. Half a minute to two minutes each on an idle machine of two cores."""
+"""The built-in recipes learn what their documentation says. Half a minute to two minutes each on
+an idle machine of two cores."""
 
 import json
 from pathlib import Path

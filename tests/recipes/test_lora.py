@@ -1,4 +1,5 @@
-"""`lora.rank=8` in `ludic train` and `ludic sft`: what is left on disk, what reads it, and that a stopped run goes on as it would have."""
+"""`lora.rank=8` in `ludic train` and `ludic sft`: what is left on disk, what reads it, and that
+a stopped run goes on as it would have."""
 
 import json
 import shutil
@@ -119,7 +120,8 @@ def test_the_warm_up_of_a_small_model_trains_it_whole(run: Path, tiny: list[str]
 
 
 def test_the_rollouts_are_sampled_from_the_model_that_is_trained(run: Path) -> None:
-    """From the merged copy: its log-probabilities are the trainer's but for rounding, so that on the first pass no ratio is clipped."""
+    """From the merged copy: its log-probabilities are the trainer's but for rounding, so that on
+    the first pass no ratio is clipped."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = [line for line in lines if line["phase"] == "reinforce"]
     assert len(kept) == 3

@@ -133,7 +133,8 @@ def test_a_file_and_a_function_are_all_it_takes(here: Path, model: Path) -> None
 
 
 def test_rewards_with_another_maximum_have_no_accuracy_until_a_setting_says_what_is_right(here: Path, model: Path) -> None:
-    """The right answer of a reward of at most 0.5 was once shown as wrong, and its accuracy as 0."""
+    """The right answer of a reward of at most 0.5 was once shown as wrong, and its accuracy as
+    0."""
     given = [f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:half", "steps=0"]
     shown = trained(*given)
     assert not set("✓✗") & set(shown)
@@ -210,7 +211,8 @@ def test_completions_of_the_data_warm_a_model_up(here: Path) -> None:
 
 
 def test_gsm8k_from_a_file_needs_no_python_at_all(here: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grader is replaced by one that answers at once; the real one is tested beside the environments."""
+    """The grader is replaced by one that answers at once; the real one is tested beside the
+    environments."""
 
     class Grader:
         async def grade(self, answer: str, target: str) -> bool:
@@ -238,7 +240,8 @@ def test_a_run_stopped_and_resumed_is_the_run(here: Path, model: Path) -> None:
     assert flat[0] == flat[1]
 
 
-# ---- errors --------------------------------------------------------------------------------------------------------
+# ---- errors
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_reward_that_fails_everywhere_ends_the_run_and_says_why(here: Path, model: Path) -> None:

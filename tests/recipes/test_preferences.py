@@ -1,4 +1,5 @@
-"""The built-in preferences: qualities and probabilities by hand, labels by their measured shares, a split that never meets."""
+"""The built-in preferences: qualities and probabilities by hand, labels by their measured
+shares, a split that never meets."""
 
 from collections import Counter
 from random import Random
@@ -49,7 +50,8 @@ def test_labels_are_drawn_with_their_probability() -> None:
         drawn[bucket] += 1
         won[bucket] += pair["probability"] > 0.5
     for bucket, middle in ((6, 0.65), (7, 0.75), (8, 0.85)):
-        # At least 1,500 draws each: a standard error of at most .013, and the middle of a bucket is not quite its mean.
+        # At least 1,500 draws each: a standard error of at most .013, and the middle of a bucket is
+        # not quite its mean.
         assert drawn[bucket] > 1_500
         assert won[bucket] / drawn[bucket] == pytest.approx(middle, abs=0.04)
 

@@ -30,7 +30,8 @@ assert gc.get_threshold() == thresholds
 
 
 def faults(**variables):
-    """Page faults of a step that makes tensors of several sizes and frees them, once earlier steps have done the same."""
+    """Page faults of a step that makes tensors of several sizes and frees them, once earlier
+    steps have done the same."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run([sys.executable, "-c", FAULTS], env={**clean, **variables}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

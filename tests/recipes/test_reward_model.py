@@ -1,4 +1,5 @@
-"""Reinforcement against a reward model from a folder: it rewards training, and held-out measurement keeps the task's own reward."""
+"""Reinforcement against a reward model from a folder: it rewards training, and held-out
+measurement keeps the task's own reward."""
 
 import asyncio
 import json
@@ -99,7 +100,8 @@ def test_prompts_alone_are_enough_where_a_reward_model_judges(tiny: list[str], t
 def test_a_score_alone_is_no_accuracy_and_an_evaluation_of_the_run_finds_what_the_run_found(
     tiny: list[str], tmp_path: Path, folder: Path
 ) -> None:
-    """Scores above 1 were once "right answers" of the run, and the evaluation of the same model found an accuracy of 0."""
+    """Scores above 1 were once "right answers" of the run, and the evaluation of the same model
+    found an accuracy of 0."""
     data = tmp_path / "prompts.jsonl"
     rows = [{"prompt": f"{n}+1=", "completion": f"{n + 1}", "answer": f"{n + 1}"} for n in range(30)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -179,11 +181,13 @@ def test_a_classifier_of_several_labels_is_no_reward_model(tmp_path: Path) -> No
         load_reward_model(str(tmp_path))
 
 
-# ---- adapters ------------------------------------------------------------------------------------------------------
+# ---- adapters
+# ------------------------------------------------------------------------------------------------------
 
 
 def adapters(folder: Path, base: Any, task: str | None, *, named: Path | None = None, **settings: Any) -> Any:
-    """`base` saved into `folder/base`, and adapters of it that change something into `folder/adapters`; the adapted model."""
+    """`base` saved into `folder/base`, and adapters of it that change something into
+    `folder/adapters`; the adapted model."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
@@ -272,7 +276,8 @@ def test_a_run_against_adapters_of_a_language_model_is_refused_in_a_line(tiny: l
     assert not (tmp_path / "run").exists()
 
 
-# ---- tasks ---------------------------------------------------------------------------------------------------------
+# ---- tasks
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_judged_task_is_a_task_of_episodes_and_keeps_what_the_task_is(folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""The flags of `ludic train-rm`: every one of the documented command, its key and its type, and what is said of wrong ones."""
+"""The flags of `ludic train-rm`: every one of the documented command, its key and its type, and
+what is said of wrong ones."""
 
 import shlex
 

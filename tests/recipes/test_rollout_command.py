@@ -1,4 +1,5 @@
-"""`ludic rollout` writes what `ludic sft` reads: episodes with their tokens, those that a condition keeps."""
+"""`ludic rollout` writes what `ludic sft` reads: episodes with their tokens, those that a
+condition keeps."""
 
 import json
 from pathlib import Path

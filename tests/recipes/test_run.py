@@ -1,4 +1,5 @@
-"""Whole runs, tiny ones: what they write, that they repeat, resume and stop, and that any model on disk can be trained."""
+"""Whole runs, tiny ones: what they write, that they repeat, resume and stop, and that any model
+on disk can be trained."""
 
 import json
 import signal
@@ -167,7 +168,8 @@ def test_a_model_on_disk_is_trained_on(tiny: list[str], tmp_path: Path) -> None:
     path = tmp_path / "first" / "model"
     shown = train(*tiny, "name=second", f"model={path}", "warmup.steps=0", "steps=1", "evaluation.prompts=3")
     assert "writing to" in shown
-    # Nothing was warmed up and the same held-out problems were asked with the same seeds: the second begins where the first ended.
+    # Nothing was warmed up and the same held-out problems were asked with the same seeds: the
+    # second begins where the first ended.
     first, second = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("first", "second"))
     assert second["before"] == first["after"]
 
@@ -268,7 +270,8 @@ def test_runs_without_a_name_get_folders_of_their_own_even_within_a_second(tmp_p
     assert all(folder.is_dir() for folder in folders)
 
 
-# ---- stopping and going on -----------------------------------------------------------------------------------------
+# ---- stopping and going on
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -326,7 +329,8 @@ def test_ctrl_c_in_a_process_of_its_own_ends_it_cleanly(tiny: list[str], tmp_pat
     assert list((tmp_path / "run" / "checkpoints" / "reinforce").glob("step_*"))
 
 
-# ---- the command itself --------------------------------------------------------------------------------------------
+# ---- the command itself
+# --------------------------------------------------------------------------------------------
 
 
 def test_help_is_quick_and_has_examples() -> None:

@@ -1,4 +1,5 @@
-"""`ludic sft`: what a run leaves, that it repeats, resumes and stops, and that every kind of row is trained."""
+"""`ludic sft`: what a run leaves, that it repeats, resumes and stops, and that every kind of row
+is trained."""
 
 import json
 from functools import partial
@@ -205,7 +206,8 @@ def test_rows_with_one_prompt_are_held_out_together() -> None:
     assert split_by_prompt(rows, 0.0) == ([row[0] for row in rows], [])
 
 
-# ---- wrong settings, stopping, going on ------------------------------------------------------------------------------
+# ---- wrong settings, stopping, going on
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -274,7 +276,8 @@ def test_ctrl_c_while_the_last_evaluation_runs_ends_nothing_early(tiny: list[str
 def test_a_run_that_its_evaluation_ended_stays_ended_when_resumed(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
-    """It is stopped at once where it measures for the last time, wherever its last checkpoint is."""
+    """It is stopped at once where it measures for the last time, wherever its last checkpoint
+    is."""
     given = [*tiny, *ENDED_BY_ITS_EVALUATION, f"checkpoint.every_n_steps={every}"]
     sft(*given, "name=whole")
     with monkeypatch.context() as patch:

@@ -1,4 +1,5 @@
-"""Which rewards count as right: what was asked for, what the task says, and what follows from rewards of 0 and 1."""
+"""Which rewards count as right: what was asked for, what the task says, and what follows from
+rewards of 0 and 1."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""The built-in tasks: verifiers by hand and by property, teachers by their measured mixes, splits that never meet."""
+"""The built-in tasks: verifiers by hand and by property, teachers by their measured mixes,
+splits that never meet."""
 
 from collections import Counter
 from random import Random
@@ -20,7 +21,8 @@ def reward(task: Task, problem: Problem, answer: str) -> float:
     return env.env_step(answer).reward
 
 
-# ---- sorting -------------------------------------------------------------------------------------------------------
+# ---- sorting
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,8 @@ def test_no_rearrangement_of_a_held_out_problem_is_trained_on() -> None:
     assert all(task.draw(rng)["answer"] not in held for _ in range(5_000))
 
 
-# ---- addition ------------------------------------------------------------------------------------------------------
+# ---- addition
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_the_scratchpads_are_those_of_the_documentation() -> None:
@@ -152,7 +155,8 @@ def test_a_pair_is_held_out_in_both_orders() -> None:
     assert all(frozenset((str(a), str(b))) not in held for a, b in task._train_pairs)
 
 
-# ---- both ----------------------------------------------------------------------------------------------------------
+# ---- both
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -1,4 +1,5 @@
-"""The byte tokenizer: every text round-trips, in memory and through a folder, and no text can make a special token."""
+"""The byte tokenizer: every text round-trips, in memory and through a folder, and no text can
+make a special token."""
 
 from pathlib import Path
 

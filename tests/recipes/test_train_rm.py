@@ -1,4 +1,5 @@
-"""`ludic train-rm`: what a run leaves, that it repeats, resumes and stops, in flags and in settings, with adapters and without."""
+"""`ludic train-rm`: what a run leaves, that it repeats, resumes and stops, in flags and in
+settings, with adapters and without."""
 
 import json
 from functools import partial
@@ -153,7 +154,8 @@ def test_the_documented_command_runs_on_a_local_file(tmp_path: Path, model: Path
 
 
 def test_weights_that_are_neither_loaded_nor_trained_are_an_error(tiny: list[str], tmp_path: Path) -> None:
-    """A BERT that was saved as a masked language model has no pooler, and LoRA would leave the one that is drawn as it is."""
+    """A BERT that was saved as a masked language model has no pooler, and LoRA would leave the
+    one that is drawn as it is."""
     from small_models import scoring_model
     from transformers import BertForMaskedLM
 
@@ -227,7 +229,8 @@ def test_pairs_with_one_prompt_are_held_out_together(tiny: list[str], tmp_path: 
 
 
 def test_pairs_with_one_prompt_stay_together_however_they_were_cut(tiny: list[str], tmp_path: Path) -> None:
-    """A long prompt loses more of its beginning beside a long answer, so that what is left of it differs from pair to pair."""
+    """A long prompt loses more of its beginning beside a long answer, so that what is left of it
+    differs from pair to pair."""
     content = [
         {"prompt": f"{n // 4:03}" + "q" * 90, "chosen": "a" * (1 + n % 4), "rejected": "b" * (1 + n % 4)} for n in range(40)
     ]
@@ -364,7 +367,8 @@ def test_a_run_that_ends_early_leaves_the_model_of_its_best_evaluation(tiny: lis
     assert "These pairs also chose the step" in " ".join(shown.split())
 
 
-# ---- wrong settings, stopping, going on ------------------------------------------------------------------------------
+# ---- wrong settings, stopping, going on
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""A client whose tokens are bytes: a message is its text and a newline, so that the prompt of a turn extends that of the turn before."""
+"""A client whose tokens are bytes: a message is its text and a newline, so that the prompt of a
+turn extends that of the turn before."""
 
 from ludic.types import ChatResponse
 
@@ -8,7 +9,8 @@ def ids(text):
 
 
 class ByteClient:
-    """Answers with the given texts in turn, the newline being the end token. `sent`: the tokens of every call."""
+    """Answers with the given texts in turn, the newline being the end token. `sent`: the tokens
+    of every call."""
 
     def __init__(self, *texts, error=None):
         self.texts, self.error, self.requests, self.sent = texts, error, [], []

@@ -1,4 +1,5 @@
-"""A reward that no two answers of a small model are likely to share, so that there is always something to learn."""
+"""A reward that no two answers of a small model are likely to share, so that there is always
+something to learn."""
 
 
 def mean_id(completion_ids: list[list[int]], **_: object) -> list[float]:

@@ -1,4 +1,5 @@
-"""Byte tokenizers with chat templates, and one of trained byte pairs that merges across the borders of messages."""
+"""Byte tokenizers with chat templates, and one of trained byte pairs that merges across the
+borders of messages."""
 
 from functools import cache
 
@@ -51,7 +52,8 @@ def merging_tokenizer():
 
 @cache
 def pairs_tokenizer():
-    """Digits, and some pairs of them that are one token: most sampled texts have another, shorter tokenisation."""
+    """Digits, and some pairs of them that are one token: most sampled texts have another,
+    shorter tokenisation."""
     from tokenizers import Tokenizer, decoders, models, trainers
     from transformers import PreTrainedTokenizerFast
 

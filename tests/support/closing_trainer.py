@@ -1,5 +1,6 @@
-"""A trainer whose last line leaves the group that it shares with a server: `python closing_trainer.py`. The server is another process
-of this file, `python closing_trainer.py PORT`."""
+"""A trainer whose last line leaves the group that it shares with a server: `python
+closing_trainer.py`. The server is another process of this file, `python closing_trainer.py
+PORT`."""
 
 import subprocess
 import sys

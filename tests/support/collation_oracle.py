@@ -1,4 +1,5 @@
-"""Collation one value at a time, and samples of every kind that the core takes, for tests that compare the two."""
+"""Collation one value at a time, and samples of every kind that the core takes, for tests that
+compare the two."""
 
 from __future__ import annotations
 

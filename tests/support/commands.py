@@ -1,4 +1,5 @@
-"""The commands `ludic train`, `ludic sft` and `ludic train-rm` as a user calls them, and what they leave."""
+"""The commands `ludic train`, `ludic sft` and `ludic train-rm` as a user calls them, and what
+they leave."""
 
 import json
 import os
@@ -37,7 +38,8 @@ def refused(command: str, *arguments: str) -> str:
 
 
 def train_until(command: str, step: int, arguments: list[str], *, phase: str | None = None) -> int:
-    """Interrupt this process once, as Ctrl-C would, when the metrics of that step (of that phase) are written; the exit status."""
+    """Interrupt this process once, as Ctrl-C would, when the metrics of that step (of that
+    phase) are written; the exit status."""
     from ludic.training.loggers import JSONLLogger
 
     interrupted: list[int] = []

@@ -1,4 +1,5 @@
-"""What every environment keeps to, whoever wrote it: a case to test, and how it is played without a protocol."""
+"""What every environment keeps to, whoever wrote it: a case to test, and how it is played
+without a protocol."""
 
 import inspect
 import json

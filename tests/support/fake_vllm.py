@@ -1,7 +1,9 @@
-"""Stands for `python -m vllm.entrypoints.openai.api_server`: the stub behind the command line, in a process with a child of its own.
+"""Stands for `python -m vllm.entrypoints.openai.api_server`: the stub behind the command line, in a
+process with a child of its own.
 
-`install(folder)` makes an interpreter of it. What it does is in the environment's FAKE_VLLM: `ok`, `exit` (says why and ends), `deaf`
-(never listens), `sick` (healthy, and cannot sample), `stubborn` (does not end when asked to).
+`install(folder)` makes an interpreter of it. What it does is in the environment's FAKE_VLLM: `ok`,
+`exit` (says why and ends), `deaf` (never listens), `sick` (healthy, and cannot sample), `stubborn`
+(does not end when asked to).
 """
 
 import json

@@ -48,7 +48,8 @@ class Result:
 
 @dataclass
 class CountdownClient:
-    """The shape of OpenEnv's asynchronous client: counts down from a number that follows the seed; a wrong number ends nothing.
+    """The shape of OpenEnv's asynchronous client: counts down from a number that follows the seed;
+    a wrong number ends nothing.
 
     `limit`: steps until the episode is cut short.
     """

@@ -1,4 +1,5 @@
-"""A server on loopback that answers as no server should. What it does is given by path, as one function that writes to the socket."""
+"""A server on loopback that answers as no server should. What it does is given by path, as one
+function that writes to the socket."""
 
 import gzip
 import socket
@@ -62,7 +63,8 @@ def redirect(to, status="307 Temporary Redirect"):
 
 
 class HostileServer:
-    """`HostileServer(silent)` does that on every path; `HostileServer(plain(), **{"/weight_info": drip_body})` on one.
+    """`HostileServer(silent)` does that on every path; `HostileServer(plain(), **{"/weight_info":
+    drip_body})` on one.
 
     with HostileServer(endless) as server:
         Http().ask("GET", server.url, ...)

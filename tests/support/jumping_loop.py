@@ -1,10 +1,12 @@
-"""An event loop whose clock stands still while anything can run, and jumps to the next deadline when nothing can."""
+"""An event loop whose clock stands still while anything can run, and jumps to the next deadline
+when nothing can."""
 
 import asyncio
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """Deadlines pass at once and only where something hangs, however busy the machine is. Not for work in threads or sockets."""
+    """Deadlines pass at once and only where something hangs, however busy the machine is. Not
+    for work in threads or sockets."""
 
     def __init__(self):
         super().__init__()

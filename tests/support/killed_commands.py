@@ -1,4 +1,5 @@
-"""Commands that are killed, by a real SIGKILL, at the n-th of the moments at which a run changes what is on disk.
+"""Commands that are killed, by a real SIGKILL, at the n-th of the moments at which a run changes
+what is on disk.
 
 Each runs in a process of its own, forked from one that has torch loaded already.
 """
@@ -14,7 +15,8 @@ _CONTEXT.set_forkserver_preload(["ludic.cli.app", "ludic.runs.reinforce", "ludic
 
 
 def killed_at(moment, command, *arguments):
-    """Run the command until just before its `moment`-th change; whether it came so far. It must not fail."""
+    """Run the command until just before its `moment`-th change; whether it came so far. It must
+    not fail."""
     return _run(moment, [command, *arguments]) == -signal.SIGKILL
 
 

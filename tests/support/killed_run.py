@@ -1,5 +1,5 @@
-"""A run of 8 steps that can be killed: `python killed_run.py FOLDER`. It resumes from the latest checkpoint there, and at the end
-writes the losses of its own steps and a digest of the weights."""
+"""A run of 8 steps that can be killed: `python killed_run.py FOLDER`. It resumes from the latest
+checkpoint there, and at the end writes the losses of its own steps and a digest of the weights."""
 
 import hashlib
 import json

@@ -7,7 +7,8 @@ V = 11
 
 
 class Bigram(nn.Module):
-    """Logits of the next token from the present one alone: the smallest causal model. float32 unless told otherwise."""
+    """Logits of the next token from the present one alone: the smallest causal model. float32
+    unless told otherwise."""
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -19,7 +20,8 @@ class Bigram(nn.Module):
 
 
 def rows(count: int, seed: int = 0) -> list[dict[str, Tensor]]:
-    """`count` samples of 2 to 9 tokens with 1 or more actions, some of weight zero, and log-probabilities of some older policy."""
+    """`count` samples of 2 to 9 tokens with 1 or more actions, some of weight zero, and
+    log-probabilities of some older policy."""
     generator = torch.Generator().manual_seed(seed)
 
     def integer(low: int, high: int) -> int:
@@ -76,7 +78,8 @@ def packed(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def two_token_batch(ratios: list[float], weights: list[float], vocabulary: int = 2) -> tuple[Tensor, dict[str, Tensor]]:
-    """One action token a row, probability 1/2 under the policy, and the actor's log-probability such that the ratio is as given."""
+    """One action token a row, probability 1/2 under the policy, and the actor's log-probability
+    such that the ratio is as given."""
     batch = len(ratios)
     logits = torch.zeros(batch, 2, vocabulary, requires_grad=True)
     logp = torch.full((batch,), -torch.log(torch.tensor(float(vocabulary))).item())

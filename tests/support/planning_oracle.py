@@ -20,7 +20,8 @@ def int32(lengths: Sequence[int]) -> NDArray[np.int32]:
 
 @st.composite
 def workloads(draw: st.DrawFn, most: int = 60) -> tuple[list[int], int]:
-    """Lengths with few or many ties, and a budget that holds each: just so, a few times over, or all of them."""
+    """Lengths with few or many ties, and a budget that holds each: just so, a few times over, or
+    all of them."""
     longest = draw(st.sampled_from([1, 3, 12, 100, 5000, LONGEST]))
     lengths = draw(st.lists(st.integers(0, longest), max_size=most))
     least = max([1, *lengths])
@@ -61,7 +62,8 @@ def greedy(lengths: Sequence[int], budget: int) -> Lists:
 
 
 def optimal(lengths: Sequence[int], budget: int, overhead: int) -> Lists:
-    """The quadratic programme over the sorted samples; on ties the last micro-batch begins first."""
+    """The quadratic programme over the sorted samples; on ties the last micro-batch begins
+    first."""
     order = ascending(lengths)
     best = [(0, 0)]
     for end in range(1, len(order) + 1):
@@ -76,7 +78,8 @@ def optimal(lengths: Sequence[int], budget: int, overhead: int) -> Lists:
 
 
 def best_fit_decreasing(lengths: Sequence[int], budget: int) -> Lists:
-    """The longest first, each into the fullest that holds it, among equals the one so full the longest."""
+    """The longest first, each into the fullest that holds it, among equals the one so full the
+    longest."""
     bins: list[tuple[int, int, list[int]]] = []
     for turn, index in enumerate(sorted(range(len(lengths)), key=lambda index: -lengths[index])):
         length = lengths[index]

@@ -22,7 +22,8 @@ def verbatim(text):
 
 
 class ScriptedClient:
-    """Answers with the given texts in turn, tokens and log-probabilities included. Remembers the requests."""
+    """Answers with the given texts in turn, tokens and log-probabilities included. Remembers the
+    requests."""
 
     def __init__(self, *texts, finish_reason="stop", delay=None):
         self.texts, self.finish_reason, self.delay = texts, finish_reason, delay
@@ -47,7 +48,8 @@ def protocol(client, **agent_settings):
 
 
 class Counting(SingleAgentEnv):
-    """Ends with reward 1 after `goal` steps. Notes its seed, its actions, and whether it was closed."""
+    """Ends with reward 1 after `goal` steps. Notes its seed, its actions, and whether it was
+    closed."""
 
     made: ClassVar[list] = []
 

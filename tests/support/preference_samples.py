@@ -46,7 +46,8 @@ def pair(pair_id, prompt, chosen, rejected, label=1.0):
 
 
 def sorted_pairs(count, seed=0):
-    """Pairs whose chosen answer is the digits sorted, the rejected one those digits otherwise; some with soft labels."""
+    """Pairs whose chosen answer is the digits sorted, the rejected one those digits otherwise;
+    some with soft labels."""
     draw = random.Random(seed)
     items = []
     for index in range(count):

@@ -1,8 +1,9 @@
-"""The one real vLLM server of a test run: a tiny model on the CPU, started when the first test asks for it; and others for those who need
-their own.
+"""The one real vLLM server of a test run: a tiny model on the CPU, started when the first test asks
+for it; and others for those who need their own.
 
-`LUDIC_VLLM_PYTHON` names the interpreter that has vLLM (`make vllm` builds ./.venv-vllm/bin/python). Without it the tests that need the
-server are skipped; with it, a server that does not come up is a failure. A test that changes the weights takes `vllm_server_to_change`.
+`LUDIC_VLLM_PYTHON` names the interpreter that has vLLM (`make vllm` builds
+./.venv-vllm/bin/python). Without it the tests that need the server are skipped; with it, a server
+that does not come up is a failure. A test that changes the weights takes `vllm_server_to_change`.
 """
 
 import os

@@ -11,7 +11,8 @@ PAD, EOS = 0, 2
 
 @cache
 def reward_model(seed=0, labels=1, pad=PAD, **settings):
-    """A Qwen2 with a head of `labels` numbers, far enough from its initial weights that scores differ."""
+    """A Qwen2 with a head of `labels` numbers, far enough from its initial weights that scores
+    differ."""
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
     torch.manual_seed(seed)
@@ -40,7 +41,8 @@ def score_alone(model, ids):
 
 
 class FakeRewardModel:
-    """Scores by `judge(input)` and remembers what it was asked. An exception that `judge` returns is raised."""
+    """Scores by `judge(input)` and remembers what it was asked. An exception that `judge`
+    returns is raised."""
 
     def __init__(self, judge=len, tokenizer=None):
         self.judge, self.tokenizer, self.calls = judge, tokenizer, []
@@ -58,7 +60,8 @@ class FakeRewardModel:
 
 
 def rollout(name, *turns, reward=0.0, ids=None, group="g", **info):
-    """An episode of `(observation, action)` turns; the last step has the reward and, with `ids`, a trace."""
+    """An episode of `(observation, action)` turns; the last step has the reward and, with `ids`,
+    a trace."""
     steps = [
         Step(i, obs, action, None, reward if i == len(turns) - 1 else 0.0, False, i == len(turns) - 1, dict(info))
         for i, (obs, action) in enumerate(turns)

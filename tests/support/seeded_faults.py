@@ -1,4 +1,5 @@
-"""Clients that do to a healthy one what goes wrong between engines, and rollouts played through them."""
+"""Clients that do to a healthy one what goes wrong between engines, and rollouts played through
+them."""
 
 from dataclasses import replace
 
@@ -14,7 +15,8 @@ PROBLEMS = 12
 
 
 class Faulty:
-    """A client whose answers pass through `change(request, response)`, and whose requests pass through `ask`."""
+    """A client whose answers pass through `change(request, response)`, and whose requests pass
+    through `ask`."""
 
     def __init__(self, inner, *, change=None, ask=None, from_ids=True):
         self.inner, self.change, self.ask = inner, change, ask

@@ -1,4 +1,5 @@
-"""What a real server samples from: log-probabilities as it says them beside those of a model here."""
+"""What a real server samples from: log-probabilities as it says them beside those of a model
+here."""
 
 import copy
 
@@ -27,7 +28,8 @@ def weights(model):
 
 
 def generate(server, max_tokens=32, prompt=PROMPT, model="tiny"):
-    """Sampled ids, their log-probabilities as the server says them, and spans of weight versions."""
+    """Sampled ids, their log-probabilities as the server says them, and spans of weight
+    versions."""
     params = {"max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0, "seed": 1, "ignore_eos": True}
     body = {"model": model, "token_ids": prompt, "sampling_params": params}
     answer = httpx2.post(f"{server.url}/inference/v1/generate", json=body, timeout=120)

@@ -1,4 +1,5 @@
-"""A server with OpenAI's interface on loopback. What it answers is decided by a function of the request's body."""
+"""A server with OpenAI's interface on loopback. What it answers is decided by a function of the
+request's body."""
 
 import json
 import threading
@@ -11,7 +12,8 @@ CUT = object()
 
 
 def completion(text, finish_reason="stop", **extras):
-    """The body of a chat completion. `extras` go into the choice, and `prompt_token_ids` to the top, where vLLM has it."""
+    """The body of a chat completion. `extras` go into the choice, and `prompt_token_ids` to the
+    top, where vLLM has it."""
     top = {key: extras.pop(key) for key in ("prompt_token_ids",) if key in extras}
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish_reason, **extras}
     usage = {"prompt_tokens": 5, "completion_tokens": len(text or ""), "total_tokens": 5 + len(text or "")}
@@ -24,7 +26,8 @@ class _Server(ThreadingHTTPServer):
 
 
 class StubOpenAIServer:
-    """`answer(body)` gives a body of JSON (status 200), `(status, body)` or `(status, body, headers)`, text as it is, HANG or CUT."""
+    """`answer(body)` gives a body of JSON (status 200), `(status, body)` or `(status, body,
+    headers)`, text as it is, HANG or CUT."""
 
     def __init__(self, answer, models=("stub",)):
         self.answer, self.models = answer, models

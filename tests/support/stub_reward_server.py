@@ -1,6 +1,8 @@
-"""A vLLM pooling server of a reward model, on loopback in this process: answers, refusals and silences as vLLM 0.32 was seen to have them.
+"""A vLLM pooling server of a reward model, on loopback in this process: answers, refusals and
+silences as vLLM 0.32 was seen to have them.
 
-`judge(ids)` gives the number that the model would. Text is tokenised by its bytes, with a first token more where special tokens are added.
+`judge(ids)` gives the number that the model would. Text is tokenised by its bytes, with a first
+token more where special tokens are added.
 """
 
 import math

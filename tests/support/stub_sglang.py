@@ -1,7 +1,9 @@
-"""An SGLang server on loopback, with the endpoints and bodies of 0.5.23 as its sources have them. No real one was run.
+"""An SGLang server on loopback, with the endpoints and bodies of 0.5.23 as its sources have them.
+No real one was run.
 
-From its sources: paths, fields of requests, `success` and `message`, `weight_version` in `meta_info`. From memory: that an entry of
-`output_token_logprobs` is [log-probability, token id, text], and that `finish_reason` is an object.
+From its sources: paths, fields of requests, `success` and `message`, `weight_version` in
+`meta_info`. From memory: that an entry of `output_token_logprobs` is [log-probability, token id,
+text], and that `finish_reason` is an object.
 """
 
 import contextlib

@@ -1,7 +1,9 @@
-"""A vLLM server on loopback in this process: the endpoints, bodies, statuses and faults that vLLM 0.32 was seen to have.
+"""A vLLM server on loopback in this process: the endpoints, bodies, statuses and faults that vLLM
+0.32 was seen to have.
 
-What it samples is a function of the prompt's ids, the seed, the position and `weights`, so that a change of weights shows. Ids are drawn
-from a vocabulary larger than the tokenizer's. Faults are given by `fail`, and `dead` is an engine that is gone while /health still answers.
+What it samples is a function of the prompt's ids, the seed, the position and `weights`, so that a
+change of weights shows. Ids are drawn from a vocabulary larger than the tokenizer's. Faults are
+given by `fail`, and `dead` is an engine that is gone while /health still answers.
 
     with StubVLLM() as server:
         VLLMChatClient(host="127.0.0.1", port=server.port)
@@ -108,7 +110,8 @@ class StubVLLM:
             self._http.server_close()
 
     def fail(self, path, *faults):
-        """Answer the next requests to a path with these, one each: (status, body), HANG, CUT, or a function of the usual answer."""
+        """Answer the next requests to a path with these, one each: (status, body), HANG, CUT, or
+        a function of the usual answer."""
         self._faults.setdefault(path, []).extend(faults)
 
     def asked(self, path):
@@ -118,7 +121,8 @@ class StubVLLM:
     # -- what it samples
 
     def sample(self, prompt, *, max_tokens, seed, temperature=1.0, stop_token_ids=()):
-        """(ids, log-probabilities, finish reason, stop reason): the length is clipped without a word, as the server does it."""
+        """(ids, log-probabilities, finish reason, stop reason): the length is clipped without a
+        word, as the server does it."""
         room = min(max_tokens, self.max_model_len - len(prompt))
         ids, logprobs = [], []
         while len(ids) < room:
@@ -269,7 +273,8 @@ class StubVLLM:
     # -- weights, as with VLLM_SERVER_DEV_MODE=1
 
     def _weights(self, path, query, body):
-        """Status and body of an endpoint of the control plane; None for a path that is none of them."""
+        """Status and body of an endpoint of the control plane; None for a path that is none of
+        them."""
         if path == "/pause":
             self._aborting.set() if query.get("mode", ["abort"])[0] == "abort" else self._aborting.clear()
             self._running.clear()

@@ -1,7 +1,9 @@
-"""A server's side of publishing, on loopback: the endpoints of vLLM 0.32 for weights, over the very receiver that its workers run.
+"""A server's side of publishing, on loopback: the endpoints of vLLM 0.32 for weights, over the very
+receiver that its workers run.
 
-What it keeps of the real one: an update that fails closes its session; a finish that fails does not; starting twice is refused; one
-call to the workers at a time; while paused, nothing is answered; after a restart the first weights are served under `default`.
+What it keeps of the real one: an update that fails closes its session; a finish that fails does
+not; starting twice is refused; one call to the workers at a time; while paused, nothing is
+answered; after a restart the first weights are served under `default`.
 """
 
 import contextlib
@@ -38,7 +40,8 @@ def same(left, right):
 
 
 class StubWeightServer:
-    """`faults[path]` is called before the call of that path is answered, with its body; it may raise, wait, or change the server."""
+    """`faults[path]` is called before the call of that path is answered, with its body; it may
+    raise, wait, or change the server."""
 
     def __init__(self, folder, *, backend="gloo", tied=False, dtype="float32", first=None):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,15 +1,17 @@
-"""A model small enough for a server on two cores: head_dim 32, and more ids than the tokenizer knows."""
+"""A model small enough for a server on two cores: head_dim 32, and more ids than the tokenizer
+knows."""
 
 from pathlib import Path
 
 VOCABULARY = 384
-"""The tokenizer knows 261 ids. A model that draws freely samples the others too, and they decode to nothing: whoever makes tokens of text
-again gets other tokens."""
+"""The tokenizer knows 261 ids. A model that draws freely samples the others too, and they decode
+to nothing: whoever makes tokens of text again gets other tokens."""
 MAX_POSITIONS = 512
 
 
 def make_tiny_policy(seed=0):
-    """A Qwen2 of 123 thousand parameters in float32, with weights so wide that its choices are sharp."""
+    """A Qwen2 of 123 thousand parameters in float32, with weights so wide that its choices are
+    sharp."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -29,7 +29,8 @@ def call(name, arguments="{}", number=0):
 
 
 class CallingClient(ScriptedClient):
-    """Answers in turn with texts, or with (text, tool calls); an answer that is "cut" reached the token limit."""
+    """Answers in turn with texts, or with (text, tool calls); an answer that is "cut" reached
+    the token limit."""
 
     async def complete(self, request):
         answer = self.texts[len(self.requests) % len(self.texts)]

@@ -1,4 +1,5 @@
-"""Samples, sources and a model for the tests of training: real ids of the byte tokenizer, and a Qwen2 of 10,000 parameters."""
+"""Samples, sources and a model for the tests of training: real ids of the byte tokenizer, and a
+Qwen2 of 10,000 parameters."""
 
 import random
 from dataclasses import replace
@@ -30,7 +31,8 @@ def tiny_model(seed=0, **changes):
 
 
 def sorting_item(index, draw, *, group_size=4, weight=None):
-    """The prompt `529140>`, an answer that may be wrong, and log-probabilities of some older policy."""
+    """The prompt `529140>`, an answer that may be wrong, and log-probabilities of some older
+    policy."""
     digits = "".join(draw.choice("0123456789") for _ in range(draw.randint(1, 9)))
     answer = "".join(sorted(digits, reverse=draw.random() < 0.5))[: draw.randint(1, 9)]
     prompt_ids = TOKENIZER.encode(f"{digits}>")
@@ -58,7 +60,8 @@ def sorting_items(count, seed=0, **options):
 
 
 def dialogue(index, draw, turns):
-    """The samples of an episode, one a turn: each prompt is the whole history, then a new question."""
+    """The samples of an episode, one a turn: each prompt is the whole history, then a new
+    question."""
     history, items = [], []
     for step in range(turns):
         turn = sorting_item(index, draw)
@@ -93,7 +96,8 @@ class ListSource:
 
 
 class DrawingSource:
-    """Draws new samples from the generators of Python and torch, and from a counter that it keeps in its state."""
+    """Draws new samples from the generators of Python and torch, and from a counter that it
+    keeps in its state."""
 
     def __init__(self, count=8):
         self.count, self.drawn = count, 0

@@ -1,4 +1,5 @@
-"""One rank of a training step on two: `python two_ranks.py RANK STORE OUT WRAPPING`. Rank 0 writes what it found as JSON."""
+"""One rank of a training step on two: `python two_ranks.py RANK STORE OUT WRAPPING`. Rank 0
+writes what it found as JSON."""
 
 import gc
 import json

@@ -1,4 +1,5 @@
-"""One rank of bfloat16 training on two: `python two_ranks_half.py RANK STORE OUT WRAPPING`. Rank 0 writes what it found as JSON."""
+"""One rank of bfloat16 training on two: `python two_ranks_half.py RANK STORE OUT WRAPPING`. Rank
+0 writes what it found as JSON."""
 
 import gc
 import json

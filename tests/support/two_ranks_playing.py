@@ -1,4 +1,5 @@
-"""One rank of two with a source that plays: `python two_ranks_playing.py RANK STORE OUT`. Rank 0 writes what the trainer said."""
+"""One rank of two with a source that plays: `python two_ranks_playing.py RANK STORE OUT`. Rank 0
+writes what the trainer said."""
 
 import json
 import sys

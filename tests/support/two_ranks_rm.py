@@ -1,4 +1,5 @@
-"""One rank of a reward-model step on two: `python two_ranks_rm.py RANK STORE OUT WRAPPING`. Rank 0 writes what it found as JSON."""
+"""One rank of a reward-model step on two: `python two_ranks_rm.py RANK STORE OUT WRAPPING`. Rank
+0 writes what it found as JSON."""
 
 import gc
 import json

@@ -1,4 +1,5 @@
-"""One rank that reduces statistics with another: `python two_ranks_stats.py RANK STORE OUT`. Rank 0 writes what it found as JSON."""
+"""One rank that reduces statistics with another: `python two_ranks_stats.py RANK STORE OUT`.
+Rank 0 writes what it found as JSON."""
 
 import json
 import sys

@@ -1,4 +1,5 @@
-"""Tasks and harnesses of verifiers for the tests: sums, asked once or until the answer is right. Imported where verifiers is installed."""
+"""Tasks and harnesses of verifiers for the tests: sums, asked once or until the answer is right.
+Imported where verifiers is installed."""
 
 import ssl
 

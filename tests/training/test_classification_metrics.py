@@ -63,7 +63,8 @@ def test_labels_that_are_probabilities_by_hand():
     assert found["mean_margin"] == pytest.approx((2 - 3 + 3 - 1) / 3)
     assert found["margin_std"] == pytest.approx(math.sqrt((4 + 9 + 16) / 3 - (1 / 3) ** 2))
     assert found["negative_margin_rate"] == pytest.approx((1 + 0.25) / 3)
-    # laid end to end: -4 to 1/4, -3 to 5/4, 2 to 9/4, 4 to 3; units: -4/4 - 9/4, -3/4 + 6/4, 2/4 + 12/4
+    # laid end to end: -4 to 1/4, -3 to 5/4, 2 to 9/4, 4 to 3; units: -4/4 - 9/4, -3/4 + 6/4, 2/4 +
+    # 12/4
     assert found["margin_p50"] == pytest.approx(0.75)
     assert found["margin_p25"] == pytest.approx((-3.25 + 0.75) / 2)
     assert found["margin_p95"] == pytest.approx(0.1 * 0.75 + 0.9 * 3.5)
@@ -80,7 +81,8 @@ def test_a_model_that_states_the_probability_of_its_labels_is_calibrated():
 
 
 def test_calibration_by_hand():
-    # p = sigma(0.5 * 2 ln 3) = 0.75 twice, sigma(0) = 0.5 once; bins of width 1/4: [0.5, 0.75) and [0.75, 1]
+    # p = sigma(0.5 * 2 ln 3) = 0.75 twice, sigma(0) = 0.5 once; bins of width 1/4: [0.5, 0.75) and
+    # [0.75, 1]
     margin = 2 * math.log(3)
     found = computed([margin, margin, 0.0], [0.0, 0.0, 0.0], [1, 0, 1], calibration_bins=4, beta=0.5)
     # |0.75 - 1/2| * 2/3 + |0.5 - 1| * 1/3
@@ -88,7 +90,8 @@ def test_calibration_by_hand():
 
 
 def test_without_both_orders_chosen_responses_that_are_always_preferred_cannot_be_calibrated():
-    """True probabilities of 0.8, and 80 of 100 preferences that agree: perfect calibration, which the labels alone do not show."""
+    """True probabilities of 0.8, and 80 of 100 preferences that agree: perfect calibration,
+    which the labels alone do not show."""
     margin = math.log(4)
     chosen, rejected = [margin] * 80 + [0.0] * 20, [0.0] * 80 + [margin] * 20
     assert computed(chosen, rejected)["ece"] == pytest.approx(0.8 * 0.2 + 0.2 * 0.8)
@@ -194,7 +197,8 @@ def test_the_area_is_the_share_of_comparisons_won(drawn):
 
 @given(pairs, st.booleans(), st.sampled_from(["pairs", "responses"]))
 def test_a_pair_reversed_with_its_label_is_the_pair(drawn, both_orders, thresholds_on):
-    """But not for the calibration of one order alone, the decision on a label of 1/2, and rates of pairs, whose classes change places."""
+    """But not for the calibration of one order alone, the decision on a label of 1/2, and rates
+    of pairs, whose classes change places."""
     chosen, rejected, labels = zip(*drawn, strict=True)
     settings = {"both_orders": both_orders, "thresholds_on": thresholds_on}
     found = computed(chosen, rejected, labels, **settings)

@@ -59,7 +59,8 @@ def test_a_group_is_centred_and_normalised():
 
 
 def test_positive_only_clamps_before_it_divides():
-    # max(A, 0) = (.75, 0, 0, 0); mean .1875; std = sqrt((.5625^2 + 3 * .1875^2) / 4) = .324760; .75 / .324760 = 2.309401
+    # max(A, 0) = (.75, 0, 0, 0); mean .1875; std = sqrt((.5625^2 + 3 * .1875^2) / 4) = .324760; .75
+    # / .324760 = 2.309401
     both = GroupNormalizedReturn(4, normalize_adv=True, positive_only=True)
     assert flat(both, 1, 0, 0, 0) == pytest.approx([2.3094011, 0, 0, 0])
 
@@ -168,7 +169,8 @@ def test_positive_only_never_pushes_down(rewards, normalize):
 
 
 def test_players_of_one_group_are_compared_with_themselves():
-    """Known defect: two rollouts an episode made a group of twice its size. Here x wins twice and o loses twice: no credit at all;
+    """Known defect: two rollouts an episode made a group of twice its size. Here x wins twice and o
+    loses twice: no credit at all;
     against one baseline for both every move of x would weigh +1 and every move of o -1."""
     players = [rollout(r, group="g") for r in (1.0, -1.0, 1.0, -1.0)]
     for player, name in zip(players, "xoxo", strict=True):
@@ -205,7 +207,8 @@ def answer(reward, tokens, **named):
 
 
 def test_an_answer_close_to_its_limit_loses_reward():
-    # the last 20 of 100 tokens: 80 cost 0, 85 a quarter, 90 a half, 100 all, and more than 100 no more than all
+    # the last 20 of 100 tokens: 80 cost 0, 85 a quarter, 90 a half, 100 all, and more than 100 no
+    # more than all
     by_length = [answer(1.0, n) for n in (1, 80, 85, 90, 100, 110)]
     credit = OverlongPenalty(EpisodicReturn(), max_tokens=100, buffer_tokens=20)
     assert weights(credit, *by_length) == [[1.0], [1.0], [0.75], [0.5], [0.0], [0.0]]

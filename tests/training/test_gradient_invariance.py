@@ -1,4 +1,5 @@
-"""The gradient of a mini-batch does not depend on how it is packed, in which order, or which samples of weight zero are run."""
+"""The gradient of a mini-batch does not depend on how it is packed, in which order, or which
+samples of weight zero are run."""
 
 import asyncio
 from functools import cache
@@ -79,7 +80,8 @@ def algorithm(name):
 
 @cache
 def unsplit_gradient(name):
-    """One padded batch of all samples, straight through the loss: no plan, no totals, no skipping."""
+    """One padded batch of all samples, straight through the loss: no plan, no totals, no
+    skipping."""
     batch = collate_saw_items(samples(), pad_token_id=0, device="cpu")
     model().zero_grad(set_to_none=True)
     loss, _ = algorithm(name).compute_loss(model(), batch)
@@ -310,7 +312,8 @@ def test_the_gradient_of_pairs_is_that_of_the_unsplit_batch(name, order, budget,
 
 
 def test_the_first_pass_leaves_the_generators_and_drops_what_the_second_will():
-    """With dropout the norm is of the scores that the gradient is taken of: both passes draw the same masks."""
+    """With dropout the norm is of the scores that the gradient is taken of: both passes draw the
+    same masks."""
 
     class Recording(BradleyTerryLoss):
         squares = 0.0

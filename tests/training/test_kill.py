@@ -1,4 +1,5 @@
-"""A process that is killed while it trains, started again, ends with the weights of one that was not."""
+"""A process that is killed while it trains, started again, ends with the weights of one that was
+not."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""Adapters: where they are put, what is trained and saved, and that everything which reads PEFT models reads them."""
+"""Adapters: where they are put, what is trained and saved, and that everything which reads PEFT
+models reads them."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Training with adapters: only they move, the gradient is that of the unsplit batch, and a resumed run is the run."""
+"""Training with adapters: only they move, the gradient is that of the unsplit batch, and a
+resumed run is the run."""
 
 import asyncio
 import random

@@ -45,7 +45,8 @@ def test_nearly_every_master_moves_where_most_bfloat16_weights_would_not():
 
 
 def test_bfloat16_weights_follow_those_of_a_float32_run():
-    """200 steps at 1e-5 move a weight by 2e-3 at most, less than half the spacing of most; all the same the two runs stay together."""
+    """200 steps at 1e-5 move a weight by 2e-3 at most, less than half the spacing of most; all
+    the same the two runs stay together."""
     begun = weights_of(half_model())
     ends = {}
     for name, model, master_weights in (
@@ -67,7 +68,8 @@ def test_bfloat16_weights_follow_those_of_a_float32_run():
 
 
 class Priced(torch.nn.Module):
-    """Its loss is the inner product with given prices, which are its gradient whatever the weights are."""
+    """Its loss is the inner product with given prices, which are its gradient whatever the
+    weights are."""
 
     def __init__(self, weight, price):
         super().__init__()
@@ -139,7 +141,8 @@ def test_a_checkpoint_has_the_dtype_of_the_model_and_float32_masters_beside_it(t
 
 
 def without_masters(folder):
-    """The checkpoint as it was written before there were masters: state in bfloat16, and no master."""
+    """The checkpoint as it was written before there were masters: state in bfloat16, and no
+    master."""
     path = folder / "optimizer.safetensors"
     stored = {name: tensor for name, tensor in load_file(path).items() if not name.endswith("/master")}
     save_file({name: tensor.bfloat16() if tensor.ndim else tensor for name, tensor in stored.items()}, path)

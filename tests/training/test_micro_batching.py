@@ -191,7 +191,8 @@ def test_a_row_of_a_packed_micro_batch_is_its_sample():
 
 
 def test_the_dearest_micro_batch_of_a_mini_batch_comes_first():
-    # Lengths 4, 4, 6, 6, 12 in a budget of 12, no overhead: padded tokens 12 (one row of 12), 12 (two of 6), 8 (two of 4).
+    # Lengths 4, 4, 6, 6, 12 in a budget of 12, no overhead: padded tokens 12 (one row of 12), 12
+    # (two of 6), 8 (two of 4).
     lengths = (4, 6, 12, 4, 6)
     items = [SAWItem([1] * n, [1] * n, [0] + [1] * (n - 1), 1.0) for n in lengths]
     for packing, order in (("optimal", [[12], [6, 6], [4, 4]]), ("padding_free", [[12], [6, 6], [4, 4]])):

@@ -25,7 +25,8 @@ def test_mean_and_deviation_do_not_depend_on_the_split(parts):
 
 @given(parts_of_a_batch, st.sampled_from(["", "cispo/"]))
 def test_means_over_tokens_are_weighted_by_tokens(parts, term):
-    """Each part is one micro-batch whose tokens have the values; its samples, one or two, do not weigh them."""
+    """Each part is one micro-batch whose tokens have the values; its samples, one or two, do not
+    weigh them."""
     sizes = [1 + index % 2 for index in range(len(parts))]
     micro = [
         {f"{term}clip_frac": float(np.mean(part)), f"{term}avg_action_tokens": len(part) / size}
@@ -36,7 +37,8 @@ def test_means_over_tokens_are_weighted_by_tokens(parts, term):
 
 
 def test_a_clip_fraction_by_hand():
-    # 4 tokens of which 1 was clipped, in 4 samples, and 12 of which 6 were, in 1 sample: 7 of 16, not (4 * .25 + .5) / 5 = .3
+    # 4 tokens of which 1 was clipped, in 4 samples, and 12 of which 6 were, in 1 sample: 7 of 16,
+    # not (4 * .25 + .5) / 5 = .3
     micro = [{"clip_frac": 0.25, "avg_action_tokens": 1.0}, {"clip_frac": 0.5, "avg_action_tokens": 12.0}]
     assert finished(combine_micro_stats(micro, [4, 1]))["clip_frac"] == 7 / 16
     # a loss of whole sequences says no tokens: 1 of 4 sequences, and 1 of 1

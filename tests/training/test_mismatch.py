@@ -1,4 +1,5 @@
-"""`mismatch/*`: exact means over the tokens of a step, from log-probabilities that the step computes anyway."""
+"""`mismatch/*`: exact means over the tokens of a step, from log-probabilities that the step
+computes anyway."""
 
 import asyncio
 import math
@@ -90,7 +91,8 @@ def test_aggregate_stats_finishes_the_sums():
 
 @pytest.mark.parametrize("steps", [{"minibatches_per_batch": 3}, {"epochs_per_batch": 3}])
 def test_what_is_learnt_within_a_step_is_no_mismatch(steps):
-    """Samples of the policy itself. From the second optimizer step on the policy is another; only the first one counts."""
+    """Samples of the policy itself. From the second optimizer step on the policy is another;
+    only the first one counts."""
     model = tiny_model()
     items = on_policy(sorting_items(12, weight=1.0), model)
     stats = trainer_of(items, model=model, config={**steps, "lr": 0.05}).train_step_sync()
@@ -154,7 +156,8 @@ def test_values_of_actions_go_back_to_their_places():
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 def test_the_policy_is_that_of_logits_over_temperature(temperature):
-    """Value and gradient, of log-probabilities and of entropy, against logits that were divided by hand."""
+    """Value and gradient, of log-probabilities and of entropy, against logits that were divided
+    by hand."""
     batch = padded(rows(6, seed=2))
     found = []
     for divided in (False, True):
@@ -173,7 +176,8 @@ def test_the_policy_is_that_of_logits_over_temperature(temperature):
 
 
 def test_the_trainers_temperature_reaches_the_loss():
-    """Samples drawn at 0.5, with the log-probabilities of that distribution: on policy for a trainer that was told."""
+    """Samples drawn at 0.5, with the log-probabilities of that distribution: on policy for a
+    trainer that was told."""
     model = tiny_model()
     cfg = cpu_config(temperature=0.5, micro_token_budget=10_000)
     macro = MacroBatch.ingest(sorting_items(8, weight=1.0), cfg.max_seq_len)

@@ -1,4 +1,5 @@
-"""Sequences one behind another: the same gradient as padded, with no mask of the whole row, and only where the model keeps them apart."""
+"""Sequences one behind another: the same gradient as padded, with no mask of the whole row, and
+only where the model keeps them apart."""
 
 import logging
 import re
@@ -118,7 +119,8 @@ def test_a_model_with_this_attention_computes_padded_batches_and_saves_itself_as
 
 def test_a_model_in_a_wrapper_keeps_its_rows_apart_too():
     class Wrapper(nn.Module):
-        """As DistributedDataParallel: it shows neither config nor attributes of the model inside."""
+        """As DistributedDataParallel: it shows neither config nor attributes of the model
+        inside."""
 
         def __init__(self, module):
             super().__init__()

@@ -1,4 +1,5 @@
-"""Trainer and sampler are compared before the first step: six faults are named, five healthy set-ups pass."""
+"""Trainer and sampler are compared before the first step: six faults are named, five healthy
+set-ups pass."""
 
 import copy
 import math
@@ -31,7 +32,8 @@ def config(**changes):
 
 
 async def checked(policy, client, params, *, told=None, **settings):
-    """The report on samples drawn through `client`; the trainer has the policy and was told `told`."""
+    """The report on samples drawn through `client`; the trainer has the policy and was told
+    `told`."""
     model, tokenizer = policy
     cfg = config(**(told or {}))
     items = await sampled_items(client, params)
@@ -121,7 +123,8 @@ async def test_what_is_shifted_by_one_is_named(change):
 
 
 async def test_another_chat_template_on_the_server_is_named_by_its_prompt_ids():
-    """The server renders the messages and echoes its own ids: the numbers agree, and the model is trained on another format."""
+    """The server renders the messages and echoes its own ids: the numbers agree, and the model
+    is trained on another format."""
     model, tokenizer = chat_policy()
     other = copy.deepcopy(tokenizer)
     other.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}>>"
@@ -151,7 +154,8 @@ async def test_another_chat_template_behind_ids_made_here_is_named(template):
 
 
 async def test_tokenised_text_is_named():
-    """A tokenizer whose pieces merge: what was sampled digit by digit is fewer, larger pieces when its text is tokenised."""
+    """A tokenizer whose pieces merge: what was sampled digit by digit is fewer, larger pieces
+    when its text is tokenised."""
     tokenizer = pairs_tokenizer()
     model = tiny_model(1, vocab_size=len(tokenizer))
     client = Faulty(client_of(model, tokenizer), change=tokenised_again(tokenizer))
@@ -221,7 +225,8 @@ def test_settings_without_meaning_are_refused():
 
 
 async def test_prompts_that_the_client_clipped_are_no_sign_of_another_template():
-    """The messages that a sample keeps are those that the agent gave; the client sent fewer characters of them."""
+    """The messages that a sample keeps are those that the agent gave; the client sent fewer
+    characters of them."""
     from types import SimpleNamespace
 
     from ludic.training.preflight.causes import Suspects

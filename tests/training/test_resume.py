@@ -43,7 +43,8 @@ def measured(stats):
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
-    """The uninterrupted run: its checkpoints, the statistics of each step, and the weights at the end."""
+    """The uninterrupted run: its checkpoints, the statistics of each step, and the weights at
+    the end."""
     folder = tmp_path_factory.mktemp("whole")
     trainer = trainer_of(folder)
     seed_everything(7)
@@ -77,7 +78,8 @@ def test_resume_accepts_a_step_a_string_of_digits_and_a_path(whole_run):
 
 
 def test_the_schedule_goes_on_where_the_whole_run_would(tmp_path):
-    """Without a total the first `train` fixes it; the one after the resumption must not stretch it."""
+    """Without a total the first `train` fixes it; the one after the resumption must not stretch
+    it."""
 
     def run(folder, steps, **options):
         trainer = Trainer(

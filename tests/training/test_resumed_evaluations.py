@@ -1,4 +1,5 @@
-"""A run that is killed around an evaluation, or was ended by one, resumes to the same evaluations, the same end and the same weights."""
+"""A run that is killed around an evaluation, or was ended by one, resumes to the same
+evaluations, the same end and the same weights."""
 
 import random
 
@@ -18,7 +19,8 @@ class Killed(BaseException):
 
 
 class Scripted:
-    """Evaluations with the losses above, and a number that says which weights were measured. Draws from the generators, too."""
+    """Evaluations with the losses above, and a number that says which weights were measured.
+    Draws from the generators, too."""
 
     def __init__(self, kill_at=None):
         self.trainer, self.kill_at, self.seen = None, kill_at, {}
@@ -109,7 +111,8 @@ def test_killed_around_an_evaluation_it_is_the_same_run(whole_run, tmp_path, kil
 
 
 def test_a_step_is_evaluated_once_where_nothing_was_killed(tmp_path):
-    """Training in pieces, or going on from a checkpoint that was written after the evaluation, repeats none."""
+    """Training in pieces, or going on from a checkpoint that was written after the evaluation,
+    repeats none."""
     trainer, _ = run(tmp_path, 0)
     trainer.save_checkpoint()
     trainer.evaluator.seen.clear()

@@ -1,4 +1,5 @@
-"""Reward functions as TRL takes them: what they are given, what becomes of what they return, and what an error costs."""
+"""Reward functions as TRL takes them: what they are given, what becomes of what they return, and
+what an error costs."""
 
 import asyncio
 import functools
@@ -29,7 +30,8 @@ def score(functions, *rollouts, weights=None, **settings):
     return [r.total_reward for r in rollouts], [errors.get(r.id) for r in rollouts]
 
 
-# ---- functions as they stand in TRL's documentation: run unchanged ------------------------------------------------
+# ---- functions as they stand in TRL's documentation: run unchanged
+# ------------------------------------------------
 
 
 def reward_len(completions, **kwargs):
@@ -65,7 +67,8 @@ def test_a_coroutine_function_gets_token_ids_and_the_state_of_the_run():
 
 
 def test_several_are_summed_with_weights_and_one_that_says_nothing_is_left_out():
-    """0.5 * (-16) + 2 * 1 = -6 for the sum of `math`; 0.5 * (-19) = -9.5 where `for_maths_only` says nothing."""
+    """0.5 * (-16) + 2 * 1 = -6 for the sum of `math`; 0.5 * (-19) = -9.5 where `for_maths_only`
+    says nothing."""
     functions = [lambda completions, **_: [-16.0, -19.0], for_maths_only]
     sums = score(functions, rollout("4", task="math"), rollout("y", task="code"), weights=[0.5, 2.0])
     assert sums == ([-6.0, -9.5], [None, None])
@@ -171,7 +174,8 @@ async def test_coroutine_functions_run_at_the_same_time():
     assert played.total_reward == 3.0
 
 
-# ---- errors --------------------------------------------------------------------------------------------------------
+# ---- errors
+# --------------------------------------------------------------------------------------------------------
 
 
 def fails_on(word):

@@ -1,4 +1,5 @@
-"""A step of reward-model training on two ranks, with unlike numbers of pairs, is the step on one; so is an evaluation."""
+"""A step of reward-model training on two ranks, with unlike numbers of pairs, is the step on
+one; so is an evaluation."""
 
 import pytest
 from preference_samples import reward_model, rm_config, sorted_pairs

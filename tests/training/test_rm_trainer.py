@@ -1,4 +1,5 @@
-"""The reward-model trainer: whole pairs, scores evaluated one by one, and everything else as its base does it."""
+"""The reward-model trainer: whole pairs, scores evaluated one by one, and everything else as its
+base does it."""
 
 import logging
 import random
@@ -279,7 +280,8 @@ def test_an_evaluation_treats_incomplete_pairs_as_training_does(caplog):
 
 
 def test_incomplete_pairs_reach_the_loss_where_completeness_is_not_required():
-    """The reference dropped them all the same. Bradley-Terry has no use for them: its loss is that of the complete pairs."""
+    """The reference dropped them all the same. Bradley-Terry has no use for them: its loss is
+    that of the complete pairs."""
     seen = []
 
     class Watching(BradleyTerryLoss):
@@ -324,7 +326,8 @@ class ScoreIsLabel:
 
 
 def test_samples_that_stand_alone_are_scaled_by_their_number():
-    """An odd number of samples, in micro-batches of one or two: the reference gave each half a pair's weight."""
+    """An odd number of samples, in micro-batches of one or two: the reference gave each half a
+    pair's weight."""
     items = sorted_pairs(4)[:7]
     algo = RLAlgorithm("pointwise", ConstantCredit(1.0), ScoreIsLabel())
     model = reward_model()

@@ -120,7 +120,8 @@ def test_transforms_and_functions():
 
 
 def test_a_rate_by_rollouts_counts_rollouts_not_steps():
-    # both steps of rollout a and the one of b are true for "result is there": 2 rollouts of 2, not 3 of 2
+    # both steps of rollout a and the one of b are true for "result is there": 2 rollouts of 2, not
+    # 3 of 2
     reducer = Reducer("count_true", "result", transform=bool, normalize_by="rollouts")
     assert reduce(reducer, rollout_count=2) == 1.0
     assert reduce(Reducer("count_true", "passed", normalize_by="rollouts"), rollout_count=4) == 0.5

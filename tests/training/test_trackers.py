@@ -1,4 +1,5 @@
-"""Loggers of services, over the services' own libraries: what is written is read back with their readers."""
+"""Loggers of services, over the services' own libraries: what is written is read back with their
+readers."""
 
 import json
 import os

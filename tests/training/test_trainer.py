@@ -69,7 +69,8 @@ def trainer_of(items=None, *, algo=None, source=None, model=None, config=None, *
 
 
 def on_policy(items, model):
-    """The items with the log-probabilities that the model itself gives, so that every ratio is 1."""
+    """The items with the log-probabilities that the model itself gives, so that every ratio is
+    1."""
     cfg = cpu_config()
     macro = MacroBatch.ingest(items, cfg.max_seq_len)
     [rows] = macro.divide(1, seed=0, step=0, epoch=0)
@@ -691,7 +692,8 @@ def test_training_stops_early_when_the_evaluation_no_longer_improves():
 def test_early_stopping_counts_evaluations_that_are_no_better():
     config = {"eval_every_n_steps": 1, "early_stopping_patience": 2, "early_stopping_min_delta": 0.1}
     trainer = trainer_of(evaluator=Evaluator(), config=config)
-    # the first is the best; 0.95 is better by less than 0.1; 0.5 is an improvement; two in a row are none
+    # the first is the best; 0.95 is better by less than 0.1; 0.5 is an improvement; two in a row
+    # are none
     found = [trainer._check_early_stopping(value) for value in (1.0, 0.95, 0.5, 0.5, 0.45)]
     assert found == [(False, True), (False, False), (False, True), (False, False), (True, False)]
 

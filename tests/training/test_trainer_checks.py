@@ -1,4 +1,5 @@
-"""What of a trainer's parts does not go together: several ranks, and schedules of unknown length."""
+"""What of a trainer's parts does not go together: several ranks, and schedules of unknown
+length."""
 
 import pytest
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model

@@ -1,4 +1,5 @@
-"""Training goes on while three in ten episodes fail: the rest is trained on, and every failure is in the logs."""
+"""Training goes on while three in ten episodes fail: the rest is trained on, and every failure
+is in the logs."""
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ GROUPS, MEMBERS, STEPS = 6, 4, 3
 
 
 class Failing(Counting):
-    """Raises, or rewards with NaN, where told to; else rewards by the answer, so that there is something to learn."""
+    """Raises, or rewards with NaN, where told to; else rewards by the answer, so that there is
+    something to learn."""
 
     def __init__(self, fault):
         super().__init__()
@@ -37,7 +39,8 @@ class Failing(Counting):
 
 
 class Requests:
-    """Groups 0 and 3 of each batch have two members each that fail: 4 of 24 episodes, and 8 that are no use."""
+    """Groups 0 and 3 of each batch have two members each that fail: 4 of 24 episodes, and 8 that
+    are no use."""
 
     def __call__(self):
         requests = []

@@ -1,9 +1,12 @@
-//! One plan for all ranks: the same number of micro-batches for each, and as little waiting as is found.
+//! One plan for all ranks: the same number of micro-batches for each, and as little waiting as is
+//! found.
 //!
-//! The objective is the lockstep: the sum over steps of the costliest rank's micro-batch, plus an overhead a *step* of
-//! `overhead_tokens * linear`, however many ranks there are. A sample costs `linear * length + quadratic * length^2`, a row of a padded micro-batch what its longest row costs. The
-//! micro-batches are made for all ranks together, as many as a multiple of the ranks, sorted by cost and dealt one round
-//! a step, so that the ranks that wait for each other compute neighbours in cost; the heaviest step comes first.
+//! The objective is the lockstep: the sum over steps of the costliest rank's micro-batch, plus an
+//! overhead a *step* of `overhead_tokens * linear`, however many ranks there are. A sample costs
+//! `linear * length + quadratic * length^2`, a row of a padded micro-batch what its longest row
+//! costs. The micro-batches are made for all ranks together, as many as a multiple of the ranks,
+//! sorted by cost and dealt one round a step, so that the ranks that wait for each other compute
+//! neighbours in cost; the heaviest step comes first.
 //!
 //! ```
 //! use ludic_core::balance::{Packing, RankOptions, plan_ranks};
@@ -28,8 +31,9 @@ use crate::plan::{
 };
 use crate::steps::Steps;
 
-/// Above this many samples the search for the best micro-batches, a few dozen plans, gives way to the planners for one
-/// rank and a few halvings: among so many micro-batches the deal finds neighbours in cost anyway.
+/// Above this many samples the search for the best micro-batches, a few dozen plans, gives way to
+/// the planners for one rank and a few halvings: among so many micro-batches the deal finds
+/// neighbours in cost anyway.
 const SEARCHED_SAMPLES: usize = 1 << 15;
 /// The most ranks.
 const MAX_RANKS: i64 = 1 << 20;
@@ -41,8 +45,9 @@ const MAX_FACTOR: i64 = 1 << 31;
 pub enum Packing {
     /// The documented greedy, then the costliest halved up to a multiple of the ranks.
     Greedy,
-    /// The least lockstep that is found, over the numbers of steps that `overhead_tokens` makes worth it: of plans with the
-    /// fewest padded tokens for a multiple of the ranks, and of micro-batches made step by step.
+    /// The least lockstep that is found, over the numbers of steps that `overhead_tokens` makes
+    /// worth it: of plans with the fewest padded tokens for a multiple of the ranks, and of
+    /// micro-batches made step by step.
     Optimal,
     /// No padding: the fewest steps, samples dealt by cost under a hard cap on the tokens.
     PaddingFree,
@@ -67,7 +72,8 @@ pub struct RankOptions {
     pub world_size: i64,
     /// How samples become micro-batches.
     pub packing: Packing,
-    /// The fixed cost of a step, which all ranks take together, in tokens; `Packing::Optimal` alone asks for it.
+    /// The fixed cost of a step, which all ranks take together, in tokens; `Packing::Optimal` alone
+    /// asks for it.
     pub overhead_tokens: i64,
     /// Cost of a token.
     pub linear: i64,
@@ -75,7 +81,8 @@ pub struct RankOptions {
     pub quadratic: i64,
 }
 
-/// One rank's micro-batches. An empty one stands for a row of weight zero that keeps the ranks in step.
+/// One rank's micro-batches. An empty one stands for a row of weight zero that keeps the ranks in
+/// step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankPlan {
     indices: Vec<u32>,
@@ -121,8 +128,9 @@ impl RankPlan {
     }
 }
 
-/// The same number of micro-batches for each rank. Every sample is on one rank once; no rank is without a sample unless
-/// there are fewer samples than ranks; no micro-batch is empty unless there are fewer samples than micro-batches.
+/// The same number of micro-batches for each rank. Every sample is on one rank once; no rank is
+/// without a sample unless there are fewer samples than ranks; no micro-batch is empty unless there
+/// are fewer samples than micro-batches.
 pub fn plan_ranks(lengths: &[i32], micro_token_budget: i64, options: &RankOptions) -> Result<Vec<RankPlan>, CoreError> {
     let ranks = in_range("world_size", options.world_size, 1, MAX_RANKS)? as usize;
     let prices = Prices::new(options)?;
@@ -205,7 +213,8 @@ impl Shape {
     }
 }
 
-/// The least multiple of `ranks` that is at least `count`; fewer when there are not that many samples.
+/// The least multiple of `ranks` that is at least `count`; fewer when there are not that many
+/// samples.
 fn slots(count: usize, ranks: usize, samples: usize) -> usize {
     count.div_ceil(ranks).saturating_mul(ranks).min(samples)
 }
@@ -224,7 +233,8 @@ fn contiguous_work(lengths: &[i32], sorted: &Sorted, prices: &Prices, rows: Rang
     rows.len() as u128 * prices.sample(longest as u64)
 }
 
-/// The cheapest in lockstep of the micro-batches made rank by rank and of those made step by step; of equal ones the former.
+/// The cheapest in lockstep of the micro-batches made rank by rank and of those made step by step;
+/// of equal ones the former.
 fn best_count(lengths: &[i32], sorted: &Sorted, budget: u64, overhead: u64, prices: &Prices, ranks: usize) -> Vec<u32> {
     let step = u128::from(overhead).saturating_mul(prices.linear);
     let by_rank = by_count(lengths, sorted, budget, overhead, prices, ranks);
@@ -242,8 +252,9 @@ fn best_count(lengths: &[i32], sorted: &Sorted, budget: u64, overhead: u64, pric
     }
 }
 
-/// The cheapest in lockstep of greedy's halving and of the exact plans with the fewest steps, and with the numbers of
-/// steps next to the optimum for one rank: one more too, since only there may a few samples have a step each to themselves.
+/// The cheapest in lockstep of greedy's halving and of the exact plans with the fewest steps, and
+/// with the numbers of steps next to the optimum for one rank: one more too, since only there may a
+/// few samples have a step each to themselves.
 fn by_count(lengths: &[i32], sorted: &Sorted, budget: u64, overhead: u64, prices: &Prices, ranks: usize) -> Vec<u32> {
     let cost = |rows: Range<usize>| contiguous_work(lengths, sorted, prices, rows);
     let rounded = |count: usize| slots(count, ranks, sorted.len());
@@ -274,7 +285,8 @@ fn ranges(offsets: &[u32]) -> impl Iterator<Item = Range<usize>> + '_ {
     offsets.windows(2).map(|pair| pair[0] as usize..pair[1] as usize)
 }
 
-/// Halve the costliest micro-batch that has two rows, the first among equals, until there are `count`.
+/// Halve the costliest micro-batch that has two rows, the first among equals, until there are
+/// `count`.
 fn halve(mut offsets: Vec<u32>, count: usize, cost: impl Fn(Range<usize>) -> u128) -> Vec<u32> {
     let entry = |begin: usize, end: usize| (end - begin > 1).then(|| (cost(begin..end), Reverse(begin), end));
     let mut heap: BinaryHeap<_> = ranges(&offsets).filter_map(|rows| entry(rows.start, rows.end)).collect();
@@ -317,8 +329,8 @@ fn pack(lengths: &[i32], budget: i64, prices: &Prices, ranks: usize) -> Result<P
 /// A micro-batch being filled: the least cost first, then the fewest rows, then the first.
 type Bin = Reverse<(u128, u32, u32)>;
 
-/// Longest sample first, each to the micro-batch of least cost that can still hold it. `None` when one fits nowhere, or
-/// when looking for room takes too long.
+/// Longest sample first, each to the micro-batch of least cost that can still hold it. `None` when
+/// one fits nowhere, or when looking for room takes too long.
 fn spread(sorted: &Sorted, cap: u64, prices: &Prices, count: usize) -> Option<Plan> {
     let shortest = sorted.runs.first().map_or(0, |run| u64::from(run.length));
     let mut heap: BinaryHeap<Bin> = (0..count as u32).map(|bin| Reverse((0, 0, bin))).collect();
@@ -366,7 +378,8 @@ fn gather(sorted: &Sorted, bins: &[u32], count: usize) -> Plan {
     Plan::packed(indices, offsets, sorted.num_tokens)
 }
 
-/// One micro-batch a rank and step, by falling cost; within a step the costliest goes to the rank with the least so far.
+/// One micro-batch a rank and step, by falling cost; within a step the costliest goes to the rank
+/// with the least so far.
 fn deal(lengths: &[i32], made: &Plan, packing: Packing, prices: &Prices, ranks: usize) -> Vec<RankPlan> {
     let shapes: Vec<Shape> = made.iter().map(|rows| Shape::of(lengths, rows)).collect();
     let mut order: Vec<(u128, usize)> = shapes.iter().map(|shape| prices.work(shape, packing)).zip(0..).collect();

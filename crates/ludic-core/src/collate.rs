@@ -1,5 +1,5 @@
-//! Rows of a table into the arrays that a model reads. Writes into the caller's slices, so that they can be the memory of
-//! a numpy array that torch shares.
+//! Rows of a table into the arrays that a model reads. Writes into the caller's slices, so that
+//! they can be the memory of a numpy array that torch shares.
 //!
 //! ```
 //! use ludic_core::collate::PaddedOut;
@@ -68,7 +68,8 @@ pub struct LogpsOut<'a, F> {
     pub old_logp_action: &'a mut [F],
 }
 
-/// The right-padded layout, `[B, T]` line after line; N samples, as many as lines unless some share one.
+/// The right-padded layout, `[B, T]` line after line; N samples, as many as lines unless some share
+/// one.
 #[derive(Debug)]
 pub struct PaddedOut<'a, I, F> {
     /// `[B, T]`, the padding token on the right.
@@ -115,7 +116,8 @@ pub struct CompactOut<'a, C, U, F> {
     pub logps: Option<LogpsOut<'a, F>>,
 }
 
-/// What a sample adds to its line: its ids from `begin` on, all of them unless it continues the sample before it.
+/// What a sample adds to its line: its ids from `begin` on, all of them unless it continues the
+/// sample before it.
 #[derive(Debug)]
 struct Piece {
     row: Row,
@@ -154,8 +156,8 @@ pub struct Batch<'t> {
 }
 
 impl SampleTable {
-    /// The samples at `indices`, in that order, as the lines of one micro-batch: one each, but for neighbours of one
-    /// [chain](Self::chained), which share one.
+    /// The samples at `indices`, in that order, as the lines of one micro-batch: one each, but for
+    /// neighbours of one [chain](Self::chained), which share one.
     pub fn batch(&self, indices: &[i64]) -> Result<Batch<'_>, CoreError> {
         if indices.is_empty() {
             return Err(CoreError::EmptyBatch);
@@ -220,8 +222,8 @@ impl Batch<'_> {
         if tokens <= i32::MAX as usize { Ok(tokens) } else { Err(CoreError::PackedTooLarge { rows, tokens }) }
     }
 
-    /// Where each sample's own tokens lie: its line, where in it they begin, and where they end. `None` if every sample has a line
-    /// to itself.
+    /// Where each sample's own tokens lie: its line, where in it they begin, and where they end.
+    /// `None` if every sample has a line to itself.
     pub fn turns(&self) -> Option<Vec<[i64; 3]>> {
         let turn = |piece: &Piece| [piece.line as i64, piece.begin as i64, i64::from(piece.row.len)];
         (self.lines < self.pieces.len()).then(|| self.pieces.iter().map(turn).collect())
@@ -262,7 +264,8 @@ impl Batch<'_> {
         Ok(())
     }
 
-    /// Writes the padding-free layout. A sample whose attention mask has a 0 is refused: this layout has no mask.
+    /// Writes the padding-free layout. A sample whose attention mask has a 0 is refused: this
+    /// layout has no mask.
     pub fn collate_padding_free<I: Slot<i64>, C: Slot<i32>, F: Slot<f32>>(
         &self,
         out: PaddingFreeOut<'_, I, C, F>,
@@ -293,7 +296,8 @@ impl Batch<'_> {
         Ok(())
     }
 
-    /// Writes the compact layout. A sample whose attention mask has a 0 is refused: lengths cannot say it.
+    /// Writes the compact layout. A sample whose attention mask has a 0 is refused: lengths cannot
+    /// say it.
     pub fn collate_compact<C: Slot<i32>, U: Slot<u8>, F: Slot<f32>>(
         &self,
         pad_token_id: i64,
@@ -367,13 +371,15 @@ impl Batch<'_> {
     }
 }
 
-/// Ids are never negative, so that they are widened with zeros, which is cheaper than with the sign.
+/// Ids are never negative, so that they are widened with zeros, which is cheaper than with the
+/// sign.
 #[inline(always)]
 fn widen(id: i32) -> i64 {
     i64::from(id as u32)
 }
 
-/// The position of the first and those after it. The addition wraps so that no check of it keeps the loop from being vectorised.
+/// The position of the first and those after it. The addition wraps so that no check of it keeps
+/// the loop from being vectorised.
 #[inline(always)]
 fn count_up<I: Slot<i64>>(out: &mut [I], first: i64) {
     let mut position = first;
@@ -390,8 +396,8 @@ fn copy_row<S: Copy, T: Copy, O: Slot<T>>(out: &mut [O], values: &[S], convert: 
     padding.iter_mut().for_each(|slot| slot.put(pad));
 }
 
-/// A sum in a fixed order: 16 lanes, then the lanes one after the other. The same on every machine, and a better
-/// approximation than one after the other from the first to the last.
+/// A sum in a fixed order: 16 lanes, then the lanes one after the other. The same on every machine,
+/// and a better approximation than one after the other from the first to the last.
 #[inline(always)]
 fn sum_in_lanes(values: &[f32]) -> f32 {
     const LANES: usize = 16;

@@ -34,7 +34,8 @@ pub struct ColumnInput<'a> {
     pub actor_logps: Option<Floats<'a>>,
     /// One a sample; absent means 1.
     pub weights: Option<Floats<'a>>,
-    /// Where each sample begins, and the end of the last. They rise: a sample has at least one token.
+    /// Where each sample begins, and the end of the last. They rise: a sample has at least one
+    /// token.
     pub offsets: Ints<'a>,
 }
 
@@ -48,7 +49,8 @@ pub struct TableBuilder {
 }
 
 impl TableBuilder {
-    /// A builder that does not grow until it holds more than this, where there is memory for as much.
+    /// A builder that does not grow until it holds more than this, where there is memory for as
+    /// much.
     #[must_use]
     pub fn with_capacity(samples: usize, tokens: usize) -> Self {
         let mut builder = Self::default();
@@ -61,8 +63,8 @@ impl TableBuilder {
 
     /// Checks one sample and copies it to the end of the columns.
     ///
-    /// # Errors
-    /// What is wrong with the sample, or that there is no memory for it. The columns are then as they were.
+    /// # Errors What is wrong with the sample, or that there is no memory for it. The columns are
+    /// then as they were.
     pub fn push(&mut self, sample: &Sample<'_>) -> Result<(), CoreError> {
         let start = self.columns.ids.len();
         let pushed = self.try_push(start, sample);
@@ -149,7 +151,8 @@ impl TableBuilder {
 }
 
 impl SampleTable {
-    /// A table from columns that the caller already has. Samples of any number are checked and copied in one pass.
+    /// A table from columns that the caller already has. Samples of any number are checked and
+    /// copied in one pass.
     pub fn from_columns(input: &ColumnInput<'_>) -> Result<Self, CoreError> {
         let tokens = input.input_ids.len();
         let rows = rows_of(input.offsets, tokens, input.weights)?;
@@ -182,8 +185,8 @@ impl SampleTable {
     }
 }
 
-/// Appends one value a token: the next log-probability where the mask is 1, else 0. Masks are runs, and a run is copied at
-/// once. There are as many values as ones.
+/// Appends one value a token: the next log-probability where the mask is 1, else 0. Masks are runs,
+/// and a run is copied at once. There are as many values as ones.
 fn scatter<T: Float>(values: &[T], mask: &[u8], column: &mut Vec<f32>) {
     let start = column.len();
     column.resize(start + mask.len(), 0.0);

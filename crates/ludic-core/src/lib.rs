@@ -1,4 +1,5 @@
-//! Columns in, plans and buffers out: truncate, pack, collate and reduce macro-batches of token sequences.
+//! Columns in, plans and buffers out: truncate, pack, collate and reduce macro-batches of token
+//! sequences.
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 

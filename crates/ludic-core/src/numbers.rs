@@ -147,7 +147,8 @@ impl Bad {
     }
 }
 
-/// Appends ids after one vectorised check of them all; the offender is searched for only when there is one.
+/// Appends ids after one vectorised check of them all; the offender is searched for only when there
+/// is one.
 pub(crate) fn push_ids(ids: Ints<'_>, column: &mut Vec<i32>) -> Result<(), Bad> {
     each_width!(ids, values => {
         check_at_most(values, i32::MAX as u64)?;
@@ -164,7 +165,8 @@ pub(crate) fn push_mask(mask: Ints<'_>, column: &mut Vec<u8>) -> Result<(), Bad>
     Ok(())
 }
 
-/// `limit + 1` is a power of two, so that a set bit above it anywhere shows in the OR of all values.
+/// `limit + 1` is a power of two, so that a set bit above it anywhere shows in the OR of all
+/// values.
 fn check_at_most<T: Int>(values: &[T], limit: u64) -> Result<(), Bad> {
     let union = values.iter().fold(T::default(), |union, &value| union | value);
     if union.unsigned() <= limit {

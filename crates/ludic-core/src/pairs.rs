@@ -50,8 +50,8 @@ pub struct Groups {
     pub incomplete: Vec<u32>,
 }
 
-/// Group samples by pair id. Each pair has one `"chosen"` and one `"rejected"`; one that lacks either is left out, or an
-/// error unless `drop_incomplete`.
+/// Group samples by pair id. Each pair has one `"chosen"` and one `"rejected"`; one that lacks
+/// either is left out, or an error unless `drop_incomplete`.
 pub fn group(ids: &[PairId<'_>], roles: &[&str], drop_incomplete: bool) -> Result<Groups, CoreError> {
     if ids.len() != roles.len() {
         return Err(CoreError::UnequalColumns {
@@ -106,8 +106,9 @@ fn collect(ids: &[PairId<'_>], roles: &[&str]) -> Result<Vec<[Option<u32>; 2]>, 
     Ok(found)
 }
 
-/// Plan pairs of sample indices (chosen, rejected), each an atom of two rows as long as its longer sample:
-/// `2 * longest * pairs <= budget`. Chosen and rejected are neighbours. Samples in no pair are in no micro-batch.
+/// Plan pairs of sample indices (chosen, rejected), each an atom of two rows as long as its longer
+/// sample: `2 * longest * pairs <= budget`. Chosen and rejected are neighbours. Samples in no pair
+/// are in no micro-batch.
 ///
 /// Greedy without `overhead_tokens`, the exact optimum with it.
 pub fn plan(

@@ -1,8 +1,9 @@
 //! Mean, sum and count over what samples say of themselves.
 //!
-//! An absent value is left out. NaN is a value: it counts as true, and makes a sum and a mean NaN, so that it is seen.
-//! Sums are compensated: what rounding takes from them is added at the end. A denominator, where one is given, divides the *sum* (or the count) once, also for `mean`,
-//! whose own count it replaces; without values, or with a denominator of zero, the result is 0.
+//! An absent value is left out. NaN is a value: it counts as true, and makes a sum and a mean NaN,
+//! so that it is seen. Sums are compensated: what rounding takes from them is added at the end. A
+//! denominator, where one is given, divides the *sum* (or the count) once, also for `mean`, whose
+//! own count it replaces; without values, or with a denominator of zero, the result is 0.
 
 use std::str::FromStr;
 
@@ -101,8 +102,8 @@ impl Accumulator {
     }
 }
 
-/// Reduces one column, in which every value is present. The order of the sum is fixed, so that the result is the same on
-/// every machine.
+/// Reduces one column, in which every value is present. The order of the sum is fixed, so that the
+/// result is the same on every machine.
 pub fn reduce_column(reduction: Reduction, values: &[f64]) -> f64 {
     match reduction {
         Reduction::CountTrue => values.iter().filter(|&&value| value != 0.0).count() as f64,
@@ -127,8 +128,8 @@ fn total(values: &[f64]) -> f64 {
     Sum { lost: sum.lost + losts.iter().sum::<f64>(), ..sum }.value()
 }
 
-/// A sum that keeps what rounding takes from it: the compensated sum of Neumaier (1974), with the error of each addition
-/// found without a branch (Knuth's TwoSum).
+/// A sum that keeps what rounding takes from it: the compensated sum of Neumaier (1974), with the
+/// error of each addition found without a branch (Knuth's TwoSum).
 #[derive(Debug, Clone, Copy, Default)]
 struct Sum {
     total: f64,

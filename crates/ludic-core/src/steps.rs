@@ -1,14 +1,16 @@
 //! Padded micro-batches made step by step, for ranks that wait for each other.
 //!
-//! In the sorted order a step is a range of samples, cut into one micro-batch a rank. What a step costs is its costliest
-//! micro-batch, plus its overhead: `D[b] = min over a of D[a] + cost of the step a..b + overhead`. The cost of a step is the
-//! least for which cutting from the longest on, each micro-batch as large as it may be, needs no more micro-batches than there
-//! are ranks: what is cut first is dearest a row, so that no other cut reaches further. Integers decide, and of equal steps the
-//! one with the fewest samples, so that the plan is the same on every machine.
+//! In the sorted order a step is a range of samples, cut into one micro-batch a rank. What a step
+//! costs is its costliest micro-batch, plus its overhead: `D[b] = min over a of D[a] + cost of the
+//! step a..b + overhead`. The cost of a step is the least for which cutting from the longest on,
+//! each micro-batch as large as it may be, needs no more micro-batches than there are ranks: what
+//! is cut first is dearest a row, so that no other cut reaches further. Integers decide, and of
+//! equal steps the one with the fewest samples, so that the plan is the same on every machine.
 
 use std::ops::Range;
 
-/// Steps end at no more places than these: at every sample while there are fewer, else evenly among them.
+/// Steps end at no more places than these: at every sample while there are fewer, else evenly among
+/// them.
 const MOST_ENDS: usize = 128;
 
 /// Samples in ascending order, and what a step may cost.
@@ -26,8 +28,8 @@ impl<'a> Steps<'a> {
         Self { lengths, prices, budget, ranks, overhead }
     }
 
-    /// Where the micro-batches begin, `ranks` of them in each step. None where the steps cannot end where they are looked for:
-    /// every micro-batch needs a sample and room for the longest.
+    /// Where the micro-batches begin, `ranks` of them in each step. None where the steps cannot end
+    /// where they are looked for: every micro-batch needs a sample and room for the longest.
     pub(crate) fn offsets(&self) -> Option<Vec<u32>> {
         let ends = self.ends();
         let sums = self.sums();
@@ -80,7 +82,8 @@ impl<'a> Steps<'a> {
             }
             let even = (sums[step.end] - sums[step.start]).div_ceil(self.ranks as u128);
             let least = even.max(self.prices[step.end - 1]);
-            // A step with more samples costs no less, so that none of those that follow is better, or fits.
+            // A step with more samples costs no less, so that none of those that follow is better,
+            // or fits.
             if found.is_some_and(|(cost, _)| least.saturating_add(self.overhead) >= cost)
                 || !self.fits(&step, u128::MAX)
             {
@@ -139,7 +142,8 @@ impl<'a> Steps<'a> {
         usize::try_from(in_budget.min(in_limit)).unwrap_or(usize::MAX)
     }
 
-    /// Where the micro-batches of a step begin: as cut from the longest, but that every rank is left a sample.
+    /// Where the micro-batches of a step begin: as cut from the longest, but that every rank is
+    /// left a sample.
     fn cut(&self, step: Range<usize>) -> Vec<usize> {
         let limit = self.cost(&step, self.prices[step.end - 1], u128::MAX);
         let mut begins = Vec::with_capacity(self.ranks);

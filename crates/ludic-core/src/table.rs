@@ -1,10 +1,12 @@
-//! A macro-batch as columns. Every view (`truncate`, `select`) shares the columns and owns only one small row a sample.
+//! A macro-batch as columns. Every view (`truncate`, `select`) shares the columns and owns only one
+//! small row a sample.
 
 use std::sync::Arc;
 
 use crate::CoreError;
 
-/// Action tokens are counted once for every block of this many tokens, so that any span is counted in O(1).
+/// Action tokens are counted once for every block of this many tokens, so that any span is counted
+/// in O(1).
 const BLOCK: usize = 64;
 
 /// The token-aligned columns of all samples, one after the other.
@@ -78,9 +80,11 @@ pub(crate) struct Row {
     pub(crate) len: u32,
     pub(crate) original_len: u32,
     pub(crate) weight: f32,
-    /// The index of the sample that its chain begins with; [`ALONE`](Self::ALONE) outside any chain.
+    /// The index of the sample that its chain begins with; [`ALONE`](Self::ALONE) outside any
+    /// chain.
     pub(crate) chain: u32,
-    /// The index that it had when it was chained: samples of a chain continue one another in this order.
+    /// The index that it had when it was chained: samples of a chain continue one another in this
+    /// order.
     pub(crate) link: u32,
 }
 
@@ -99,7 +103,8 @@ impl Row {
 
 /// Samples as columns: token ids, action masks, log-probabilities of the actor and weights.
 ///
-/// Built by [`TableBuilder`](crate::TableBuilder) or [`from_columns`](Self::from_columns), immutable afterwards.
+/// Built by [`TableBuilder`](crate::TableBuilder) or [`from_columns`](Self::from_columns),
+/// immutable afterwards.
 ///
 /// ```
 /// use ludic_core::{Ints, Sample, TableBuilder};
@@ -179,14 +184,16 @@ impl SampleTable {
         Ok(Self { columns: Arc::clone(&self.columns), rows })
     }
 
-    /// The same samples, with those that continue one another **chained**: the ids of a sample begin with all ids of the sample
-    /// before it, and none of those is one of its actions. So the turns of a dialogue are, as long as nobody rewrites its history.
+    /// The same samples, with those that continue one another **chained**: the ids of a sample
+    /// begin with all ids of the sample before it, and none of those is one of its actions. So the
+    /// turns of a dialogue are, as long as nobody rewrites its history.
     ///
-    /// Samples of a chain that stand one after the other in a micro-batch share a line: it holds the ids of the last of them, and
-    /// for a causal model everything that is computed for the others.
+    /// Samples of a chain that stand one after the other in a micro-batch share a line: it holds
+    /// the ids of the last of them, and for a causal model everything that is computed for the
+    /// others.
     ///
-    /// Chains are made of the samples as they stand here: those that an earlier call made are forgotten, so that a view is
-    /// chained like a table of its samples.
+    /// Chains are made of the samples as they stand here: those that an earlier call made are
+    /// forgotten, so that a view is chained like a table of its samples.
     pub fn chained(&self) -> Self {
         let alone = |(row, link): (&Row, u32)| Row { chain: Row::ALONE, link, ..*row };
         let mut rows: Vec<Row> = self.rows.iter().zip(0..).map(alone).collect();

@@ -100,7 +100,8 @@ proptest! {
 
 #[test]
 fn samples_that_fill_the_budget_leave_only_single_rows() {
-    // Ten samples that each fill a micro-batch, eight ranks: two steps, 16 places, 6 of them empty, all in the last step.
+    // Ten samples that each fill a micro-batch, eight ranks: two steps, 16 places, 6 of them empty,
+    // all in the last step.
     for packing in [Packing::Greedy, Packing::Optimal, Packing::PaddingFree] {
         let plans = plan_ranks(&[7; 10], 7, &options(8, packing)).unwrap();
         assert!(plans.iter().all(|plan| plan.len() == 2 && plan.get(0).is_some_and(|rows| rows.len() == 1)));
@@ -110,8 +111,8 @@ fn samples_that_fill_the_budget_leave_only_single_rows() {
 
 #[test]
 fn a_number_of_samples_that_is_no_multiple_of_the_ranks_leaves_no_more_places_than_it_must() {
-    // The best plan for one rank is five single rows, three steps for two ranks with one place empty. A step less has four
-    // places, and five samples fill them all.
+    // The best plan for one rank is five single rows, three steps for two ranks with one place
+    // empty. A step less has four places, and five samples fill them all.
     let free = RankOptions { overhead_tokens: 0, linear: 1, quadratic: 0, ..options(2, Packing::Optimal) };
     let plans = plan_ranks(&[20, 40, 80, 10, 30], 240, &free).unwrap();
     let empty = plans.iter().flat_map(RankPlan::iter).filter(|rows| rows.is_empty()).count();
@@ -144,7 +145,8 @@ fn equal_samples_are_shared_equally() {
     }
 }
 
-/// The least lockstep over all partitions into sets, dealt by falling cost, that leave no place empty which a sample could fill.
+/// The least lockstep over all partitions into sets, dealt by falling cost, that leave no place
+/// empty which a sample could fill.
 fn least_lockstep(lengths: &[i32], budget: i64, ranks: usize, overhead: i64) -> i128 {
     let fits = |lists: &oracle::Lists| lists.iter().all(|rows| oracle::padded(lengths, rows) <= i128::from(budget));
     let price = |lists: oracle::Lists| {
@@ -176,7 +178,8 @@ fn padded_plans_are_close_to_the_best_of_all_partitions() {
     }
     let mean = sum / f64::from(cases);
     println!("mean {mean:.4}, worst {worst:.4}, equal in {equal} of {cases}");
-    // The cases are fixed: mean 1.0017, worst 1.0717, equal in 238, since micro-batches are runs of the sorted samples.
+    // The cases are fixed: mean 1.0017, worst 1.0717, equal in 238, since micro-batches are runs of
+    // the sorted samples.
     assert!(mean < 1.002 && worst < 1.08 && equal >= 238, "mean {mean}, worst {worst}, equal in {equal}");
 }
 

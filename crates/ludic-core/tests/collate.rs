@@ -1,4 +1,5 @@
-//! Laws of collation: each layout equals one built value by value, and taken apart again it is the samples.
+//! Laws of collation: each layout equals one built value by value, and taken apart again it is the
+//! samples.
 
 mod samples;
 
@@ -311,7 +312,8 @@ fn three_turns_of_which_the_third_rewrites_the_history_take_two_lines() {
 
 #[test]
 fn samples_of_a_view_that_was_chained_twice_keep_their_own_tokens() {
-    // Two dialogues of two turns. In the view the second comes first, and its first turn is missing.
+    // Two dialogues of two turns. In the view the second comes first, and its first turn is
+    // missing.
     let turns = [turn(&[1, 2], 1..2), turn(&[1, 2, 3, 4], 3..4), turn(&[8, 8], 1..2), turn(&[8, 8, 8, 8], 3..4)];
     let view = table(&turns).unwrap().chained().select(&[3, 0, 1]).unwrap().chained();
     assert_eq!(view.chains(), [-1, 1, 1]);
@@ -377,7 +379,8 @@ fn a_batch_that_32_bits_cannot_address_is_refused_before_any_memory_is_asked_for
 
 #[test]
 fn a_batch_that_only_its_padding_makes_too_large_is_packed() {
-    // 3000 rows of one token and one of 2^20: 3001 * 2^20 = 3.1e9 tokens with padding, 1,051,576 without.
+    // 3000 rows of one token and one of 2^20: 3001 * 2^20 = 3.1e9 tokens with padding, 1,051,576
+    // without.
     let mut samples = vec![plain(1); 3000];
     samples.push(plain(1 << 20));
     let table = table(&samples).unwrap();

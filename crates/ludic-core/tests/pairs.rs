@@ -15,7 +15,8 @@ fn pairs() -> impl Strategy<Value = (Vec<i32>, i64)> {
     })
 }
 
-/// Sample `2k` is chosen and `2k + 1` rejected in every second pair, the other way round in the others.
+/// Sample `2k` is chosen and `2k + 1` rejected in every second pair, the other way round in the
+/// others.
 fn rows(samples: usize) -> Vec<[i64; 2]> {
     (0..samples as i64 / 2)
         .map(|pair| if pair % 2 == 0 { [2 * pair, 2 * pair + 1] } else { [2 * pair + 1, 2 * pair] })

@@ -1,4 +1,5 @@
-//! Laws of tables: what goes in is what is there, whatever the width it came in, and what is wrong is named.
+//! Laws of tables: what goes in is what is there, whatever the width it came in, and what is wrong
+//! is named.
 
 mod samples;
 

@@ -24,10 +24,11 @@ impl<'py> FromPyObject<'_, 'py> for Count {
     }
 }
 
-/// Up to how many lengths a planner runs where they are, with the interpreter attached, since a copy and the wait for the
-/// interpreter afterwards take longer than a small plan. No other thread waits for a plan for longer than it would for one
-/// that computes (5 ms): these are the largest powers of two at which each planner took less than 4 ms of thread time
-/// (least of three) on an EPYC, whatever the lengths (lognormal around 512, uniform to 2**16 and to 2**31), the budget (1,
+/// Up to how many lengths a planner runs where they are, with the interpreter attached, since a
+/// copy and the wait for the interpreter afterwards take longer than a small plan. No other thread
+/// waits for a plan for longer than it would for one that computes (5 ms): these are the largest
+/// powers of two at which each planner took less than 4 ms of thread time (least of three) on an
+/// EPYC, whatever the lengths (lognormal around 512, uniform to 2**16 and to 2**31), the budget (1,
 /// 4 and 64 times the longest) and the ranks (1 to 1000).
 pub struct InPlace;
 
@@ -51,7 +52,8 @@ impl InPlace {
 pub struct Lengths<'py>(PyReadonlyArray1<'py, i32>);
 
 impl Lengths<'_> {
-    /// Plans, in place for up to `in_place` lengths, otherwise on a copy with the interpreter released.
+    /// Plans, in place for up to `in_place` lengths, otherwise on a copy with the interpreter
+    /// released.
     pub fn plan<T: Send>(&self, py: Python<'_>, in_place: usize, plan: impl FnOnce(&[i32]) -> T + Send) -> T {
         match self.0.as_slice() {
             Ok(lengths) if lengths.len() <= in_place => plan(lengths),

@@ -21,12 +21,12 @@ use crate::table::SampleTable;
 /// The most slots: each holds the arrays of a whole collation.
 const MAX_SLOTS: i64 = 1024;
 
-/// Up to that many tokens are collated with the interpreter attached, in well under a millisecond: a thread that lets go of
-/// it waits for it afterwards for as long as another computes (5 ms).
+/// Up to that many tokens are collated with the interpreter attached, in well under a millisecond:
+/// a thread that lets go of it waits for it afterwards for as long as another computes (5 ms).
 const ATTACHED_TOKENS: usize = 1 << 18;
 
-/// Output buffers used again in turn. An array handed out is overwritten `slots` collations later; for one thread at a
-/// time.
+/// Output buffers used again in turn. An array handed out is overwritten `slots` collations later;
+/// for one thread at a time.
 #[pyclass(module = "ludic._core")]
 pub struct Arena {
     slots: Vec<Buffers>,
@@ -83,7 +83,8 @@ impl<'py, 'a> Outputs<'py, 'a> {
         Self { arrays: PyDict::new(py), reused }
     }
 
-    /// A new array under `name`, and its memory, which the caller writes whole before the dictionary is handed out.
+    /// A new array under `name`, and its memory, which the caller writes whole before the
+    /// dictionary is handed out.
     fn array<T: Element + Copy, D: IntoDimension>(
         &mut self,
         name: &'static str,
@@ -97,8 +98,8 @@ impl<'py, 'a> Outputs<'py, 'a> {
             None => allocated(py, shape, Fill::Nothing)?,
             Some(buffers) => {
                 let base = grown(py, buffers, name, (count * size_of::<T>()).div_ceil(size_of::<u64>()))?;
-                // SAFETY: the base has room for `count` elements, is aligned for any of them, is never reallocated, and
-                // lives as long as the array, whose base it is.
+                // SAFETY: the base has room for `count` elements, is aligned for any of them, is
+                // never reallocated, and lives as long as the array, whose base it is.
                 unsafe {
                     let view = ArrayView::from_shape_ptr(shape, base.data().cast_const().cast::<T>());
                     PyArray::borrow_from_array(&view, base.into_any())
@@ -107,7 +108,8 @@ impl<'py, 'a> Outputs<'py, 'a> {
         };
         let memory = array.data().cast::<MaybeUninit<T>>();
         self.arrays.set_item(PyString::intern(py, name), array)?;
-        // SAFETY: the dictionary keeps the array, nobody else can reach it before `finish`, and each name has its own.
+        // SAFETY: the dictionary keeps the array, nobody else can reach it before `finish`, and
+        // each name has its own.
         Ok(unsafe { slice::from_raw_parts_mut(memory, count) })
     }
 
@@ -127,7 +129,8 @@ impl<'py, 'a> Outputs<'py, 'a> {
     }
 }
 
-/// The buffer under `name`, made larger where it is too small. Arrays handed out earlier keep the old one.
+/// The buffer under `name`, made larger where it is too small. Arrays handed out earlier keep the
+/// old one.
 fn grown<'py>(
     py: Python<'py>,
     buffers: &mut Buffers,
@@ -150,7 +153,8 @@ enum Fill {
     Zeros,
 }
 
-/// A new array, or numpy's MemoryError: the constructors of the numpy crate panic where there is no memory.
+/// A new array, or numpy's MemoryError: the constructors of the numpy crate panic where there is no
+/// memory.
 fn allocated<'py, T: Element, D: Dimension>(
     py: Python<'py>,
     shape: D,
@@ -158,8 +162,8 @@ fn allocated<'py, T: Element, D: Dimension>(
 ) -> PyResult<Bound<'py, PyArray<T, D>>> {
     let mut sizes: Vec<npy_intp> = shape.slice().iter().map(|&size| size as npy_intp).collect();
     let (rank, sizes, dtype) = (sizes.len() as c_int, sizes.as_mut_ptr(), T::get_dtype(py).into_dtype_ptr());
-    // SAFETY: `sizes` has `rank` values, numpy takes over the reference to the type, and what it returns is a new reference to
-    // an array of that type and rank, or null with an error set.
+    // SAFETY: `sizes` has `rank` values, numpy takes over the reference to the type, and what it
+    // returns is a new reference to an array of that type and rank, or null with an error set.
     unsafe {
         let array = match fill {
             Fill::Nothing => PY_ARRAY_API.PyArray_Empty(py, rank, sizes, dtype, 0),

@@ -46,13 +46,14 @@ fn raised_as(kind: ErrorKind, message: String) -> PyErr {
     }
 }
 
-/// Whether something went wrong with a value, and not with the process, as by an interrupt or for want of memory.
+/// Whether something went wrong with a value, and not with the process, as by an interrupt or for
+/// want of memory.
 pub fn is_error_of_the_value(error: &PyErr, py: Python<'_>) -> bool {
     error.is_instance_of::<PyException>(py) && !error.is_instance_of::<PyMemoryError>(py)
 }
 
-/// Whether Python says that a value is not what was asked for. An error of the object's own code is not that, and is never
-/// replaced.
+/// Whether Python says that a value is not what was asked for. An error of the object's own code is
+/// not that, and is never replaced.
 fn is_refusal(error: &PyErr, py: Python<'_>) -> bool {
     error.is_instance_of::<PyTypeError>(py)
         || error.is_instance_of::<PyValueError>(py)

@@ -10,7 +10,8 @@ pub struct Field {
     name: &'static str,
     /// None when a column of all samples is read.
     sample: Option<usize>,
-    /// Whether the numbers say where something is. Then a mask is no such number, though Python would convert it.
+    /// Whether the numbers say where something is. Then a mask is no such number, though Python
+    /// would convert it.
     pub places: bool,
 }
 

@@ -9,8 +9,9 @@ use pyo3::types::{PyBool, PyInt, PyList, PyRange, PyTuple};
 use crate::errors::{is_error_of_the_value, refusal};
 use crate::fields::{Field, kind_of};
 
-/// Whether `value` is a list of `length` values that all equal 1. The list counts them itself, several times as fast as they
-/// can be read from outside; nearly every attention mask is such a list.
+/// Whether `value` is a list of `length` values that all equal 1. The list counts them itself,
+/// several times as fast as they can be read from outside; nearly every attention mask is such a
+/// list.
 pub fn is_list_of_ones(value: &Bound<'_, PyAny>, length: usize) -> PyResult<bool> {
     match value.cast_exact::<PyList>() {
         Ok(list) if list.len() == length => match list.call_method1(intern!(list.py(), "count"), (1,)) {
@@ -57,7 +58,8 @@ impl Element for i64 {
 
     #[inline(always)]
     unsafe fn quick(item: *mut ffi::PyObject) -> Option<Self> {
-        // SAFETY: the caller vouches for `item`; an exact int is converted without running Python code.
+        // SAFETY: the caller vouches for `item`; an exact int is converted without running Python
+        // code.
         unsafe {
             if ffi::Py_TYPE(item) != &raw mut ffi::PyLong_Type {
                 return None;
@@ -81,7 +83,8 @@ impl Element for f64 {
 
     #[inline(always)]
     unsafe fn quick(item: *mut ffi::PyObject) -> Option<Self> {
-        // SAFETY: the caller vouches for `item`; an exact float is read without running Python code, and without errors.
+        // SAFETY: the caller vouches for `item`; an exact float is read without running Python
+        // code, and without errors.
         unsafe {
             let exact = ffi::Py_TYPE(item) == &raw mut ffi::PyFloat_Type;
             exact.then(|| ffi::PyFloat_AsDouble(item))
@@ -118,12 +121,14 @@ pub fn read_list<T: Element>(list: &Bound<'_, PyList>, out: &mut Vec<T>, field: 
 /// The item at `position`, borrowed from the list.
 #[inline(always)]
 fn list_item(list: &Bound<'_, PyList>, position: usize) -> PyResult<*mut ffi::PyObject> {
-    // SAFETY: `list` is a list and the interpreter is attached. The bound is checked, and the result with it.
+    // SAFETY: `list` is a list and the interpreter is attached. The bound is checked, and the
+    // result with it.
     let item = unsafe { ffi::PyList_GetItem(list.as_ptr(), position as ffi::Py_ssize_t) };
     if item.is_null() { Err(PyErr::fetch(list.py())) } else { Ok(item) }
 }
 
-/// Reads a list of which every item is the object 0, 1, False or True; false at the first that is not.
+/// Reads a list of which every item is the object 0, 1, False or True; false at the first that is
+/// not.
 pub fn read_bits(list: &Bound<'_, PyList>, out: &mut Vec<u8>, field: Field) -> PyResult<bool> {
     let py = list.py();
     let [zero, one] = [0, 1].map(|bit| PyInt::new(py, bit));
@@ -155,7 +160,8 @@ pub fn reserve<T>(values: &mut Vec<T>, count: usize, field: Field) -> PyResult<(
 /// `len` of the item at `position`, without taking hold of it if it is a list.
 pub fn length_at(sequences: &Bound<'_, PyList>, position: usize) -> PyResult<usize> {
     let item = list_item(sequences, position)?;
-    // SAFETY: the list holds a reference to `item`; the size of an exact list is read without running Python code.
+    // SAFETY: the list holds a reference to `item`; the size of an exact list is read without
+    // running Python code.
     unsafe {
         if ffi::Py_TYPE(item) == &raw mut ffi::PyList_Type {
             return Ok(ffi::PyList_Size(item) as usize);
@@ -167,8 +173,8 @@ pub fn length_at(sequences: &Bound<'_, PyList>, position: usize) -> PyResult<usi
 /// A list of the items at `positions`. `PyList::new` would go through a vector of them.
 pub fn picked<'py>(items: &Bound<'py, PyList>, positions: &[u32]) -> PyResult<Bound<'py, PyList>> {
     let py = items.py();
-    // SAFETY: a new list, whose every slot is given an owned reference below; a list with empty slots may be dropped. The
-    // index is within the list, so that nothing runs and nothing fails.
+    // SAFETY: a new list, whose every slot is given an owned reference below; a list with empty
+    // slots may be dropped. The index is within the list, so that nothing runs and nothing fails.
     unsafe {
         let list = Bound::from_owned_ptr_or_err(py, ffi::PyList_New(positions.len() as ffi::Py_ssize_t))?;
         for (slot, &position) in positions.iter().enumerate() {

@@ -61,7 +61,8 @@ impl<'py> FromPyObject<'_, 'py> for Role {
     }
 }
 
-/// The items of a sequence, or of a numpy array. A text is a sequence of its letters, and never meant.
+/// The items of a sequence, or of a numpy array. A text is a sequence of its letters, and never
+/// meant.
 fn one_a_sample<'py>(name: &str, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
     if let Some(list) = as_list(value)? {
         return Ok(list);
@@ -119,7 +120,8 @@ impl<'py> FromPyObject<'_, 'py> for Pairs {
     }
 }
 
-/// `pairs` [P, 2] are sample indices (chosen, rejected); `2 * longest * pairs <= budget`; chosen and rejected are neighbours.
+/// `pairs` [P, 2] are sample indices (chosen, rejected); `2 * longest * pairs <= budget`; chosen
+/// and rejected are neighbours.
 #[pyfunction]
 #[pyo3(signature = (lengths, pairs, micro_token_budget, overhead_tokens = None))]
 pub fn plan_pairs(

@@ -53,7 +53,8 @@ impl Plan {
         self.0.padded_tokens()
     }
 
-    /// The items at the indices of each micro-batch. `items` has one for each sample that was planned.
+    /// The items at the indices of each micro-batch. `items` has one for each sample that was
+    /// planned.
     fn split<'py>(&self, py: Python<'py>, items: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
         let items = &list_named("items", items)?;
         let (given, planned) = (items.len(), self.0.indices().len());
@@ -117,7 +118,8 @@ pub fn plan_greedy(py: Python<'_>, lengths: Lengths<'_>, micro_token_budget: Cou
     Ok(Plan(lengths.plan(py, InPlace::GREEDY, |lengths| plan::greedy(lengths, micro_token_budget.0))?))
 }
 
-/// The exact minimum of `padded_tokens + overhead_tokens * micro_batches` under the same rule. O(n log n).
+/// The exact minimum of `padded_tokens + overhead_tokens * micro_batches` under the same rule. O(n
+/// log n).
 #[pyfunction]
 #[pyo3(
     signature = (lengths, micro_token_budget, overhead_tokens = Count(256)),

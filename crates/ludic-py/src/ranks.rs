@@ -8,7 +8,8 @@ use crate::arguments::{Count, InPlace, Lengths};
 use crate::errors::Result;
 use crate::plan::{Position, micro_batch, widened};
 
-/// One rank's micro-batches. An empty one stands for a row of weight zero that keeps the ranks in step.
+/// One rank's micro-batches. An empty one stands for a row of weight zero that keeps the ranks in
+/// step.
 #[pyclass(frozen, sequence, module = "ludic._core")]
 pub struct RankPlan(balance::RankPlan);
 
@@ -38,7 +39,8 @@ impl RankPlan {
     }
 }
 
-/// One plan for all ranks: the same number of micro-batches for each, balanced by `linear * len + quadratic * len**2`.
+/// One plan for all ranks: the same number of micro-batches for each, balanced by `linear * len +
+/// quadratic * len**2`.
 #[pyfunction]
 #[pyo3(
     signature = (

@@ -85,7 +85,8 @@ impl<'py> Reducer<'py> {
         Ok(())
     }
 
-    /// Whether the rollout of this record has not been counted. Records without `rollout_id` all count.
+    /// Whether the rollout of this record has not been counted. Records without `rollout_id` all
+    /// count.
     fn is_new(&self, at: usize, record: &Bound<'py, PyAny>) -> PyResult<bool> {
         let Some(counted) = &self.counted else { return Ok(true) };
         let Some(rollout) = get(record, intern!(record.py(), "rollout_id"))? else { return Ok(true) };
@@ -99,7 +100,8 @@ impl<'py> Reducer<'py> {
     }
 }
 
-/// The value at the end of the path; None where a key is absent, a value is None, or a mapping is none.
+/// The value at the end of the path; None where a key is absent, a value is None, or a mapping is
+/// none.
 fn lookup<'py>(record: &Bound<'py, PyAny>, path: &[Bound<'py, PyString>]) -> PyResult<Option<Bound<'py, PyAny>>> {
     let Some((first, rest)) = path.split_first() else { return Ok(None) };
     let mut found = get(record, first)?;

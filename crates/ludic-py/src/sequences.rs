@@ -1,9 +1,12 @@
-//! Numbers out of Python sequences: lists element by element without an object for each, arrays without touching elements.
+//! Numbers out of Python sequences: lists element by element without an object for each, arrays
+//! without touching elements.
 //!
-//! A list, a tuple, a range, bytes, anything with a buffer of one dimension and anything that numpy makes an array of is read.
-//! Reading has two phases, because Python code may run while a sequence is converted, and such code can free the memory of
-//! any array. `prepare` runs it: what is no plain array is copied. `borrow` runs none: it looks at a plain array's memory,
-//! which therefore stays where it is until the caller has read it, as long as the caller runs no Python code in between.
+//! A list, a tuple, a range, bytes, anything with a buffer of one dimension and anything that numpy
+//! makes an array of is read. Reading has two phases, because Python code may run while a sequence
+//! is converted, and such code can free the memory of any array. `prepare` runs it: what is no
+//! plain array is copied. `borrow` runs none: it looks at a plain array's memory, which therefore
+//! stays where it is until the caller has read it, as long as the caller runs no Python code in
+//! between.
 
 use std::{ptr, slice};
 
@@ -58,7 +61,8 @@ pub struct IntReader {
 }
 
 impl IntReader {
-    /// Converts integers of any width, except those of a plain array. Python code may run. Returns how many there are.
+    /// Converts integers of any width, except those of a plain array. Python code may run. Returns
+    /// how many there are.
     pub fn prepare(&mut self, value: &Bound<'_, PyAny>, field: Field) -> PyResult<usize> {
         if let Some(ints) = int_array(value) {
             self.found = Found::InPlace;
@@ -74,7 +78,8 @@ impl IntReader {
         Ok(layout.count)
     }
 
-    /// The same for zeros and ones, which in a list are two objects known beforehand: no element is looked into.
+    /// The same for zeros and ones, which in a list are two objects known beforehand: no element is
+    /// looked into.
     pub fn prepare_mask(&mut self, value: &Bound<'_, PyAny>, field: Field) -> PyResult<usize> {
         match as_list(value)? {
             Some(list) if read_bits(&list, &mut self.bits, field)? => {
@@ -133,7 +138,8 @@ struct Copied {
 }
 
 impl Copied {
-    /// Takes the buffer of `value`, copies it before any other Python code can run, and lets go of it.
+    /// Takes the buffer of `value`, copies it before any other Python code can run, and lets go of
+    /// it.
     fn fill(
         &mut self,
         value: &Bound<'_, PyAny>,
@@ -150,7 +156,8 @@ impl Copied {
         let truths = matches!(element_type(&buffer), ElementType::Bool);
         let layout = match kind {
             _ if field.places && truths => Err(field.no_mask("an array of truths")),
-            // Without an element there is none of a wrong type: so is what numpy makes of an empty list.
+            // Without an element there is none of a wrong type: so is what numpy makes of an empty
+            // list.
             None if count == 0 => Ok(Layout { kind: Kind::Signed, width: 8, count }),
             None => Err(wrong_elements(&buffer, field, wanted)),
             Some(kind) => Ok(Layout { kind, width, count }),
@@ -159,8 +166,8 @@ impl Copied {
             self.words.clear();
             reserve(&mut self.words, buffer.len_bytes().div_ceil(size_of::<u64>()), field)?;
             self.words.resize(buffer.len_bytes().div_ceil(size_of::<u64>()), 0);
-            // SAFETY: `plain_buffer` made sure of contiguity, `words` has room for as many bytes, and between taking the
-            // buffer and here no Python code has run.
+            // SAFETY: `plain_buffer` made sure of contiguity, `words` has room for as many bytes,
+            // and between taking the buffer and here no Python code has run.
             unsafe {
                 ptr::copy_nonoverlapping(
                     buffer.buf_ptr().cast(),
@@ -197,14 +204,15 @@ impl Copied {
     fn elements<T: numpy::Element>(&self, layout: Layout) -> &[T] {
         debug_assert_eq!(size_of::<T>(), layout.width);
         let count = layout.count.min(self.words.len() * size_of::<u64>() / size_of::<T>());
-        // SAFETY: the words are this reader's own, hold as many elements, are aligned for any number of up to 64 bits, and any
-        // bits are such a number.
+        // SAFETY: the words are this reader's own, hold as many elements, are aligned for any
+        // number of up to 64 bits, and any bits are such a number.
         unsafe { slice::from_raw_parts(self.words.as_ptr().cast(), count) }
     }
 }
 
-/// The elements of a numpy array of one plain dimension; None for anything else, which the buffer protocol then reads or refuses.
-/// The same as through the buffer, without the half microsecond that numpy takes to describe one.
+/// The elements of a numpy array of one plain dimension; None for anything else, which the buffer
+/// protocol then reads or refuses. The same as through the buffer, without the half microsecond
+/// that numpy takes to describe one.
 fn int_array<'a>(value: &'a Bound<'_, PyAny>) -> Option<Ints<'a>> {
     let dtype = value.cast::<PyUntypedArray>().ok()?.dtype();
     Some(match (dtype.kind(), dtype.itemsize()) {
@@ -232,8 +240,9 @@ fn plain_array<'a, T: numpy::Element>(value: &'a Bound<'_, PyAny>) -> Option<&'a
         return Some(&[]);
     }
     let plain = array.is_c_contiguous() && data.is_aligned();
-    // SAFETY: the type is checked by the cast, contiguity and alignment here, and `value` keeps the array. Only Python code
-    // could free its memory, and none runs while the slice is in use: see the head of this file.
+    // SAFETY: the type is checked by the cast, contiguity and alignment here, and `value` keeps the
+    // array. Only Python code could free its memory, and none runs while the slice is in use: see
+    // the head of this file.
     plain.then(|| unsafe { slice::from_raw_parts(data, array.len()) })
 }
 
@@ -258,7 +267,8 @@ fn plain_buffer(value: &Bound<'_, PyAny>, field: Field) -> PyResult<PyUntypedBuf
     PyUntypedBuffer::get(&value.py().import("numpy")?.call_method1("array", (value,))?)
 }
 
-/// The array that an object without a buffer says it is: so does a tensor of torch. None where it does not say it.
+/// The array that an object without a buffer says it is: so does a tensor of torch. None where it
+/// does not say it.
 fn as_array<'py>(value: &Bound<'py, PyAny>, field: Field) -> PyResult<Option<Bound<'py, PyAny>>> {
     let py = value.py();
     let Some(convert) = value.getattr_opt(intern!(py, "__array__"))? else { return Ok(None) };

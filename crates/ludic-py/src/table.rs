@@ -13,10 +13,12 @@ use crate::fields::Field;
 use crate::lists::is_list_of_ones;
 use crate::sequences::{FloatReader, IntReader};
 
-/// More items than this are refused at once: reading an object costs about half a microsecond, columns cost nothing.
+/// More items than this are refused at once: reading an object costs about half a microsecond,
+/// columns cost nothing.
 const MAX_ITEMS: usize = 1 << 20;
 
-/// A macro-batch as columns. Immutable: `truncate` and `select` return views that share the columns.
+/// A macro-batch as columns. Immutable: `truncate` and `select` return views that share the
+/// columns.
 #[pyclass(frozen, module = "ludic._core")]
 pub struct SampleTable(pub ludic_core::SampleTable);
 
@@ -34,8 +36,8 @@ impl SampleTable {
         Ok(Self(builder.finish()))
     }
 
-    /// Columns of S tokens; `offsets` [N + 1]. `actor_logps` [S] is aligned with the tokens; what stands off the actions
-    /// is not read.
+    /// Columns of S tokens; `offsets` [N + 1]. `actor_logps` [S] is aligned with the tokens; what
+    /// stands off the actions is not read.
     #[staticmethod]
     #[pyo3(signature = (input_ids, action_mask, offsets, weights = None, actor_logps = None, attention_mask = None))]
     fn from_columns(
@@ -98,12 +100,14 @@ impl SampleTable {
         self.0.chains().into_pyarray(py)
     }
 
-    /// The same samples, with neighbours that continue each other chained: in a micro-batch they share a line.
+    /// The same samples, with neighbours that continue each other chained: in a micro-batch they
+    /// share a line.
     fn chained(&self) -> Self {
         Self(self.0.chained())
     }
 
-    /// The same samples cut on the right to at most `max_seq_len` tokens. A change of length, no copy.
+    /// The same samples cut on the right to at most `max_seq_len` tokens. A change of length, no
+    /// copy.
     fn truncate(&self, max_seq_len: Count) -> Result<Self> {
         Ok(Self(self.0.truncate(max_seq_len.0)?))
     }
@@ -113,7 +117,8 @@ impl SampleTable {
         Ok(Self(self.0.select(&indices.0)?))
     }
 
-    /// The right-padded layout: `input_ids` and `attention_mask` i64, `action_mask` f32 [B, T], `weight` f32 [B].
+    /// The right-padded layout: `input_ids` and `attention_mask` i64, `action_mask` f32 [B, T],
+    /// `weight` f32 [B].
     #[pyo3(signature = (indices, pad_token_id, arena = None))]
     fn collate<'py>(
         &self,
@@ -125,8 +130,8 @@ impl SampleTable {
         collate::padded(py, self, &indices.0, pad_token_id.0, collate::locked(arena)?.as_deref_mut())
     }
 
-    /// The padding-free layout: `input_ids` and `position_ids` i64, `action_mask` f32 [1, S], `cu_seqlens` i32 [B + 1],
-    /// `weight` f32 [B].
+    /// The padding-free layout: `input_ids` and `position_ids` i64, `action_mask` f32 [1, S],
+    /// `cu_seqlens` i32 [B + 1], `weight` f32 [B].
     #[pyo3(signature = (indices, arena = None))]
     fn collate_padding_free<'py>(
         &self,
@@ -137,7 +142,8 @@ impl SampleTable {
         collate::padding_free(py, self, &indices.0, collate::locked(arena)?.as_deref_mut())
     }
 
-    /// The compact layout: `input_ids` i32, `action_mask` u8 [B, T], `lengths` i32 [B], `weight` f32 [B].
+    /// The compact layout: `input_ids` i32, `action_mask` u8 [B, T], `lengths` i32 [B], `weight`
+    /// f32 [B].
     #[pyo3(signature = (indices, pad_token_id, arena = None))]
     fn collate_compact<'py>(
         &self,
@@ -150,7 +156,8 @@ impl SampleTable {
     }
 }
 
-/// Sample indices from a list or an integer array, copied so that the core can read them without the interpreter.
+/// Sample indices from a list or an integer array, copied so that the core can read them without
+/// the interpreter.
 pub struct Indices(pub Vec<i64>);
 
 impl<'py> FromPyObject<'_, 'py> for Indices {
@@ -253,7 +260,8 @@ fn token_logps<'py>(item: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAn
     Ok(Some(found))
 }
 
-/// A guess at the tokens of all items, so that the columns need not grow: what a sequence says of its length may be wrong.
+/// A guess at the tokens of all items, so that the columns need not grow: what a sequence says of
+/// its length may be wrong.
 fn expected_tokens(items: &Bound<'_, PyList>) -> PyResult<usize> {
     const LIMIT: usize = 1 << 26;
     let mut total = 0usize;

@@ -23,7 +23,8 @@ INCOMPLETE_FEEDBACK = "Your answer reached the token limit before it was complet
 
 @dataclass(frozen=True)
 class IntermediateCall:
-    """A model call that an agent made before the one that it acts by. The protocol makes a step of it."""
+    """A model call that an agent made before the one that it acts by. The protocol makes a step
+    of it."""
 
     text: str
     """What the model said."""
@@ -36,10 +37,11 @@ class IntermediateCall:
 class Agent:
     """Asks the model once a step and parses its answer.
 
-    An answer that reached the token limit (`finish_reason == "length"`) is not parsed and never reaches the environment or its verifier:
-    its step earns `incomplete_completion_penalty` (-0.1), and the model is told `incomplete_completion_feedback` if the episode goes on.
-    With `reject_incomplete_completions=False` it is parsed as any other: what a short limit cuts is then judged as it stands, which
-    models need that have not learnt to end their answers.
+    An answer that reached the token limit (`finish_reason == "length"`) is not parsed and never
+    reaches the environment or its verifier: its step earns `incomplete_completion_penalty` (-0.1),
+    and the model is told `incomplete_completion_feedback` if the episode goes on. With
+    `reject_incomplete_completions=False` it is parsed as any other: what a short limit cuts is then
+    judged as it stands, which models need that have not learnt to end their answers.
     """
 
     name = "agent"
@@ -64,7 +66,8 @@ class Agent:
         self._incomplete_completion_feedback = incomplete_completion_feedback
         self.last_info: dict[str, Any] = {}
         self.intermediate_calls: list[IntermediateCall] = []
-        """Of the last `act`: the model calls before the one that it returned. An agent that calls once has none."""
+        """Of the last `act`: the model calls before the one that it returned. An agent that
+        calls once has none."""
 
     def reset(self, system_prompt: str | None = None) -> None:
         """Begin an episode."""
@@ -79,7 +82,8 @@ class Agent:
     async def act(
         self, inference: InferenceSpec | None = None, sampling_seed: int | None = None, timeout_s: float | None = None
     ) -> tuple[ParseResult, str, dict[str, Any], TokenTrace | None]:
-        """One model call: (parsed, raw text, info, trace). The raw text is kept in the context even when it is rejected.
+        """One model call: (parsed, raw text, info, trace). The raw text is kept in the context even
+        when it is rejected.
 
         Raises TimeoutError after `timeout_s`.
         """
@@ -144,7 +148,8 @@ class Agent:
 
 
 def without_traces(client_info: Mapping[str, Any]) -> dict[str, Any]:
-    """What a client said, less the token ids and log-probabilities: those travel in the trace. Nothing is changed in place."""
+    """What a client said, less the token ids and log-probabilities: those travel in the trace.
+    Nothing is changed in place."""
     info = {key: value for key, value in client_info.items() if key not in TRACE_KEYS}
     raw = info.get("raw_response")
     if isinstance(raw, Mapping):

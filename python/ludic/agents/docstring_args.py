@@ -14,7 +14,8 @@ _ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 
 
 def described_args(doc: str) -> dict[str, str]:
-    """Parameter -> description, on one line. `doc` is cleaned (`inspect.getdoc`); empty for one of another style."""
+    """Parameter -> description, on one line. `doc` is cleaned (`inspect.getdoc`); empty for one
+    of another style."""
     heading = _HEADING.search(doc)
     found: dict[str, str] = {}
     level, name = 0, ""

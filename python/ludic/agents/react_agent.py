@@ -23,11 +23,14 @@ EXHAUSTED: Message = {
 class ReActAgent(ToolAgent):
     """Calls the model up to `max_react_steps` times before it acts (ReAct, arXiv:2210.03629).
 
-    A call that asks for tools has them run and is followed by another; a call that does not is the answer, and is parsed. The last
-    call that is allowed is offered no tools and told so, by a message that is not kept. `act` returns what belongs to the answer; the
-    calls before it are left in `intermediate_calls`, from which the protocol makes steps of the same rollout, so that they are trained.
+    A call that asks for tools has them run and is followed by another; a call that does not is the
+    answer, and is parsed. The last call that is allowed is offered no tools and told so, by a
+    message that is not kept. `act` returns what belongs to the answer; the calls before it are left
+    in `intermediate_calls`, from which the protocol makes steps of the same rollout, so that they
+    are trained.
 
-    A call that reached the token limit ends the act where `reject_incomplete_completions` is on; tools that it asked for are not run.
+    A call that reached the token limit ends the act where `reject_incomplete_completions` is on;
+    tools that it asked for are not run.
     """
 
     name = "react_agent"
@@ -46,7 +49,8 @@ class ReActAgent(ToolAgent):
     async def act(
         self, inference: InferenceSpec | None = None, sampling_seed: int | None = None, timeout_s: float | None = None
     ) -> tuple[ParseResult, str, dict[str, Any], TokenTrace | None]:
-        """(parsed, raw text, info, trace) of the answer. `timeout_s` bounds each model call; each has a sampling seed of its own."""
+        """(parsed, raw text, info, trace) of the answer. `timeout_s` bounds each model call;
+        each has a sampling seed of its own."""
         self.intermediate_calls = []
         spec = self._with_tools(inference)
         for call in range(self.max_react_steps):

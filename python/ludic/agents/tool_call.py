@@ -25,7 +25,8 @@ def call_name(call: Mapping[str, Any]) -> str:
 
 
 def call_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an OpenAI tool call, which are a JSON object as text; none at all is an empty one.
+    """The arguments of an OpenAI tool call, which are a JSON object as text; none at all is an
+    empty one.
 
     Raises DataError for anything else, and JSONDecodeError for text that is no JSON.
     """
@@ -37,7 +38,8 @@ def call_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def run_tool(tool: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float | None) -> Any:
-    """The tool's result. A coroutine function runs on the event loop; any other function in a thread of its own, which goes on by
+    """The tool's result. A coroutine function runs on the event loop; any other function in a
+    thread of its own, which goes on by
     itself if the deadline passes: Python cannot stop it.
 
     Raises what the tool raises, and ToolTimeoutError after `timeout_s`.
@@ -55,7 +57,8 @@ async def run_tool(tool: Callable[..., Any], arguments: Mapping[str, Any], timeo
 
 
 async def _in_own_thread(call: Callable[[], Any]) -> Any:
-    """Not one of the loop's own pool: a few tools that hang would use it up, and the interpreter would wait for them at its end."""
+    """Not one of the loop's own pool: a few tools that hang would use it up, and the interpreter
+    would wait for them at its end."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
     context = contextvars.copy_context()

@@ -24,11 +24,13 @@ UNIONS = (Union, types.UnionType)
 def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
     """The function's name, its docstring and its parameters, `*args` and `**kwargs` left out.
 
-    Types are those that the annotations mean, also where they are written as strings: `int`, `float`, `bool`, lists, dictionaries,
-    `Literal` (an enum) and `Optional` (`nullable`). What JSON has no type for is a string. A parameter is described by a string in its
-    `Annotated`, else by the docstring's `Args:`. One without a default is required; a default that JSON can say is told.
+    Types are those that the annotations mean, also where they are written as strings: `int`,
+    `float`, `bool`, lists, dictionaries, `Literal` (an enum) and `Optional` (`nullable`). What JSON
+    has no type for is a string. A parameter is described by a string in its `Annotated`, else by
+    the docstring's `Args:`. One without a default is required; a default that JSON can say is told.
 
-    Raises ConfigError for what a model cannot call: something without a name of its own, or with positional-only parameters.
+    Raises ConfigError for what a model cannot call: something without a name of its own, or with
+    positional-only parameters.
     """
     parameters = _parameters(tool)
     hints = _hints(tool)
@@ -64,7 +66,8 @@ def _parameters(tool: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _hints(tool: Callable[..., Any]) -> Mapping[str, Any]:
-    """What each annotation means. One that names what cannot be found is a string to the model, and is warned of."""
+    """What each annotation means. One that names what cannot be found is a string to the model,
+    and is warned of."""
     try:
         return get_type_hints(tool, include_extras=True)
     except Exception:

@@ -201,7 +201,8 @@ def _refuse_flags(arguments: list[str] | None) -> None:
 
 @contextmanager
 def _user_errors() -> Iterator[None]:
-    """Errors of ludic's, and faults of the machine, are a line and an exit status: 2 for what was given (a setting, a file, its
+    """Errors of ludic's, and faults of the machine, are a line and an exit status: 2 for what was
+    given (a setting, a file, its
     content), 1 for anything else. What is neither is a bug, and shows its traceback."""
     from ludic.cli.machine_faults import known_fault
     from ludic.errors import ConfigError, ConfigTypeError, DataError, DataKeyError, DataTypeError, LudicError, MissingExtraError
@@ -337,9 +338,10 @@ def version() -> None:
 def main() -> None:
     """The entry point of the `ludic` script.
 
-    Threads of torch that wait for one another spin for some microseconds and then sleep, unless the environment says otherwise.
-    libgomp's own default spins for milliseconds: on a machine whose cores are busy, that made a step of a small model seven times
-    slower, and never to spin makes it half as slow again on one that is idle.
+    Threads of torch that wait for one another spin for some microseconds and then sleep, unless the
+    environment says otherwise. libgomp's own default spins for milliseconds: on a machine whose
+    cores are busy, that made a step of a small model seven times slower, and never to spin makes it
+    half as slow again on one that is idle.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")

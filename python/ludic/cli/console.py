@@ -1,4 +1,5 @@
-"""What every command shares: where its words go, and what Ctrl-C does where nothing else was asked for."""
+"""What every command shares: where its words go, and what Ctrl-C does where nothing else was
+asked for."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def output_to(json_only: bool) -> Iterator[Console]:
 
 
 def carry_out(work: Callable[[Console], tuple[int, str]], *, json_only: bool) -> int:
-    """The exit status of `work`, which returns it with a summary; the summary is printed alone with `--json`."""
+    """The exit status of `work`, which returns it with a summary; the summary is printed alone
+    with `--json`."""
     with output_to(json_only) as console:
         try:
             code, summary = work(console)

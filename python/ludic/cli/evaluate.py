@@ -1,4 +1,5 @@
-"""`ludic eval`: a model in this process or behind a server, on the held-out problems of a task; records, a table and a picture."""
+"""`ludic eval`: a model in this process or behind a server, on the held-out problems of a task;
+records, a table and a picture."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: boo
 
 
 async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) -> str:
-    """Play, measure, write and show; the summary as JSON. Everything is built before the folder is made."""
+    """Play, measure, write and show; the summary as JSON. Everything is built before the folder
+    is made."""
     from ludic.cli.evaluate_report import Found, show, summary_of, write
     from ludic.recipes.build import check_numbers, task_of
     from ludic.tasks.success import success_of
@@ -179,7 +181,8 @@ def _evaluator(
 
 
 def _problems(recipe: Recipe, settings: EvalSettings, task: EpisodicTask, console: Console) -> list[Episode]:
-    """The held-out problems that are asked. Those that begin alike and differ by their seed, such as games, count each by itself."""
+    """The held-out problems that are asked. Those that begin alike and differ by their seed,
+    such as games, count each by itself."""
     suites = task.suites()
     if settings.suite not in (None, *suites):
         raise ConfigError(f"suite ({settings.suite}) must be one of {', '.join(suites)}")
@@ -210,7 +213,8 @@ def _requests(recipe: Recipe, task: EpisodicTask, problems: Sequence[Episode]) -
 async def _client(
     recipe: Recipe, settings: EvalSettings, task: EpisodicTask
 ) -> AsyncIterator[tuple[ChatClient, str, EpisodicTask]]:
-    """(client, name of the model, the task, whose answers the recipe's reward model scores if there is one)."""
+    """(client, name of the model, the task, whose answers the recipe's reward model scores if
+    there is one)."""
     if settings.base_url is None:
         from ludic.recipes.build import with_reward_model
 
@@ -272,7 +276,8 @@ async def _only_model(client: Any) -> str:
 
 
 def _make_folder(recipe: Recipe, model_name: str) -> Path:
-    """`output/name`; without a name one is made of the recipe, the model and the seed, and of the time if that exists."""
+    """`output/name`; without a name one is made of the recipe, the model and the seed, and of
+    the time if that exists."""
     from ludic.runs.directory import new_folder, write_text
 
     label = Path(model_name).parent.name if Path(model_name).name in ("model", "adapter") else Path(model_name).name
@@ -295,7 +300,8 @@ def _cut_off(rollout: Rollout) -> bool:
 
 
 def _answer_tokens(rollout: Rollout) -> float | None:
-    """Tokens of all answers, from their traces or from what the server counted; None where neither is there."""
+    """Tokens of all answers, from their traces or from what the server counted; None where
+    neither is there."""
     counts = [
         len(step.trace.completion_token_ids)
         if step.trace is not None

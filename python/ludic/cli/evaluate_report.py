@@ -36,11 +36,13 @@ class Found:
     task: EpisodicTask
     success: Success
     solved_at: float | None
-    """The reward from which on these answers count as right; None where nothing says what is right."""
+    """The reward from which on these answers count as right; None where nothing says what is
+    right."""
 
 
 def summary_of(found: Found, facts: Mapping[str, Any]) -> str:
-    """The content of summary.json: where it comes from, and all numbers; no accuracy where nothing says what is right."""
+    """The content of summary.json: where it comes from, and all numbers; no accuracy where
+    nothing says what is right."""
     numbers = found.measurement.to_dict()
     if found.solved_at is None:
         numbers |= {"accuracy": None, "accuracy_bounds": None, "pass_at_k": {}}
@@ -48,7 +50,8 @@ def summary_of(found: Found, facts: Mapping[str, Any]) -> str:
 
 
 def write(folder: Path, found: Found, summary: str, *, title: str) -> None:
-    """summary.json, problems.jsonl with a line for each problem, and accuracy.png where there is an accuracy."""
+    """summary.json, problems.jsonl with a line for each problem, and accuracy.png where there is
+    an accuracy."""
     from ludic.eval import write_jsonl
     from ludic.eval.picture import draw_measurements
 
@@ -59,7 +62,8 @@ def write(folder: Path, found: Found, summary: str, *, title: str) -> None:
 
 
 def _problem_lines(found: Found) -> Iterator[dict[str, Any]]:
-    """Of each problem its question, the answers in the order of their rewards, the reference of the data, and the counts."""
+    """Of each problem its question, the answers in the order of their rewards, the reference of
+    the data, and the counts."""
     of_problem = {str(problem["id"]): problem for problem in found.problems}
     shown: dict[str, list[Shown]] = {}
     for rollout in found.rollouts:

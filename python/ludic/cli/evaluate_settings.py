@@ -1,4 +1,5 @@
-"""What `ludic eval` is told: a recipe with overrides, as `ludic train` reads them, and settings that only an evaluation has."""
+"""What `ludic eval` is told: a recipe with overrides, as `ludic train` reads them, and settings
+that only an evaluation has."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class EvalSettings:
     """Fields that no recipe has."""
 
     base_url: Optional[str] = None  # noqa: UP045  OmegaConf reads this annotation at run time
-    """Of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1; null: the model runs in this process."""
+    """Of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1; null: the model runs in
+    this process."""
     api_key_env: Optional[str] = None  # noqa: UP045
     """Name of the environment variable with the server's key; null: none is sent."""
     returns_token_ids: bool = False
@@ -46,13 +48,15 @@ class EvalSettings:
     episode_retries: int = 1
     """How often a failed episode is played again."""
     suite: Optional[str] = None  # noqa: UP045
-    """Which held-out problems, where the task has several sets, such as `perfect` of tictactoe; null: the first."""
+    """Which held-out problems, where the task has several sets, such as `perfect` of tictactoe;
+    null: the first."""
     confidence: float = 0.95
     """Of all intervals."""
 
 
 def resolve(arguments: Sequence[str]) -> tuple[Recipe, EvalSettings]:
-    """`arguments`: a recipe's name, a YAML file or the folder of a run, and overrides, in any order. Later overrides win."""
+    """`arguments`: a recipe's name, a YAML file or the folder of a run, and overrides, in any
+    order. Later overrides win."""
     own = {field.name for field in fields(EvalSettings)}
     for_recipe: list[str] = []
     overrides: list[Override] = []

@@ -3,8 +3,9 @@
     condition  = comparison { "and" comparison }
     comparison = key ( ">" | ">=" | "<" | "<=" | "==" | "!=" ) number
 
-A key is `reward`, `length` or `completion_tokens`, or a number or boolean of the last step's info or of the rollout's meta, where
-`a.b` looks into objects. The condition is parsed, never evaluated as code.
+A key is `reward`, `length` or `completion_tokens`, or a number or boolean of the last step's info
+or of the rollout's meta, where `a.b` looks into objects. The condition is parsed, never evaluated
+as code.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class Keep:
 
 
 def value_of(rollout: Rollout, key: str) -> float:
-    """The number under `key`; True is 1. Raises DataError, naming what there is, for a key that the rollout lacks or that is no
+    """The number under `key`; True is 1. Raises DataError, naming what there is, for a key that the
+    rollout lacks or that is no
     number."""
     if key in _OWN:
         return _OWN[key](rollout)

@@ -1,4 +1,5 @@
-"""Faults of the machine, and not of ludic, as one line: a full disk, a folder that cannot be written, a graphics card that is full.
+"""Faults of the machine, and not of ludic, as one line: a full disk, a folder that cannot be
+written, a graphics card that is full.
 
 What is not known here is a bug, and shows its traceback.
 """

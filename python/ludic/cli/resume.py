@@ -1,4 +1,5 @@
-"""What `--resume` goes on with: the settings that the run was begun with, and for more steps where that means the same run."""
+"""What `--resume` goes on with: the settings that the run was begun with, and for more steps
+where that means the same run."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _FREE = (
     *("inference.url", "inference.python", "inference.device", "inference.server_args", "inference.weights"),
     *("inference.trainer_address", "inference.timeout_s", "inference.preflight"),
 )
-"""Settings, or beginnings of them, that change where a run is played and written, and not the run."""
+"""Settings, or beginnings of them, that change where a run is played and written, and not the
+run."""
 
 
 def wanted_steps(arguments: Sequence[str], command: str) -> int | None:
@@ -31,7 +33,8 @@ def wanted_steps(arguments: Sequence[str], command: str) -> int | None:
 
 
 def gone_on_with(recipe: Any, directory: RunDirectory, steps: int | None) -> Any:
-    """`recipe`, read from the run's config.yaml, if it is what the run was begun with; with as many steps as are asked for.
+    """`recipe`, read from the run's config.yaml, if it is what the run was begun with; with as many
+    steps as are asked for.
 
     Raises ConfigError, which names the setting, where it would be another run.
     """

@@ -1,4 +1,5 @@
-"""`ludic rollout`: play episodes of a recipe's task with a model, and write those down that a condition keeps."""
+"""`ludic rollout`: play episodes of a recipe's task with a model, and write those down that a
+condition keeps."""
 
 from __future__ import annotations
 

@@ -56,7 +56,8 @@ class ServeSettings:
 
 
 def serve_command(settings: ServeSettings) -> int:
-    """Serve until a signal or until the server ends. The exit status: 0 after a signal, else 1. The server's output is shown."""
+    """Serve until a signal or until the server ends. The exit status: 0 after a signal, else 1.
+    The server's output is shown."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
@@ -143,7 +144,8 @@ def _when_over(proc: subprocess.Popen[Any], stopped: threading.Event) -> None:
 
 @contextmanager
 def _stop_on_signals() -> Iterator[threading.Event]:
-    """An event that Ctrl-C, SIGTERM and a closed terminal set. The server is in a process group of its own and hears of none of them."""
+    """An event that Ctrl-C, SIGTERM and a closed terminal set. The server is in a process group
+    of its own and hears of none of them."""
     stopped = threading.Event()
 
     def stop(_number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,5 @@
-"""What `ludic train`, `ludic sft` and `ludic train-rm` do alike: resolve, set up, play, report; and what happens on Ctrl-C."""
+"""What `ludic train`, `ludic sft` and `ludic train-rm` do alike: resolve, set up, play, report;
+and what happens on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ R = TypeVar("R", bound=TrainingRun)
 
 
 class TrainingCommand(Protocol[D, R]):
-    """What each of the commands does in its own way. Modules that load torch are imported by the methods alone."""
+    """What each of the commands does in its own way. Modules that load torch are imported by the
+    methods alone."""
 
     @property
     def directory(self) -> type[D]: ...
@@ -67,7 +69,8 @@ class TrainingCommand(Protocol[D, R]):
         ...
 
     def build(self, recipe: Any, screen: Screen) -> Any:
-        """The parts. All data is read before a folder is made, so that a wrong setting leaves nothing behind."""
+        """The parts. All data is read before a folder is made, so that a wrong setting leaves
+        nothing behind."""
         ...
 
     def folder_name(self, recipe: Any) -> str:
@@ -84,7 +87,8 @@ class TrainingCommand(Protocol[D, R]):
 def run_command(
     command: TrainingCommand[D, R], arguments: Sequence[str], *, resume: Path | None, json_only: bool, print_config: bool
 ) -> int:
-    """The exit status: 0, or 128 and the signal's number after a stop. Errors of the user's are raised as `LudicError`."""
+    """The exit status: 0, or 128 and the signal's number after a stop. Errors of the user's are
+    raised as `LudicError`."""
     started = time.perf_counter()
     if print_config:
         if resume is not None:
@@ -165,7 +169,8 @@ def _note_state(run: TrainingRun) -> None:
 
 @contextmanager
 def _failure_noted(directory: RunDirectory, *, is_new: bool) -> Iterator[None]:
-    """A run that fails before its first step leaves no folder, unless a server's log is in it; any other says in progress.json why."""
+    """A run that fails before its first step leaves no folder, unless a server's log is in it;
+    any other says in progress.json why."""
     try:
         yield
     except Exception as error:
@@ -180,7 +185,8 @@ def _failure_noted(directory: RunDirectory, *, is_new: bool) -> Iterator[None]:
 
 
 def _play_out(run: TrainingRun, started: float) -> int:
-    """Play `run` to its end or to a stop, and keep where it stands either way: 0, or 128 and the signal's number."""
+    """Play `run` to its end or to a stop, and keep where it stands either way: 0, or 128 and the
+    signal's number."""
     from ludic.runs.stopping import Interrupted
 
     run.progress.failed = None

@@ -9,14 +9,16 @@ from ludic.types import ChatResponse, Info, Message
 
 
 class ContextStrategy(ABC):
-    """Holds the messages of one episode. A subclass says what is added when, and what the model sees."""
+    """Holds the messages of one episode. A subclass says what is added when, and what the model
+    sees."""
 
     def __init__(self, system_prompt: str | None = None) -> None:
         self._default_system_prompt = system_prompt
         self._messages: list[Message] = _opening(system_prompt)
 
     def reset(self, *, system_prompt: str | None = None) -> None:
-        """Forget all messages; begin with the system prompt given, else the default one, if it is not empty."""
+        """Forget all messages; begin with the system prompt given, else the default one, if it
+        is not empty."""
         self._messages = _opening(self._default_system_prompt if system_prompt is None else system_prompt)
 
     @property

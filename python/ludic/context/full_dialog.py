@@ -7,10 +7,12 @@ from ludic.types import ChatResponse, Info, Message
 
 
 class FullDialog(ContextStrategy):
-    """Observations are user messages, answers are assistant messages, and the model sees all of them.
+    """Observations are user messages, answers are assistant messages, and the model sees all of
+    them.
 
-    An environment may give more than one message to begin with: a list of them as `messages` in the info of its reset stands for the
-    first observation (`PromptEnv` does so for a prompt that is a conversation). A system message among them replaces the context's own.
+    An environment may give more than one message to begin with: a list of them as `messages` in the
+    info of its reset stands for the first observation (`PromptEnv` does so for a prompt that is a
+    conversation). A system message among them replaces the context's own.
     """
 
     def on_env_reset(self, obs: str, info: Info) -> None:
@@ -30,7 +32,8 @@ class FullDialog(ContextStrategy):
 
 
 def _messages(info: Info) -> list[Message]:
-    """Copies of those that the environment gave; none where `messages` is something else of the environment's."""
+    """Copies of those that the environment gave; none where `messages` is something else of the
+    environment's."""
     given = info.get("messages")
     if not isinstance(given, list) or not all(isinstance(message, dict) and "role" in message for message in given):
         return []

@@ -6,4 +6,5 @@ from ludic.context.full_dialog import FullDialog
 
 
 class GivenDialog(FullDialog):
-    """`FullDialog` by another name, for code that says that its environments give the messages which the dialogue begins with."""
+    """`FullDialog` by another name, for code that says that its environments give the messages
+    which the dialogue begins with."""

@@ -11,10 +11,11 @@ _THINKING_THEN_ANSWER = re.compile(r"(\s*<think>)(.*?)(</think>\s*)(\S.*)", re.I
 
 
 class TruncatedThinkingContext(FullDialog):
-    """Shows the model its own answers with the text inside a leading `<think>...</think>` replaced by `placeholder`.
+    """Shows the model its own answers with the text inside a leading `<think>...</think>` replaced
+    by `placeholder`.
 
-    Only the view changes: the stored messages stay whole. A message is shown as it is unless it opens with the first tag, closes it,
-    and goes on with an answer.
+    Only the view changes: the stored messages stay whole. A message is shown as it is unless it
+    opens with the first tag, closes it, and goes on with an answer.
     """
 
     def __init__(self, system_prompt: str | None = None, placeholder: str = "[TRUNCATED]") -> None:

@@ -28,7 +28,8 @@ SHOWN_FAULTS = 3
 
 @dataclass(frozen=True, repr=False)
 class DataSet(Sequence[Row]):
-    """Rows that have passed all checks: `data[0]` and `for row in data` give them. Example: the line `{"prompt": "2+2=", "answer": "4"}`
+    """Rows that have passed all checks: `data[0]` and `for row in data` give them. Example: the
+    line `{"prompt": "2+2=", "answer": "4"}`
     is a row of kind `prompt`."""
 
     kind: Kind
@@ -38,7 +39,8 @@ class DataSet(Sequence[Row]):
 
     @property
     def rows(self) -> list[Row]:
-        """All rows have the same columns, in the order of first appearance; None where a row has nothing."""
+        """All rows have the same columns, in the order of first appearance; None where a row has
+        nothing."""
         return self.table.rows
 
     @property
@@ -80,14 +82,17 @@ def load_data(
     limit: int | None = None,
     seed: int = 0,
 ) -> DataSet:
-    """A JSONL, JSON, CSV or parquet file, a folder, or an id for the `datasets` library, in one of TRL's formats.
+    """A JSONL, JSON, CSV or parquet file, a folder, or an id for the `datasets` library, in one of
+    TRL's formats.
 
-    `kind` asks for one kind where the columns would fit several. `columns` says which column of the source has the content of one that
-    the kind needs: `{"prompt": "question"}`; of several the first that is there. `config` and `split` are for ids and folders. Rows of two
-    responses with scores, as SHP has them, become preferences (see `scored_responses`). `limit` is the most rows that are read,
-    drawn at random by `seed` and left in their order.
+    `kind` asks for one kind where the columns would fit several. `columns` says which column of the
+    source has the content of one that the kind needs: `{"prompt": "question"}`; of several the
+    first that is there. `config` and `split` are for ids and folders. Rows of two responses with
+    scores, as SHP has them, become preferences (see `scored_responses`). `limit` is the most rows
+    that are read, drawn at random by `seed` and left in their order.
 
-    Raises DataError that names file and row for what is not of the format; ConfigError for a kind or column that is not there.
+    Raises DataError that names file and row for what is not of the format; ConfigError for a kind
+    or column that is not there.
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit ({limit}) must be at least 1; None reads every row")

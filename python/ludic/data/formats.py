@@ -1,7 +1,8 @@
 """The formats of TRL's data sets: which columns make which kind, and what a row of it must hold.
 
-Each kind comes in two forms. Standard: prompts and completions are text. Conversational: they are lists of messages,
-`{"role": "user", "content": "2+2?"}`. A data set is of one form throughout. Other columns are kept as they are.
+Each kind comes in two forms. Standard: prompts and completions are text. Conversational: they are
+lists of messages, `{"role": "user", "content": "2+2?"}`. A data set is of one form throughout.
+Other columns are kept as they are.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ def kind_of(columns: Iterable[str]) -> Kind | None:
 
 
 def dialogue_columns(kind: Kind, row: Mapping[str, Any]) -> list[str]:
-    """The columns that hold text or messages: those the kind needs, and the prompt that a preference may have."""
+    """The columns that hold text or messages: those the kind needs, and the prompt that a
+    preference may have."""
     columns = [name for name in REQUIRED[kind] if name != "label"]
     return ["prompt", *columns] if kind == "preference" and _has_prompt_of_its_form(row) else columns
 
 
 def _has_prompt_of_its_form(row: Mapping[str, Any]) -> bool:
-    """Whether a preference has its prompt apart. Text beside conversations repeats what they begin with."""
+    """Whether a preference has its prompt apart. Text beside conversations repeats what they
+    begin with."""
     prompt = row.get("prompt")
     return prompt is not None and not (isinstance(prompt, str) and isinstance(row.get("chosen"), list))
 
@@ -89,7 +92,8 @@ def _fault_of_messages(name: str, messages: Sequence[Any]) -> str | None:
 
 
 def without_empty_keys(messages: Sequence[Message]) -> list[Message]:
-    """Messages as they were written: columns of Arrow give every message the keys of all, with nothing in them."""
+    """Messages as they were written: columns of Arrow give every message the keys of all, with
+    nothing in them."""
     return [{key: value for key, value in message.items() if value is not None or key == "content"} for message in messages]
 
 

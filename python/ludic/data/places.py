@@ -1,4 +1,5 @@
-"""What names a place on this machine, and what may be an id of the hub: a typing error must not be asked of the network."""
+"""What names a place on this machine, and what may be an id of the hub: a typing error must not
+be asked of the network."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ _FILE_SUFFIXES = frozenset(
 def is_local(source: str) -> bool:
     """Whether `source` can only mean a file or a folder of this machine.
 
-    It is there; or it is written as a path (from `.`, `/` or `~`, with several separators, or with a backslash); or it has a file's suffix;
-    or its first folder is there, as in `runs/nosuch`. An id of the hub is `name` or `owner/name`.
+    It is there; or it is written as a path (from `.`, `/` or `~`, with several separators, or with
+    a backslash); or it has a file's suffix; or its first folder is there, as in `runs/nosuch`. An
+    id of the hub is `name` or `owner/name`.
     """
     first, separator, _ = source.partition("/")
     return (

@@ -3,8 +3,9 @@
     {"history": "why?", "human_ref_A": "so", "human_ref_B": "thus", "score_A": 12, "score_B": 3, "labels": 1}     the columns of SHP
     {"prompt": "why?", "response_a": "so", "response_b": "thus", "score_a": 12, "score_b": 3}                     plain names
 
-The response with the higher score is the chosen one. Without scores, `labels` (or `label_a`) of 1 says that the first is, of 0 the
-second. Rows whose scores are equal say nothing and are left out with a warning. All columns are kept.
+The response with the higher score is the chosen one. Without scores, `labels` (or `label_a`) of 1
+says that the first is, of 0 the second. Rows whose scores are equal say nothing and are left out
+with a warning. All columns are kept.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def has_scored_responses(columns: Mapping[str, Any]) -> bool:
 
 
 def preferences_of_scores(table: Table) -> Table:
-    """The rows with `prompt`, `chosen` and `rejected`. Raises DataError, naming the row, for one without scores and label."""
+    """The rows with `prompt`, `chosen` and `rejected`. Raises DataError, naming the row, for one
+    without scores and label."""
     rows: list[Row] = []
     numbers: list[int] = []
     equal: list[int] = []

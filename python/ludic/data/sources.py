@@ -1,4 +1,5 @@
-"""Rows from a file, a folder, or the id of a data set; and how to name each of them where it was read."""
+"""Rows from a file, a folder, or the id of a data set; and how to name each of them where it was
+read."""
 
 from __future__ import annotations
 
@@ -36,9 +37,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Draw:
-    """At most `limit` rows of a source, drawn at random by `seed` and left in their order: data sets are often sorted.
+    """At most `limit` rows of a source, drawn at random by `seed` and left in their order: data
+    sets are often sorted.
 
-    Example: `Draw(2, seed=0).of(5)` is two of `[0, 1, 2, 3, 4]`, ascending; `Draw().of(5)` is all of them.
+    Example: `Draw(2, seed=0).of(5)` is two of `[0, 1, 2, 3, 4]`, ascending; `Draw().of(5)` is all
+    of them.
     """
 
     limit: int | None = None
@@ -53,7 +56,8 @@ class Draw:
 
 
 def read_table(source: str, *, config: str | None = None, split: str = "train", draw: Draw | None = None) -> Table:
-    """`config` and `split` are for data sets by id and for folders. Rows that `draw` leaves out are neither parsed nor copied."""
+    """`config` and `split` are for data sets by id and for folders. Rows that `draw` leaves out
+    are neither parsed nor copied."""
     draw = draw or Draw()
     path = Path(source).expanduser()
     if path.is_dir():

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class BroadcastPolicyPublisher:
-    """Announces the tensors, broadcasts them in the order of their names, and waits until all have them.
+    """Announces the tensors, broadcasts them in the order of their names, and waits until all have
+    them.
 
     Where that fails, a control plane that can abandon an update is told to.
     """
@@ -47,7 +48,8 @@ class BroadcastPolicyPublisher:
 
 
 class Rank0OnlyPublisher:
-    """Publishes on rank 0 alone. The inner publisher is made there, at the first use; other ranks never make one."""
+    """Publishes on rank 0 alone. The inner publisher is made there, at the first use; other
+    ranks never make one."""
 
     def __init__(self, make_inner: Callable[[], PolicyPublisher], *, enabled: bool = True) -> None:
         self._make_inner = make_inner

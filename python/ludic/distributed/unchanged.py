@@ -1,4 +1,5 @@
-"""Pushes that bring nothing new: what is served already is called by their version, and too many of them in a row are an error."""
+"""Pushes that bring nothing new: what is served already is called by their version, and too many
+of them in a row are an error."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from ludic.errors import PublishError
 logger = logging.getLogger(__name__)
 
 MOST_IN_A_ROW = 20
-"""Pushes of unchanged weights before they are an error. Batches without a gradient are not counted where the trainer says so."""
+"""Pushes of unchanged weights before they are an error. Batches without a gradient are not
+counted where the trainer says so."""
 
 
 class UnchangedWeights:
@@ -28,15 +30,18 @@ class UnchangedWeights:
         self.what = what
         self.allowed = allowed
         self.change_expected = True
-        """Whether there was a gradient since the last push; a publisher that is not told supposes so."""
+        """Whether there was a gradient since the last push; a publisher that is not told
+        supposes so."""
         self._last: tuple[str, dict[str, str]] | None = None
         self._in_a_row = 0
 
     def are(self, marks: Mapping[str, str], version: str | int | None, *, dtype: str = "dtype") -> bool:
-        """Whether these are the weights of the last push under another version, with a warning; `dtype` is what they are published in.
+        """Whether these are the weights of the last push under another version, with a warning;
+        `dtype` is what they are published in.
         Under the same version, as after a resume, they are published again.
 
-        Raises PublishError where that is so for the twentieth time in a row: nothing that is trained arrives.
+        Raises PublishError where that is so for the twentieth time in a row: nothing that is
+        trained arrives.
         """
         if self.allowed or self._last is None:
             return False

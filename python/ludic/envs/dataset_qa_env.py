@@ -28,7 +28,8 @@ def same_text(action: str, target: str) -> bool:
 
 
 class DatasetQAEnv(SingleAgentEnv):
-    """Shows the question of one row, takes one answer, and ends with `correct_reward` or `incorrect_reward`."""
+    """Shows the question of one row, takes one answer, and ends with `correct_reward` or
+    `incorrect_reward`."""
 
     def __init__(
         self,

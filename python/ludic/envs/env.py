@@ -16,7 +16,8 @@ ActionType = TypeVar("ActionType")
 class LudicEnv(ABC, Generic[AgentID, ObsType, ActionType]):
     """Agents act together or in turn; `active_agents` says whose action the next `step` takes.
 
-    An environment that holds resources may offer `close()`, which the engine calls when the episode is over.
+    An environment that holds resources may offer `close()`, which the engine calls when the episode
+    is over.
     """
 
     @property

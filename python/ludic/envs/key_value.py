@@ -1,4 +1,5 @@
-"""A small tool: a store of keys, asked a line at a time. The task needs two calls, and the second depends on what the first returned."""
+"""A small tool: a store of keys, asked a line at a time. The task needs two calls, and the
+second depends on what the first returned."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class StoreText(Protocol):
 
 @dataclass(frozen=True)
 class TerseText:
-    """`c` asks, `?c` calls, `h` is returned, `=f` answers, `!` refuses: one to two characters a turn."""
+    """`c` asks, `?c` calls, `h` is returned, `=f` answers, `!` refuses: one to two characters a
+    turn."""
 
     malformed: str = "!"
 
@@ -76,13 +78,16 @@ TOOL_RULES = (
 
 
 class KeyValueEnv(SingleAgentEnv):
-    """What does the key hold that `start` holds? The store is hidden; `reset` draws it anew, the same for the same seed.
+    """What does the key hold that `start` holds? The store is hidden; `reset` draws it anew, the
+    same for the same seed.
 
-    The agent looks up one key a turn and ends the episode with an answer: `right_reward` for the right one, else 0. Nothing forbids a
-    guess, which is right one time in ten. An episode without an answer after `max_turns` is truncated.
+    The agent looks up one key a turn and ends the episode with an answer: `right_reward` for the
+    right one, else 0. Nothing forbids a guess, which is right one time in ten. An episode without
+    an answer after `max_turns` is truncated.
 
-    A step's info: `call` (the key looked up, or None), `malformed`, and at the end `correct`, `target`, and `looked_up`: both keys on the
-    way to the answer were looked up before it was given.
+    A step's info: `call` (the key looked up, or None), `malformed`, and at the end `correct`,
+    `target`, and `looked_up`: both keys on the way to the answer were looked up before it was
+    given.
 
     >>> env = KeyValueEnv("c", holds="h")
     >>> env.env_reset(seed=0)

@@ -9,7 +9,8 @@ from ludic.types import Info, StepOutcome
 
 
 class SingleAgentEnv(LudicEnv[str, str, str]):
-    """Implement `env_reset`, `env_step` and `env_current_obs`. They may be coroutine functions; the protocol awaits them."""
+    """Implement `env_reset`, `env_step` and `env_current_obs`. They may be coroutine functions;
+    the protocol awaits them."""
 
     _DEFAULT_ID = "agent_0"
 

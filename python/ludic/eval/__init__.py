@@ -1,4 +1,5 @@
-"""Evaluation: requests played and reduced to metrics; accuracy, avg@k and pass@k with confidence intervals; what failed, counted."""
+"""Evaluation: requests played and reduced to metrics; accuracy, avg@k and pass@k with confidence
+intervals; what failed, counted."""
 
 from ludic.eval.cli import (
     add_common_eval_args,

@@ -1,4 +1,5 @@
-"""Parts for evaluation scripts of one's own that use argparse. The command `ludic eval` is another thing: it reads recipes."""
+"""Parts for evaluation scripts of one's own that use argparse. The command `ludic eval` is
+another thing: it reads recipes."""
 
 from __future__ import annotations
 
@@ -46,10 +47,11 @@ def add_common_eval_args(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def maybe_start_vllm(args: argparse.Namespace) -> Iterator[None]:
-    """With `--start-server`, a vLLM server of `--model` at `--host` and `--port` that is ready within, and stopped after. Else nothing.
+    """With `--start-server`, a vLLM server of `--model` at `--host` and `--port` that is ready
+    within, and stopped after. Else nothing.
 
-    It runs in the interpreter that `start_vllm_server` finds. Raises ConfigError for a port that is taken, and InferenceError with the
-    end of the server's output where it does not come up.
+    It runs in the interpreter that `start_vllm_server` finds. Raises ConfigError for a port that is
+    taken, and InferenceError with the end of the server's output where it does not come up.
     """
     if not getattr(args, "start_server", False):
         yield
@@ -80,7 +82,8 @@ def build_single_agent_engine(
     stop_on_parse_error: bool = False,
     context_factory: ContextFactory | None = None,
 ) -> RolloutEngine:
-    """An engine whose only protocol, `single_agent`, plays with one agent; each episode has a context of its own."""
+    """An engine whose only protocol, `single_agent`, plays with one agent; each episode has a
+    context of its own."""
     make_context = context_factory or FullDialog
 
     def make_protocol() -> SingleAgentProtocol:

@@ -34,8 +34,9 @@ async def run_eval(
 ) -> tuple[list[Record], Metrics]:
     """(a record for each step, the reducers' metrics). No requests give `([], {})`.
 
-    An engine that counts failures, as `RolloutEngine` does, adds `num_episodes` and `num_failed_episodes` to the metrics; failed episodes
-    have no records and take no part in the reducers. If all fail, the engine's RolloutError passes through.
+    An engine that counts failures, as `RolloutEngine` does, adds `num_episodes` and
+    `num_failed_episodes` to the metrics; failed episodes have no records and take no part in the
+    reducers. If all fail, the engine's RolloutError passes through.
     """
     if not requests:
         return [], {}
@@ -74,7 +75,8 @@ def reduced_records(rollouts: Sequence[Rollout], reducers: Mapping[str, Reducer]
 
 
 def step_record(rollout: Rollout, step: Step) -> Record:
-    """What is known of a step: its own facts, overridden by the rollout's meta, overridden by the step's info."""
+    """What is known of a step: its own facts, overridden by the rollout's meta, overridden by
+    the step's info."""
     return {
         **step_facts(rollout, step),
         "completion_length": 0 if step.trace is None else len(step.trace.completion_token_ids),

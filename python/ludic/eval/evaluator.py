@@ -31,7 +31,8 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True)
 class EngineEvaluator:
-    """Plays the requests of `requests_fn` with an engine, each time it is asked to. `Trainer(evaluator=...)` takes one."""
+    """Plays the requests of `requests_fn` with an engine, each time it is asked to.
+    `Trainer(evaluator=...)` takes one."""
 
     engine: RolloutGenerator
     requests_fn: RequestsFn

@@ -1,8 +1,10 @@
-"""Confidence intervals for evaluations: how far a measured mean may lie from the mean over all problems of the kind that were asked.
+"""Confidence intervals for evaluations: how far a measured mean may lie from the mean over all
+problems of the kind that were asked.
 
-Problems are the independent draws; several answers to one problem are not. Every interval here therefore takes one number a problem.
-Shares, which lie between 0 and 1, get a Wilson score interval with the number of answers that the spread between problems leaves
-effective; means of any other numbers get a Student interval.
+Problems are the independent draws; several answers to one problem are not. Every interval here
+therefore takes one number a problem. Shares, which lie between 0 and 1, get a Wilson score interval
+with the number of answers that the spread between problems leaves effective; means of any other
+numbers get a Student interval.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from ludic.errors import ConfigError
 
 @dataclass(frozen=True)
 class Interval:
-    """A measured mean with the interval around it. Example: 8 of 10 right is `Interval(0.8, 0.49, 0.943, 10)`, rounded."""
+    """A measured mean with the interval around it. Example: 8 of 10 right is `Interval(0.8,
+    0.49, 0.943, 10)`, rounded."""
 
     value: float
     low: float | None
@@ -28,9 +31,11 @@ class Interval:
 
 
 def wilson_interval(successes: float, trials: float, *, confidence: float = 0.95) -> tuple[float, float]:
-    """(low, high) of a share: the values that a score test does not refuse (Wilson 1927; eq. 4 of Brown, Cai and DasGupta 2001).
+    """(low, high) of a share: the values that a score test does not refuse (Wilson 1927; eq. 4 of
+    Brown, Cai and DasGupta 2001).
 
-    With z the normal quantile: (s + z^2/2 -+ z sqrt(s (n - s) / n + z^2/4)) / (n + z^2). `trials` need not be whole.
+    With z the normal quantile: (s + z^2/2 -+ z sqrt(s (n - s) / n + z^2/4)) / (n + z^2). `trials`
+    need not be whole.
     """
     if not 0 <= successes <= trials or trials <= 0:
         raise ConfigError(f"successes ({successes}) must be between 0 and trials ({trials}), and trials above 0")
@@ -42,12 +47,14 @@ def wilson_interval(successes: float, trials: float, *, confidence: float = 0.95
 
 
 def share_interval(shares: Sequence[float], *, answers: int | None = None, confidence: float = 0.95) -> Interval:
-    """The mean of one share a problem, each between 0 and 1, with a Wilson interval clustered by problem.
+    """The mean of one share a problem, each between 0 and 1, with a Wilson interval clustered by
+    problem.
 
-    The interval is that of `n` independent answers, n being the number at which they would scatter as the problems do:
-    p (1 - p) / (the squared standard error of the mean over problems), but no more than `answers`, the number that were given
-    (None: one a problem). Where each problem was answered once it is the plain Wilson interval. The effective sample size in Wilson's
-    interval is that of Dean and Pagano 2015, section 2.
+    The interval is that of `n` independent answers, n being the number at which they would scatter
+    as the problems do: p (1 - p) / (the squared standard error of the mean over problems), but no
+    more than `answers`, the number that were given (None: one a problem). Where each problem was
+    answered once it is the plain Wilson interval. The effective sample size in Wilson's interval is
+    that of Dean and Pagano 2015, section 2.
     """
     if not shares:
         raise ConfigError("an interval needs at least one problem")
@@ -62,7 +69,8 @@ def share_interval(shares: Sequence[float], *, answers: int | None = None, confi
 
 
 def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval:
-    """The mean of one number a problem, with Student's interval: mean -+ t s / sqrt(n), s with n - 1 in the denominator."""
+    """The mean of one number a problem, with Student's interval: mean -+ t s / sqrt(n), s with n
+    - 1 in the denominator."""
     if not values:
         raise ConfigError("an interval needs at least one problem")
     count = len(values)
@@ -77,12 +85,15 @@ def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> Inter
 def difference_interval(
     before: Sequence[float], after: Sequence[float], *, answers: int | None = None, confidence: float = 0.95
 ) -> Interval:
-    """How much a mean over problems changed. `before` and `after` hold one number a problem, of the same problems in the same order.
+    """How much a mean over problems changed. `before` and `after` hold one number a problem, of the
+    same problems in the same order.
 
-    Shares, all between 0 and 1: their two intervals (`share_interval`, each of `answers`) are combined by squares,
-    d - sqrt((a - a_low)^2 + (b_high - b)^2) and d + sqrt((a_high - a)^2 + (b - b_low)^2), with a after, b before and d = a - b: method 10
-    of Newcombe 1998. It takes the two for independent; those of one problem seldom part company, so that it is rather too wide, and
-    it keeps its width where every answer is right. Other numbers: Student's interval of the differences, problem by problem.
+    Shares, all between 0 and 1: their two intervals (`share_interval`, each of `answers`) are
+    combined by squares, d - sqrt((a - a_low)^2 + (b_high - b)^2) and d + sqrt((a_high - a)^2 + (b -
+    b_low)^2), with a after, b before and d = a - b: method 10 of Newcombe 1998. It takes the two
+    for independent; those of one problem seldom part company, so that it is rather too wide, and it
+    keeps its width where every answer is right. Other numbers: Student's interval of the
+    differences, problem by problem.
     """
     if len(before) != len(after):
         raise ConfigError(f"before ({len(before)}) and after ({len(after)}) must have one number for each of the same problems")
@@ -101,9 +112,11 @@ def _number(end: float | None) -> float:
 
 
 def student_quantile(confidence: float, freedom: int) -> float:
-    """The two-sided quantile of Student's distribution: 1.96 becomes 2.26 with 9 degrees of freedom.
+    """The two-sided quantile of Student's distribution: 1.96 becomes 2.26 with 9 degrees of
+    freedom.
 
-    Exact for 1 and 2 degrees; else the series in 1/freedom of Abramowitz and Stegun 26.7.5, which is within 0.2 % at 95 %.
+    Exact for 1 and 2 degrees; else the series in 1/freedom of Abramowitz and Stegun 26.7.5, which
+    is within 0.2 % at 95 %.
     """
     z = _normal_quantile(confidence)
     if freedom == 1:

@@ -8,10 +8,11 @@ from ludic.errors import ConfigError
 
 
 def pass_at_k(answers: int, right: int, k: int) -> float:
-    """The unbiased estimate for one problem from `answers` answers of which `right` are right (Chen et al. 2021, eq. 1).
+    """The unbiased estimate for one problem from `answers` answers of which `right` are right (Chen
+    et al. 2021, eq. 1).
 
-    1 - C(n - c, k) / C(n, k): the share of all sets of k among the n answers that hold a right one. At k = n it is 1 or 0, at k = 1 it
-    is c / n. Exact for any size; the integers are divided last.
+    1 - C(n - c, k) / C(n, k): the share of all sets of k among the n answers that hold a right one.
+    At k = n it is 1 or 0, at k = 1 it is c / n. Exact for any size; the integers are divided last.
     """
     if not 0 <= right <= answers:
         raise ConfigError(f"right ({right}) must be between 0 and the number of answers ({answers})")

@@ -11,7 +11,8 @@ from ludic.eval.tally import Measurement
 
 
 def draw_measurements(path: Path, measurements: Mapping[str, Measurement], *, title: str) -> None:
-    """`measurements`: label to what was measured; one label, or several to compare. Written as PNG."""
+    """`measurements`: label to what was measured; one label, or several to compare. Written as
+    PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

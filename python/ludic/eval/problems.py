@@ -18,15 +18,17 @@ from ludic.types import Rollout
 
 @dataclass(frozen=True)
 class ProblemEvaluator:
-    """Plays each request `k` times and measures by problem. Also an `Evaluator`, as `Trainer` takes one.
+    """Plays each request `k` times and measures by problem. Also an `Evaluator`, as `Trainer` takes
+    one.
 
-    The same policy is asked with the same seeds every time: sample j of problem i has seeds that follow from `seed`, i and j alone, so
-    that the first answers are the same whatever `k` is.
+    The same policy is asked with the same seeds every time: sample j of problem i has seeds that
+    follow from `seed`, i and j alone, so that the first answers are the same whatever `k` is.
     """
 
     engine: RolloutGenerator
     requests_fn: RequestsFn
-    """One request a problem; `problem_id` in its meta names it, else its position does. Its `num_episodes` counts for nothing."""
+    """One request a problem; `problem_id` in its meta names it, else its position does. Its
+    `num_episodes` counts for nothing."""
     k: int = 1
     """Answers to each problem."""
     reducers: Mapping[str, Reducer] = field(default_factory=dict)
@@ -93,7 +95,8 @@ class ProblemEvaluator:
 
 
 def sample_requests(problems: Sequence[RolloutRequest], *, k: int, seed: int) -> list[RolloutRequest]:
-    """`k` requests of one episode for each problem. They are no group: where one fails, the others count."""
+    """`k` requests of one episode for each problem. They are no group: where one fails, the
+    others count."""
     return [_sample(problem, i, j, seed) for i, problem in enumerate(problems) for j in range(k)]
 
 

@@ -1,4 +1,5 @@
-"""What an evaluation found: results by problem, accuracy and pass@k with intervals, and the episodes that failed."""
+"""What an evaluation found: results by problem, accuracy and pass@k with intervals, and the
+episodes that failed."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class Measurement:
     accuracy: Interval
     """avg@k: the mean over problems of the share of right answers."""
     accuracy_bounds: tuple[float, float]
-    """The accuracy if every failed episode had been a wrong answer, and if every one had been a right answer."""
+    """The accuracy if every failed episode had been a wrong answer, and if every one had been a
+    right answer."""
     reward: Interval
     """The mean over problems of the mean reward."""
     pass_at_k: dict[int, Interval]
@@ -97,10 +99,12 @@ def measure(
     select: Callable[[Rollout], bool] | None = None,
     also: Mapping[str, RolloutValue] | None = None,
 ) -> Measurement:
-    """Count the answers to each problem. An answer is right if its total reward is at least `solved_at`.
+    """Count the answers to each problem. An answer is right if its total reward is at least
+    `solved_at`.
 
-    Rollouts and failures say in their meta which problem they belong to (`problem_id`); one that does not is a problem of its own. Where
-    episodes give several rollouts, one for each player, `select` says which counts. Raises RolloutError if there is no rollout.
+    Rollouts and failures say in their meta which problem they belong to (`problem_id`); one that
+    does not is a problem of its own. Where episodes give several rollouts, one for each player,
+    `select` says which counts. Raises RolloutError if there is no rollout.
     """
     chosen = [rollout for rollout in rollouts if select is None or select(rollout)]
     if not chosen:
@@ -153,7 +157,8 @@ def _bounds(problems: Sequence[ProblemResult]) -> tuple[float, float]:
 
 
 def _pass_curve(answered: Sequence[ProblemResult], confidence: float) -> dict[int, Interval]:
-    """Only complete problems have a say at the largest k, where episodes failed; `num_problems` tells how many those are."""
+    """Only complete problems have a say at the largest k, where episodes failed; `num_problems`
+    tells how many those are."""
     curve = {}
     for k in curve_points(max(problem.answers for problem in answered)):
         able = [problem for problem in answered if problem.answers >= k]
@@ -163,7 +168,8 @@ def _pass_curve(answered: Sequence[ProblemResult], confidence: float) -> dict[in
 
 
 def _average(rollouts: Sequence[Rollout], value_of: RolloutValue, confidence: float) -> tuple[Interval, bool] | None:
-    """(mean by problem, whether it is a share). Truth values are shares; other numbers get Student's interval."""
+    """(mean by problem, whether it is a share). Truth values are shares; other numbers get
+    Student's interval."""
     by_problem: dict[str, list[float | bool]] = {}
     for rollout in rollouts:
         value = value_of(rollout)

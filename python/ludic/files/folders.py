@@ -1,7 +1,8 @@
 """Folders that appear whole or not at all, and go at once.
 
-A folder is written beside its place, flushed to disk and renamed. One that goes is renamed first, so that half of it never stands under
-its name. What a killed process left lies beside it under a name that begins with `.unfinished_`.
+A folder is written beside its place, flushed to disk and renamed. One that goes is renamed first,
+so that half of it never stands under its name. What a killed process left lies beside it under a
+name that begins with `.unfinished_`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ UNFINISHED = ".unfinished_"
 
 @contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
-    """A new folder beside `target` that takes its place at the end; one that is there is replaced. An error leaves `target` as it was."""
+    """A new folder beside `target` that takes its place at the end; one that is there is
+    replaced. An error leaves `target` as it was."""
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f"{UNFINISHED}{target.name}")
     _erase(aside)
@@ -62,7 +64,8 @@ def _erase(path: Path) -> None:
 
 
 def flush(folder: Path) -> None:
-    """Bring the folder and the files in it to disk, so that a rename never comes before its content."""
+    """Bring the folder and the files in it to disk, so that a rename never comes before its
+    content."""
     for path in [*(entry for entry in folder.iterdir() if entry.is_file()), folder]:
         handle = os.open(path, os.O_RDONLY)
         try:

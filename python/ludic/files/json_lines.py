@@ -1,4 +1,5 @@
-"""Records as lines of JSON. It never fails: what JSON has no form for is written as the next best."""
+"""Records as lines of JSON. It never fails: what JSON has no form for is written as the next
+best."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ LONGEST_INTEGER_BITS = 4096
 def json_lines(records: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
     """Each record and a line break.
 
-    Numbers and arrays of numpy and torch are numbers and lists, numbers that are not finite are null, what else JSON has no form for is
-    text. A value that contains itself, is nested without end, or fails when it is looked at is cut there, with a note in its place; one
-    warning says how many records were.
+    Numbers and arrays of numpy and torch are numbers and lists, numbers that are not finite are
+    null, what else JSON has no form for is text. A value that contains itself, is nested without
+    end, or fails when it is looked at is cut there, with a note in its place; one warning says how
+    many records were.
     """
     cut: list[Exception] = []
     for record in records:

@@ -17,7 +17,8 @@ _BLOCK = 1 << 16
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(`file:line`, object) of every line that is not blank. Raises DataError for a file that is not there, or a line that is no object."""
+    """(`file:line`, object) of every line that is not blank. Raises DataError for a file that is
+    not there, or a line that is no object."""
     path = Path(path).expanduser()
     if not path.is_file():
         raise DataError(f"data file {path} does not exist")
@@ -40,8 +41,9 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
 def end_last_line(path: Path) -> None:
     """Make a file end with a whole line, so that what is appended begins on its own.
 
-    A last line without its line break is what a process that was killed has written of it: it is cut off, with a warning, unless it is
-    a whole object. What is no ordinary file, such as a pipe, is left alone.
+    A last line without its line break is what a process that was killed has written of it: it is
+    cut off, with a warning, unless it is a whole object. What is no ordinary file, such as a pipe,
+    is left alone.
     """
     if not path.is_file() or path.stat().st_size == 0:
         return

@@ -1,4 +1,5 @@
-"""Clients of language models: the interfaces, an engine in this process, servers with OpenAI's interface.
+"""Clients of language models: the interfaces, an engine in this process, servers with OpenAI's
+interface.
 
 Importing it loads no model library.
 """

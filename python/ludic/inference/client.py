@@ -35,6 +35,7 @@ class VersionedClient(ChatClient, Protocol):
 
 
 class WeightPublisher(Protocol):
-    """Makes new weights those that are sampled from, as `ludic.distributed.PolicyPublisher` does."""
+    """Makes new weights those that are sampled from, as `ludic.distributed.PolicyPublisher`
+    does."""
 
     def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None: ...

@@ -1,4 +1,5 @@
-"""Which episode a request belongs to, so that an engine may keep what it has read for the episode's next turn."""
+"""Which episode a request belongs to, so that an engine may keep what it has read for the
+episode's next turn."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from contextvars import ContextVar
 
 
 class Episode:
-    """The identity of one episode. What is kept for it goes when it ends: others may hold on to the object, as timers do that copied the
+    """The identity of one episode. What is kept for it goes when it ends: others may hold on to the
+    object, as timers do that copied the
     context."""
 
     def __init__(self) -> None:
@@ -16,7 +18,8 @@ class Episode:
         self._endings: set[Callable[[Episode], None]] = set()
 
     def at_end(self, forget: Callable[[Episode], None]) -> None:
-        """Call `forget` with this episode when it ends; at once if it has. Other threads may ask."""
+        """Call `forget` with this episode when it ends; at once if it has. Other threads may
+        ask."""
         self._endings.add(forget)
         if self.is_over:
             self.end()
@@ -33,7 +36,8 @@ _CURRENT: ContextVar[Episode | None] = ContextVar("ludic_episode", default=None)
 
 @contextmanager
 def new_episode() -> Iterator[Episode]:
-    """Requests made inside, and in tasks that are started inside, belong to one episode, which ends with the block."""
+    """Requests made inside, and in tasks that are started inside, belong to one episode, which
+    ends with the block."""
     episode = Episode()
     token = _CURRENT.set(episode)
     try:

@@ -36,14 +36,16 @@ class RewardModelTrainingMode(StrEnum):
 
 @dataclass(frozen=True)
 class ScoringRequest:
-    """Sequences to score. Example: `ScoringRequest.from_list("rm", ["2+2=4", [53, 46, 53, 64, 55, 2]])`."""
+    """Sequences to score. Example: `ScoringRequest.from_list("rm", ["2+2=4", [53, 46, 53, 64,
+    55, 2]])`."""
 
     model: str
     """Name at the server; `default`: the one that it serves."""
     inputs: tuple[ScoringInput, ...]
     pooling_type: PoolingType = PoolingType.LAST
     normalize: bool = True
-    """The logistic function of the score, in (0, 1), or the softmax of several; without, the score as the model gives it."""
+    """The logistic function of the score, in (0, 1), or the softmax of several; without, the
+    score as the model gives it."""
     n_labels: int = 1
     """Numbers that the model gives a sequence."""
 

@@ -1,5 +1,5 @@
-"""Which of a reward model's weights are published, chosen on the side that sends: a receiver that left out what is being sent would wait
-for ever, and so would the sender."""
+"""Which of a reward model's weights are published, chosen on the side that sends: a receiver
+that left out what is being sent would wait for ever, and so would the sender."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from ludic.models.names import HEAD_NAMES, MERGED_PART, REPLACED_PART, is_adapte
 HEAD_PARTS = tuple(f"{name}." for name in HEAD_NAMES)
 """In the names of a head."""
 BESIDE_HEAD = ("head.", "pooler.")
-"""How the names begin of what stands between the backbone and the classifier: of ModernBERT, of DeBERTa-v2."""
+"""How the names begin of what stands between the backbone and the classifier: of ModernBERT, of
+DeBERTa-v2."""
 T = TypeVar("T")
 
 
 def trained_weights(params: Mapping[str, T], training_mode: RewardModelTrainingMode | str) -> dict[str, T]:
     """The weights that this kind of training changes, by the names of the model without adapters.
 
-    `head_only`: the head. `full`: everything but adapters, which are merged already. `lora`: the head and what adapters are merged into;
-    where the names show no such thing, the head and the adapters; where they show no adapters either, everything. Weights chosen once are
-    chosen again. Raises ConfigError where none is left, which would leave the server as it was without a word.
+    `head_only`: the head. `full`: everything but adapters, which are merged already. `lora`: the
+    head and what adapters are merged into; where the names show no such thing, the head and the
+    adapters; where they show no adapters either, everything. Weights chosen once are chosen again.
+    Raises ConfigError where none is left, which would leave the server as it was without a word.
     """
     mode = RewardModelTrainingMode(training_mode)
     chosen = {unwrapped_name(name): weight for name, weight in params.items() if _is_sent(name, mode, params)}

@@ -1,6 +1,7 @@
 """Models behind SGLang servers: token ids in, token ids out, and weights from a folder.
 
-Written for the endpoints of SGLang 0.5.23 as its sources have them, and held by a stub: it has not been run against a real server.
+Written for the endpoints of SGLang 0.5.23 as its sources have them, and held by a stub: it has not
+been run against a real server.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class SGLangEndpoints(ServerCalls):
     def update_weights_from_disk(
         self, folder: str, version: str | None = None, *, timeout_s: float | None = None
     ) -> dict[str, Any]:
-        """Read the weights in a folder that the server sees under this path, and forget its cache. What the server said.
+        """Read the weights in a folder that the server sees under this path, and forget its cache.
+        What the server said.
 
         Raises PublishError where it says that it did not succeed.
         """
@@ -71,8 +73,9 @@ class SGLangEndpoints(ServerCalls):
 class SGLangClient:
     """Completions from SGLang servers that serve the same model.
 
-    With `tokenizer`, the policy's own, chats are rendered and encoded here and sent as token ids; text is made of the ids that come back.
-    What training needs comes back exactly: ids read, ids sampled, a log-probability for each and the version of the weights.
+    With `tokenizer`, the policy's own, chats are rendered and encoded here and sent as token ids;
+    text is made of the ids that come back. What training needs comes back exactly: ids read, ids
+    sampled, a log-probability for each and the version of the weights.
     """
 
     def __init__(
@@ -86,7 +89,8 @@ class SGLangClient:
         api_key: str = "local",
         vocab_size: int | None = None,
     ) -> None:
-        """`vocab_size` is the policy's: an answer with an id that is not in it is an InferenceError."""
+        """`vocab_size` is the policy's: an answer with an id that is not in it is an
+        InferenceError."""
         self._vocab_size = vocab_size
         self.server_urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
         self._pool = ServerPool([Server(url, api_key, timeout_s) for url in self.server_urls])
@@ -100,7 +104,8 @@ class SGLangClient:
         return self.server_urls[0]
 
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
-        """One completion. The info has `raw_response` and `policy_version`. Tools and extensions are for vLLM: ConfigTypeError."""
+        """One completion. The info has `raw_response` and `policy_version`. Tools and extensions
+        are for vLLM: ConfigTypeError."""
         if self._tokens is None:
             raise ConfigError(
                 "SGLangClient needs the policy's tokenizer to render chats; pass tokenizer=, or use complete_tokens"
@@ -159,14 +164,16 @@ class SGLangClient:
         return self._version
 
     def weights_changed(self, version: str | int | None, *, lost: Sequence[str] = ()) -> None:
-        """A push was made: the version that is served now, and servers that must not be asked any more."""
+        """A push was made: the version that is served now, and servers that must not be asked
+        any more."""
         self._version = version_number(version) or self._version
         for server in self._pool.servers:
             if server.url in lost:
                 self._pool.drain(server, "a push of weights to it could not be completed")
 
     def sync_weights(self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
-        """Through the publisher that `ludic.distributed.create_checkpoint_publisher` made for this client."""
+        """Through the publisher that `ludic.distributed.create_checkpoint_publisher` made for
+        this client."""
         if self._publisher is None:
             raise InferenceError("this client cannot push weights; hand it to ludic.distributed.create_checkpoint_publisher")
         self._publisher.publish(params, version=version)
@@ -205,7 +212,8 @@ class _Generated(Struct):
 
 
 def _trace(answer: Answer, prompt: Sequence[int], max_tokens: int, vocab_size: int | None) -> tuple[TokenTrace, dict[str, Any]]:
-    """What was sampled. Raises InferenceError for an answer that lacks ids or log-probabilities, or that cannot be."""
+    """What was sampled. Raises InferenceError for an answer that lacks ids or log-probabilities,
+    or that cannot be."""
     url, given = answer.url, answer.read(_Generated)
     meta, reason = given.meta_info, given.meta_info.finish_reason
     kind = reason.type if isinstance(reason, _Finish) else reason

@@ -1,4 +1,5 @@
-"""`python -m ludic.inference.vllm_server FLAGS...` is `python -m ludic.inference.vllm.in_server.server FLAGS...`."""
+"""`python -m ludic.inference.vllm_server FLAGS...` is `python -m
+ludic.inference.vllm.in_server.server FLAGS...`."""
 
 from ludic.inference.vllm.in_server.server import main
 

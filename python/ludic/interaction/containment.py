@@ -1,4 +1,5 @@
-"""Runs code that is not ours so that it can fail and nothing else does: whatever it raises, and though it will not stop."""
+"""Runs code that is not ours so that it can fail and nothing else does: whatever it raises, and
+though it will not stop."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ STOP_TIMEOUT_S = 30.0
 async def contained(work: Coroutine[Any, Any, T], *, what: str, timeout_s: float | None = None) -> T:
     """Await `work` in a task of its own. `what` names it in errors.
 
-    Raises the Exception that `work` raises; a RolloutError for what else would end the program or vanish: SystemExit, any other
-    BaseException, and a cancellation of something that it waited for. KeyboardInterrupt passes: it is the user's. Raises TimeoutError
-    after `timeout_s`.
+    Raises the Exception that `work` raises; a RolloutError for what else would end the program or
+    vanish: SystemExit, any other BaseException, and a cancellation of something that it waited for.
+    KeyboardInterrupt passes: it is the user's. Raises TimeoutError after `timeout_s`.
 
-    At the deadline `work` is cancelled, and so it is with the caller. If it swallows that and goes on, it is closed STOP_TIMEOUT_S
-    later, with a warning. Code that blocks the event loop cannot be stopped, nor can tasks that `work` starts.
+    At the deadline `work` is cancelled, and so it is with the caller. If it swallows that and goes
+    on, it is closed STOP_TIMEOUT_S later, with a warning. Code that blocks the event loop cannot be
+    stopped, nor can tasks that `work` starts.
     """
     task = asyncio.create_task(_settled(work, what))
     task.add_done_callback(_look_away)
@@ -49,7 +51,8 @@ async def contained(work: Coroutine[Any, Any, T], *, what: str, timeout_s: float
 
 
 async def _settled(work: Coroutine[Any, Any, T], what: str) -> tuple[T | None, Exception | None]:
-    """What `work` gave or the error that it raised: a task that raises SystemExit itself would stop the event loop."""
+    """What `work` gave or the error that it raised: a task that raises SystemExit itself would
+    stop the event loop."""
     try:
         return await work, None
     except KeyboardInterrupt:
@@ -75,7 +78,8 @@ def _is_being_cancelled() -> bool:
 
 
 async def _stop(task: asyncio.Task[Any], what: str) -> None:
-    """Cancel, wait, and end by force what is still there; at once if the caller is cancelled again meanwhile."""
+    """Cancel, wait, and end by force what is still there; at once if the caller is cancelled
+    again meanwhile."""
     task.cancel()
     try:
         await asyncio.wait([task], timeout=STOP_TIMEOUT_S)
@@ -93,13 +97,15 @@ def _end(task: asyncio.Task[Any], what: str) -> None:
 
 
 def _look_away(task: asyncio.Task[Any]) -> None:
-    """The loop complains of errors that nobody saw: an interrupt, which it raises itself, and that the coroutine was closed."""
+    """The loop complains of errors that nobody saw: an interrupt, which it raises itself, and
+    that the coroutine was closed."""
     if not task.cancelled():
         task.exception()
 
 
 def message_of(error: BaseException | None) -> str:
-    """Type and message, on one condition less than usual: an error whose `__str__` raises has none."""
+    """Type and message, on one condition less than usual: an error whose `__str__` raises has
+    none."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:

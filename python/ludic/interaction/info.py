@@ -19,7 +19,8 @@ def merge_step_info(
     extra: Mapping[str, Any] | None = None,
     reserved_keys: Collection[str] = frozenset(),
 ) -> dict[str, Any]:
-    """The client's info, overridden by the environment's, overridden by `extra`. A reserved key keeps its first value, with a
+    """The client's info, overridden by the environment's, overridden by `extra`. A reserved key
+    keeps its first value, with a
     warning where a later one differs."""
     merged = dict(client_info)
     reserved = RESERVED_INFO_KEYS | set(reserved_keys)

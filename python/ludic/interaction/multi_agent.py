@@ -22,15 +22,17 @@ Answer = tuple[ParseResult, str, Info, TokenTrace | None]
 
 
 class MultiAgentProtocol(InteractionProtocol):
-    """On every turn the agents that are due act at the same time, and the environment is given their actions.
+    """On every turn the agents that are due act at the same time, and the environment is given
+    their actions.
 
-    Agents of the environment that are not in `agents` are its own: on their turns it is stepped without an action. What it answers to
-    agents that did not act counts as much as what it answers to those that did: they are told it before they act again, its rewards are
-    added to their last step, and its end is theirs. An answer that cannot be parsed is left out of the turn; if there is no other, the
-    environment is not stepped. Each agent has its own sampling seed on every turn.
+    Agents of the environment that are not in `agents` are its own: on their turns it is stepped
+    without an action. What it answers to agents that did not act counts as much as what it answers
+    to those that did: they are told it before they act again, its rewards are added to their last
+    step, and its end is theirs. An answer that cannot be parsed is left out of the turn; if there
+    is no other, the environment is not stepped. Each agent has its own sampling seed on every turn.
 
-    Returns a rollout for each agent that acted; its meta carries `agent_id`. The number of a step is its turn, plus the intermediate
-    model calls that the agent had made by then.
+    Returns a rollout for each agent that acted; its meta carries `agent_id`. The number of a step
+    is its turn, plus the intermediate model calls that the agent had made by then.
     """
 
     def __init__(self, agents: Mapping[str, Agent]) -> None:
@@ -63,7 +65,8 @@ class MultiAgentProtocol(InteractionProtocol):
         return collector.extract_rollouts_with_per_agent_status()
 
     async def _begin(self, env: LudicEnv[str, str, str], env_seed: int | None, collector: TraceCollector) -> list[Player]:
-        """Reset the environment and every agent; agents without a first observation get theirs when there is one."""
+        """Reset the environment and every agent; agents without a first observation get theirs
+        when there is one."""
         first = await answers_of(env.reset(seed=env_seed))
         unknown = sorted(set(self.agent_map) - set(env.agent_ids))
         if unknown:

@@ -17,10 +17,12 @@ NOTHING_YET = StepOutcome(obs="", reward=0.0, truncated=False, terminated=False)
 
 
 class Player:
-    """Keeps what the agent has still to be told, and lets what the environment answers between its turns count for its last step.
+    """Keeps what the agent has still to be told, and lets what the environment answers between its
+    turns count for its last step.
 
-    The agent is told everything at once, before it acts again: one message, so that its answers and what it is told alternate. A step's
-    `next_obs` is what was told after it. A reward that comes before the agent's first step is added to that step.
+    The agent is told everything at once, before it acts again: one message, so that its answers and
+    what it is told alternate. A step's `next_obs` is what was told after it. A reward that comes
+    before the agent's first step is added to that step.
     """
 
     def __init__(self, agent_id: str, agent: Agent, collector: TraceCollector) -> None:
@@ -80,7 +82,8 @@ class Player:
         self.hear(step.next_obs or "", step.info)
 
     def played(self, turn: int, answer: tuple[ParseResult, str, Info, TokenTrace | None], outcome: StepOutcome | None) -> None:
-        """The action was played. Without an outcome the environment says later, or never, what came of it."""
+        """The action was played. Without an outcome the environment says later, or never, what
+        came of it."""
         parsed, raw, info, trace = answer
         step = played_step(turn + self._calls, self._told, raw, parsed, info, outcome or NOTHING_YET, trace)
         self._keep(step)
@@ -108,7 +111,8 @@ class Player:
                 last.next_obs = None
 
     def close(self, *, ran_out: bool) -> None:
-        """The episode is over: the agent is told the rest, all but the end itself. One that the environment had not finished with was
+        """The episode is over: the agent is told the rest, all but the end itself. One that the
+        environment had not finished with was
         cut short if the steps ran out."""
         if any(self._untold):
             self.catch_up()

@@ -27,9 +27,10 @@ def _has_async_env_methods(env: LudicEnv[str, str, str]) -> tuple[bool, bool]:
 class SingleAgentProtocol(InteractionProtocol):
     """The agent acts, the environment answers, until it ends the episode or `max_steps` are played.
 
-    An answer that cannot be parsed never reaches the environment: it becomes a step with the parser's reward and feedback, and ends
-    the episode if `stop_on_parse_error`. Model calls that an agent makes before it acts become steps too, without a reward of their
-    own; `max_steps` does not count them.
+    An answer that cannot be parsed never reaches the environment: it becomes a step with the
+    parser's reward and feedback, and ends the episode if `stop_on_parse_error`. Model calls that an
+    agent makes before it acts become steps too, without a reward of their own; `max_steps` does not
+    count them.
     """
 
     def __init__(self, agent: Agent, *, stop_on_parse_error: bool = False) -> None:
@@ -121,7 +122,8 @@ def _own(by_agent: dict[str, Any], env: LudicEnv[str, str, str], agent_id: str) 
 
 
 def _close(steps: list[Step], *, inactive: bool) -> tuple[bool, str | None]:
-    """(truncated, reason) of the episode. Running out of steps marks the last one; an agent that the environment no longer asks ran out
+    """(truncated, reason) of the episode. Running out of steps marks the last one; an agent that
+    the environment no longer asks ran out
     of none, and its steps stay as they are."""
     if steps and steps[-1].terminated:
         return False, None

@@ -13,8 +13,10 @@ INVALID_ACTION = "Invalid action."
 
 
 def intermediate_steps(agent: Agent, index: int, obs: str) -> list[Step]:
-    """A step for each model call that the agent made before it acted, from `index` on. They never reached the environment and earn
-    nothing of their own: their credit is what the rollout earns from there on. Their info says `intermediate_call`."""
+    """A step for each model call that the agent made before it acted, from `index` on. They never
+    reached the environment and earn
+    nothing of their own: their credit is what the rollout earns from there on. Their info says
+    `intermediate_call`."""
     steps: list[Step] = []
     for call in getattr(agent, "intermediate_calls", ()):
         step = Step(
@@ -69,7 +71,8 @@ def played_step(
 
 
 def cut_short(last: Step) -> None:
-    """The steps ran out: mark the last one. Feedback of a parser stays, what the environment said next does not."""
+    """The steps ran out: mark the last one. Feedback of a parser stays, what the environment
+    said next does not."""
     last.truncated = True
     last.info["truncation_reason"] = "max_steps"
     if not last.info.get("parse_error"):

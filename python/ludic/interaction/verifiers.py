@@ -14,10 +14,11 @@ from ludic.types import Rollout
 
 
 class VerifiersProtocol(InteractionProtocol):
-    """Plays a task of a `VerifiersEnv` as verifiers would, harness, tools and scoring included, and makes a rollout of the trace.
+    """Plays a task of a `VerifiersEnv` as verifiers would, harness, tools and scoring included, and
+    makes a rollout of the trace.
 
-    The tokens are those that `client` sampled. `max_steps` bounds the calls of the model; an episode that verifiers reports as failed is a
-    RolloutError, never a reward.
+    The tokens are those that `client` sampled. `max_steps` bounds the calls of the model; an
+    episode that verifiers reports as failed is a RolloutError, never a reward.
     """
 
     def __init__(self, client: ChatClient, *, model: str = "policy") -> None:

@@ -1,7 +1,9 @@
-"""Weights of a model with adapters as those of the model without: names of the base model, adapters merged in copies.
+"""Weights of a model with adapters as those of the model without: names of the base model, adapters
+merged in copies.
 
-Nothing is merged into the model itself: taking an adapter out again by subtraction is not exact, and the error of every cycle would
-stay. Here `merged = base + scaling * B A` is computed beside it, in the wider of the two types, and rounded once.
+Nothing is merged into the model itself: taking an adapter out again by subtraction is not exact,
+and the error of every cycle would stay. Here `merged = base + scaling * B A` is computed beside it,
+in the wider of the two types, and rounded once.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ def require_peft() -> Any:
 
 @torch.no_grad()
 def without_adapters(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`named` parameters or buffers of the model, under the names that the model without adapters has for them.
+    """`named` parameters or buffers of the model, under the names that the model without adapters
+    has for them.
 
-    Weights that an adapter changes are merged copies; the others are the tensors that were given, detached. Adapter weights are left
-    out, and so is what `modules_to_save` replaces. Raises ConfigError for adapters other than LoRA on layers.
+    Weights that an adapter changes are merged copies; the others are the tensors that were given,
+    detached. Adapter weights are left out, and so is what `modules_to_save` replaces. Raises
+    ConfigError for adapters other than LoRA on layers.
     """
     adapted = _adapted_modules(model)
     found = ((plain_name(name, adapted), name) for name in named)
@@ -49,7 +53,8 @@ def base_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def plain_name(name: str, adapted: Mapping[str, Any]) -> str | None:
-    """The name without adapters; None for what only exists with them. `adapted`: modules that PEFT put in, by name."""
+    """The name without adapters; None for what only exists with them. `adapted`: modules that
+    PEFT put in, by name."""
     place = next((name[:at] for at, char in enumerate(name) if char == "." and name[:at] in adapted), None)
     if place is None:
         return name.removeprefix(WRAPPING)

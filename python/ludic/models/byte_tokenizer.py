@@ -1,7 +1,8 @@
 """A byte-level tokenizer made in memory: no download, no training, any text.
 
-`id = byte + 3`; 0 is padding, 1 opens a text (unused by the built-in tasks), 2 ends it; 259 ids in all. It is an ordinary fast
-tokenizer of transformers: `save_pretrained` and `AutoTokenizer.from_pretrained` work, and so does every server that loads one.
+`id = byte + 3`; 0 is padding, 1 opens a text (unused by the built-in tasks), 2 ends it; 259 ids in
+all. It is an ordinary fast tokenizer of transformers: `save_pretrained` and
+`AutoTokenizer.from_pretrained` work, and so does every server that loads one.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ LINE_TEMPLATE = (
 
 
 def make_line_tokenizer() -> PreTrainedTokenizerFast:
-    """The byte tokenizer where the newline ends a turn: a dialogue is what was said, one line for each answer.
+    """The byte tokenizer where the newline ends a turn: a dialogue is what was said, one line for
+    each answer.
 
-    Its chat template puts nothing between the contents but that newline, so that each prompt begins with the tokens of the prompt and
-    the answer before it.
+    Its chat template puts nothing between the contents but that newline, so that each prompt begins
+    with the tokens of the prompt and the answer before it.
     """
     tokenizer = make_byte_tokenizer()
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(NEWLINE_ID)
@@ -37,7 +39,8 @@ def make_line_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Text that spells a special token, such as `<eos>`, is encoded as its bytes: no text can end a sequence."""
+    """Text that spells a special token, such as `<eos>`, is encoded as its bytes: no text can
+    end a sequence."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -58,7 +61,8 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_characters() -> list[str]:
-    """The character by which byte-level tokenizers write each byte: itself where it prints, else one from U+0100 on."""
+    """The character by which byte-level tokenizers write each byte: itself where it prints, else
+    one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

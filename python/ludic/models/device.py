@@ -8,7 +8,8 @@ import torch
 
 
 def said_device(model: Any) -> str:
-    """Such as `cpu, 2 threads, float32` or `cuda:0 (NVIDIA H100), bfloat16`, of the model's first parameter."""
+    """Such as `cpu, 2 threads, float32` or `cuda:0 (NVIDIA H100), bfloat16`, of the model's
+    first parameter."""
     parameter = next(model.parameters())
     device, dtype = parameter.device, str(parameter.dtype).removeprefix("torch.")
     if device.type == "cuda":

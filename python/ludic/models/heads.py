@@ -1,4 +1,5 @@
-"""The head of a model that scores: the layer that makes rewards or classes of hidden states, by the names that models give it."""
+"""The head of a model that scores: the layer that makes rewards or classes of hidden states, by
+the names that models give it."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ class _HasEmbeddings(Protocol):
 
 
 def find_head(model: nn.Module) -> str | None:
-    """Full name of the first of `HEAD_NAMES` that the model has, the outermost where there are several; None for a model without.
+    """Full name of the first of `HEAD_NAMES` that the model has, the outermost where there are
+    several; None for a model without.
 
-    An `lm_head` that gives the logits of the vocabulary is none: it counts where it has fewer rows than the embedding of the tokens.
+    An `lm_head` that gives the logits of the vocabulary is none: it counts where it has fewer rows
+    than the embedding of the tokens.
     """
     named = dict(model.named_modules())
     for head in HEAD_NAMES:
@@ -28,8 +31,10 @@ def find_head(model: nn.Module) -> str | None:
 
 
 def head_parts(model: nn.Module) -> list[str]:
-    """Full names of the head, and after it of what else a classifier of transformers has outside of its backbone, which makes its scores
-    as well: the `head` of ModernBERT, the `pooler` of DeBERTa-v2. Empty for a model without a head."""
+    """Full names of the head, and after it of what else a classifier of transformers has outside of
+    its backbone, which makes its scores
+    as well: the `head` of ModernBERT, the `pooler` of DeBERTa-v2. Empty for a model without a
+    head."""
     head = find_head(model)
     if head is None:
         return []
@@ -57,7 +62,8 @@ def _gives_vocabulary(head: nn.Module, model: nn.Module) -> bool:
 
 
 def _vocabulary(model: nn.Module) -> int:
-    """Rows of the embedding of the tokens; where the model does not say which that is, of the largest."""
+    """Rows of the embedding of the tokens; where the model does not say which that is, of the
+    largest."""
     if isinstance(model, _HasEmbeddings):
         return int(model.get_input_embeddings().weight.shape[0])
     return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)

@@ -1,9 +1,11 @@
-"""Low-rank adapters: which layers get them, and files in PEFT's layout. How they are merged for others to use is in `adapters`.
+"""Low-rank adapters: which layers get them, and files in PEFT's layout. How they are merged for
+others to use is in `adapters`.
 
-    base.weight W stays as it is, and x -> x W^T + (alpha / rank) x A^T B^T learns A [rank, in] and B [out, rank]; B starts at zero
-    (Hu et al. 2021, LoRA, section 4.1).
+    base.weight W stays as it is, and x -> x W^T + (alpha / rank) x A^T B^T learns A [rank, in] and
+    B [out, rank]; B starts at zero (Hu et al. 2021, LoRA, section 4.1).
 
-The adapted model is PEFT's, so that everything which reads PEFT models reads it. Call `apply_lora` before the model is sharded.
+The adapted model is PEFT's, so that everything which reads PEFT models reads it. Call `apply_lora`
+before the model is sharded.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ PROJECTIONS: dict[str, tuple[str, ...]] = {
     "DeepSeek": ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
     "InternLM": ("wqkv", "wo", "w1", "w2", "w3"),
 }
-"""Last parts of the names of attention and feed-forward projections, apart or fused, in models of transformers."""
+"""Last parts of the names of attention and feed-forward projections, apart or fused, in models
+of transformers."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,11 @@ class LoraSettings:
     dropout: float = 0.0
     """Of the adapters' input, in training."""
     target_modules: Sequence[str] | None = None
-    """Last parts of the names of the layers to adapt; None: attention and feed-forward layers, found by `find_target_modules`."""
+    """Last parts of the names of the layers to adapt; None: attention and feed-forward layers,
+    found by `find_target_modules`."""
     modules_to_save: Sequence[str] | None = None
-    """Layers that are trained whole and saved with the adapters; None: all parts of the head of a model that scores, if it has one."""
+    """Layers that are trained whole and saved with the adapters; None: all parts of the head of
+    a model that scores, if it has one."""
     rank_stabilized: bool = False
     """Scale by `alpha / sqrt(rank)` instead (Kalajdzievski 2023)."""
 
@@ -92,14 +97,16 @@ class LoraSettings:
 
 
 def apply_lora(model: nn.Module, settings: LoraSettings | LoraConfig | None = None, *, adapters_in_float32: bool = True) -> Any:
-    """The model with adapters, which PEFT puts in place; everything but them and `modules_to_save` is frozen.
+    """The model with adapters, which PEFT puts in place; everything but them and `modules_to_save`
+    is frozen.
 
-    What PEFT's own config leaves open (`target_modules`, `modules_to_save`, `task_type`, `fan_in_fan_out`) is filled in as for
-    `LoraSettings`; the config that was given is not changed. Adapters of a model in half precision are float32 unless
-    `adapters_in_float32` is off, which FSDP needs. Their first weights come from torch's global generator.
+    What PEFT's own config leaves open (`target_modules`, `modules_to_save`, `task_type`,
+    `fan_in_fan_out`) is filled in as for `LoraSettings`; the config that was given is not changed.
+    Adapters of a model in half precision are float32 unless `adapters_in_float32` is off, which
+    FSDP needs. Their first weights come from torch's global generator.
 
-    Raises ConfigError for a model that has adapters, one that is sharded already, one whose layers have none of the known names, and a
-    classifier whose head has none.
+    Raises ConfigError for a model that has adapters, one that is sharded already, one whose layers
+    have none of the known names, and a classifier whose head has none.
     """
     peft = require_peft()
     if has_adapters(model):
@@ -115,7 +122,8 @@ def apply_lora(model: nn.Module, settings: LoraSettings | LoraConfig | None = No
 
 @contextmanager
 def _peft_as_it_is() -> Iterator[None]:
-    """Without the warning that PEFT asks transformers for an attribute by its old name, which no user can mend."""
+    """Without the warning that PEFT asks transformers for an attribute by its old name, which no
+    user can mend."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
         yield
@@ -145,7 +153,8 @@ def _headless(model: Any) -> str:
 
 
 def _task_type(model: nn.Module, head: str | None) -> Any:
-    """PEFT's word for what the model does, where it has one of transformers' forms; else PEFT notes the model's class."""
+    """PEFT's word for what the model does, where it has one of transformers' forms; else PEFT
+    notes the model's class."""
     task = require_peft().TaskType
     if is_classifier(model) and head in ("score", "classifier"):
         return task.SEQ_CLS
@@ -153,7 +162,8 @@ def _task_type(model: nn.Module, head: str | None) -> Any:
 
 
 def find_target_modules(model: nn.Module) -> list[str]:
-    """Last parts of the names of all projections of attention and feed-forward layers in the model's blocks, sorted.
+    """Last parts of the names of all projections of attention and feed-forward layers in the
+    model's blocks, sorted.
 
     >>> find_target_modules(qwen)
     ['down_proj', 'gate_proj', 'k_proj', 'o_proj', 'q_proj', 'up_proj', 'v_proj']
@@ -196,7 +206,8 @@ def _outside_of_blocks(model: nn.Module, targets: Any) -> list[str]:
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
-    """What adapter_model.safetensors holds, by the names there: adapters and `modules_to_save`, sharing the model's memory."""
+    """What adapter_model.safetensors holds, by the names there: adapters and `modules_to_save`,
+    sharing the model's memory."""
     if not has_adapters(model):
         raise ConfigError(f"{type(model).__name__} has no adapters; call apply_lora first")
     found: dict[str, Tensor] = require_peft().get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -204,7 +215,8 @@ def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_adapter(model: nn.Module, folder: str | Path) -> None:
-    """adapter_config.json and adapter_model.safetensors, as PEFT, transformers and vLLM load them."""
+    """adapter_config.json and adapter_model.safetensors, as PEFT, transformers and vLLM load
+    them."""
     if not has_adapters(unwrapped(model)):
         raise ConfigError(f"{type(model).__name__} has no adapters to save; call apply_lora first")
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -212,7 +224,8 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
 
 
 def load_adapter(base: nn.Module, folder: str | Path, *, trainable: bool = False) -> Any:
-    """`base` with the adapters in the folder, in evaluation mode and frozen unless `trainable`. Nothing pickled is read."""
+    """`base` with the adapters in the folder, in evaluation mode and frozen unless `trainable`.
+    Nothing pickled is read."""
     place = Path(folder)
     if not (place / ADAPTER).is_file():
         raise CheckpointError(f"{place} holds no {ADAPTER}; adapters in other formats can run code when they are read")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 HEAD_NAMES = ("score", "classifier", "classification_head", "lm_head", "reward_head", "v_head")
-"""Modules that make rewards or classes of hidden states, in the order in which they are looked for."""
+"""Modules that make rewards or classes of hidden states, in the order in which they are looked
+for."""
 WRAPPING = "base_model.model."
 """What PEFT puts before every name."""
 MERGED_PART = ".base_layer."

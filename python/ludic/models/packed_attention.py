@@ -1,8 +1,9 @@
 """Attention over sequences that stand one behind another in a row, without a mask of [S, S].
 
-transformers builds such a mask for sdpa, and its time and memory are quadratic in the whole row. Here attention stays within each
-sequence: on CUDA in half precision by torch's `varlen_attn`, elsewhere by a call of sdpa for each group of sequences of alike length.
-Everything that is not a padding-free batch goes to transformers' own sdpa, so that a model may keep this attention for good.
+transformers builds such a mask for sdpa, and its time and memory are quadratic in the whole row.
+Here attention stays within each sequence: on CUDA in half precision by torch's `varlen_attn`,
+elsewhere by a call of sdpa for each group of sequences of alike length. Everything that is not a
+padding-free batch goes to transformers' own sdpa, so that a model may keep this attention for good.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ PACKED = "ludic_packed"
 
 @dataclass(frozen=True)
 class SequenceGroups:
-    """The sequences of a row in groups of alike length, each padded on the right to its longest: causal attention needs no mask then, for
+    """The sequences of a row in groups of alike length, each padded on the right to its longest:
+    causal attention needs no mask then, for
     no token sees what stands behind it."""
 
     gather: Tensor
@@ -32,7 +34,8 @@ class SequenceGroups:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> SequenceGroups:
-        """A group ends where its longest would pad a sequence by more than a third of it, and by more than 16 tokens."""
+        """A group ends where its longest would pad a sequence by more than a third of it, and by
+        more than 16 tokens."""
         sizes = torch.tensor(lengths)
         begins = sizes.cumsum(0) - sizes
         groups: list[list[int]] = []
@@ -70,13 +73,15 @@ def transformer_of(model: Any) -> Any:
 
 
 def attention_of(model: nn.Module) -> str | None:
-    """The name of the model's attention implementation; None for a model that is not of transformers."""
+    """The name of the model's attention implementation; None for a model that is not of
+    transformers."""
     found: str | None = getattr(getattr(transformer_of(model), "config", None), "_attn_implementation", None)
     return found
 
 
 def set_attention(model: nn.Module, name: str) -> None:
-    """Let a model of transformers use the attention implementation `name`; `PACKED` is registered first."""
+    """Let a model of transformers use the attention implementation `name`; `PACKED` is
+    registered first."""
     if name == PACKED:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
@@ -87,7 +92,8 @@ def set_attention(model: nn.Module, name: str) -> None:
 
 
 def packed_keywords(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What a forward pass over a padding-free `batch` is told: position ids, and where its attention can use them, the bounds of the
+    """What a forward pass over a padding-free `batch` is told: position ids, and where its
+    attention can use them, the bounds of the
     sequences."""
     keywords: dict[str, Any] = {"position_ids": batch["position_ids"], "attention_mask": None}
     name = attention_of(model) or ""
@@ -97,7 +103,8 @@ def packed_keywords(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any
     longest = batch["max_seqlen"] if "max_seqlen" in batch else int(bounds.diff().max())
     keywords |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
     if name == PACKED:
-        # A mask of four dimensions is passed on as it is; one that is empty cannot be attended with by mistake.
+        # A mask of four dimensions is passed on as it is; one that is empty cannot be attended with
+        # by mistake.
         keywords["attention_mask"] = bounds.new_empty(1, 1, 0, 0, dtype=torch.bool)
         keywords["sequence_groups"] = SequenceGroups.of(bounds.diff().tolist(), bounds.device)
     return keywords
@@ -114,7 +121,8 @@ def packed_attention(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """[1, S, H, D] attention of `query` [1, H, S, D] and `key`, `value` [1, H_kv, S, D] within each of the sequences, causal, over the last
+    """[1, S, H, D] attention of `query` [1, H, S, D] and `key`, `value` [1, H_kv, S, D] within each
+    of the sequences, causal, over the last
     `sliding_window` tokens where one is given. Without `sequence_groups`, transformers' sdpa."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -132,7 +140,8 @@ def packed_attention(
 
 
 def _window(query: Tensor, size: int | None) -> Tensor | None:
-    """[1, 1, L, L] which tokens a token sees: itself and the `size - 1` before it. None where it sees all before it."""
+    """[1, 1, L, L] which tokens a token sees: itself and the `size - 1` before it. None where it
+    sees all before it."""
     length = query.shape[2]
     if size is None or length <= size:
         return None

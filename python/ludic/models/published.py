@@ -1,4 +1,5 @@
-"""The weights that a policy server needs, by name: those trained, with adapters merged into what they adapt."""
+"""The weights that a policy server needs, by name: those trained, with adapters merged into what
+they adapt."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def published_weights(
     model: nn.Module, *, param_filter: ParamFilter | None = None, device: torch.device | str | None = None
 ) -> dict[str, Tensor]:
-    """Parameters by name, detached: the trainable ones, or for a model with adapters all that the model without has, under its names.
+    """Parameters by name, detached: the trainable ones, or for a model with adapters all that the
+    model without has, under its names.
 
-    They share the model's memory where they can; merged weights are copies. The model is left as it is.
+    They share the model's memory where they can; merged weights are copies. The model is left as it
+    is.
     """
     model = unwrapped(model)
     named: dict[str, Tensor] = dict(model.named_parameters())

@@ -49,7 +49,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. Raises CheckpointError, with its name, for one that is cut short or none."""
+    """The tensors of a safetensors file. Raises CheckpointError, with its name, for one that is
+    cut short or none."""
     try:
         return load_file(path)
     except SafetensorError as error:
@@ -57,8 +58,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def write_model(model: nn.Module, folder: Path | None) -> None:
-    """As `save_pretrained` does, which for a model with adapters writes them alone; a module without it as model.safetensors with a
-    config.json that names its class. Without a folder only the collectives of a sharded model are taken."""
+    """As `save_pretrained` does, which for a model with adapters writes them alone; a module
+    without it as model.safetensors with a
+    config.json that names its class. Without a folder only the collectives of a sharded model
+    are taken."""
     inner: Any = unwrapped(model)
     state = model_state(inner)
     if folder is None:
@@ -94,7 +97,8 @@ def _without_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_model(model: nn.Module, folder: Path) -> None:
-    """Copy the weights in the folder into the model. All names must be there; tied weights count as one."""
+    """Copy the weights in the folder into the model. All names must be there; tied weights count
+    as one."""
     model = unwrapped(model)
     if (folder / ADAPTER).exists():
         _read_adapter(model, folder)
@@ -125,7 +129,8 @@ def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def holds_whole_weights(folder: Path) -> bool:
-    """Whether a model's files are all in the folder, none of them cut short. Tensors are not read."""
+    """Whether a model's files are all in the folder, none of them cut short. Tensors are not
+    read."""
     try:
         read_json(folder / "config.json")
         names = set(_weight_map(folder).values()) if (folder / INDEX).exists() else {MODEL}
@@ -195,7 +200,8 @@ def _adapter_places(model: nn.Module) -> dict[str, str]:
 
 
 def _adapter_options(model: Any) -> dict[str, bool]:
-    """Whether embeddings are stored with the adapters: where they have some. PEFT would ask the hub."""
+    """Whether embeddings are stored with the adapters: where they have some. PEFT would ask the
+    hub."""
     if not hasattr(model, "get_base_model"):
         return {}
     targets = getattr(model.peft_config.get("default"), "target_modules", None)
@@ -220,8 +226,10 @@ def _check_adapter(model: nn.Module, stored: Mapping[str, Tensor], places: Mappi
 
 
 def write_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path | None) -> None:
-    """Tensors to optimizer.safetensors under `<number of the parameter>/<value>`, everything else to optimizer.json. State of sharded
-    parameters is gathered, by all ranks together; without a folder only the collectives are taken."""
+    """Tensors to optimizer.safetensors under `<number of the parameter>/<value>`, everything else
+    to optimizer.json. State of sharded
+    parameters is gathered, by all ranks together; without a folder only the collectives are
+    taken."""
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
@@ -275,7 +283,8 @@ def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: P
 
 
 def _placed_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, where it belongs to a sharded parameter. A count of steps is of no part."""
+    """This rank's part of a whole tensor, where it belongs to a sharded parameter. A count of
+    steps is of no part."""
     if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
         return tensor
     return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -50,7 +50,8 @@ def check_numbers(recipe: Recipe) -> None:
 
 
 def seed_everything(recipe: Recipe | EpochsRecipe) -> None:
-    """Every generator that weights, data and sampling are drawn from, and torch's threads: two runs of one recipe are the same."""
+    """Every generator that weights, data and sampling are drawn from, and torch's threads: two
+    runs of one recipe are the same."""
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     random.seed(recipe.seed)
@@ -58,7 +59,8 @@ def seed_everything(recipe: Recipe | EpochsRecipe) -> None:
 
 
 def seed_phase(seed: int, phase: str) -> None:
-    """Every global generator, by the seed and the phase alone: what a phase draws does not depend on what was drawn before it, nor on
+    """Every global generator, by the seed and the phase alone: what a phase draws does not depend
+    on what was drawn before it, nor on
     whether it is begun by the run or by one that goes on with it."""
     derived = int.from_bytes(hashlib.sha256(f"{seed} {phase}".encode()).digest()[:4], "little")
     random.seed(derived)
@@ -74,7 +76,8 @@ def build_task(
     reward_weights: Any = None,
     judged: bool = False,
 ) -> Task | EpisodicTask:
-    """A built-in task by its name, a class of the user's own as `package.module:Class`, or a data set with its rewards, or
+    """A built-in task by its name, a class of the user's own as `package.module:Class`, or a data
+    set with its rewards, or
     `judged` by a reward model alone."""
     if section.kind == "data":
         given = {"data": data, "reward": reward, "reward_weights": reward_weights, "judged": judged}
@@ -85,7 +88,8 @@ def build_task(
 
 
 def build_named(registry: dict[str, Callable[..., Any]], section: TaskSection) -> Any:
-    """What the registry has by that name, or a class of the user's own as `package.module:Class`, with its arguments."""
+    """What the registry has by that name, or a class of the user's own as
+    `package.module:Class`, with its arguments."""
     own = ":" in section.kind
     make = import_named(section.kind, "task.kind") if own else _look_up(registry, section.kind, "task.kind")
     return _call(make, section.args, "task.args")
@@ -98,7 +102,8 @@ def task_of(recipe: Recipe) -> EpisodicTask:
 
 
 def with_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> EpisodicTask:
-    """The task, whose training the recipe's reward model rewards if there is one. `tokenizer` is the policy's."""
+    """The task, whose training the recipe's reward model rewards if there is one. `tokenizer` is
+    the policy's."""
     if recipe.reward_model is None:
         if recipe.reward_model_args:
             raise ConfigError("reward_model_args are those of a reward model; set reward_model=DIRECTORY")
@@ -114,7 +119,8 @@ def with_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> Epi
 
 
 def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None) -> RLAlgorithm:
-    """The preset of that name with `algorithm_args`. The group size is that of the rollouts, and `max_completion_tokens`, the limit
+    """The preset of that name with `algorithm_args`. The group size is that of the rollouts, and
+    `max_completion_tokens`, the limit
     of an answer, goes to the presets that ask for it."""
     make = _look_up(REGISTRY, recipe.algorithm, "algorithm").make
     _check_groups_differ(recipe, make)
@@ -125,7 +131,8 @@ def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None)
 
 
 def _check_groups_differ(recipe: Recipe, make: Callable[..., RLAlgorithm]) -> None:
-    """Raise `ConfigError` where an algorithm that learns from what differs within a group is given groups of one answer."""
+    """Raise `ConfigError` where an algorithm that learns from what differs within a group is
+    given groups of one answer."""
     group_size = inspect.signature(make).parameters.get("group_size")
     compares = group_size is not None and group_size.default is group_size.empty
     if compares and recipe.rollout.temperature == 0 and recipe.steps > 0:
@@ -157,7 +164,8 @@ def check_device(name: str) -> None:
 
 
 def build_config(config: type[C], section: Any, **derived: Any) -> C:
-    """Fields left at their default are not passed, so that the trainer can tell what was asked for."""
+    """Fields left at their default are not passed, so that the trainer can tell what was asked
+    for."""
     check_device(section.model_device)
     defaults = config()
     asked = {name: value for name, value in asdict(section).items() if value != getattr(defaults, name)}
@@ -173,7 +181,8 @@ def _look_up(registry: dict[str, T], name: str, setting: str) -> T:
 
 
 def _call(make: Callable[..., Any], arguments: dict[str, Any], setting: str) -> Any:
-    """`make(**arguments)`, where an argument that it does not take is an error with a suggestion."""
+    """`make(**arguments)`, where an argument that it does not take is an error with a
+    suggestion."""
     known = list(inspect.signature(make).parameters)
     for name in arguments:
         if name not in known:

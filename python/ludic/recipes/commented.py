@@ -1,4 +1,5 @@
-"""`--print-config` with what every setting means: the docstring under each field, as a comment above its line."""
+"""`--print-config` with what every setting means: the docstring under each field, as a comment
+above its line."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def explained(recipe: Any) -> str:
 
 
 def commented(text: str, recipe: type[Any], trainer: type[Any] | None = None) -> str:
-    """`text` is the YAML of a `recipe`, block by block; `trainer` is what its `trainer` sections are fields of. The result is YAML of the
+    """`text` is the YAML of a `recipe`, block by block; `trainer` is what its `trainer` sections
+    are fields of. The result is YAML of the
     same values."""
     docs = dict(_documented(recipe, trainer, ""))
     lines, path = [], list[str]()

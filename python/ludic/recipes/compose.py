@@ -1,7 +1,9 @@
-"""From arguments to one resolved recipe: built-in values, the algorithm's settings, a recipe file, then `key=value` overrides.
+"""From arguments to one resolved recipe: built-in values, the algorithm's settings, a recipe file,
+then `key=value` overrides.
 
-Overrides follow Hydra's grammar (`trainer.lr=1e-4`, `task.args.digits=7`, `+algorithm_args.ratio_clip=2.0`). Later layers win; a
-key that no recipe has is an error that suggests the nearest.
+Overrides follow Hydra's grammar (`trainer.lr=1e-4`, `task.args.digits=7`,
+`+algorithm_args.ratio_clip=2.0`). Later layers win; a key that no recipe has is an error that
+suggests the nearest.
 """
 
 from __future__ import annotations
@@ -58,13 +60,15 @@ def builtin_names() -> list[str]:
 
 
 def compose(arguments: Sequence[str] = ()) -> Recipe:
-    """`arguments`: at most one recipe name or path of a YAML file, and any number of overrides, in any order."""
+    """`arguments`: at most one recipe name or path of a YAML file, and any number of overrides,
+    in any order."""
     source, overrides = split_arguments(arguments)
     return cast(Recipe, fill(_schema(), _layers(source, overrides), overrides))
 
 
 def split_arguments(arguments: Sequence[str | Override]) -> tuple[str | None, list[Override]]:
-    """(recipe or file, overrides in their order). Overrides that are parsed already pass through."""
+    """(recipe or file, overrides in their order). Overrides that are parsed already pass
+    through."""
     sources: list[str] = []
     overrides: list[Override] = []
     for argument in arguments:
@@ -80,7 +84,8 @@ def split_arguments(arguments: Sequence[str | Override]) -> tuple[str | None, li
 
 
 def fill(tree: DictConfig, layers: Iterable[tuple[str, DictConfig]], overrides: Sequence[Override]) -> Any:
-    """`tree` with the layers merged in, lowest first, then the overrides: the object that the tree describes. A layer comes with its
+    """`tree` with the layers merged in, lowest first, then the overrides: the object that the tree
+    describes. A layer comes with its
     name, for errors."""
     for where, layer in layers:
         _merge(tree, layer, where)
@@ -92,7 +97,8 @@ def fill(tree: DictConfig, layers: Iterable[tuple[str, DictConfig]], overrides: 
 
 
 def check_least(recipe: Any, least: Mapping[str, int]) -> None:
-    """Raise `ConfigError` for a count that is too small to mean anything. `least`: path of the setting to its smallest value."""
+    """Raise `ConfigError` for a count that is too small to mean anything. `least`: path of the
+    setting to its smallest value."""
     for path, smallest in least.items():
         value = reduce(getattr, path.split("."), recipe)
         if value is not None and value < smallest:
@@ -100,7 +106,8 @@ def check_least(recipe: Any, least: Mapping[str, int]) -> None:
 
 
 def parse_override(text: str) -> Override:
-    """One override of the command line. Sweeps and deletions belong to programs that start many runs."""
+    """One override of the command line. Sweeps and deletions belong to programs that start many
+    runs."""
     try:
         text.encode()
         parsed = OverridesParser.create().parse_override(text)
@@ -119,7 +126,8 @@ def parse_override(text: str) -> Override:
 
 
 def from_run(argument: str) -> list[str]:
-    """The arguments that a run's folder stands for, its recipe and the model that came out of it; any other stands for itself. Raises
+    """The arguments that a run's folder stands for, its recipe and the model that came out of it;
+    any other stands for itself. Raises
     ConfigError for a run that has no task, or no model yet."""
     folder = Path(argument)
     if not (folder / "config.yaml").is_file():
@@ -146,7 +154,8 @@ def _check_has_task(folder: Path) -> None:
 
 
 def to_yaml(recipe: Any) -> str:
-    """The resolved recipe, as a file that `ludic train` reads. It holds for any model: nothing is replaced where `model` is given."""
+    """The resolved recipe, as a file that `ludic train` reads. It holds for any model: nothing
+    is replaced where `model` is given."""
     whole = {LOADED_MODEL: None} if isinstance(recipe, Recipe) else {}
     return OmegaConf.to_yaml(OmegaConf.create({**asdict(recipe), **whole}))
 
@@ -158,13 +167,15 @@ def plain_values(recipe: Any) -> dict[str, Any]:
 
 
 def config_hash(recipe: Any) -> str:
-    """16 hex digits over everything that can change results: all but the run's name and folder, and who is told."""
+    """16 hex digits over everything that can change results: all but the run's name and folder,
+    and who is told."""
     content = {key: value for key, value in asdict(recipe).items() if key not in ("name", "output", "report_to")}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def refuse_flags(arguments: Sequence[str], known: Sequence[str]) -> None:
-    """Raise `ConfigError` for what is written as a flag and is none. `known`: the settings, of which the nearest is named."""
+    """Raise `ConfigError` for what is written as a flag and is none. `known`: the settings, of
+    which the nearest is named."""
     for argument in arguments:
         if argument.startswith("-"):
             name = argument.partition("=")[0]
@@ -178,7 +189,8 @@ def setting_names() -> list[str]:
 
 
 def suggest(key: str, known: Sequence[str]) -> str:
-    """` (did you mean ...?)` or nothing: the nearest name, or the full path of one that was given without its section."""
+    """` (did you mean ...?)` or nothing: the nearest name, or the full path of one that was
+    given without its section."""
     leaf = key.rsplit(".", 1)[-1]
     if leaf in _EXPLAINED:
         return f"; {_EXPLAINED[leaf]}"
@@ -200,7 +212,8 @@ def _schema() -> DictConfig:
 
 
 def _layers(source: str | None, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:
-    """Lowest first: the built-in recipe with its settings for the algorithm and for a loaded model, the user's file with its own.
+    """Lowest first: the built-in recipe with its settings for the algorithm and for a loaded model,
+    the user's file with its own.
     A file that says `loaded_model: null` is meant for whatever model is given."""
     chosen = {override.key: override.value for override in overrides}
     is_file = source is not None and source.endswith((".yaml", ".yml"))

@@ -1,4 +1,5 @@
-"""The fields that `ludic sft` and `ludic train-rm` both have, of a run over data that is there already, and how they are resolved."""
+"""The fields that `ludic sft` and `ludic train-rm` both have, of a run over data that is there
+already, and how they are resolved."""
 
 from __future__ import annotations
 
@@ -20,33 +21,39 @@ class EpochsRecipe:
     """One run: data, a model, and as many passes over the data as `epochs` says."""
 
     name: Optional[str] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
-    """The run's folder is `output/name`; null: the data's name and the seed, and the time if that exists."""
+    """The run's folder is `output/name`; null: the data's name and the seed, and the time if
+    that exists."""
     output: str = MISSING
     """Folder of all runs."""
     seed: int = MISSING
-    """Of a small model's weights, of a new head, of the order of the data, and of data that is generated."""
+    """Of a small model's weights, of a new head, of the order of the data, and of data that is
+    generated."""
     threads: Optional[int] = MISSING  # noqa: UP045
     """Threads of torch; null: as many as torch takes."""
     data: Any = MISSING
     """What is trained on; null: what `task` generates."""
     heldout: float = MISSING
-    """Share of the data that is kept out of training and measured; which rows does not depend on the seed."""
+    """Share of the data that is kept out of training and measured; which rows does not depend on
+    the seed."""
     model: Optional[str] = MISSING  # noqa: UP045
     """Folder in Hugging Face layout, or hub id; null: a small model made from `network`."""
     tokenizer: Optional[str] = MISSING  # noqa: UP045
     """Null: that of `model`, or the byte tokenizer."""
     dtype: str = MISSING
-    """Of the weights: float32, bfloat16, or auto: as a loaded model has them. float16 is for weights that are not trained."""
+    """Of the weights: float32, bfloat16, or auto: as a loaded model has them. float16 is for
+    weights that are not trained."""
     epochs: int = MISSING
     """Passes over the data."""
     steps: Optional[int] = MISSING  # noqa: UP045
     """Batches; null: as many as `epochs` have."""
     batch_size: int = MISSING
-    """Samples or pairs a step, packed into micro-batches by `trainer.packing` and `trainer.micro_token_budget`."""
+    """Samples or pairs a step, packed into micro-batches by `trainer.packing` and
+    `trainer.micro_token_budget`."""
     log_every: int = MISSING
     """Without a terminal, a line is printed every so many steps. metrics.jsonl has every step."""
     report_to: Any = None
-    """Trackers that are told every step as well: wandb, tensorboard, trackio, or a list of these; null: none."""
+    """Trackers that are told every step as well: wandb, tensorboard, trackio, or a list of
+    these; null: none."""
     task: TaskSection = field(default_factory=TaskSection)
     """What generates the data where there is no `data`."""
     network: NetworkSection = field(default_factory=NetworkSection)
@@ -69,9 +76,11 @@ def compose_epochs(
     trainer: type[Any],
     least: Mapping[str, int],
 ) -> R:
-    """`arguments`: at most one YAML file, and any number of `key=value`, as for `ludic train`. Later wins: `defaults.yaml` of `package`,
-    its values for a loaded model, the file, the command line in its order. `trainer`: what `trainer_section` makes of the trainer's
-    config. `least`: the smallest values of the recipe's own counts."""
+    """`arguments`: at most one YAML file, and any number of `key=value`, as for `ludic train`.
+    Later wins: `defaults.yaml` of `package`,
+    its values for a loaded model, the file, the command line in its order. `trainer`: what
+    `trainer_section` makes of the trainer's config. `least`: the smallest values of the recipe's
+    own counts."""
     source, overrides = split_arguments(arguments)
     tree = cast(DictConfig, OmegaConf.structured(recipe))
     tree.trainer = OmegaConf.structured(trainer)

@@ -12,30 +12,38 @@ KINDS = ("local", "vllm")
 
 @dataclass
 class InferenceSection:
-    """The engine that samples. `inference=vllm` on the command line is short for `inference.kind=vllm`."""
+    """The engine that samples. `inference=vllm` on the command line is short for
+    `inference.kind=vllm`."""
 
     kind: Optional[str] = None  # noqa: UP045  OmegaConf reads this annotation at run time
-    """`local`: a model in this process. `vllm`: a vLLM server. Null: local, or vllm where `python` or `url` says so."""
+    """`local`: a model in this process. `vllm`: a vLLM server. Null: local, or vllm where
+    `python` or `url` says so."""
     python: Optional[str] = None  # noqa: UP045
-    """Interpreter of the environment that has vLLM; a server is started from it and stopped at the end. Null: ./.venv-vllm, if there."""
+    """Interpreter of the environment that has vLLM; a server is started from it and stopped at
+    the end. Null: ./.venv-vllm, if there."""
     url: Any = None
-    """A server that runs already, such as http://127.0.0.1:8000, or a list of them; none is started or stopped."""
+    """A server that runs already, such as http://127.0.0.1:8000, or a list of them; none is
+    started or stopped."""
     device: str = "auto"
     """Of a server that is started: cpu, cuda, or auto."""
     server_args: list[str] = field(default_factory=list)
     """More arguments of the server, such as [--tensor-parallel-size,'2']."""
     weights: Optional[str] = None  # noqa: UP045
-    """How weights get to a server: gloo, ludic_nccl or disk. Null: over gloo, which also serves a trainer and a server on one GPU;
-    ludic_nccl needs GPUs of its own for each. A server that runs decides between the first two itself; disk is for one that sees the
-    run's folder."""
+    """How weights get to a server: gloo, ludic_nccl or disk. Null: over gloo, which also serves a
+    trainer and a server on one GPU;
+    ludic_nccl needs GPUs of its own for each. A server that runs decides between the first two
+    itself; disk is for one that sees the run's folder."""
     trainer_address: str = "127.0.0.1"
-    """Where servers reach this process, for weights that are broadcast; its address on their network where they run elsewhere."""
+    """Where servers reach this process, for weights that are broadcast; its address on their
+    network where they run elsewhere."""
     timeout_s: float = 600.0
     """Until a server that was started must be ready, and for each of its answers."""
     max_lag: int = 0
-    """Batches that are generated while another trains, which makes samples so many versions old. 0: none."""
+    """Batches that are generated while another trains, which makes samples so many versions old.
+    0: none."""
     preflight: bool = True
-    """Before the first step, stop where the trainer and the sampler give the same tokens different probabilities."""
+    """Before the first step, stop where the trainer and the sampler give the same tokens
+    different probabilities."""
     preflight_threshold: float = 0.02
     """Largest mean difference of log-probabilities that is no fault, in nats."""
 
@@ -66,7 +74,8 @@ class LogprobConvention:
     """Of which distribution sampler and trainer speak: of the same one, or every ratio is wrong."""
 
     processed: bool
-    """The sampler returns log-probabilities of the distribution drawn from; else those of the model as it is."""
+    """The sampler returns log-probabilities of the distribution drawn from; else those of the
+    model as it is."""
     temperature: float
     """The trainer's policy is that of logits / temperature."""
 
@@ -74,9 +83,10 @@ class LogprobConvention:
 def convention(temperature: float, top_p: float) -> LogprobConvention:
     """What fits these sampling settings.
 
-    Without top-p the distribution drawn from is the policy at `temperature`, and that is trained. With top-p, the sampler's processed
-    numbers are renormalised over the tokens that were kept, which a trainer that sees all of them cannot follow: both then speak
-    of the model as it is. So they do where the most likely token is taken.
+    Without top-p the distribution drawn from is the policy at `temperature`, and that is trained.
+    With top-p, the sampler's processed numbers are renormalised over the tokens that were kept,
+    which a trainer that sees all of them cannot follow: both then speak of the model as it is. So
+    they do where the most likely token is taken.
     """
     if top_p < 1.0 or temperature in (0.0, 1.0):
         return LogprobConvention(processed=False, temperature=1.0)

@@ -1,4 +1,5 @@
-"""LoRA in a recipe: the `lora` section turned into adapters, and where they and what they adapt lie on disk."""
+"""LoRA in a recipe: the `lora` section turned into adapters, and where they and what they adapt
+lie on disk."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def lora_settings(section: LoraSection) -> LoraSettings | None:
 
 
 def with_adapters(model: Any, section: LoraSection, *, seed: int) -> Any:
-    """The model with adapters whose first weights follow from the seed alone, or as it is where the section asks for none."""
+    """The model with adapters whose first weights follow from the seed alone, or as it is where
+    the section asks for none."""
     settings = lora_settings(section)
     if settings is None:
         return model

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 def make_policy(recipe: Recipe) -> tuple[Any, Any]:
-    """(model, tokenizer). The weights of a small model come from torch's global generator, seeded by the caller."""
+    """(model, tokenizer). The weights of a small model come from torch's global generator,
+    seeded by the caller."""
     if recipe.model is None and recipe.task.kind == "data" and not recipe.warmup.steps:
         raise ConfigError(
             "a problem of your own needs model=DIRECTORY: the small model that is made without one has learnt nothing, unless "
@@ -50,7 +51,8 @@ def tokenizer_of(recipe: Recipe | SFTRecipe | RMRecipe) -> Any:
 
 
 def save_policy(model: Any, tokenizer: Any, folder: Path, *, base: str | None = None) -> None:
-    """Both in Hugging Face layout. Adapters are merged in `folder`, and lie in `adapter` beside it; they name `base`, or without it the
+    """Both in Hugging Face layout. Adapters are merged in `folder`, and lie in `adapter` beside it;
+    they name `base`, or without it the
     folder `base` beside it, as what they adapt."""
     with written_aside(folder) as aside:
         tokenizer.save_pretrained(aside)
@@ -69,7 +71,8 @@ DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 
 def make_small_model(network: NetworkSection, tokenizer: Any = None) -> Any:
-    """A Qwen2 over the tokens of `tokenizer`, without one over bytes; 427,520 parameters as the built-in recipes set it."""
+    """A Qwen2 over the tokens of `tokenizer`, without one over bytes; 427,520 parameters as the
+    built-in recipes set it."""
     from transformers import Qwen2ForCausalLM
 
     return Qwen2ForCausalLM(small_config(network, tokenizer))
@@ -117,7 +120,8 @@ def _small_tokenizer(network: NetworkSection) -> Any:
 
 
 def load_model(source: str, dtype: str) -> Any:
-    """`source` is a folder in Hugging Face layout, one of PEFT's adapters, which are merged, or a hub id. Weights are read from
+    """`source` is a folder in Hugging Face layout, one of PEFT's adapters, which are merged, or a
+    hub id. Weights are read from
     safetensors only, never from pickle."""
     check_dtype(dtype)
     place = place_of(source)
@@ -127,7 +131,8 @@ def load_model(source: str, dtype: str) -> Any:
 
 
 def plain_place(source: str | None) -> str | None:
-    """Where `source` lies if that is a model without adapters: what adapters can name as their base."""
+    """Where `source` lies if that is a model without adapters: what adapters can name as their
+    base."""
     place = None if source is None else place_of(source)
     if place is None or _holds_adapters(place):
         return None
@@ -135,8 +140,10 @@ def plain_place(source: str | None) -> str | None:
 
 
 def keep_base(model: Any, source: str | None, folder: Path) -> None:
-    """Write what the model's adapters adapt into `folder`, if it lies nowhere else. To be called before the first step or
-    the reading of a checkpoint, when adapters change nothing. A folder that is not whole is written anew."""
+    """Write what the model's adapters adapt into `folder`, if it lies nowhere else. To be called
+    before the first step or
+    the reading of a checkpoint, when adapters change nothing. A folder that is not whole is
+    written anew."""
     if has_adapters(model) and plain_place(source) is None and not holds_whole_weights(folder):
         with written_aside(folder) as aside:
             save_merged(model, aside)
@@ -147,7 +154,8 @@ def _holds_adapters(place: str) -> bool:
 
 
 def base_of(adapter: Path) -> str:
-    """What the adapters were trained on; of a run that was moved, the `base` that moved with them."""
+    """What the adapters were trained on; of a run that was moved, the `base` that moved with
+    them."""
     named = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
     beside = base_beside(adapter)
     if not named or (Path(named).is_absolute() and not Path(named).is_dir()):
@@ -191,7 +199,8 @@ def check_dtype(dtype: str) -> None:
 
 
 def place_of(source: str, *files: str) -> str:
-    """A folder that has one of `files`, which is a model's in Hugging Face or PEFT layout; for a run's folder the `model` in it; or a hub
+    """A folder that has one of `files`, which is a model's in Hugging Face or PEFT layout; for a
+    run's folder the `model` in it; or a hub
     id as it is."""
     files = files or ("config.json", ADAPTER_CONFIG)
     folder = Path(source).expanduser()

@@ -1,8 +1,8 @@
 """What a file of settings may hold: values that are there, of a size that a person wrote.
 
-Aliases can make a few lines stand for billions of values or for themselves, and OmegaConf's `${...}` can do the same, or carry an
-environment variable into the config.yaml that a run keeps. So the values that a file stands for are counted before any is made, and
-`${...}` is refused.
+Aliases can make a few lines stand for billions of values or for themselves, and OmegaConf's
+`${...}` can do the same, or carry an environment variable into the config.yaml that a run keeps. So
+the values that a file stands for are counted before any is made, and `${...}` is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ MOST_VALUES = 20_000
 
 
 def check_yaml(text: str, where: str) -> None:
-    """Raise ConfigError for a file that is too large, and yaml.YAMLError or RecursionError for one that is not YAML."""
+    """Raise ConfigError for a file that is too large, and yaml.YAMLError or RecursionError for
+    one that is not YAML."""
     import yaml  # type: ignore[import-untyped]
 
     if len(text) > LARGEST_FILE:
@@ -38,7 +39,8 @@ def check_yaml(text: str, where: str) -> None:
 
 
 def check_plain(value: Any, where: str) -> None:
-    """Raise ConfigError for text that refers to other values or to the environment, or that UTF-8 cannot write."""
+    """Raise ConfigError for text that refers to other values or to the environment, or that
+    UTF-8 cannot write."""
     if isinstance(value, dict):
         for key, inner in value.items():
             check_plain(inner, f"{where}.{key}" if where else str(key))

@@ -1,1 +1,2 @@
-"""A run from its first line to its last: reinforcement, fine-tuning, reward model; its folder, its reports."""
+"""A run from its first line to its last: reinforcement, fine-tuning, reward model; its folder,
+its reports."""

@@ -26,7 +26,8 @@ def keep_checkpoint(trainer: Trainer) -> None:
 
 
 def set_back(directory: RunDirectory, phase: str, trainer: Trainer, *, note: Callable[[str], None]) -> None:
-    """Leave in the run's logs what the trainer's checkpoint has seen of the phase, without one nothing: each step stands there once."""
+    """Leave in the run's logs what the trainer's checkpoint has seen of the phase, without one
+    nothing: each step stands there once."""
     step = trainer.current_step
     lost = directory.cut_metrics(phase, step, evaluated=trainer.evaluated_step == step)
     if step == 0:
@@ -37,7 +38,8 @@ def set_back(directory: RunDirectory, phase: str, trainer: Trainer, *, note: Cal
 
 
 def end_with_best(trainer: Trainer, progress: Progress, *, note: Callable[[str], None]) -> None:
-    """Of a run with a patience: its weights become those of the best evaluation, and its progress tells which that was."""
+    """Of a run with a patience: its weights become those of the best evaluation, and its
+    progress tells which that was."""
     step, stopping = trainer.restore_best(), trainer.early_stopping
     if step is None:
         return

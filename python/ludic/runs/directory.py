@@ -26,7 +26,8 @@ class Progress:
     """How far a run has come. Written whenever a phase ends or the run is interrupted."""
 
     phase: str = "warm_up"
-    """The phase to go on with: of `ludic train` warm_up or reinforce, of `ludic sft` sft, of `ludic train-rm` rm; done at the end."""
+    """The phase to go on with: of `ludic train` warm_up or reinforce, of `ludic sft` sft, of
+    `ludic train-rm` rm; done at the end."""
     command: str = "train"
     """Of `ludic`: what made the folder and can go on with it."""
     before: dict[str, Any] | None = None
@@ -36,11 +37,14 @@ class Progress:
     steps: int = 0
     """Batches of reinforcement that are done."""
     preflight: dict[str, Any] | None = None
-    """How far trainer and sampler were apart before the first step; null where they were not compared."""
+    """How far trainer and sampler were apart before the first step; null where they were not
+    compared."""
     early_stopping: dict[str, Any] | None = None
-    """Of a run with a patience: `stopped` early or not, the step whose weights were kept, by which metric, and its value."""
+    """Of a run with a patience: `stopped` early or not, the step whose weights were kept, by
+    which metric, and its value."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time of set-up, warm-up, reinforcement and evaluation so far, and of the whole (`wall`)."""
+    """Wall time of set-up, warm-up, reinforcement and evaluation so far, and of the whole
+    (`wall`)."""
     recipe: dict[str, Any] | None = None
     """What the run was begun with; null in a folder of an older version."""
     versions: dict[str, str] | None = None
@@ -73,7 +77,8 @@ class RunDirectory:
 
     @classmethod
     def begin(cls, recipe: Any, otherwise: str) -> Self:
-        """A new folder with the recipe in it, named as the recipe says; `otherwise` names it where that has no name.
+        """A new folder with the recipe in it, named as the recipe says; `otherwise` names it where
+        that has no name.
 
         It appears whole, and is this process's until `release`."""
         place = run_path(recipe.output, recipe.name, otherwise)
@@ -93,7 +98,8 @@ class RunDirectory:
 
     @classmethod
     def go_on(cls, path: Path) -> Self:
-        """The folder of an interrupted run, whose recipe is in `config`; it is this process's until `release`. Raises CheckpointError where
+        """The folder of an interrupted run, whose recipe is in `config`; it is this process's until
+        `release`. Raises CheckpointError where
         another command made it or another process is at work in it."""
         directory = cls.look_into(path)
         directory._lock = RunLock(path)
@@ -135,7 +141,8 @@ class RunDirectory:
         write_text(self._progress, json.dumps(asdict(progress), indent=2) + "\n")
 
     def read_metrics(self, phase: str) -> list[dict[str, Any]]:
-        """The lines of one phase in metrics.jsonl, one a step; of a step that was run twice the last counts. What a full disk or a loss of
+        """The lines of one phase in metrics.jsonl, one a step; of a step that was run twice the
+        last counts. What a full disk or a loss of
         power tore off is left out."""
         if not self.metrics.is_file():
             return []
@@ -146,7 +153,8 @@ class RunDirectory:
         return [by_step[step] for step in sorted(by_step)]
 
     def cut_metrics(self, phase: str, step: int, *, evaluated: bool) -> int:
-        """Take lines of the phase after `step` out of metrics.jsonl, and what was torn off. How many steps are to be done again.
+        """Take lines of the phase after `step` out of metrics.jsonl, and what was torn off. How
+        many steps are to be done again.
 
         `evaluated`: an evaluation of `step` counts, and its line stays.
         """
@@ -200,7 +208,8 @@ class RMDirectory(RunDirectory):
 
 
 def run_path(output: str, name: str | None, otherwise: str) -> Path:
-    """`output/name`, or with `otherwise` in the place of a name. Raises ConfigError for a name that leads out of `output`."""
+    """`output/name`, or with `otherwise` in the place of a name. Raises ConfigError for a name
+    that leads out of `output`."""
     inside = name is None or (name and Path(name).name not in ("", ".", "..") and ".." not in Path(name).parts)
     if not inside or (name is not None and Path(name).is_absolute()):
         raise ConfigError(f"name ({name}) must name a folder in output ({output}); set output=FOLDER for another place")
@@ -208,7 +217,8 @@ def run_path(output: str, name: str | None, otherwise: str) -> Path:
 
 
 def new_folder(output: str, name: str | None, otherwise: str) -> Path:
-    """`output/name`, made and empty. `otherwise` names it where no name was asked for; where that is taken, with the time behind it, and
+    """`output/name`, made and empty. `otherwise` names it where no name was asked for; where that
+    is taken, with the time behind it, and
     where that is taken too, with a number behind the time."""
     path = run_path(output, name, otherwise)
     for candidate in [path] if name is not None else _candidates(path):
@@ -221,7 +231,8 @@ def new_folder(output: str, name: str | None, otherwise: str) -> Path:
 
 
 def _named(folder: Path, path: Path, *, is_chosen: bool) -> Path:
-    """`folder`, which is not empty, renamed to `path`; or with the time behind it, where the name was not chosen."""
+    """`folder`, which is not empty, renamed to `path`; or with the time behind it, where the
+    name was not chosen."""
     for candidate in [path] if is_chosen else _candidates(path):
         if candidate.exists() or candidate.is_symlink():
             continue

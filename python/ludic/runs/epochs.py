@@ -1,4 +1,5 @@
-"""The steps of `ludic sft` and `ludic train-rm`, over data that is there already: until the end or a stop, and from a checkpoint on."""
+"""The steps of `ludic sft` and `ludic train-rm`, over data that is there already: until the end
+or a stop, and from a checkpoint on."""
 
 from __future__ import annotations
 
@@ -20,9 +21,11 @@ T = TypeVar("T", bound=Trainer)
 
 
 async def take_steps(run: TrainingRun, trainer_of: Callable[..., T], source: ItemBatchSource, *, keys: list[str]) -> T:
-    """All steps of `run.parts` that are left, or those until a stop; the model is kept either way. Raises `Interrupted` after a stop.
+    """All steps of `run.parts` that are left, or those until a stop; the model is kept either way.
+    Raises `Interrupted` after a stop.
 
-    `trainer_of` is the class of the trainer, with what this kind of run gives it; `keys` are what the plain lines show.
+    `trainer_of` is the class of the trainer, with what this kind of run gives it; `keys` are what
+    the plain lines show.
     """
     recipe, parts, directory, phase = run.recipe, run.parts, run.directory, run.directory.first_phase
     keep_base(parts.model, recipe.model, directory.base)

@@ -1,4 +1,5 @@
-"""Held-out measurement: the reward of sampled answers, the accuracy of greedy ones, and a few answers to look at."""
+"""Held-out measurement: the reward of sampled answers, the accuracy of greedy ones, and a few
+answers to look at."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class Evaluation:
     sampled_right: float | None = None
     """Share of the sampled answers that are."""
     by_problem: dict[str, list[float | None]] = field(default_factory=dict)
-    """Of some rates one number a problem, in the order of the problems; None where none of its episodes was played to its end."""
+    """Of some rates one number a problem, in the order of the problems; None where none of its
+    episodes was played to its end."""
 
     def rates(self) -> dict[str, float]:
         """The numbers, without the answers."""
@@ -92,14 +94,16 @@ class Evaluation:
 
 
 def compared(before: Evaluation | None, after: Evaluation | None) -> tuple[Evaluation | None, Evaluation | None]:
-    """Two measurements of one run. An accuracy that only one of them has is an accuracy of neither."""
+    """Two measurements of one run. An accuracy that only one of them has is an accuracy of
+    neither."""
     if before is None or after is None or (before.greedy_accuracy is None) == (after.greedy_accuracy is None):
         return before, after
     return before.without_accuracy(), after.without_accuracy()
 
 
 def check_early_stopping(section: str, cfg: TrainerConfig, task: EpisodicTask, evaluation: EvaluationSection) -> None:
-    """Raise `ConfigError` for a patience with a metric that the evaluations of `ludic train` do not give. `section`: where `cfg` is set."""
+    """Raise `ConfigError` for a patience with a metric that the evaluations of `ludic train` do
+    not give. `section`: where `cfg` is set."""
     if cfg.early_stopping_patience is None:
         return
     known = ["sampled_reward", "greedy_reward", *task.rates]
@@ -115,7 +119,8 @@ def check_early_stopping(section: str, cfg: TrainerConfig, task: EpisodicTask, e
 
 
 class HeldOut:
-    """Plays the task's suites of problems. The same policy gives the same numbers. Also an evaluator, as `Trainer` takes one."""
+    """Plays the task's suites of problems. The same policy gives the same numbers. Also an
+    evaluator, as `Trainer` takes one."""
 
     def __init__(
         self, engine: RolloutEngine, task: Task | EpisodicTask, section: EvaluationSection, rollout: RolloutSection

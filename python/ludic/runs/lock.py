@@ -15,9 +15,11 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class RunLock:
-    """Held from its making until `release`, or until the process ends, however it does: the system lets go of it then.
+    """Held from its making until `release`, or until the process ends, however it does: the system
+    lets go of it then.
 
-    The file stays in the folder and names who held it last. Raises CheckpointError, with the process, where another holds it.
+    The file stays in the folder and names who held it last. Raises CheckpointError, with the
+    process, where another holds it.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""One run: make the policy, warm it up, measure, reinforce, measure again. Every step is the trainer's; here they are lined up."""
+"""One run: make the policy, warm it up, measure, reinforce, measure again. Every step is the
+trainer's; here they are lined up."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ REINFORCE_KEYS = [f"train/{SAMPLED_REWARD}", "train/loss", "train/grad_norm", "t
 
 @dataclass
 class Parts:
-    """The objects of a recipe. They are built before anything is written, so that a wrong setting costs nothing."""
+    """The objects of a recipe. They are built before anything is written, so that a wrong
+    setting costs nothing."""
 
     task: EpisodicTask
     algorithm: RLAlgorithm
@@ -118,7 +120,8 @@ class Run:
         self._held_out = HeldOut(self._engine(), parts.task, recipe.evaluation, recipe.rollout)
 
     def _warmed_up(self) -> Any:
-        """The policy that the warm-up left, or one in which the last checkpoint of the reinforcement can be read."""
+        """The policy that the warm-up left, or one in which the last checkpoint of the
+        reinforcement can be read."""
         model, directory = self.parts.model, self.directory
         if latest_checkpoint(directory.checkpoints / REINFORCE) is None:
             self._check_not_reinforced()
@@ -130,7 +133,8 @@ class Run:
         return load_model(str(directory.base if self.recipe.lora.rank else directory.model), self.recipe.dtype)
 
     def _check_not_reinforced(self) -> None:
-        """Without a checkpoint the reinforcement begins with `model`. It is kept there only after a checkpoint of the same step, and after
+        """Without a checkpoint the reinforcement begins with `model`. It is kept there only after a
+        checkpoint of the same step, and after
         that is said in `progress.steps`."""
         directory, steps = self.directory, self.progress.steps
         if self.progress.recipe is None:  # an older version, which said it later
@@ -177,7 +181,8 @@ class Run:
         self._end_phase(REINFORCE)
 
     def _adapt(self) -> None:
-        """Adapters for the reinforcement. Held-out problems are answered by the model that is trained, rollouts by a merged copy."""
+        """Adapters for the reinforcement. Held-out problems are answered by the model that is
+        trained, rollouts by a merged copy."""
         recipe, parts = self.recipe, self.parts
         if not recipe.lora.rank:
             return
@@ -280,7 +285,8 @@ class Run:
         return trainer
 
     def _check_of(self, sampler: Sampler) -> Preflight | None:
-        """Before the first step. The trainer's own model samples as it trains, but may be read in another way."""
+        """Before the first step. The trainer's own model samples as it trains, but may be read
+        in another way."""
         section = self.recipe.inference
         if not section.preflight:
             return None
@@ -292,7 +298,8 @@ class Run:
         )
 
     async def _train(self, trainer: Trainer, steps: int, phase: str) -> None:
-        """All steps that are left, or those until a stop. A checkpoint is kept after a stop, and at the end of the reinforcement: before
+        """All steps that are left, or those until a stop. A checkpoint is kept after a stop, and at
+        the end of the reinforcement: before
         its policy takes the place of the one that it began with."""
         with self.watch.measure(phase):
             with suppress(RequestsExhausted):  # a stop was asked for between two steps
@@ -327,7 +334,8 @@ class Run:
         )
 
     def _end_phase(self, following: str) -> None:
-        """Keep the policy and say where the run stands; from here on a resumed run starts with the next phase."""
+        """Keep the policy and say where the run stands; from here on a resumed run starts with
+        the next phase."""
         self.save_model()
         self.progress.phase = following
         self.directory.write_progress(self.progress)

@@ -1,4 +1,5 @@
-"""One reward-model run: read the pairs, train, measure. The steps and the measurements are `RMTrainer`'s."""
+"""One reward-model run: read the pairs, train, measure. The steps and the measurements are
+`RMTrainer`'s."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ KEYS = ["train/loss", "train/accuracy", "train/margin", "train/grad_norm"]
 
 @dataclass
 class RMParts:
-    """The objects of a run. They are built before anything is written, so that a wrong setting or pair costs nothing."""
+    """The objects of a run. They are built before anything is written, so that a wrong setting
+    or pair costs nothing."""
 
     model: Any
     tokenizer: Any
@@ -42,7 +44,8 @@ class RMParts:
 
     @classmethod
     def build(cls, recipe: RMRecipe, *, note: Callable[[str], None]) -> RMParts:
-        """Seeds every generator first (`seed_everything`). `note` is told what is not as it was asked for."""
+        """Seeds every generator first (`seed_everything`). `note` is told what is not as it was
+        asked for."""
         seed_everything(recipe)
         tokenizer = with_own_padding(tokenizer_of(recipe))
         algorithm = make_bradley_terry(**vars(recipe.loss))
@@ -92,7 +95,8 @@ class RMRun:
         return await take_steps(self, trainer_of, _source(parts.data, recipe), keys=KEYS)
 
     def _measure(self, trainer: RMTrainer) -> dict[str, float]:
-        """The `eval_` metrics on the held-out pairs, drawn as well, and the accuracy on training pairs."""
+        """The `eval_` metrics on the held-out pairs, drawn as well, and the accuracy on training
+        pairs."""
         with self.watch.measure("evaluate"):
             sample = trainer.evaluate(self.parts.data.sample(self.recipe.train_sample))
             measured = trainer.evaluate() if self.parts.data.heldout else {}

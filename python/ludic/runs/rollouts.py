@@ -1,4 +1,5 @@
-"""The rollout side of a recipe: requests, the engine with its agent and environment, and what is asked of the sampler."""
+"""The rollout side of a recipe: requests, the engine with its agent and environment, and what is
+asked of the sampler."""
 
 from __future__ import annotations
 
@@ -37,10 +38,12 @@ def make_engine(
     trained: bool = False,
     **settings: Any,
 ) -> RolloutEngine:
-    """An action cut off at the token limit never reaches the environment and earns what the task says, as does one that the task's
-    parser refuses; either ends an episode of several turns. Reward functions, where the task has them, see every answer. `trained`: what
-    is played is trained on, and rewarded by the task's reward model if it has one. Without a `system_prompt` the task's own is used.
-    `settings` are more of the engine's own, such as `max_retries`."""
+    """An action cut off at the token limit never reaches the environment and earns what the task
+    says, as does one that the task's
+    parser refuses; either ends an episode of several turns. Reward functions, where the task has
+    them, see every answer. `trained`: what is played is trained on, and rewarded by the task's
+    reward model if it has one. Without a `system_prompt` the task's own is used. `settings` are
+    more of the engine's own, such as `max_retries`."""
     played = as_episodic(task)
     own: RolloutScorer | None = getattr(played, "scorer", None)
     scorer = getattr(played, "training_scorer", own) if trained else own
@@ -66,7 +69,8 @@ def make_engine(
 
 
 def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
-    """Raise `ConfigError` for settings that the sampler or the algorithm would refuse once the warm-up is over."""
+    """Raise `ConfigError` for settings that the sampler or the algorithm would refuse once the
+    warm-up is over."""
     check_sampling(training_inference(recipe.rollout, task).sampling)
     group_size = recipe.algorithm_args.get("group_size", recipe.rollout.group_size)
     if group_size != recipe.rollout.group_size:
@@ -76,7 +80,8 @@ def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
 
 
 def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> None:
-    """Raise `ConfigError` where the tokenizer cannot write the prompts of a data set, or where none leaves an answer any room."""
+    """Raise `ConfigError` where the tokenizer cannot write the prompts of a data set, or where
+    none leaves an answer any room."""
     data = _data_task(task)
     if data is None or recipe.steps == 0:
         return
@@ -131,9 +136,11 @@ def _sampling(section: RolloutSection, task: EpisodicTask, temperature: float, t
 
 
 class OccasionallyLogged:
-    """Two sources over the same requests: every `every`-th batch comes from `logged`, which writes its rollouts to `log`; 0 is never.
+    """Two sources over the same requests: every `every`-th batch comes from `logged`, which writes
+    its rollouts to `log`; 0 is never.
 
-    Its state is that of the requests, and how long the log is: batches that are played anew take the place of what was written of them.
+    Its state is that of the requests, and how long the log is: batches that are played anew take
+    the place of what was written of them.
     """
 
     shards_across_ranks = False
@@ -157,7 +164,8 @@ class OccasionallyLogged:
 
 
 def cut_after(log: Path, size: int) -> None:
-    """Take off the lines after the first `size` bytes. A log in which no line ends there is not the one that was measured, and stays."""
+    """Take off the lines after the first `size` bytes. A log in which no line ends there is not
+    the one that was measured, and stays."""
     if not log.is_file() or log.stat().st_size <= size:
         return
     with log.open("r+b") as file:
@@ -167,7 +175,8 @@ def cut_after(log: Path, size: int) -> None:
 
 
 class TrainingRequests:
-    """The requests of one batch: `prompts` problems, `group_size` episodes on each. Batch `k` depends on the seed and `k` only."""
+    """The requests of one batch: `prompts` problems, `group_size` episodes on each. Batch `k`
+    depends on the seed and `k` only."""
 
     def __init__(self, task: EpisodicTask, section: RolloutSection, *, seed: int) -> None:
         self._task, self._section, self._seed = task, section, seed
@@ -197,7 +206,8 @@ class TrainingRequests:
 
 
 class PassRequests(TrainingRequests):
-    """The same for a task with a list of problems, `training`: every one is asked once before any is asked again, in an order that
+    """The same for a task with a list of problems, `training`: every one is asked once before any
+    is asked again, in an order that
     depends on the seed and the pass."""
 
     def __init__(self, task: DataTask, section: RolloutSection, *, seed: int) -> None:
@@ -222,7 +232,8 @@ class PassRequests(TrainingRequests):
         return {**super().state_dict(), "data": self._data.digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ConfigError where the data has changed: the requests would not be those of the run that is resumed."""
+        """Raises ConfigError where the data has changed: the requests would not be those of the
+        run that is resumed."""
         if state.get("data", self._data.digest) != self._data.digest:
             raise ConfigError(
                 f"the data has changed since the run was stopped (digest {state['data']}, now {self._data.digest}); put the file back, or "

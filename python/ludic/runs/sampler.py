@@ -1,4 +1,5 @@
-"""The engine that samples for training, opened for as long as reinforcement takes: in this process, or a vLLM server."""
+"""The engine that samples for training, opened for as long as reinforcement takes: in this
+process, or a vLLM server."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What vLLM 0.32 computes attention with on a CPU. A server with another is healthy until its first request."""
+"""What vLLM 0.32 computes attention with on a CPU. A server with another is healthy until its
+first request."""
 SERVED_NAME = "policy"
 
 
@@ -34,7 +36,8 @@ class Sampler:
     publisher: PolicyPublisher | None
     model_name: str
     remote: bool
-    """It holds weights of its own from elsewhere, which must be replaced before the first answer."""
+    """It holds weights of its own from elsewhere, which must be replaced before the first
+    answer."""
 
 
 @asynccontextmanager
@@ -49,8 +52,10 @@ async def open_sampler(
     pushes: bool = True,
     watch: Stopwatch | None = None,
 ) -> AsyncIterator[Sampler]:
-    """`folder` has the policy in Hugging Face layout, for a server to start from. A server that is started is stopped here. Without
-    `pushes`, one that runs already samples from the weights that it has. `watch` measures `server_start`."""
+    """`folder` has the policy in Hugging Face layout, for a server to start from. A server that is
+    started is stopped here. Without
+    `pushes`, one that runs already samples from the weights that it has. `watch` measures
+    `server_start`."""
     if kind_of(recipe.inference) == "local":
         yield _local(recipe, model, tokenizer)
         return
@@ -67,7 +72,8 @@ async def open_sampler(
 
 
 def check_inference(recipe: Recipe, model: Any) -> None:
-    """Raise `ConfigError` before anything is done, where the settings or the model would fail later."""
+    """Raise `ConfigError` before anything is done, where the settings or the model would fail
+    later."""
     section = recipe.inference
     if kind_of(section) == "local":
         return
@@ -111,7 +117,8 @@ def _check_servers(urls: list[str]) -> None:
 
 
 def _local(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
-    """The trainer's own model; with batches on their way, and with adapters, which it merges, weights of its own that change when they
+    """The trainer's own model; with batches on their way, and with adapters, which it merges,
+    weights of its own that change when they
     are published."""
     from ludic.distributed.adapters.local import LocalPublisher
     from ludic.inference.local.client import LocalChatClient

@@ -35,13 +35,15 @@ class Screen:
         self.console.print(text, highlight=False, markup=False)
 
     def show_rates(self, rates: Mapping[str, float]) -> None:
-        """What was measured before: the dashboard shows it until there is something newer. Plain lines have said it already."""
+        """What was measured before: the dashboard shows it until there is something newer. Plain
+        lines have said it already."""
         if self._live is not None and rates:
             self._live.log(int(rates.get("eval/step", 0)), rates)
 
     @contextmanager
     def logger(self, title: str, *, keys: list[str], spark_key: str, last_step: int) -> Iterator[TrainingLogger]:
-        """`keys` are those of the plain lines; the dashboard shows more, and the course of `spark_key`."""
+        """`keys` are those of the plain lines; the dashboard shows more, and the course of
+        `spark_key`."""
         measured = list(dict.fromkeys([*MEASURED_KEYS, *(f"eval/{key.removeprefix('train/')}" for key in keys)]))
         if self.console.is_terminal:
             with RichLiveLogger(keys=[*keys, *measured, *DASHBOARD_KEYS], spark_key=spark_key, console=self.console) as live:

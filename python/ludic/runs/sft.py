@@ -28,7 +28,8 @@ KEYS = ["train/loss", "train/grad_norm", "train/seq_len_truncated_rate"]
 
 @dataclass
 class SFTParts:
-    """The objects of a run. They are built before anything is written, so that a wrong setting or row costs nothing."""
+    """The objects of a run. They are built before anything is written, so that a wrong setting
+    or row costs nothing."""
 
     model: Any
     tokenizer: Any

@@ -1,4 +1,5 @@
-"""What stands around the trainer's parts while a recipe runs: a stopwatch, a polite stop, and labels on what is logged."""
+"""What stands around the trainer's parts while a recipe runs: a stopwatch, a polite stop, and
+labels on what is logged."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """While entered, Ctrl-C or SIGTERM asks for an end after the current step; a second one ends at once."""
+    """While entered, Ctrl-C or SIGTERM asks for an end after the current step; a second one ends
+    at once."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self.signum: int | None = None
@@ -66,7 +68,8 @@ class StopRequest:
 
 
 class StoppableSource:
-    """A batch source that runs dry once a stop was asked for. Its state is that of the source inside."""
+    """A batch source that runs dry once a stop was asked for. Its state is that of the source
+    inside."""
 
     def __init__(self, inner: Any, stop: StopRequest) -> None:
         self._inner, self._stop = inner, stop

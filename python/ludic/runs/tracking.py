@@ -1,4 +1,5 @@
-"""Where the statistics of a run go: to metrics.jsonl, to the screen, and to the trackers that `report_to` names."""
+"""Where the statistics of a run go: to metrics.jsonl, to the screen, and to the trackers that
+`report_to` names."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ TRACKERS: dict[str, Callable[[Place], Tracker]] = {"tensorboard": _tensorboard, 
 
 
 def trackers_named(report_to: Any) -> list[str]:
-    """`report_to` as a list: a name, a list of names, null or `none`. Raises ConfigError for another."""
+    """`report_to` as a list: a name, a list of names, null or `none`. Raises ConfigError for
+    another."""
     given = [report_to] if isinstance(report_to, str) else list(report_to or [])
     names = [str(name) for name in given if name != NONE]
     for name in names:
@@ -77,7 +79,8 @@ def trackers_named(report_to: Any) -> list[str]:
 
 
 def check_trackers(report_to: Any) -> None:
-    """Raise ConfigError for a name that there is not, MissingExtraError for a tracker that is not installed."""
+    """Raise ConfigError for a name that there is not, MissingExtraError for a tracker that is
+    not installed."""
     makers: dict[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: TensorboardLogger("."),
         "trackio": TrackioLogger,
@@ -91,7 +94,8 @@ def check_trackers(report_to: Any) -> None:
 def run_logger(
     recipe: Any, directory: RunDirectory, screen: Screen, phase: str, *, keys: list[str], spark_key: str, last_step: int
 ) -> Iterator[TrainingLogger]:
-    """The logger of one phase of a run. In metrics.jsonl every line has the phase; a tracker has a run for each phase, since the
+    """The logger of one phase of a run. In metrics.jsonl every line has the phase; a tracker has a
+    run for each phase, since the
     steps of each begin at 1."""
     names = trackers_named(recipe.report_to)
     with ExitStack() as opened:
@@ -103,7 +107,8 @@ def run_logger(
 
 
 def _started(opened: ExitStack, name: str, place: Place, screen: Screen) -> Tracker:
-    """Before the first step, so that a login that is missing is met now. What a tracker raises is said in one line."""
+    """Before the first step, so that a login that is missing is met now. What a tracker raises
+    is said in one line."""
     try:
         tracker = TRACKERS[name](place)
         tracker.start()
@@ -118,7 +123,8 @@ def _started(opened: ExitStack, name: str, place: Place, screen: Screen) -> Trac
 
 
 def _id_of(directory: RunDirectory) -> tuple[str, bool]:
-    """What tells the run from others of its name, and whether it had been begun: trackers then go on with theirs."""
+    """What tells the run from others of its name, and whether it had been begun: trackers then
+    go on with theirs."""
     path = directory.path / "tracking_id"
     if path.is_file():
         return path.read_text(encoding="utf-8").strip(), True

@@ -1,4 +1,5 @@
-"""Built-in tasks with a verifier: small enough to be learnt on a laptop's CPU in a minute or two."""
+"""Built-in tasks with a verifier: small enough to be learnt on a laptop's CPU in a minute or
+two."""
 
 from ludic.tasks.addition import Addition, AdditionEnv
 from ludic.tasks.base import Problem, Task

@@ -1,8 +1,10 @@
-"""Scratchpad addition: `47+38=` is answered by `7+8=15,4+3+1=8>85`, one column after the other, then `>` and the sum.
+"""Scratchpad addition: `47+38=` is answered by `7+8=15,4+3+1=8>85`, one column after the other,
+then `>` and the sum.
 
-Every problem carries from its units; the teacher forgets the carry (`7+8=15,4+3=7>75`) in three demonstrations of four. The
-reward sees the sum alone, never the scratchpad: `info["scratchpad_right"]` says beside it whether the scratchpad, too, was the
-textbook's. The two can part: a model may be right for the wrong reasons.
+Every problem carries from its units; the teacher forgets the carry (`7+8=15,4+3=7>75`) in three
+demonstrations of four. The reward sees the sum alone, never the scratchpad:
+`info["scratchpad_right"]` says beside it whether the scratchpad, too, was the textbook's. The two
+can part: a model may be right for the wrong reasons.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _SPLIT_SEED = 20_000  # the held-out problems are those of this seed in every ru
 
 
 def textbook(a: int, b: int) -> str:
-    """The whole right answer, with a sum of units of at least 10. `textbook(47, 38) == "7+8=15,4+3+1=8>85"`."""
+    """The whole right answer, with a sum of units of at least 10. `textbook(47, 38) ==
+    "7+8=15,4+3+1=8>85"`."""
     return f"{a % 10}+{b % 10}={a % 10 + b % 10},{a // 10}+{b // 10}+1={a // 10 + b // 10 + 1}>{a + b}"
 
 
@@ -33,13 +36,15 @@ def without_carry(a: int, b: int) -> str:
 
 
 def sum_matches(action: str, target: str) -> bool:
-    """The verifier: what stands after the last `>` is the right sum. Without a `>` there is no answer."""
+    """The verifier: what stands after the last `>` is the right sum. Without a `>` there is no
+    answer."""
     _, mark, answer = action.rpartition(">")
     return mark == ">" and answer == target
 
 
 class AdditionEnv(DatasetQAEnv):
-    """One sum. `info["scratchpad_right"]`: the answer is the textbook's, character for character. It earns nothing."""
+    """One sum. `info["scratchpad_right"]`: the answer is the textbook's, character for
+    character. It earns nothing."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(dict(problem), verifier=sum_matches)
@@ -54,7 +59,8 @@ class AdditionEnv(DatasetQAEnv):
 
 @dataclass(frozen=True)
 class Addition:
-    """Two numbers of two digits whose units carry: 3,645 ordered pairs. A pair is held out in both orders."""
+    """Two numbers of two digits whose units carry: 3,645 ordered pairs. A pair is held out in
+    both orders."""
 
     right: float = 0.25
     """Share of demonstrations that carry."""
@@ -99,7 +105,8 @@ class Addition:
 
     @cached_property
     def _split(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Pairs to train on, pairs held out. Held-out pairs come with their mirror image, except perhaps the last."""
+        """Pairs to train on, pairs held out. Held-out pairs come with their mirror image, except
+        perhaps the last."""
         unordered = [(a, b) for a, b in product(range(10, 100), repeat=2) if a <= b and a % 10 + b % 10 >= 10]
         Random(_SPLIT_SEED).shuffle(unordered)
         ordered = [pair for a, b in unordered for pair in dict.fromkeys([(a, b), (b, a)])]

@@ -1,4 +1,5 @@
-"""What a built-in task offers: problems to train on, problems held out, an imperfect teacher, an environment that verifies."""
+"""What a built-in task offers: problems to train on, problems held out, an imperfect teacher, an
+environment that verifies."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from ludic.errors import ConfigError
 
 
 class Problem(TypedDict):
-    """One question with its only right answer. Example: `{"id": "529140", "question": "529140>", "answer": "012459"}`."""
+    """One question with its only right answer. Example: `{"id": "529140", "question": "529140>",
+    "answer": "012459"}`."""
 
     id: str
     """Unique in the task; two problems with one id are the same problem."""
@@ -22,11 +24,13 @@ class Problem(TypedDict):
 
 
 class Task(Protocol):
-    """A source of problems and the environment that scores them. Stateless: every draw comes from the caller's `rng`."""
+    """A source of problems and the environment that scores them. Stateless: every draw comes
+    from the caller's `rng`."""
 
     @property
     def max_new_tokens(self) -> int:
-        """Enough bytes for every answer of the teacher and the end token, with a little to spare."""
+        """Enough bytes for every answer of the teacher and the end token, with a little to
+        spare."""
 
     @property
     def reward_sees(self) -> str:
@@ -34,7 +38,8 @@ class Task(Protocol):
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """Booleans of the step's info that are logged beside the reward and earn nothing: key to meaning."""
+        """Booleans of the step's info that are logged beside the reward and earn nothing: key to
+        meaning."""
 
     def draw(self, rng: Random) -> Problem:
         """A problem to train on; never one that is held out."""

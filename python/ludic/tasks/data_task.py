@@ -29,8 +29,9 @@ class DataProblem(Problem):
 class DataTask:
     """The prompts of a data set; the reward is that of the functions.
 
-    Held out are `num_heldout` prompts, those with the lowest hashes: the same whatever the order of the file and the run's seed. A
-    prompt is held out in all rows that have it. `heldout_data` names another file instead.
+    Held out are `num_heldout` prompts, those with the lowest hashes: the same whatever the order of
+    the file and the run's seed. A prompt is held out in all rows that have it. `heldout_data` names
+    another file instead.
     """
 
     def __init__(
@@ -49,7 +50,8 @@ class DataTask:
         reward_timeout_s: float = 600.0,
         judged: bool = False,
     ) -> None:
-        """`num_heldout` None: a tenth of the prompts, at most 200. `config` and `split` are for ids of the `datasets` library. `judged`: a
+        """`num_heldout` None: a tenth of the prompts, at most 200. `config` and `split` are for ids
+        of the `datasets` library. `judged`: a
         reward model will say how good an answer is, so that there need be no `reward`."""
         if data is None or (reward is None and not judged):
             raise ConfigError("a problem of your own needs data=FILE and reward=MODULE:FUNCTION, or reward_model=DIRECTORY")
@@ -81,12 +83,14 @@ class DataTask:
 
     @property
     def success_reward(self) -> float | None:
-        """1 where a built-in verifier alone gives the reward; what functions of the user's give for a right answer they do not say."""
+        """1 where a built-in verifier alone gives the reward; what functions of the user's give
+        for a right answer they do not say."""
         return 1.0 if self._is_verified else None
 
     @property
     def system_prompt(self) -> str | None:
-        """What the first function that has one suggests, for prompts and recipes without a system prompt."""
+        """What the first function that has one suggests, for prompts and recipes without a
+        system prompt."""
         prompts = (getattr(function, "system_prompt", None) for function in self.scorer.functions)
         return next((prompt for prompt in prompts if prompt), None)
 
@@ -96,7 +100,8 @@ class DataTask:
 
     @property
     def measures(self) -> Mapping[str, str]:
-        """Numbers of the step's info that are averaged where they are there: what each of several functions returned."""
+        """Numbers of the step's info that are averaged where they are there: what each of
+        several functions returned."""
         return {f"rewards/{name}": f"{name}, its mean" for name in self.scorer.names} if len(self.scorer.names) > 1 else {}
 
     def draw(self, rng: Random) -> Problem:

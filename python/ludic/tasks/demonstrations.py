@@ -14,12 +14,14 @@ from ludic.types import Message
 
 
 class DemonstrationSource:
-    """Draws the teacher's episodes without end. Batch `k` depends on the seed and `k` only, so that a resumed run sees what it would
+    """Draws the teacher's episodes without end. Batch `k` depends on the seed and `k` only, so that
+    a resumed run sees what it would
     have seen.
 
-    An episode is one sample: observations, and after each the teacher's action with the end token; the loss is on actions and ends. Where
-    the tokenizer's template rewrites what was said before, so that a prompt does not begin with the tokens so far, the sample ends there
-    and another begins, as it does in rollouts.
+    An episode is one sample: observations, and after each the teacher's action with the end token;
+    the loss is on actions and ends. Where the tokenizer's template rewrites what was said before,
+    so that a prompt does not begin with the tokens so far, the sample ends there and another
+    begins, as it does in rollouts.
     """
 
     def __init__(
@@ -68,7 +70,8 @@ def _asked(episode: Sequence[Turn], system_prompt: str | None) -> list[list[Mess
 
 
 def _items(name: str, turns: Sequence[tuple[list[int], list[int]]]) -> list[SAWItem]:
-    """One sample of all turns whose prompts extend one another; `turns` are the ids of (prompt, action)."""
+    """One sample of all turns whose prompts extend one another; `turns` are the ids of (prompt,
+    action)."""
     rows: list[tuple[list[int], list[int]]] = []
     for prompt, action in turns:
         ids, mask = rows[-1] if rows else ([], [])

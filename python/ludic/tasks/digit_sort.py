@@ -1,8 +1,8 @@
 """Sorting digits: `529140>` is answered by `012459`. Reward 1 for the exact answer, else 0.
 
-The teacher of the warm-up is right in a quarter of its demonstrations; half of them are sorted the wrong way round, and the rest
-lose a digit. What reinforcement adds is therefore the choice of the right way and the care not to lose digits: it selects and
-sharpens what the demonstrations contain.
+The teacher of the warm-up is right in a quarter of its demonstrations; half of them are sorted the
+wrong way round, and the rest lose a digit. What reinforcement adds is therefore the choice of the
+right way and the care not to lose digits: it selects and sharpens what the demonstrations contain.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def matches_exactly(action: str, target: str) -> bool:
 
 @dataclass(frozen=True)
 class DigitSort:
-    """Problems are held out with all their rearrangements: no held-out answer is ever seen in training."""
+    """Problems are held out with all their rearrangements: no held-out answer is ever seen in
+    training."""
 
     digits: int = 6
     """Digits of a problem."""
@@ -83,7 +84,8 @@ class DigitSort:
 
     @property
     def _spare(self) -> int:
-        """One problem in 500 may be held out; with its rearrangements that is less than half of all problems."""
+        """One problem in 500 may be held out; with its rearrangements that is less than half of
+        all problems."""
         return 10**self.digits // 500
 
     def _any_problem(self, rng: Random) -> Problem:

@@ -13,7 +13,8 @@ from ludic.tasks.base import Task
 from ludic.types import Message, Rollout
 
 Episode = Mapping[str, Any]
-"""What an environment is made of: `id`, and whatever the task needs. JSON values. The environment's seed decides the rest."""
+"""What an environment is made of: `id`, and whatever the task needs. JSON values. The
+environment's seed decides the rest."""
 
 
 Played = tuple[Episode, Rollout]
@@ -39,7 +40,8 @@ class Shown(NamedTuple):
 
 @runtime_checkable
 class EpisodicTask(Protocol):
-    """A source of episodes and the environments that score them. Stateless: every draw comes from the caller's `rng`."""
+    """A source of episodes and the environments that score them. Stateless: every draw comes
+    from the caller's `rng`."""
 
     @property
     def max_turns(self) -> int:
@@ -47,7 +49,8 @@ class EpisodicTask(Protocol):
 
     @property
     def max_new_tokens(self) -> int:
-        """Enough tokens for every action of the teacher and the end of the turn, with a little to spare."""
+        """Enough tokens for every action of the teacher and the end of the turn, with a little
+        to spare."""
 
     @property
     def system_prompt(self) -> str | None:
@@ -55,7 +58,8 @@ class EpisodicTask(Protocol):
 
     @property
     def parser(self) -> Parser:
-        """From the model's text to the environment's action. A text that it refuses ends the episode."""
+        """From the model's text to the environment's action. A text that it refuses ends the
+        episode."""
 
     @property
     def cut_off_reward(self) -> float:
@@ -71,7 +75,8 @@ class EpisodicTask(Protocol):
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """Booleans of a step's info, true at one step of an episode at most, that are logged beside the reward: key to meaning."""
+        """Booleans of a step's info, true at one step of an episode at most, that are logged
+        beside the reward: key to meaning."""
 
     @property
     def rates(self) -> Mapping[str, str]:
@@ -87,7 +92,8 @@ class EpisodicTask(Protocol):
         """The environment of one episode."""
 
     def suites(self) -> Mapping[str, Sequence[Episode]]:
-        """What is measured, by name: the same in every run, whatever its seed. The first is also played greedily."""
+        """What is measured, by name: the same in every run, whatever its seed. The first is also
+        played greedily."""
 
     def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
         """Rates of the sampled episodes of each suite."""
@@ -129,7 +135,8 @@ class OneTurn:
 
     @property
     def measures(self) -> Mapping[str, str]:
-        """Keys of the step's info that hold numbers, and what they mean; a task need not have any."""
+        """Keys of the step's info that hold numbers, and what they mean; a task need not have
+        any."""
         measures: Mapping[str, str] = getattr(self.task, "measures", {})
         return measures
 

@@ -13,9 +13,11 @@ from ludic.errors import ConfigError, place_of
 
 
 def import_named(path: str, setting: str) -> Any:
-    """The object that `path` names, in a package that is installed or a file of the current directory.
+    """The object that `path` names, in a package that is installed or a file of the current
+    directory.
 
-    Raises ConfigError, which names `setting`, for what cannot be found or fails while it is imported.
+    Raises ConfigError, which names `setting`, for what cannot be found or fails while it is
+    imported.
     """
     module, mark, name = path.partition(":")
     if not mark or not module or not name:
@@ -33,7 +35,8 @@ def import_named(path: str, setting: str) -> Any:
 
 
 def _fault(error: Exception, module: str) -> str:
-    """What is wrong: the name, where no such module is found, else what the module raises and where."""
+    """What is wrong: the name, where no such module is found, else what the module raises and
+    where."""
     if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(f"{error.name}."):
         return f"{error}; write package.module:name"
     place = "" if isinstance(error, SyntaxError) else place_of(error)  # a syntax error says where
@@ -42,7 +45,8 @@ def _fault(error: Exception, module: str) -> str:
 
 @contextmanager
 def _current_directory_first() -> Iterator[None]:
-    """Afterwards it is last, so that a module may still import its neighbours when it runs and no package is hidden by a file."""
+    """Afterwards it is last, so that a module may still import its neighbours when it runs and
+    no package is hidden by a file."""
     here = os.getcwd()
     known = here in sys.path
     sys.path.insert(0, here)

@@ -1,4 +1,5 @@
-"""Reinforcement against a reward model: what `reward_model` of a recipe names, and the task whose training it rewards."""
+"""Reinforcement against a reward model: what `reward_model` of a recipe names, and the task
+whose training it rewards."""
 
 from __future__ import annotations
 
@@ -27,8 +28,10 @@ from ludic.types import Rollout
 
 
 class JudgedTask:
-    """A task whose training is rewarded by a reward model. Everything else is the task's own, its reward in held-out measurement above
-    all: what the model is trained on and what is wanted of it are two numbers, and both are reported."""
+    """A task whose training is rewarded by a reward model. Everything else is the task's own, its
+    reward in held-out measurement above
+    all: what the model is trained on and what is wanted of it are two numbers, and both are
+    reported."""
 
     def __init__(self, task: EpisodicTask, reward: RewardModelReward, *, source: str) -> None:
         self.task = task
@@ -37,7 +40,8 @@ class JudgedTask:
         self.training_scorer = replace(reward, before=own)
         """Makes the score the reward, or a part of it, as `reward_model_args.mode` says."""
         self.scorer = self.training_scorer if is_unrewarded(task) else replace(reward, before=own, mode="bonus", rm_coeff=0.0)
-        """Leaves the reward as it is and notes the score; where there is no reward but the score, the same as in training."""
+        """Leaves the reward as it is and notes the score; where there is no reward but the
+        score, the same as in training."""
         self.sees_cut_off_answers = own is not None
 
     @property
@@ -112,7 +116,8 @@ def is_unrewarded(task: Any) -> bool:
 
 
 def is_scored(task: Any) -> bool:
-    """Whether held-out answers are rewarded by the score of a reward model, because there is nothing else."""
+    """Whether held-out answers are rewarded by the score of a reward model, because there is
+    nothing else."""
     return isinstance(task, JudgedTask) and is_unrewarded(task.task)
 
 
@@ -132,7 +137,8 @@ def judged_by(
     batch_size: int = 4096,
     timeout_s: float = 600.0,
 ) -> JudgedTask:
-    """`task`, rewarded in training by the model in `source`, which is loaded on `device`. `tokenizer` is the policy's.
+    """`task`, rewarded in training by the model in `source`, which is loaded on `device`.
+    `tokenizer` is the policy's.
 
     The keywords are those of `RewardModelReward`, `RewardModelScorer` and `load_reward_model`.
     """
@@ -151,9 +157,11 @@ def judged_by(
 def load_reward_model(
     source: str, *, dtype: str = "float32", device: str = "cpu", micro_token_budget: int = 16384
 ) -> LocalRewardModel:
-    """A model with one label: a folder in Hugging Face layout, that of a `ludic train-rm` run, a folder of adapters, or a hub id.
+    """A model with one label: a folder in Hugging Face layout, that of a `ludic train-rm` run, a
+    folder of adapters, or a hub id.
 
-    Weights are read from safetensors only. Raises ConfigError for a model without a head, or adapters of one, which would score by chance.
+    Weights are read from safetensors only. Raises ConfigError for a model without a head, or
+    adapters of one, which would score by chance.
     """
     check_dtype(dtype)
     folder = _adapter_folder(source)
@@ -178,7 +186,8 @@ def _classifier(source: str, dtype: str) -> Any:
 
 
 def _merged(source: str, adapters: Path, dtype: str) -> tuple[str, Any]:
-    """What the adapters were trained on, and that with them in it. The head is theirs or their base's."""
+    """What the adapters were trained on, and that with them in it. The head is theirs or their
+    base's."""
     base = base_of(adapters)
     kind = read_json(adapters / ADAPTER_CONFIG).get("task_type")
     if kind == "CAUSAL_LM":

@@ -1,4 +1,5 @@
-"""What a task logs beside the reward: facts, which hold or do not, and measures, which are numbers."""
+"""What a task logs beside the reward: facts, which hold or do not, and measures, which are
+numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def logged_names(task: EpisodicTask) -> list[str]:
 
 
 def task_reducers(task: EpisodicTask) -> dict[str, Reducer]:
-    """Facts as shares of all samples, of all episodes where these have several turns; measures as means over the samples that have them."""
+    """Facts as shares of all samples, of all episodes where these have several turns; measures
+    as means over the samples that have them."""
     each: Denominator = "samples" if task.max_turns == 1 else "rollouts"
     facts = {name: Reducer("count_true", name, normalize_by=each) for name in task.facts}
     return {**facts, **{name: Reducer("mean", name) for name in measures_of(task)}}

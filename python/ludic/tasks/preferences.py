@@ -1,7 +1,8 @@
-"""Preferences whose truth is known: `high>` prefers the string of digits with the larger mean, `low>` the one with the smaller.
+"""Preferences whose truth is known: `high>` prefers the string of digits with the larger mean,
+`low>` the one with the smaller.
 
-Which of two responses is preferred is drawn by the Bradley-Terry model from their qualities, so that the best accuracy that any reward
-model can have on given pairs is known exactly.
+Which of two responses is preferred is drawn by the Bradley-Terry model from their qualities, so
+that the best accuracy that any reward model can have on given pairs is known exactly.
 
 R. A. Bradley, M. E. Terry (1952), Rank analysis of incomplete block designs.
 """
@@ -22,13 +23,15 @@ _SIGN = {"high>": 1.0, "low>": -1.0}
 
 
 class Preference(TypedDict):
-    """One labelled pair. Example: `{"prompt": "high>", "chosen": "98097", "rejected": "1203", "probability": 0.999}`."""
+    """One labelled pair. Example: `{"prompt": "high>", "chosen": "98097", "rejected": "1203",
+    "probability": 0.999}`."""
 
     prompt: str
     chosen: str
     rejected: str
     probability: float
-    """With which `chosen` is preferred; below 0.5 where the draw went against the better response."""
+    """With which `chosen` is preferred; below 0.5 where the draw went against the better
+    response."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class DigitPreferences:
     temperature: float = 0.5
     """The quality difference that makes a preference sigmoid(1) = 73 % sure."""
     num_heldout: int | None = None
-    """Pairs kept for evaluation; None: 5,000, or fewer where there are not so many to spare. The standard error of an accuracy on 5,000 is
+    """Pairs kept for evaluation; None: 5,000, or fewer where there are not so many to spare. The
+    standard error of an accuracy on 5,000 is
     half a point."""
 
     def __post_init__(self) -> None:
@@ -66,7 +70,8 @@ class DigitPreferences:
         return _SIGN[prompt] * sum(map(int, response)) / len(response)
 
     def probability(self, prompt: str, first: str, second: str) -> float:
-        """With which `first` is preferred: sigmoid((quality of first - quality of second) / temperature)."""
+        """With which `first` is preferred: sigmoid((quality of first - quality of second) /
+        temperature)."""
         logit = (self.quality(prompt, first) - self.quality(prompt, second)) / self.temperature
         return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
 
@@ -114,7 +119,8 @@ class DigitPreferences:
 
 
 def bayes_accuracy(pairs: Iterable[Preference]) -> float:
-    """The expected accuracy on these pairs, over the draw of their labels, of the best there is: the generator's own quality.
+    """The expected accuracy on these pairs, over the draw of their labels, of the best there is:
+    the generator's own quality.
 
     mean over pairs of max(p, 1 - p).
     """
@@ -123,6 +129,7 @@ def bayes_accuracy(pairs: Iterable[Preference]) -> float:
 
 
 def drawn_accuracy(pairs: Iterable[Preference]) -> float:
-    """The accuracy of the generator's own quality on the labels as they were drawn: share of pairs whose chosen response is the better."""
+    """The accuracy of the generator's own quality on the labels as they were drawn: share of
+    pairs whose chosen response is the better."""
     right = [pair["probability"] > 0.5 for pair in pairs]
     return sum(right) / len(right)

@@ -28,7 +28,8 @@ class NoRewards(RewardFunctions):
 
 
 def build_rewards(reward: Any, weights: Any, *, timeout_s: float) -> RewardFunctions:
-    """`reward`: one name, several, or names with their weights. A name is `module:function` or that of a built-in verifier."""
+    """`reward`: one name, several, or names with their weights. A name is `module:function` or
+    that of a built-in verifier."""
     if isinstance(reward, Mapping):
         if weights is not None:
             raise ConfigError("reward has weights of its own; leave reward_weights out, or give the names as a list")

@@ -1,4 +1,5 @@
-"""Which answers are right: one definition for what `ludic train` and `ludic eval` measure, mark and write."""
+"""Which answers are right: one definition for what `ludic train` and `ludic eval` measure, mark
+and write."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Success:
     """Nobody has said so. It holds as long as every reward is 0 or 1."""
 
     def holds_for(self, rewards: Iterable[float]) -> float | None:
-        """The reward that answers with these rewards are judged by; None where none of them can be called right or wrong."""
+        """The reward that answers with these rewards are judged by; None where none of them can
+        be called right or wrong."""
         if self.is_assumed and not all(reward in (0.0, 1.0) for reward in rewards):
             return None
         return self.reward
@@ -36,8 +38,10 @@ class Success:
 
 
 def success_of(task: EpisodicTask, solved_at: float | None) -> Success:
-    """What was asked for, else what the task says. A task that does not say has rewards of 0 and 1, or no success at all; the score of a
-    reward model never is one. Raises ConfigError for a `solved_at` that no reward can be compared with."""
+    """What was asked for, else what the task says. A task that does not say has rewards of 0 and 1,
+    or no success at all; the score of a
+    reward model never is one. Raises ConfigError for a `solved_at` that no reward can be
+    compared with."""
     if solved_at is not None:
         if not math.isfinite(solved_at):
             raise ConfigError(f"solved_at ({solved_at}) must be a finite reward, such as 1 or 0.5")

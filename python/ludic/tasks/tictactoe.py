@@ -1,8 +1,10 @@
-"""Tic-tac-toe as a task: trained against an opponent that mixes perfect and random moves, measured against both kinds.
+"""Tic-tac-toe as a task: trained against an opponent that mixes perfect and random moves, measured
+against both kinds.
 
-The teacher of the warm-up plays a perfect move half of the time, a random one nearly as often, and now and then names a cell that is
-taken, which ends its game. Reinforcement selects the good moves. Nothing is held out: the positions of the game are few, and a game of
-the measurement differs from one of training by the opponent and its luck.
+The teacher of the warm-up plays a perfect move half of the time, a random one nearly as often, and
+now and then names a cell that is taken, which ends its game. Reinforcement selects the good moves.
+Nothing is held out: the positions of the game are few, and a game of the measurement differs from
+one of training by the opponent and its luck.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class TicTacToe:
     teacher_illegal: float = 0.03
     """Share of the teacher's moves that name a cell which is taken."""
     format: str = "moves"
-    """`moves`: the opponent's move alone is shown, as a digit, and answered by a digit. `chat`: rules, board, and moves between tags."""
+    """`moves`: the opponent's move alone is shown, as a digit, and answered by a digit. `chat`:
+    rules, board, and moves between tags."""
     draw_reward: float = 0.5
     forced_draw_reward: float = 0.5
     """For a draw in which the agent made no mistake."""

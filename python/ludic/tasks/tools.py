@@ -1,8 +1,10 @@
-"""A tool of two calls as a task: what does the key hold that the start key holds? See `ludic.envs.key_value`.
+"""A tool of two calls as a task: what does the key hold that the start key holds? See
+`ludic.envs.key_value`.
 
-The teacher of the warm-up looks both keys up and answers right in 16 % of its demonstrations; 62 % answer at once, with a guess, and the
-rest go wrong on the way. Reinforcement selects the episodes that look up what they answer. Held out are pairs of a start key and what it
-holds; what that key holds is random in every episode.
+The teacher of the warm-up looks both keys up and answers right in 16 % of its demonstrations; 62 %
+answer at once, with a guess, and the rest go wrong on the way. Reinforcement selects the episodes
+that look up what they answer. Held out are pairs of a start key and what it holds; what that key
+holds is random in every episode.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Tools:
     wrong_key: float = 0.09
     """Share whose second call is for a wrong key, and that answers what it holds."""
     wrong_answer: float = 0.045
-    """Share that looks both keys up and answers at random; what remains makes one call and then guesses."""
+    """Share that looks both keys up and answers at random; what remains makes one call and then
+    guesses."""
     num_heldout: int = 20
     """Pairs kept for evaluation, out of 90."""
     format: str = "terse"

@@ -1,4 +1,5 @@
-"""An algorithm: how rewards become weights, what the loss is, and what happens to a batch in between. Presets are in `presets`."""
+"""An algorithm: how rewards become weights, what the loss is, and what happens to a batch in
+between. Presets are in `presets`."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class RLAlgorithm:
     loss: Loss
     preprocess: PreprocessFn | None = None
     correction: Correction | None = None
-    """For samples of another engine or an older policy; see `loss.correction`. Only for losses that read the logits through their
+    """For samples of another engine or an older policy; see `loss.correction`. Only for losses that
+    read the logits through their
     shared context alone."""
 
     def __post_init__(self) -> None:
@@ -69,11 +71,13 @@ class RLAlgorithm:
         totals: BatchTotals | None = None,
         temperature: float = 1.0,
     ) -> tuple[Tensor, Stats]:
-        """One forward pass and the loss of a collated batch, scaled by its share of `totals` (1 without).
+        """One forward pass and the loss of a collated batch, scaled by its share of `totals` (1
+        without).
 
-        `cast_logits_to_fp32` computes log-probabilities in float32, chunk by chunk; without it in the dtype of the logits. The policy
-        is that of logits / `temperature`. The statistics hold the sums of `loss.mismatch` where the batch has the sampler's
-        log-probabilities and the loss computes the policy's.
+        `cast_logits_to_fp32` computes log-probabilities in float32, chunk by chunk; without it in
+        the dtype of the logits. The policy is that of logits / `temperature`. The statistics hold
+        the sums of `loss.mismatch` where the batch has the sampler's log-probabilities and the loss
+        computes the policy's.
         """
         logits = forward_logits(model, batch)
         shared = SharedContext(
@@ -91,9 +95,11 @@ class RLAlgorithm:
 
 
 def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits [B, T, V] of a padded batch, [1, S, V] of a padding-free one, whose position ids keep its rows apart.
+    """Logits [B, T, V] of a padded batch, [1, S, V] of a padding-free one, whose position ids keep
+    its rows apart.
 
-    A model of transformers is told to keep no key-value cache: with one it would not tell the rows apart.
+    A model of transformers is told to keep no key-value cache: with one it would not tell the rows
+    apart.
     """
     cached = hasattr(getattr(transformer_of(model), "config", None), "use_cache")
     keywords: dict[str, Any] = {"use_cache": False} if cached else {}
@@ -120,7 +126,8 @@ def compose_preprocess(*fns: PreprocessFn) -> PreprocessFn:
 def validate_actor_logps(saw_batch: SAWBatch) -> SAWBatch:
     """Check that every sample carries one log-probability for each action token; ratios need them.
 
-    Raises DataError for a wrong count or a sample without any, DataTypeError for values that are no numbers.
+    Raises DataError for a wrong count or a sample without any, DataTypeError for values that are no
+    numbers.
     """
     missing = []
     for index, item in enumerate(saw_batch.items):
@@ -151,8 +158,8 @@ def _check_logps(index: int, item: SAWItem, logps: Any) -> None:
 def drop_zero_weight_samples(saw_batch: SAWBatch, *, eps: float = 1e-4) -> SAWBatch:
     """Keep the samples with |weight| > eps. Changes `saw_batch.items`.
 
-    Under a mean over samples this raises the weight of the others; the trainer's `skip_zero_weight` saves the same work and keeps the
-    gradient.
+    Under a mean over samples this raises the weight of the others; the trainer's `skip_zero_weight`
+    saves the same work and keeps the gradient.
     """
     if eps < 0:
         raise ConfigError(f"eps must be >= 0, got {eps}")
@@ -161,10 +168,12 @@ def drop_zero_weight_samples(saw_batch: SAWBatch, *, eps: float = 1e-4) -> SAWBa
 
 
 def filter_zero_variance_groups(saw_batch: SAWBatch, *, eps: float = 1e-6) -> SAWBatch:
-    """Drop the groups whose weights have a sample standard deviation of at most `eps`: they carry no signal.
+    """Drop the groups whose weights have a sample standard deviation of at most `eps`: they carry
+    no signal.
 
-    A group is the samples with one `meta["request_meta"]["group_id"]`. Groups of one sample, and samples without a group, stay. The order
-    of the samples stays. `saw_batch.meta["zvp_filter_frac"]` is the share of groups dropped. Changes `saw_batch.items`.
+    A group is the samples with one `meta["request_meta"]["group_id"]`. Groups of one sample, and
+    samples without a group, stay. The order of the samples stays.
+    `saw_batch.meta["zvp_filter_frac"]` is the share of groups dropped. Changes `saw_batch.items`.
     """
     if eps < 0:
         raise ConfigError(f"eps must be >= 0, got {eps}")

@@ -1,4 +1,5 @@
-"""One prompt and one completion through a chat template. Conversations of any length: `batching.chat_template`."""
+"""One prompt and one completion through a chat template. Conversations of any length:
+`batching.chat_template`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from ludic.types import Message
 
 @dataclass(frozen=True)
 class ChatTemplateResult:
-    """A conversation of two turns. Example: `<user>hi<assistant>yo<eos>` of a byte-level model has `prompt_len` 4 where the roles are one
+    """A conversation of two turns. Example: `<user>hi<assistant>yo<eos>` of a byte-level model has
+    `prompt_len` 4 where the roles are one
     token each."""
 
     tokens: list[int]
@@ -28,7 +30,8 @@ class ChatTemplateResult:
 def tokenize_with_chat_template(
     tokenizer: Any, prompt: str, completion: str, *, system_prompt: str | None = None, max_length: int | None = None
 ) -> ChatTemplateResult:
-    """Ids of the conversation in which the user says `prompt` and the assistant `completion`, cut on the right to `max_length`. Raises
+    """Ids of the conversation in which the user says `prompt` and the assistant `completion`, cut
+    on the right to `max_length`. Raises
     DataError for an empty completion, and for a prompt that fills `max_length` alone."""
     question, answer = _turns(prompt, completion, system_prompt)
     whole = conversation_tokens(tokenizer, question, answer, "the conversation")
@@ -38,7 +41,8 @@ def tokenize_with_chat_template(
 
 
 def format_chat_template_text(tokenizer: Any, prompt: str, completion: str, *, system_prompt: str | None = None) -> str:
-    """The conversation as text, up to the end token of the completion: what a server that tokenises by itself is to be sent."""
+    """The conversation as text, up to the end token of the completion: what a server that
+    tokenises by itself is to be sent."""
     question, answer = _turns(prompt, completion, system_prompt)
     text: str = tokenizer.apply_chat_template([*question, *answer], tokenize=False, add_generation_prompt=False)
     begun: str = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)

@@ -1,4 +1,5 @@
-"""Checkpoints: a folder of safetensors and JSON in Hugging Face layout, which appears whole or not at all.
+"""Checkpoints: a folder of safetensors and JSON in Hugging Face layout, which appears whole or not
+at all.
 
     output_dir/
       step_000050/            config.json and model*.safetensors (adapter_model.safetensors for adapters), as save_pretrained writes
@@ -7,8 +8,9 @@
         trainer_state.json    {"step", and what the trainer keeps of the run}
       latest.json             {"last_checkpoint", "step"}
 
-Nothing is pickled, and nothing pickled is read. A checkpoint is written into a folder beside its place and renamed, and renamed again
-before it is deleted (`whole_folders`); a crash leaves the older ones as they were. `state_files` turns models and optimizers into files.
+Nothing is pickled, and nothing pickled is read. A checkpoint is written into a folder beside its
+place and renamed, and renamed again before it is deleted (`whole_folders`); a crash leaves the
+older ones as they were. `state_files` turns models and optimizers into files.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class CheckpointConfig:
 
 
 class CheckpointManager:
-    """Writes, finds, reads and deletes checkpoints. With several ranks, all call `save`; rank 0 writes.
+    """Writes, finds, reads and deletes checkpoints. With several ranks, all call `save`; rank 0
+    writes.
 
     >>> manager = CheckpointManager(CheckpointConfig("checkpoints", every_n_steps=50))
     >>> manager.maybe_save(model, optimizer=optimizer, step=50)
@@ -88,7 +91,8 @@ class CheckpointManager:
         step: int,
         metadata: Mapping[str, Any] | None = None,
     ) -> Path | None:
-        """Write the checkpoint of `step`; its folder on rank 0, None elsewhere. One of the same step is replaced."""
+        """Write the checkpoint of `step`; its folder on rank 0, None elsewhere. One of the same
+        step is replaced."""
         content = {"step": step, **(metadata or {})}
         target = self.root / f"step_{step:06d}"
         with self._written_aside(target) as folder:
@@ -106,14 +110,16 @@ class CheckpointManager:
         return (self.root / f"step_{step:06d}").is_dir()
 
     def amend(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Replace some of the metadata of the checkpoint that was saved last, if it is of `step`: what became known only afterwards."""
+        """Replace some of the metadata of the checkpoint that was saved last, if it is of
+        `step`: what became known only afterwards."""
         if ranks.rank() == 0 and self._saved is not None and _step_of(self._saved) == step:
             state = self._saved / "trainer_state.json"
             write_json(state, {**read_json(state), **metadata})
 
     @contextmanager
     def _written_aside(self, target: Path) -> Iterator[Path | None]:
-        """A folder beside `target` that becomes it at the end. None on other ranks than 0, which write nothing."""
+        """A folder beside `target` that becomes it at the end. None on other ranks than 0, which
+        write nothing."""
         if ranks.rank() != 0:
             yield None
             return
@@ -123,7 +129,8 @@ class CheckpointManager:
         self._prune(target)
 
     def _prune(self, written: Path) -> None:
-        """Delete what an interrupted save left behind, and all but the newest checkpoints; the one just written always stays."""
+        """Delete what an interrupted save left behind, and all but the newest checkpoints; the
+        one just written always stays."""
         clear_unfinished(self.root)
         older = [folder for folder in self._folders() if folder != written]
         for folder in older[: max(0, len(older) - (self.cfg.max_to_keep - 1))]:
@@ -135,7 +142,8 @@ class CheckpointManager:
         return sorted(folders, key=_step_of)
 
     def find(self, *, step: int | None = None, path: str | Path | None = None) -> Path:
-        """The checkpoint folder: `path` outranks `step`, that outranks latest.json, that outranks the newest folder."""
+        """The checkpoint folder: `path` outranks `step`, that outranks latest.json, that
+        outranks the newest folder."""
         if path is not None:
             return _existing(Path(path))
         if step is not None:
@@ -162,7 +170,8 @@ class CheckpointManager:
         step: int | None = None,
         path: str | Path | None = None,
     ) -> dict[str, Any]:
-        """Read weights, and the optimizer's state if one is given and was saved. The metadata; `{"step": 0}` if there is none."""
+        """Read weights, and the optimizer's state if one is given and was saved. The metadata;
+        `{"step": 0}` if there is none."""
         folder = self.find(step=step, path=path)
         read_model(model, folder)
         if optimizer is not None:

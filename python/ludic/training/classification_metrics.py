@@ -1,12 +1,16 @@
-"""How well scores tell the preferred response of a pair: accuracy, margins, calibration, and errors at a threshold.
+"""How well scores tell the preferred response of a pair: accuracy, margins, calibration, and errors
+at a threshold.
 
-P pairs, each with a score for the chosen and one for the rejected response and a label y, the probability that the chosen one is the
-better; m is the margin, chosen less rejected. All is computed in float64 from the scores of single responses.
+P pairs, each with a score for the chosen and one for the rejected response and a label y, the
+probability that the chosen one is the better; m is the margin, chosen less rejected. All is
+computed in float64 from the scores of single responses.
 
-A label counts as what it says. A pair stands for two: (chosen, rejected) with weight y, (rejected, chosen) with weight 1 - y. So 1 is the
-pair as it is, 0 the pair reversed, and 0.75 three such pairs of four. Margins, the area under the curve, calibration and rates of responses
-are means with these weights, as scikit-learn has them with `sample_weight`. What decides on a pair (accuracy, and rates of pairs) is held
-against the likelier order: the chosen response where y > 1/2, else the rejected one.
+A label counts as what it says. A pair stands for two: (chosen, rejected) with weight y, (rejected,
+chosen) with weight 1 - y. So 1 is the pair as it is, 0 the pair reversed, and 0.75 three such pairs
+of four. Margins, the area under the curve, calibration and rates of responses are means with these
+weights, as scikit-learn has them with `sample_weight`. What decides on a pair (accuracy, and rates
+of pairs) is held against the likelier order: the chosen response where y > 1/2, else the rejected
+one.
 """
 
 from __future__ import annotations
@@ -42,10 +46,12 @@ class PreferenceMetrics:
     beta: float = 1.0
     """sigma(beta m) is the probability that the chosen response is the better."""
     thresholds_on: Literal["pairs", "responses"] = field(default="pairs", kw_only=True)
-    """What a threshold divides. `pairs`: sigma(beta m) > t, against y > 1/2. `responses`: score > t, the preferred responses being
+    """What a threshold divides. `pairs`: sigma(beta m) > t, against y > 1/2. `responses`: score >
+    t, the preferred responses being
     the positives and the others the negatives; `tpr@t` as well."""
     both_orders: bool = field(default=False, kw_only=True)
-    """Calibrate over each pair in both orders, p against y and 1 - p against 1 - y. Without it, data whose chosen response is always the
+    """Calibrate over each pair in both orders, p against y and 1 - p against 1 - y. Without it,
+    data whose chosen response is always the
     preferred one have no negatives, and their `ece` is the mean of 1 - p."""
 
     def __post_init__(self) -> None:
@@ -62,8 +68,10 @@ class PreferenceMetrics:
         self._columns: list[tuple[Floats, Floats, Floats]] = []
 
     def update(self, chosen_scores: Any, rejected_scores: Any, labels: Any = None) -> None:
-        """Add pairs: tensors, arrays or lists [P] of numbers; without labels the chosen responses are the better ones. Raises DataError
-        for another number of them, for scores that are not finite, and for labels that are no probabilities."""
+        """Add pairs: tensors, arrays or lists [P] of numbers; without labels the chosen responses
+        are the better ones. Raises DataError
+        for another number of them, for scores that are not finite, and for labels that are no
+        probabilities."""
         chosen, rejected = as_floats(chosen_scores), as_floats(rejected_scores)
         label = np.ones_like(chosen) if labels is None else as_floats(labels)
         if not len(chosen) == len(rejected) == len(label):
@@ -95,18 +103,22 @@ class PreferenceMetrics:
         return chosen, rejected, labels
 
     def compute(self) -> dict[str, float]:
-        """`pairwise_accuracy`, `mean_margin`, `margin_std`, `negative_margin_rate`, `roc_auc` and `ece`, then `margin_p5` to `margin_p95`,
+        """`pairwise_accuracy`, `mean_margin`, `margin_std`, `negative_margin_rate`, `roc_auc` and
+        `ece`, then `margin_p5` to `margin_p95`,
         and `fpr@t` and `fnr@t` of each threshold. Without any pair, the first six, each 0.
 
-        - `pairwise_accuracy`: share of pairs with m > 0 where y > 1/2, m < 0 where it is not; a tie is wrong.
-        - `mean_margin`, `margin_std` (population), `negative_margin_rate` (margins below 0): of the margins m with weight y and -m with
-          weight 1 - y.
+        - `pairwise_accuracy`: share of pairs with m > 0 where y > 1/2, m < 0 where it is not; a tie
+          is wrong.
+        - `mean_margin`, `margin_std` (population), `negative_margin_rate` (margins below 0): of the
+          margins m with weight y and -m with weight 1 - y.
         - `margin_pQ`: the Q-th percentile of these; see `percentiles`.
-        - `roc_auc`: over all responses of all pairs, chosen ones being positives with weight y and negatives with weight 1 - y, rejected
-          ones the contrary; see `roc_auc`.
-        - `ece`: of the predictions sigma(beta m), which come true with frequency y; see `calibration_error`.
-        - `fpr@t`, `fnr@t`, `tpr@t`: shares of the negatives above t, and of the positives that are not and that are. Of pairs, or of
-          responses with the weights of `roc_auc`, as `thresholds_on` says; 0 where there are none.
+        - `roc_auc`: over all responses of all pairs, chosen ones being positives with weight y and
+          negatives with weight 1 - y, rejected ones the contrary; see `roc_auc`.
+        - `ece`: of the predictions sigma(beta m), which come true with frequency y; see
+          `calibration_error`.
+        - `fpr@t`, `fnr@t`, `tpr@t`: shares of the negatives above t, and of the positives that are
+          not and that are. Of pairs, or of responses with the weights of `roc_auc`, as
+          `thresholds_on` says; 0 where there are none.
         """
         chosen, rejected, labels = self.scores
         metrics = {
@@ -150,7 +162,8 @@ def compute_pairwise_accuracy(chosen_scores: Any, rejected_scores: Any) -> float
 
 
 def compute_margin_stats(chosen_scores: Any, rejected_scores: Any, labels: Any = None) -> dict[str, float]:
-    """`mean_margin`, `margin_std` (population), `negative_margin_rate`, and the percentiles; without labels the chosen responses are the
+    """`mean_margin`, `margin_std` (population), `negative_margin_rate`, and the percentiles;
+    without labels the chosen responses are the
     better ones."""
     margins = as_floats(chosen_scores) - as_floats(rejected_scores)
     label = np.ones_like(margins) if labels is None else as_floats(labels)
@@ -158,7 +171,8 @@ def compute_margin_stats(chosen_scores: Any, rejected_scores: Any, labels: Any =
 
 
 def pairwise_accuracy(chosen: Floats, rejected: Floats, better: NDArray[np.bool]) -> float:
-    """Share of pairs with m > 0 where the chosen response is the better one, m < 0 where it is not."""
+    """Share of pairs with m > 0 where the chosen response is the better one, m < 0 where it is
+    not."""
     margins = chosen - rejected
     return _share(np.where(better, margins > 0, margins < 0))
 
@@ -176,7 +190,8 @@ def preference_loss(chosen: Floats, rejected: Floats, labels: Floats, beta: floa
 
 
 def margins_in_both_orders(margins: Floats, labels: Floats) -> tuple[Floats, Floats]:
-    """[N] margins of the preferred response less the other, and [N] their weights: m with weight y, -m with weight 1 - y, and none of
+    """[N] margins of the preferred response less the other, and [N] their weights: m with weight y,
+    -m with weight 1 - y, and none of
     weight 0. The weights sum to the number of pairs."""
     signed, weights = np.concatenate([margins, -margins]), np.concatenate([labels, 1.0 - labels])
     return signed[weights > 0], weights[weights > 0]
@@ -189,8 +204,10 @@ def _responses(chosen: Floats, rejected: Floats, labels: Floats) -> tuple[Floats
 
 
 def roc_auc(scores: Floats, positive: Floats, negative: Floats) -> float:
-    """Area under the ROC curve: the probability that a positive scores higher than a negative, half of ties included (the Mann-Whitney
-    statistic; Hanley and McNeil 1982), where score i is drawn as positive in proportion to `positive[i]`, as negative to `negative[i]`.
+    """Area under the ROC curve: the probability that a positive scores higher than a negative, half
+    of ties included (the Mann-Whitney
+    statistic; Hanley and McNeil 1982), where score i is drawn as positive in proportion to
+    `positive[i]`, as negative to `negative[i]`.
 
         sum_ij positive_i negative_j ([s_i > s_j] + [s_i = s_j] / 2) / (sum positive * sum negative)
 
@@ -219,7 +236,8 @@ class CalibrationBins:
 
 
 def calibration_bins(probability: Floats, came_true: NDArray[Any], bins: int = 10) -> CalibrationBins:
-    """[N] predictions in [0, 1], and [N] how often each came true: booleans, or shares in [0, 1]."""
+    """[N] predictions in [0, 1], and [N] how often each came true: booleans, or shares in [0,
+    1]."""
     edges = np.linspace(0.0, 1.0, bins + 1)
     place = np.clip(np.searchsorted(edges, probability, "right") - 1, 0, bins - 1)
     counts = np.bincount(place, minlength=bins)
@@ -233,17 +251,19 @@ def calibration_bins(probability: Floats, came_true: NDArray[Any], bins: int = 1
 
 
 def calibration_error(found: CalibrationBins) -> float:
-    """Expected calibration error: the mean over predictions of |confidence - frequency| of their bin (Guo et al. 2017,
+    """Expected calibration error: the mean over predictions of |confidence - frequency| of their
+    bin (Guo et al. 2017,
     arXiv:1706.04599, eq. 3). 0.0 without any."""
     total = found.counts.sum()
     return float((found.counts * np.abs(found.confidence - found.frequency)).sum() / total) if total else 0.0
 
 
 def percentiles(margins: Floats, labels: Floats) -> dict[str, float]:
-    """`margin_p5` to `margin_p95` of P margins in both orders, interpolated between neighbours; 0 without margins.
+    """`margin_p5` to `margin_p95` of P margins in both orders, interpolated between neighbours; 0
+    without margins.
 
-    Sorted, with their weights laid end to end, they reach from 0 to P; the k-th smallest margin is the mean from k - 1 to k. Where every
-    label is 0 or 1 that is the k-th of the margins.
+    Sorted, with their weights laid end to end, they reach from 0 to P; the k-th smallest margin is
+    the mean from k - 1 to k. Where every label is 0 or 1 that is the k-th of the margins.
     """
     signed, weights = margins_in_both_orders(margins, labels)
     order = np.argsort(signed, kind="stable")

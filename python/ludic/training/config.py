@@ -1,6 +1,7 @@
 """`TrainerConfig`: every setting of the trainer, checked when it is built.
 
-Errors name the value, the rule and the remedy. What a field does is written under it; where it acts, see `trainer` and `backend`.
+Errors name the value, the rule and the remedy. What a field does is written under it; where it
+acts, see `trainer` and `backend`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def _default_device() -> str:
 
 @dataclass_transform(field_specifiers=(field,))
 def config_dataclass(cls: C) -> C:
-    """A dataclass whose constructor explains unknown and removed names, and remembers which names were given."""
+    """A dataclass whose constructor explains unknown and removed names, and remembers which
+    names were given."""
     made = dataclass(cls)
     made.__init__ = _explaining(made.__init__)
     return cast(C, made)
@@ -66,7 +68,8 @@ def _explaining(init: Callable[..., None]) -> Callable[..., None]:
             raise ConfigError(f"lr ({given['lr']}) and learning_rate ({rate}) are two names of one setting; give one of them")
         init(self, *args, **kwargs)
         asked = frozenset(given) - {"self"}
-        # `dataclasses.replace` passes every field; of those, the ones that differ from a default were asked for.
+        # `dataclasses.replace` passes every field; of those, the ones that differ from a default
+        # were asked for.
         everything = asked >= {item.name for item in fields(self)}
         self._given = frozenset(filter(functools.partial(_differs, self), asked)) if everything else asked
 
@@ -94,7 +97,8 @@ class TrainerConfig:
     """
 
     model_device: str = field(default_factory=_default_device)
-    """Where the model is trained; "cuda" where there is one, else "cpu". A sharded model stays where it is."""
+    """Where the model is trained; "cuda" where there is one, else "cpu". A sharded model stays
+    where it is."""
     runtime_device: str | None = None
     """Where published weights are put; None leaves them on `model_device`."""
     lr: float = 1e-5
@@ -110,18 +114,22 @@ class TrainerConfig:
     max_seq_len: int = 1024
     """Longer samples are cut on the right; their metadata says so."""
     micro_token_budget: int = 8192
-    """`longest * rows` of a micro-batch, at most; for `padding_free` the sum of lengths. Not below `max_seq_len`."""
+    """`longest * rows` of a micro-batch, at most; for `padding_free` the sum of lengths. Not
+    below `max_seq_len`."""
     sync_every_steps: int = 1
     """Publish the weights every so many steps; 0: never."""
     master_weights: bool = True
-    """Parameters in bfloat16 are stepped as float32 copies and rounded back, for most updates are too small to change a bfloat16
-    weight. Off: they are stepped in bfloat16, which saves 10 bytes a parameter and leaves most of them where they are. Parameters in
-    float32 are always stepped as they are."""
+    """Parameters in bfloat16 are stepped as float32 copies and rounded back, for most updates are
+    too small to change a bfloat16
+    weight. Off: they are stepped in bfloat16, which saves 10 bytes a parameter and leaves most
+    of them where they are. Parameters in float32 are always stepped as they are."""
     mixed_precision_dtype: str | None = None
-    """"bf16" runs the forward passes of a float32 model under autocast; None computes in the model's own dtype. Weights and optimizer keep
+    """"bf16" runs the forward passes of a float32 model under autocast; None computes in the
+    model's own dtype. Weights and optimizer keep
     the dtype that the model was loaded in."""
     temperature: float = 1.0
-    """The policy is that of logits / temperature. Set it to the temperature that is sampled with, where the sampler returns the
+    """The policy is that of logits / temperature. Set it to the temperature that is sampled with,
+    where the sampler returns the
     log-probabilities of the distribution drawn from (vLLM's `processed_logprobs`)."""
     cast_logits_to_fp32: bool = True
     """Log-probabilities in float32, whatever the model computes in."""
@@ -151,9 +159,11 @@ class TrainerConfig:
     early_stopping_patience: int | None = None
     """End after so many evaluations without improvement; None: never."""
     early_stopping_metric: str = "eval_loss"
-    """What evaluations are compared by. At the end, the trained weights are those of the best evaluation (`Trainer.restore_best`)."""
+    """What evaluations are compared by. At the end, the trained weights are those of the best
+    evaluation (`Trainer.restore_best`)."""
     early_stopping_mode: Literal["auto", "min", "max"] = "auto"
-    """Whether it is better when it is small (min) or large (max); auto: as its name tells, `eval_loss` min, `eval_accuracy` max."""
+    """Whether it is better when it is small (min) or large (max); auto: as its name tells,
+    `eval_loss` min, `eval_accuracy` max."""
     early_stopping_min_delta: float = 0.0
     """What counts as improvement must exceed this."""
     packing: Packing = "optimal"
@@ -169,9 +179,11 @@ class TrainerConfig:
     lr_min_ratio: float = 0.0
     """Where `cosine` and `linear` end, as a share of `lr`."""
     skip_zero_weight: bool = True
-    """Leave samples of weight zero out of the forward pass where they add nothing to the gradient; they stay in the totals."""
+    """Leave samples of weight zero out of the forward pass where they add nothing to the
+    gradient; they stay in the totals."""
     merge_turns: bool = True
-    """Turns of an episode whose prompts continue each other, token by token, go through the model as one row. The gradient is that of
+    """Turns of an episode whose prompts continue each other, token by token, go through the model
+    as one row. The gradient is that of
     one row a turn. Only with a loss that reads the logits through its shared context alone."""
     seed: int = 0
     """Of the order of samples in mini-batches."""
@@ -192,7 +204,8 @@ class TrainerConfig:
         return name in self._given  # type: ignore[attr-defined]
 
     def validate(self) -> None:
-        """Raise `ConfigError` where a value or a combination is wrong. The trainer calls it again."""
+        """Raise `ConfigError` where a value or a combination is wrong. The trainer calls it
+        again."""
         self._check_optimizer()
         self._check_batching()
         self._check_schedule()

@@ -1,4 +1,5 @@
-"""Credit: how the rewards of rollouts become one weight a step. Plain float64 arithmetic, no torch."""
+"""Credit: how the rewards of rollouts become one weight a step. Plain float64 arithmetic, no
+torch."""
 
 from __future__ import annotations
 
@@ -60,13 +61,16 @@ class ConstantCredit:
 
 @dataclass
 class GroupNormalizedReturn:
-    """A_i = R_i - mean(R of its group), at every step of rollout i (GRPO, arXiv:2402.03300, section 4.1).
+    """A_i = R_i - mean(R of its group), at every step of rollout i (GRPO, arXiv:2402.03300, section
+    4.1).
 
-    In this order: centred; clamped at 0 if `positive_only`; divided by (population standard deviation of the group's advantages + `eps`)
-    if `normalize_adv`. A group is the rollouts with one `meta["request_meta"]["group_id"]`, and with one `agent_id`
-    where several agents play; a group of equal returns gets exactly 0.
-    With `allow_partial` a group may be smaller than `group_size`, for engines that lose rollouts; a larger one is always an error.
-    With `leave_one_out` a return is compared with the mean of the others (RLOO, arXiv:2402.14740), which is G / (G - 1) times as much.
+    In this order: centred; clamped at 0 if `positive_only`; divided by (population standard
+    deviation of the group's advantages + `eps`) if `normalize_adv`. A group is the rollouts with
+    one `meta["request_meta"]["group_id"]`, and with one `agent_id` where several agents play; a
+    group of equal returns gets exactly 0. With `allow_partial` a group may be smaller than
+    `group_size`, for engines that lose rollouts; a larger one is always an error. With
+    `leave_one_out` a return is compared with the mean of the others (RLOO, arXiv:2402.14740), which
+    is G / (G - 1) times as much.
     """
 
     group_size: int
@@ -95,9 +99,11 @@ class GroupNormalizedReturn:
 
 @dataclass
 class HybridNormalizedReturn:
-    """A_i = (R_i - mean(R of its group)) / (std of all centred returns of the batch + eps): ScaleRL, arXiv:2510.13786.
+    """A_i = (R_i - mean(R of its group)) / (std of all centred returns of the batch + eps):
+    ScaleRL, arXiv:2510.13786.
 
-    The population standard deviation is over rollouts, one value each. `positive_only` clamps at 0 at the end.
+    The population standard deviation is over rollouts, one value each. `positive_only` clamps at 0
+    at the end.
     """
 
     group_size: int
@@ -121,9 +127,11 @@ class HybridNormalizedReturn:
 
 @dataclass
 class BatchNormalizedReturn:
-    """A_i = (R_i - mean of all returns of the batch) / (their std + eps), at every step of rollout i (REINFORCE++, arXiv:2501.03262).
+    """A_i = (R_i - mean of all returns of the batch) / (their std + eps), at every step of rollout
+    i (REINFORCE++, arXiv:2501.03262).
 
-    Mean and population standard deviation are over rollouts, one value each. A batch of equal returns gets exactly 0.
+    Mean and population standard deviation are over rollouts, one value each. A batch of equal
+    returns gets exactly 0.
     """
 
     eps: float = 1e-8
@@ -137,11 +145,13 @@ class BatchNormalizedReturn:
 
 @dataclass
 class OverlongPenalty:
-    """The credit of `inner` after a penalty on answers that come close to their limit (DAPO, arXiv:2503.14476, soft overlong punishment).
+    """The credit of `inner` after a penalty on answers that come close to their limit (DAPO,
+    arXiv:2503.14476, soft overlong punishment).
 
-    An answer of n sampled tokens loses factor * clamp((n - (max_tokens - buffer_tokens)) / buffer_tokens, 0, 1) of its reward.
-    Example: with max_tokens=100 and buffer_tokens=20, 80 tokens cost 0, 90 cost 0.5 and 100 cost 1. Only the credit sees it: the
-    rewards of the rollouts, which are logged, stay what the environment gave.
+    An answer of n sampled tokens loses factor * clamp((n - (max_tokens - buffer_tokens)) /
+    buffer_tokens, 0, 1) of its reward. Example: with max_tokens=100 and buffer_tokens=20, 80 tokens
+    cost 0, 90 cost 0.5 and 100 cost 1. Only the credit sees it: the rewards of the rollouts, which
+    are logged, stay what the environment gave.
     """
 
     inner: CreditAssigner
@@ -176,7 +186,8 @@ class OverlongPenalty:
 
 
 def _return(rollout: Rollout) -> float:
-    """Sum of the rewards, rounded once: equal rewards in another order are an equal return, so that their group's credit is exactly 0."""
+    """Sum of the rewards, rounded once: equal rewards in another order are an equal return, so
+    that their group's credit is exactly 0."""
     rewards = [step.reward for step in rollout.steps]
     if not all(map(math.isfinite, rewards)):
         raise DataError(f"the rewards of rollout {rollout.id} are {rewards}; rewards must be finite")
@@ -184,7 +195,8 @@ def _return(rollout: Rollout) -> float:
 
 
 def _centred(returns: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Returns less their mean; exactly 0 where they are all equal, whatever the rounding of the mean."""
+    """Returns less their mean; exactly 0 where they are all equal, whatever the rounding of the
+    mean."""
     values = np.asarray(returns, dtype=np.float64)
     if np.all(values == values[0]):
         return np.zeros_like(values)
@@ -192,8 +204,10 @@ def _centred(returns: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.flo
 
 
 def _groups(rollouts: Sequence[Rollout], group_size: int, *, allow_partial: bool) -> list[list[int]]:
-    """Positions of the members of each group, in order of first appearance. Where an episode has several agents, each is compared with
-    itself in the other episodes: the rollouts of one `meta["agent_id"]` are a group of their own."""
+    """Positions of the members of each group, in order of first appearance. Where an episode has
+    several agents, each is compared with
+    itself in the other episodes: the rollouts of one `meta["agent_id"]` are a group of their
+    own."""
     groups: dict[tuple[object, object], list[int]] = {}
     for position, rollout in enumerate(rollouts):
         group = (rollout.meta.get("request_meta") or {}).get("group_id")

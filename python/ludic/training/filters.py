@@ -1,5 +1,6 @@
-"""Filters of samples: predicates that say which to keep. Each named filter is one; called without an argument it returns itself, so
-that `combine(drop_truncated, ...)` and `combine(drop_truncated(), ...)` are the same."""
+"""Filters of samples: predicates that say which to keep. Each named filter is one; called
+without an argument it returns itself, so that `combine(drop_truncated, ...)` and
+`combine(drop_truncated(), ...)` are the same."""
 
 from __future__ import annotations
 

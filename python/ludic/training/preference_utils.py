@@ -1,4 +1,5 @@
-"""Preference data from rows, files and data sets as samples. What a row may be: `batching.preference_items`."""
+"""Preference data from rows, files and data sets as samples. What a row may be:
+`batching.preference_items`."""
 
 from __future__ import annotations
 
@@ -40,8 +41,9 @@ def create_preference_saw_items(
 
     >>> chosen, rejected = create_preference_saw_items("2+2=", "4", "5", tokenizer, pair_id="sum")
 
-    `label` is the probability that the chosen response is the better. Without `pair_id` the pair gets one that no other has. Raises
-    DataError for an empty response and for two that are the same; see `PreferenceItems`.
+    `label` is the probability that the chosen response is the better. Without `pair_id` the pair
+    gets one that no other has. Raises DataError for an empty response and for two that are the
+    same; see `PreferenceItems`.
     """
     make = PreferenceItems(tokenizer, use_chat_template, system_prompt, max_length)
     name = uuid.uuid4().hex if pair_id is None else pair_id
@@ -65,9 +67,10 @@ def preference_dataset_to_saw_items(
 ) -> list[SAWItem]:
     """The samples of all rows, chosen and rejected in turn. Row i is pair `pref_i`.
 
-    A row that makes no pair (an empty response, two that are the same, a prompt that fills `max_length`) is skipped; a warning counts these
-    and names the first, and `left_out` is told how many there are for each reason (`RowFault`, or `malformed`). With `strict` it is a
-    DataError that names the row, as it is where no row is left.
+    A row that makes no pair (an empty response, two that are the same, a prompt that fills
+    `max_length`) is skipped; a warning counts these and names the first, and `left_out` is told how
+    many there are for each reason (`RowFault`, or `malformed`). With `strict` it is a DataError
+    that names the row, as it is where no row is left.
     """
     make = PreferenceItems(tokenizer, use_chat_template, system_prompt, max_length)
     names = {"prompt": prompt_col, "chosen": chosen_col, "rejected": rejected_col}
@@ -124,15 +127,17 @@ def load_preference_items(
     system_prompt: str | None = None,
     left_out: Counter[str] | None = None,
 ) -> list[SAWItem]:
-    """The samples of a JSONL, JSON, CSV or parquet file, a folder, or an id for the `datasets` library, in one of TRL's preference formats
+    """The samples of a JSONL, JSON, CSV or parquet file, a folder, or an id for the `datasets`
+    library, in one of TRL's preference formats
     or with two scored responses a row, as SHP has them.
 
-    `columns` says which column is which (`{"chosen": "better"}`), `config` and `split` are for ids and folders, `limit` is the most rows
-    that are read, drawn at random by `seed` and left in their order: data sets are often sorted.
+    `columns` says which column is which (`{"chosen": "better"}`), `config` and `split` are for ids
+    and folders, `limit` is the most rows that are read, drawn at random by `seed` and left in their
+    order: data sets are often sorted.
 
-    Raises DataError, naming file and row, for a row that is not of the format and for a label that is no probability. A row that
-    makes no pair is skipped with a warning and counted in `left_out` (`preference_dataset_to_saw_items`), and so is one whose two
-    scores are equal (`equal_scores`).
+    Raises DataError, naming file and row, for a row that is not of the format and for a label that
+    is no probability. A row that makes no pair is skipped with a warning and counted in `left_out`
+    (`preference_dataset_to_saw_items`), and so is one whose two scores are equal (`equal_scores`).
     """
     data = load_data(source, kind="preference", columns=columns, config=config, split=split, limit=limit, seed=seed)
     make = PreferenceItems(tokenizer, use_chat_template, system_prompt, max_length, as_arrays=True)
@@ -142,6 +147,7 @@ def load_preference_items(
 
 
 def shuffle_preference_pairs(items: Sequence[SAWItem], seed: int | None = None) -> list[SAWItem]:
-    """The pairs in another order, which follows from the seed; the samples of a pair become neighbours, in the order they were in."""
+    """The pairs in another order, which follows from the seed; the samples of a pair become
+    neighbours, in the order they were in."""
     pairs = grouped(meta_value(item, row, "pair_id") for row, item in enumerate(items))
     return [items[row] for pair in np.random.default_rng(seed).permutation(len(pairs)) for row in pairs[pair]]

@@ -1,4 +1,5 @@
-"""The few sums that the trainer takes over ranks. Without `torch.distributed`, a world of one: each is the identity."""
+"""The few sums that the trainer takes over ranks. Without `torch.distributed`, a world of one:
+each is the identity."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def _reduce(values: Sequence[float], device: torch.device | str, operation: dist
 
 
 def union_over_ranks(names: Sequence[str], device: torch.device | str) -> list[str]:
-    """The names that any rank has, each once, in one order on all ranks: that of rank 0, then what the next ones add."""
+    """The names that any rank has, each once, in one order on all ranks: that of rank 0, then
+    what the next ones add."""
     if not is_distributed():
         return list(dict.fromkeys(names))
     own = torch.tensor(list(json.dumps(list(names)).encode()), dtype=torch.uint8, device=device)

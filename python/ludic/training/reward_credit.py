@@ -17,7 +17,8 @@ CombineMode = Literal["replace", "add", "multiply", "weighted", "bonus"]
 
 
 def combined(mode: CombineMode, base: float, score: float, *, rm_coeff: float = 1.0, alpha: float = 0.5) -> float:
-    """`replace`: score. `add`: base + score. `multiply`: base * score. `weighted`: alpha * base + (1 - alpha) * score.
+    """`replace`: score. `add`: base + score. `multiply`: base * score. `weighted`: alpha * base +
+    (1 - alpha) * score.
     `bonus`: base + rm_coeff * score."""
     scale, added = shares(mode, score, rm_coeff=rm_coeff, alpha=alpha)
     return scale * base + added
@@ -46,7 +47,8 @@ def check_mode(mode: CombineMode) -> CombineMode:
 
 
 def score_of(rollout: Rollout, key: str) -> float:
-    """The score that a `RewardModelScorer` left in the rollout's meta. DataError where there is none, or none that is finite."""
+    """The score that a `RewardModelScorer` left in the rollout's meta. DataError where there is
+    none, or none that is finite."""
     score = rollout.meta.get(key)
     if isinstance(score, bool) or not isinstance(score, Real) or not math.isfinite(score):
         raise DataError(
@@ -58,11 +60,13 @@ def score_of(rollout: Rollout, key: str) -> float:
 
 @dataclass
 class RewardModelCreditAssigner:
-    """The weights of `inner_assigner`, each combined with the score of its rollout; without one the base is 1 at every step.
+    """The weights of `inner_assigner`, each combined with the score of its rollout; without one the
+    base is 1 at every step.
 
-    The score is `rollout.meta[rm_score_key]`. It is used as it is, at every step of the rollout: it has no baseline, so that in the modes
-    that add it a model whose scores are all positive raises the probability of everything. To have scores compared within their group
-    instead, let them be the reward (`RewardModelReward`) and leave the credit to `GroupNormalizedReturn`.
+    The score is `rollout.meta[rm_score_key]`. It is used as it is, at every step of the rollout: it
+    has no baseline, so that in the modes that add it a model whose scores are all positive raises
+    the probability of everything. To have scores compared within their group instead, let them be
+    the reward (`RewardModelReward`) and leave the credit to `GroupNormalizedReturn`.
     """
 
     mode: CombineMode = "bonus"
@@ -75,7 +79,8 @@ class RewardModelCreditAssigner:
         check_mode(self.mode)
 
     def compute(self, rollouts: Sequence[Rollout]) -> dict[RolloutStepKey, float]:
-        """Raises DataError for a rollout without a score: one that could not be scored has none, and not a score of 0."""
+        """Raises DataError for a rollout without a score: one that could not be scored has none,
+        and not a score of 0."""
         inner = self.inner_assigner.compute(rollouts) if self.inner_assigner is not None else None
         weights: dict[RolloutStepKey, float] = {}
         for rollout in rollouts:

@@ -1,10 +1,11 @@
 """Reward functions as TRL's trainers take them, called once a batch on what was played.
 
-`fn(prompts, completions, **columns) -> list[float]`, one element a completion, all of the batch at once. `prompts` and `completions` are
-text, or lists of messages where the data set has messages. Every other column of the data set is a keyword with a list; so are
-`completion_ids`, and `trainer_state`, `log_extra` and `log_metric`. A function gets those that its signature names, or all if it has
-`**kwargs`. It may be a coroutine function; those of one call run at the same time. None as an element: the function has nothing to say
-about this completion.
+`fn(prompts, completions, **columns) -> list[float]`, one element a completion, all of the batch at
+once. `prompts` and `completions` are text, or lists of messages where the data set has messages.
+Every other column of the data set is a keyword with a list; so are `completion_ids`, and
+`trainer_state`, `log_extra` and `log_metric`. A function gets those that its signature names, or
+all if it has `**kwargs`. It may be a coroutine function; those of one call run at the same time.
+None as an element: the function has nothing to say about this completion.
 """
 
 from __future__ import annotations
@@ -40,15 +41,18 @@ class TrainerState:
 
 
 class RewardFunctions:
-    """A scorer for `RolloutEngine`: the weighted sum of what the functions return is added to the reward of each rollout's last step.
+    """A scorer for `RolloutEngine`: the weighted sum of what the functions return is added to the
+    reward of each rollout's last step.
 
-    Functions that return None for a completion are left out of its sum. Info of the last step: `rewards/NAME` for each function that
-    spoke, and what `log_extra` and `log_metric` were given as `reward_log`.
+    Functions that return None for a completion are left out of its sum. Info of the last step:
+    `rewards/NAME` for each function that spoke, and what `log_extra` and `log_metric` were given as
+    `reward_log`.
 
-    What is no reward is an error of its rollout and never a 0: no function had anything to say; an element is not finite or an
-    exception; a function raised. One that raises is called again group by group, so that it costs only the groups it fails on; one that
-    takes longer than `timeout_s` is not. Only coroutine functions can be stopped at that deadline: plain ones run in the thread of the
-    event loop, where they may use signals, as math-verify's own deadline does.
+    What is no reward is an error of its rollout and never a 0: no function had anything to say; an
+    element is not finite or an exception; a function raised. One that raises is called again group
+    by group, so that it costs only the groups it fails on; one that takes longer than `timeout_s`
+    is not. Only coroutine functions can be stopped at that deadline: plain ones run in the thread
+    of the event loop, where they may use signals, as math-verify's own deadline does.
     """
 
     def __init__(
@@ -134,7 +138,8 @@ class RewardFunctions:
             return _exit(error)
 
     async def _awaited(self, returned: Awaitable[Any]) -> Any:
-        """Raises _TookTooLong at the deadline; a TimeoutError of the function's own is an error like others."""
+        """Raises _TookTooLong at the deadline; a TimeoutError of the function's own is an error
+        like others."""
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
@@ -194,7 +199,8 @@ class _TookTooLong(TimeoutError):
 
 
 class _NoReward(GradingError):
-    """An element that is neither a number nor None; the message is what it is and what it must be."""
+    """An element that is neither a number nor None; the message is what it is and what it must
+    be."""
 
 
 class _WrongLength(DataError):
@@ -214,7 +220,8 @@ class _Asked:
 
 
 def row_of(rollout: Rollout) -> Mapping[str, Any]:
-    """The row of the data set that a rollout was played on: `row` in the info of a step (see `PromptEnv`), or in the request's meta."""
+    """The row of the data set that a rollout was played on: `row` in the info of a step (see
+    `PromptEnv`), or in the request's meta."""
     places = [step.info for step in reversed(rollout.steps)] + [rollout.meta.get("request_meta") or {}]
     row = next((place["row"] for place in places if "row" in place), None)
     if row is None or "prompt" not in row:
@@ -226,7 +233,8 @@ def row_of(rollout: Rollout) -> Mapping[str, Any]:
 
 
 def completion_of(rollout: Rollout, *, conversational: bool) -> str | list[Message]:
-    """What the model wrote. An episode of several steps is a list of messages whatever the form of the data set."""
+    """What the model wrote. An episode of several steps is a list of messages whatever the form
+    of the data set."""
     if not conversational and len(rollout.steps) == 1:
         return rollout.steps[0].action
     messages: list[Message] = []
@@ -260,7 +268,8 @@ def _reward(element: Any) -> Reward:
 
 
 def _failure(name: str, function: RewardFunction, error: Exception, first: Exception | None = None) -> Exception:
-    """`first` is the error of the call for the whole batch, where that was not `error`: it may say more."""
+    """`first` is the error of the call for the whole batch, where that was not `error`: it may
+    say more."""
     if isinstance(error, _WrongLength) and isinstance(first, _WrongLength) and str(first) != str(error):
         reason = f"{first}, and called again for one group alone {error}"
     else:

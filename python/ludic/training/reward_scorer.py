@@ -1,4 +1,5 @@
-"""Scores of a reward model for rollouts: beside the reward, where credit finds them, or as the reward itself."""
+"""Scores of a reward model for rollouts: beside the reward, where credit finds them, or as the
+reward itself."""
 
 from __future__ import annotations
 
@@ -26,33 +27,40 @@ TASK_REWARD_INFO = "rewards/task"
 class RewardModelClient(Protocol):
     """A reward model.
 
-    It may also offer `reads_ids_of(tokenizer) -> bool`: whether `score_batch` takes lists of that tokenizer's ids beside text.
+    It may also offer `reads_ids_of(tokenizer) -> bool`: whether `score_batch` takes lists of that
+    tokenizer's ids beside text.
     """
 
     async def score_batch(self, inputs: list[Any], *, normalize: bool = True) -> list[float]:
-        """[N] one score for each input. DataError for an input that it refuses: the others are then scored without it."""
+        """[N] one score for each input. DataError for an input that it refuses: the others are
+        then scored without it."""
         ...
 
 
 @dataclass
 class RewardModelScorer:
-    """Writes a reward model's score of each rollout to `rollout.meta[score_key]`. Rewards stay as they are.
+    """Writes a reward model's score of each rollout to `rollout.meta[score_key]`. Rewards stay as
+    they are.
 
-    It is a scorer for `RolloutEngine(scorer=...)`, where a rollout that cannot be scored is a failed episode, counted, and never one with
-    a score of 0. Called by itself it returns the errors by rollout id; a rollout without a score is then refused when credit is given.
+    It is a scorer for `RolloutEngine(scorer=...)`, where a rollout that cannot be scored is a
+    failed episode, counted, and never one with a score of 0. Called by itself it returns the errors
+    by rollout id; a rollout without a score is then refused when credit is given.
 
     What is scored, in this order:
     1. the text of `render_fn`;
-    2. with `use_chat_template` the conversation as `tokenizer` renders it: the messages that the last step's agent saw and its answer,
-       else the observations and actions by turns, with `system_prompt` before them where they have none;
-    3. the tokens of the last step as they were sampled, prompt and completion, where `policy_tokenizer` made them and the client says that
-       its own reads the same ids;
+    2. with `use_chat_template` the conversation as `tokenizer` renders it: the messages that the
+       last step's agent saw and its answer, else the observations and actions by turns, with
+       `system_prompt` before them where they have none;
+    3. the tokens of the last step as they were sampled, prompt and completion, where
+       `policy_tokenizer` made them and the client says that its own reads the same ids;
     4. observations and actions, one a line.
-    `meta[score_key + "_from"]` says `tokens` or `text`. Text is an approximation: it is tokenised again and has no end token, so a model
-    that was trained on tokens judges something else than what was sampled.
+    `meta[score_key + "_from"]` says `tokens` or `text`. Text is an approximation: it is tokenised
+    again and has no end token, so a model that was trained on tokens judges something else than
+    what was sampled.
 
-    Equal inputs of a call are scored once, so that equal answers have equal scores to the bit. `batch_size` inputs go into one call of the
-    client, all calls run at the same time, and each has `timeout_s`.
+    Equal inputs of a call are scored once, so that equal answers have equal scores to the bit.
+    `batch_size` inputs go into one call of the client, all calls run at the same time, and each has
+    `timeout_s`.
     """
 
     client: RewardModelClient
@@ -64,7 +72,8 @@ class RewardModelScorer:
     render_fn: RenderFn | None = None
     policy_tokenizer: Any = None
     normalize: bool = True
-    """Passed to the client: scores in (0, 1). Without, scores as the model gives them, which differences of scores are meant for."""
+    """Passed to the client: scores in (0, 1). Without, scores as the model gives them, which
+    differences of scores are meant for."""
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -105,7 +114,8 @@ class RewardModelScorer:
         return dict(zip(inputs, (score for result in results for score in result), strict=True))
 
     async def _batch(self, inputs: Sequence[ScoringInput]) -> list[float | Exception]:
-        """A score or an error for each. Where the client refuses an input, halves of the batch are tried, down to the one it refuses."""
+        """A score or an error for each. Where the client refuses an input, halves of the batch
+        are tried, down to the one it refuses."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 given = [each if isinstance(each, str) else list(each) for each in inputs]
@@ -145,15 +155,17 @@ class RewardModelScorer:
 
 @dataclass
 class RewardModelReward:
-    """Makes the score the reward, so that whatever compares returns within a group compares scores. A scorer for `RolloutEngine`.
+    """Makes the score the reward, so that whatever compares returns within a group compares scores.
+    A scorer for `RolloutEngine`.
 
-    The return becomes `combined(mode, return, score)`: rewards of steps are scaled alike and what is added is added to the last step.
-    `before` is asked first: reward functions, whose sum is then the return that is combined. Info of the last step says what was combined:
-    `rewards/task` and `rewards/reward_model`.
+    The return becomes `combined(mode, return, score)`: rewards of steps are scaled alike and what
+    is added is added to the last step. `before` is asked first: reward functions, whose sum is then
+    the return that is combined. Info of the last step says what was combined: `rewards/task` and
+    `rewards/reward_model`.
 
-    `unfinished_penalty` is taken off the score of a rollout whose last answer ran into the token limit. A reward model is trained on
-    answers that end, and what it says of one that does not is chance: policies were seen to find that chance within twenty steps, and to
-    never end again.
+    `unfinished_penalty` is taken off the score of a rollout whose last answer ran into the token
+    limit. A reward model is trained on answers that end, and what it says of one that does not is
+    chance: policies were seen to find that chance within twenty steps, and to never end again.
     """
 
     scorer: RewardModelScorer
@@ -195,7 +207,8 @@ def _is_unfinished(rollout: Rollout) -> bool:
 
 
 def conversation_of(rollout: Rollout, system_prompt: str | None = None) -> list[Message]:
-    """What was said, as messages: what the last agent that recorded it saw, and its answer; else observations and actions by turns."""
+    """What was said, as messages: what the last agent that recorded it saw, and its answer; else
+    observations and actions by turns."""
     messages: list[Message] = []
     for step in reversed(rollout.steps):
         if step.info.get("chat_prompt_messages"):
@@ -220,7 +233,8 @@ def _finite(score: float) -> float | Exception:
 
 
 def _failure(error: Exception) -> Exception:
-    """For one rollout; a failure of many is one object each would share, and raising adds to its traceback."""
+    """For one rollout; a failure of many is one object each would share, and raising adds to its
+    traceback."""
     if isinstance(error, GradingError):
         return error
     reason = "it took too long" if isinstance(error, TimeoutError) and not str(error) else str(error)

@@ -1,7 +1,9 @@
-"""Reward models from preference pairs: `Trainer`, whose batches are made of pairs and whose evaluation is of scores.
+"""Reward models from preference pairs: `Trainer`, whose batches are made of pairs and whose
+evaluation is of scores.
 
-Overridden are ingestion, splitting and collation (`batching.pair_batches`) and evaluation (`preference_evaluator`). All else is
-`Trainer`'s: optimizer and schedule, early stopping, mini-batches, checkpoints and resumption, publishing, logging.
+Overridden are ingestion, splitting and collation (`batching.pair_batches`) and evaluation
+(`preference_evaluator`). All else is `Trainer`'s: optimizer and schedule, early stopping,
+mini-batches, checkpoints and resumption, publishing, logging.
 """
 
 from __future__ import annotations
@@ -64,8 +66,10 @@ class RMTrainer(Trainer):
         lora_config: Any | None = None,
         **options: Any,
     ) -> None:
-        """`eval_items` are the pairs that `evaluate` and `eval_every_n_steps` measure. `lora_config`, `LoraSettings` or peft's, puts
-        adapters into the model (`apply_lora`); the reward head stays trained. `options` are those of `Trainer`."""
+        """`eval_items` are the pairs that `evaluate` and `eval_every_n_steps` measure.
+        `lora_config`, `LoraSettings` or peft's, puts
+        adapters into the model (`apply_lora`); the reward head stays trained. `options` are
+        those of `Trainer`."""
         cfg = RMTrainerConfig() if cfg is None else cfg
         if not isinstance(cfg, RMTrainerConfig):
             raise ConfigTypeError(
@@ -86,7 +90,8 @@ class RMTrainer(Trainer):
         super().__init__(model=model, algo=algo, batch_source=batch_source, cfg=cfg, evaluator=evaluator, **options)
 
     def initialize_optimizer(self) -> torch.optim.Optimizer:
-        """With `use_differential_lr` and `head_only_weight_decay` the head is in a group of its own."""
+        """With `use_differential_lr` and `head_only_weight_decay` the head is in a group of its
+        own."""
         return build_optimizer(
             self.model,
             self.cfg,
@@ -141,12 +146,15 @@ class RMTrainer(Trainer):
         return SampleMiniBatch(macro, rows, self.cfg, meta_keys=self.cfg.rm_meta_keys)
 
     def evaluate(self, items: Sequence[SAWItem] | None = None) -> dict[str, float]:
-        """Score the pairs of `items`, or of `eval_items`, one response at a time: `eval_loss`, `eval_pairwise_accuracy`,
-        `eval_mean_margin`, `eval_margin_std`, `eval_negative_margin_rate`, `eval_roc_auc`, `eval_ece`, `eval_margin_p5` to
-        `eval_margin_p95`, `eval_fpr@t`, `eval_fnr@t`, `eval_tpr@t`, `eval_num_pairs`, and `eval_pairs_incomplete` and the like, of pairs
-        that were left out. `PreferenceEvaluator` and `PreferenceMetrics` say what they are.
+        """Score the pairs of `items`, or of `eval_items`, one response at a time: `eval_loss`,
+        `eval_pairwise_accuracy`,
+        `eval_mean_margin`, `eval_margin_std`, `eval_negative_margin_rate`, `eval_roc_auc`,
+        `eval_ece`, `eval_margin_p5` to `eval_margin_p95`, `eval_fpr@t`, `eval_fnr@t`, `eval_tpr@t`,
+        `eval_num_pairs`, and `eval_pairs_incomplete` and the like, of pairs that were left out.
+        `PreferenceEvaluator` and `PreferenceMetrics` say what they are.
 
-        Calibration counts each pair in both orders. The scores stay in `evaluator.metrics` where `items` was left out.
+        Calibration counts each pair in both orders. The scores stay in `evaluator.metrics` where
+        `items` was left out.
         """
         evaluator = self.evaluator if items is None else self._evaluator_of(self.model, self.algo.loss, self.cfg, items)
         if not isinstance(evaluator, PreferenceEvaluator):
@@ -158,7 +166,8 @@ class RMTrainer(Trainer):
         self.eval_metrics.update(chosen_scores, rejected_scores, labels)
 
     def compute_eval_metrics(self) -> dict[str, float]:
-        """The metrics of the scores collected, by the names of `PreferenceMetrics`; then none are."""
+        """The metrics of the scores collected, by the names of `PreferenceMetrics`; then none
+        are."""
         metrics = self.eval_metrics.compute()
         self.eval_metrics.reset()
         return metrics

@@ -41,7 +41,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """What is drawn inside leaves no trace, so that a run that is resumed after it draws what it would have drawn."""
+    """What is drawn inside leaves no trace, so that a run that is resumed after it draws what it
+    would have drawn."""
     state = rng_state()
     try:
         yield

@@ -1,6 +1,8 @@
-"""What samples and rollouts say of themselves, as numbers of a step: counts, means of rewards and lengths, and reducers of one's own.
+"""What samples and rollouts say of themselves, as numbers of a step: counts, means of rewards and
+lengths, and reducers of one's own.
 
-How the statistics of a loss become those of a step is in `micro_stats`; what each key means is in docs/metrics.md.
+How the statistics of a loss become those of a step is in `micro_stats`; what each key means is in
+docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 KINDS = ("mean", "sum", "count_true")
 SAMPLED_REWARD = "avg_sampled_reward"
-"""Mean total reward of every rollout of a step, also of those whose samples were then filtered or left out."""
+"""Mean total reward of every rollout of a step, also of those whose samples were then filtered
+or left out."""
 
 ReducerKind = Literal["mean", "sum", "count_true"]
 Denominator = Literal["samples", "rollouts"]
@@ -37,13 +40,15 @@ class Reducer:
     """
 
     kind: ReducerKind
-    """`mean` of the values, their `sum`, or how many are true. Absent values (None) are skipped; NaN is a value."""
+    """`mean` of the values, their `sum`, or how many are true. Absent values (None) are skipped;
+    NaN is a value."""
     source: str | Callable[[Any], Any]
     """Dotted path into the metadata, or a function of the sample (of the record, for records)."""
     transform: Callable[[Any], Any] | None = None
     """Applied to each value that is there."""
     normalize_by: Denominator | None = None
-    """Divide the sum, or the count, by the number of samples, or of the rollouts that were asked for; 0 if there is none. `count_true`
+    """Divide the sum, or the count, by the number of samples, or of the rollouts that were asked
+    for; 0 if there is none. `count_true`
     by rollouts counts the rollouts with a true step, so that it is a rate whatever their length."""
     as_percent: bool = False
     """The value is a `Percent`: a fraction that displays show as 25.0%."""
@@ -76,7 +81,8 @@ OWN_KEYS = frozenset(
 
 
 def check_reducers(reducers: Mapping[str, Reducer]) -> None:
-    """Raise ConfigError for a reducer that cannot be applied, or whose name the trainer needs for a statistic of its own."""
+    """Raise ConfigError for a reducer that cannot be applied, or whose name the trainer needs
+    for a statistic of its own."""
     for name, reducer in reducers.items():
         _check(name, reducer)
         key = _grouped(name)
@@ -112,7 +118,8 @@ def _reduce(
     reducers: Mapping[str, Reducer],
     counts: tuple[int, int],
 ) -> dict[str, float]:
-    """Reducers that are plain paths are done by the core in one pass; functions hand it a column."""
+    """Reducers that are plain paths are done by the core in one pass; functions hand it a
+    column."""
     for name, reducer in reducers.items():
         _check(name, reducer)
     plain = {name: reducer for name, reducer in reducers.items() if _is_plain(reducer)}
@@ -167,10 +174,12 @@ def aggregate_stats(
     reducers: Mapping[str, Reducer] | None = None,
     micro_batch_sizes: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """Statistics of a step from those of its micro-batches and from its batches. No micro-batch gives `{}`.
+    """Statistics of a step from those of its micro-batches and from its batches. No micro-batch
+    gives `{}`.
 
-    All tensors come to the host in one transfer. `micro_stats` says how keys are combined; one of which nothing was measured is 0, as is
-    `avg_total_reward` of samples without a reward. The reducers see the samples of the batches.
+    All tensors come to the host in one transfer. `micro_stats` says how keys are combined; one of
+    which nothing was measured is 0, as is `avg_total_reward` of samples without a reward. The
+    reducers see the samples of the batches.
     """
     if not micro_stats_list:
         return {}
@@ -187,7 +196,8 @@ def aggregate_stats(
 
 
 def batch_stats(batches: Sequence[SAWBatch]) -> dict[str, Stat]:
-    """Counts of the batches, and mean reward and length over their samples; a sample without a reward has no part in its mean."""
+    """Counts of the batches, and mean reward and length over their samples; a sample without a
+    reward has no part in its mean."""
     items = [item for batch in batches for item in batch.items]
     rewards = [float(item.meta["total_reward"]) for item in items if item.meta.get("total_reward") is not None]
     lengths = [float(_completion_length(item)) for item in items]
@@ -203,7 +213,8 @@ def batch_stats(batches: Sequence[SAWBatch]) -> dict[str, Stat]:
 
 
 def reducer_stats(items: Sequence[SAWItem], reducers: Mapping[str, Reducer], rollouts: int) -> dict[str, Stat]:
-    """The reducers over samples of one training step. One that raises is reported and left out: the step has been taken by then."""
+    """The reducers over samples of one training step. One that raises is reported and left out:
+    the step has been taken by then."""
     records, counts = [item.meta for item in items], (len(items), rollouts)
     try:
         reduced = _reduce(items, records, reducers, counts)
@@ -218,7 +229,8 @@ def reducer_stats(items: Sequence[SAWItem], reducers: Mapping[str, Reducer], rol
 
 
 def _reducer_stat(reducer: Reducer, value: float, counts: tuple[int, int]) -> Stat:
-    """How it joins that of other ranks: plain sums and counts are summed, the rest is weighted by its denominator, or by samples."""
+    """How it joins that of other ranks: plain sums and counts are summed, the rest is weighted
+    by its denominator, or by samples."""
     if reducer.kind != "mean" and reducer.normalize_by is None:
         return Stat(value, rule="sum")
     return Stat(value, float(counts[1] if reducer.normalize_by == "rollouts" else counts[0]))
@@ -231,7 +243,8 @@ def as_percents(stats: Mapping[str, float], reducers: Mapping[str, Reducer]) -> 
 
 
 def target_rollouts(batch: SAWBatch) -> int:
-    """How many rollouts were asked for; `batch_size` and `num_rollouts` are older names, and without any it is those that came."""
+    """How many rollouts were asked for; `batch_size` and `num_rollouts` are older names, and
+    without any it is those that came."""
     for key in ("target_rollouts", "batch_size", "num_rollouts"):
         if batch.meta.get(key) is not None:
             return int(batch.meta[key])
@@ -253,7 +266,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def group_keys(stats: Mapping[str, float]) -> dict[str, float]:
-    """Keys under `train/`, `eval/` or `perf/`: `loss` is `train/loss`, `eval_loss` is `eval/loss`, `gpu_x` is `perf/gpu_x`.
+    """Keys under `train/`, `eval/` or `perf/`: `loss` is `train/loss`, `eval_loss` is `eval/loss`,
+    `gpu_x` is `perf/gpu_x`.
     `mismatch/*` stays as it is."""
     return {_grouped(key): value for key, value in stats.items() if key != "phase"}
 

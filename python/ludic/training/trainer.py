@@ -1,7 +1,8 @@
 """The training loop, and nothing else.
 
-A step: fetch a macro-batch, cut and plan it (`batching.mini_batches`), run it and step the optimizer (`backend`), publish the
-weights, keep a checkpoint, log. What a step measures is in `step_record`, what a checkpoint holds of the run in `run_state`.
+A step: fetch a macro-batch, cut and plan it (`batching.mini_batches`), run it and step the
+optimizer (`backend`), publish the weights, keep a checkpoint, log. What a step measures is in
+`step_record`, what a checkpoint holds of the run in `run_state`.
 """
 
 from __future__ import annotations
@@ -88,14 +89,17 @@ class Trainer:
         lora_config: LoraSettings | LoraConfig | None = None,
         preflight: Preflight | None = None,
     ) -> None:
-        """Without `publisher` nothing is published, and asking for `sync_every_steps` above 1 is an error; without `evaluator` nothing is
-        evaluated. With `lora_config`, the model gets adapters (`apply_lora`), and only those and the head of a model that scores are
-        trained. `preflight` compares the first samples with their sampler before the first step, and raises where the two disagree.
+        """Without `publisher` nothing is published, and asking for `sync_every_steps` above 1 is an
+        error; without `evaluator` nothing is
+        evaluated. With `lora_config`, the model gets adapters (`apply_lora`), and only those and
+        the head of a model that scores are trained. `preflight` compares the first samples with
+        their sampler before the first step, and raises where the two disagree.
 
-        With several ranks the source must give each samples of its own: one that says it does not is refused, one that does not say is
-        warned of (`shards_across_ranks`).
+        With several ranks the source must give each samples of its own: one that says it does not
+        is refused, one that does not say is warned of (`shards_across_ranks`).
 
-        `total_training_steps` is where the learning-rate schedule ends; without it, the `num_steps` of the first `train`.
+        `total_training_steps` is where the learning-rate schedule ends; without it, the `num_steps`
+        of the first `train`.
         """
         self.cfg = TrainerConfig() if cfg is None else cfg
         self.algo, self.batch_source, self.publisher = algo, batch_source, publisher
@@ -128,7 +132,8 @@ class Trainer:
         self._signal = SignalWatch()
         self._publish_first = False
         self._shows_best = False
-        """Whether the model has the weights of the best evaluation, and not those of the last step."""
+        """Whether the model has the weights of the best evaluation, and not those of the last
+        step."""
         self._gradient_came = False
         """Since the last push."""
         self._checkpoint_s = 0.0
@@ -168,10 +173,12 @@ class Trainer:
         log_fn: LogFn | None = None,
         eval_log_fn: LogFn | None = None,
     ) -> None:
-        """Take `num_steps` steps; None: until the source raises RequestsExhausted or StopAsyncIteration.
+        """Take `num_steps` steps; None: until the source raises RequestsExhausted or
+        StopAsyncIteration.
 
-        `log_fn` gets the statistics of every `log_every`-th step, `eval_log_fn` those of each evaluation. A run that was killed before it
-        evaluated its last step does so first; one that early stopping ended takes no step, unless it is given more patience.
+        `log_fn` gets the statistics of every `log_every`-th step, `eval_log_fn` those of each
+        evaluation. A run that was killed before it evaluated its last step does so first; one that
+        early stopping ended takes no step, unless it is given more patience.
         """
         if num_steps is not None and self._schedule_is_open and self.cfg.lr_scheduler_type is not None:
             self.schedule = LearningRateSchedule.from_config(self.cfg, self._step + num_steps)
@@ -207,15 +214,17 @@ class Trainer:
         return self.early_stopping.stopped
 
     def _end_early(self) -> None:
-        """A checkpoint of the run's end, for one that goes on with more patience; then the best weights."""
+        """A checkpoint of the run's end, for one that goes on with more patience; then the best
+        weights."""
         if self.checkpointer is not None and not self.checkpointer.holds(self._step):
             self.save_checkpoint()
         self.restore_best()
 
     def restore_best(self) -> int | None:
-        """Put back the weights of the best evaluation: its step, or None where none is known. `train` does so itself where early stopping
-        ends it; a run that came to its end otherwise may have been better before, too. They are not published. A later `train` goes on
-        from the checkpoint of `current_step`."""
+        """Put back the weights of the best evaluation: its step, or None where none is known.
+        `train` does so itself where early stopping
+        ends it; a run that came to its end otherwise may have been better before, too. They are
+        not published. A later `train` goes on from the checkpoint of `current_step`."""
         step = self.early_stopping.best_step
         if step is None:
             return None
@@ -239,7 +248,8 @@ class Trainer:
 
     @property
     def _owes_evaluation(self) -> bool:
-        """A checkpoint is written before its step is evaluated; a run that was killed in between makes up for it."""
+        """A checkpoint is written before its step is evaluated; a run that was killed in between
+        makes up for it."""
         every = self.cfg.eval_every_n_steps
         due = self.cfg.eval_at_start if self._step == 0 else every is not None and self._step % every == 0
         return self.evaluator is not None and due and self.evaluated_step != self._step
@@ -249,11 +259,13 @@ class Trainer:
         return self.early_stopping.update(metric)
 
     def resume_schedule(self, schedule: LearningRateSchedule) -> None:
-        """Go on with the schedule of the run that is resumed, which the next `train` does not stretch."""
+        """Go on with the schedule of the run that is resumed, which the next `train` does not
+        stretch."""
         self.schedule, self._schedule_is_open, self._schedule_is_guessed = schedule, False, False
 
     async def train_step(self) -> Stats:
-        """One macro-batch: one optimizer step, or several if the config says so. Its statistics, grouped by prefix."""
+        """One macro-batch: one optimizer step, or several if the config says so. Its statistics,
+        grouped by prefix."""
         timer = PhaseTimer()
         if self._checkpoint_s:
             timer.add("checkpoint", self._checkpoint_s)
@@ -282,7 +294,8 @@ class Trainer:
         return stats
 
     def _ingest(self, items: Sequence[SAWItem]) -> MacroBatch:
-        """The samples of a batch, cut, without those that have nothing to train; a subclass may keep some together."""
+        """The samples of a batch, cut, without those that have nothing to train; a subclass may
+        keep some together."""
         return MacroBatch.ingest(items, self.cfg.max_seq_len, merge_turns=self._merges_turns)
 
     def _mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
@@ -337,7 +350,8 @@ class Trainer:
         return self.cfg.max_lag is not None and version is not None and self._step - version > self.cfg.max_lag
 
     def _lag(self, items: Sequence[SAWItem]) -> dict[str, float]:
-        """How many versions the samples are behind the weights, on average; nothing where versions are not published or not known."""
+        """How many versions the samples are behind the weights, on average; nothing where
+        versions are not published or not known."""
         versions = [item.meta["policy_version"] for item in items if item.meta.get("policy_version") is not None]
         return {"policy_lag": self._step - sum(versions) / len(versions)} if versions and self.sync_every_steps else {}
 
@@ -355,12 +369,14 @@ class Trainer:
         return bool(getattr(self.batch_source, "overlaps", False))
 
     async def _compute(self, operation: Callable[[], TrainFuture[T]]) -> T:
-        """What the backend gives. Where batches are generated meanwhile, it computes in a thread, and the event loop is theirs."""
+        """What the backend gives. Where batches are generated meanwhile, it computes in a
+        thread, and the event loop is theirs."""
         future = await asyncio.to_thread(operation) if self._overlaps else operation()
         return await future.result()
 
     async def _with_proximal(self, macro: MacroBatch, timer: PhaseTimer) -> MacroBatch:
-        """A correction needs the log-probabilities of the step's beginning; from the second optimizer step on they must be kept."""
+        """A correction needs the log-probabilities of the step's beginning; from the second
+        optimizer step on they must be kept."""
         if self.algo.correction is None or self.cfg.minibatches_per_batch * self.cfg.epochs_per_batch == 1:
             return macro
 
@@ -371,7 +387,8 @@ class Trainer:
             return await with_proximal_logps(macro, self.cfg, forward, skip_zero_weight=self._skips_zero_weight)
 
     async def _check_sampler(self, macro: MacroBatch) -> None:
-        """Once, with the first samples that are trained. All ranks stop where one of them has to."""
+        """Once, with the first samples that are trained. All ranks stop where one of them has
+        to."""
         check, self.preflight = self.preflight, None
         if check is not None:
             with preserved_rng():
@@ -398,7 +415,8 @@ class Trainer:
         await awaited(await asyncio.to_thread(push) if self._overlaps else push())
 
     def _checkpoint(self) -> None:
-        """After the line of its step, so that no step is in a checkpoint and not in the log. Its seconds are in the line of the next."""
+        """After the line of its step, so that no step is in a checkpoint and not in the log. Its
+        seconds are in the line of the next."""
         if self.checkpointer is not None and self.checkpointer.should_save(self._step):
             timer = PhaseTimer()
             with timer.phase("checkpoint"):
@@ -406,7 +424,8 @@ class Trainer:
             self._checkpoint_s = timer.seconds("checkpoint")
 
     def save_checkpoint(self, *, metadata: Mapping[str, Any] | None = None) -> Path | None:
-        """Write weights, optimizer and the state of the run; the folder, None on other ranks than 0."""
+        """Write weights, optimizer and the state of the run; the folder, None on other ranks
+        than 0."""
         if self.checkpointer is None:
             raise CheckpointError("the trainer has no checkpointer; pass checkpointer= or checkpoint_config=")
         if self._shows_best and self.checkpointer.holds(self._step):
@@ -459,9 +478,10 @@ class Trainer:
         concurrency: int | None = None,
         log_fn: LogFn | None = None,
     ) -> dict[str, Any]:
-        """Evaluate on rank 0: `records` and `metrics`, empty on the others; on all ranks with an evaluator that says
-        `on_all_ranks`. What is not given here or in the config is the evaluator's to decide. Random generators are left as they
-        were."""
+        """Evaluate on rank 0: `records` and `metrics`, empty on the others; on all ranks with an
+        evaluator that says
+        `on_all_ranks`. What is not given here or in the config is the evaluator's to decide.
+        Random generators are left as they were."""
         if self.evaluator is None:
             raise ConfigError("the trainer has no evaluator; pass evaluator=")
         records: list[Any] = []

@@ -1,6 +1,8 @@
-"""Where the stages of training meet: requests for rollouts, credit, and the samples that are trained.
+"""Where the stages of training meet: requests for rollouts, credit, and the samples that are
+trained.
 
-A worked example. The prompt `2+2=` (ids 53 46 53 64), the sampled answer `4<eos>` (55 2), and credit 0.5:
+A worked example. The prompt `2+2=` (ids 53 46 53 64), the sampled answer `4<eos>` (55 2), and
+credit 0.5:
 
     SAWItem(
         input_ids=[53, 46, 53, 64, 55, 2],
@@ -72,7 +74,8 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class ActorTokenLogps:
-    """[A] log-probability of each action token under the policy that sampled it. A list of float or a float array."""
+    """[A] log-probability of each action token under the policy that sampled it. A list of float
+    or a float array."""
 
     token_logps: list[float]
 
@@ -130,7 +133,8 @@ class RolloutScorer(Protocol):
     """Rewards rollouts after they were played, all of a batch at once."""
 
     async def score(self, rollouts: Sequence[Rollout]) -> Mapping[str, Exception]:
-        """Add to the rewards, or to the meta that credit is given by, in place. Returns why a rollout could not be rewarded, by its id;
+        """Add to the rewards, or to the meta that credit is given by, in place. Returns why a
+        rollout could not be rewarded, by its id;
         nothing where all were."""
         ...
 
@@ -142,7 +146,8 @@ class CreditAssigner(Protocol):
 
 
 class BatchSource(Protocol):
-    """Gives macro-batches. It may also offer `state_dict` and `load_state_dict`, which checkpoints then keep, and say
+    """Gives macro-batches. It may also offer `state_dict` and `load_state_dict`, which checkpoints
+    then keep, and say
     `shards_across_ranks`."""
 
     async def next_batch(self) -> SAWBatch: ...
@@ -154,7 +159,8 @@ class SaysWhetherItShards(Protocol):
 
     @property
     def shards_across_ranks(self) -> bool | None:
-        """Whether each rank is given samples of its own. False: all are given the same. None: a source inside does not say."""
+        """Whether each rank is given samples of its own. False: all are given the same. None: a
+        source inside does not say."""
 
 
 def shards_across_ranks(source: BatchSource) -> bool | None:

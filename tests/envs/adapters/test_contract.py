@@ -229,7 +229,8 @@ async def test_an_episode_is_played_by_agents_and_makes_training_samples(case):
 
 
 async def played_in_turn(env, moves) -> list[Rollout]:
-    """The multi-agent interface with one agent a player: whoever is active acts, whoever has an outcome learns of it."""
+    """The multi-agent interface with one agent a player: whoever is active acts, whoever has an
+    outcome learns of it."""
     client = ScriptedClient(*moves)
     agents = {name: Agent(client=client, model="m", ctx=FullDialog(), parser=verbatim) for name in env.agent_ids}
     seen = {}

@@ -1,4 +1,5 @@
-"""Other libraries are loaded when an environment of theirs is made, and missed by the name of the extra that brings them."""
+"""Other libraries are loaded when an environment of theirs is made, and missed by the name of
+the extra that brings them."""
 
 import subprocess
 import sys

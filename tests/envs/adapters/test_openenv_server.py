@@ -1,4 +1,5 @@
-"""OpenEnv's own client and server, over the wire. Where openenv is installed: it stands beside neither our pinned pillow nor the tests'."""
+"""OpenEnv's own client and server, over the wire. Where openenv is installed: it stands beside
+neither our pinned pillow nor the tests'."""
 
 import pytest
 

@@ -122,7 +122,8 @@ def test_episodes_without_a_seed_differ():
 
 
 class Fragile(textarena.Env):
-    """Draws a card a turn; falls over `crash` when it has already drawn, and over anything when `broken`."""
+    """Draws a card a turn; falls over `crash` when it has already drawn, and over anything when
+    `broken`."""
 
     broken = False
 

@@ -1,4 +1,5 @@
-"""verifiers itself, with a client of ours in the model's seat. Where verifiers is installed: it does not stand beside our pinned openai."""
+"""verifiers itself, with a client of ours in the model's seat. Where verifiers is installed: it
+does not stand beside our pinned openai."""
 
 import asyncio
 import json
@@ -39,7 +40,8 @@ async def played(client, *, agent=None, tasks=None, max_steps=9, **settings):
 
 @pytest.mark.parametrize("make", [lambda: ByteClient("7", "no", "5"), lambda: ScriptedClient("7", "no", "5")])
 async def test_the_tokens_of_a_rollout_are_those_that_the_client_sampled(make):
-    """Whether the prompt of a turn extends that of the turn before (bytes) or not (the scripted client always says [1, 2])."""
+    """Whether the prompt of a turn extends that of the turn before (bytes) or not (the scripted
+    client always says [1, 2])."""
     client = make()
     rollout = await played(client, agent=until_right())
     if isinstance(client, ScriptedClient):

@@ -1,5 +1,6 @@
-"""Traces of verifiers as rollouts. `verifiers_trace.json` is what verifiers 0.4.0 recorded of an episode of two turns, with tokens that
-are bytes: the prompt `2+3=`, the answer `7`, the verdict `wrong`, the answer `5`."""
+"""Traces of verifiers as rollouts. `verifiers_trace.json` is what verifiers 0.4.0 recorded of an
+episode of two turns, with tokens that are bytes: the prompt `2+3=`, the answer `7`, the verdict
+`wrong`, the answer `5`."""
 
 import copy
 import json

@@ -1,4 +1,5 @@
-"""The grader: what it calls equal; and that a failure or a hang is an error, which is counted, and never a verdict."""
+"""The grader: what it calls equal; and that a failure or a hang is an error, which is counted,
+and never a verdict."""
 
 import asyncio
 import os

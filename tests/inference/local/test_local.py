@@ -1,4 +1,5 @@
-"""The engine in this process: the tokens of a seed, their log-probabilities, weights that change between batches and never within."""
+"""The engine in this process: the tokens of a seed, their log-probabilities, weights that change
+between batches and never within."""
 
 import asyncio
 import os
@@ -89,7 +90,8 @@ def test_tokens_are_drawn_with_the_models_probabilities():
     with torch.no_grad():
         p = model(input_ids=torch.tensor([got[0].prompt_token_ids])).logits[0, -1].softmax(-1).double()
     counts = torch.bincount(torch.tensor([r.completion_token_ids[0] for r in got]), minlength=259).double()
-    # Sum of (observed - expected)^2 / expected has mean 258 and standard deviation about sqrt(2 * 258) = 22.7: six of them above.
+    # Sum of (observed - expected)^2 / expected has mean 258 and standard deviation about sqrt(2 *
+    # 258) = 22.7: six of them above.
     assert ((counts - draws * p) ** 2 / (draws * p)).sum() < 258 + 6 * 23
 
 
@@ -109,7 +111,8 @@ def test_a_completion_ends_with_its_end_token_or_at_its_limit():
 def test_a_stop_string_ends_the_text_before_it_and_keeps_the_tokens_sampled():
     client = LocalChatClient(tiny_model(), tokenizer())
     free = play(answers(client, [request(seed=s) for s in range(32)]))
-    # A seed whose completion has an ASCII character that is not its first: that character is the stop string.
+    # A seed whose completion has an ASCII character that is not its first: that character is the
+    # stop string.
     seed, at = next(
         (seed, i)
         for seed, r in enumerate(free)
@@ -287,7 +290,8 @@ def test_token_ids_are_continued_as_they_are():
 
 
 def test_equal_seeds_on_different_prompts_are_independent():
-    """Groups number their seeds alike; with one stream a seed, episodes on different problems would be drawn with the same luck."""
+    """Groups number their seeds alike; with one stream a seed, episodes on different problems
+    would be drawn with the same luck."""
     model = tiny_model(initializer_range=1e-4)  # nearly uniform, so that equal luck is an equal token
     got = play(answers(LocalChatClient(model, tokenizer()), [request(text, seed=1) for text in ("a", "b", "c", "d")]))
     assert len({tuple(r.completion_token_ids) for r in got}) == 4

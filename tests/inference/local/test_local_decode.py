@@ -1,4 +1,5 @@
-"""Decoding of token ids: models of many kinds, prompts of many lengths, and the state that a model is left in."""
+"""Decoding of token ids: models of many kinds, prompts of many lengths, and the state that a
+model is left in."""
 
 from types import SimpleNamespace
 
@@ -66,7 +67,8 @@ def test_whatever_the_batch_a_request_gets_its_own_tokens(prompts, temperature, 
 
 
 def test_settings_of_one_row_do_not_reach_its_neighbours():
-    """A row that keeps all tokens is drawn from all of them beside one whose tail is cut, and a plain one as it is beside a greedy one."""
+    """A row that keeps all tokens is drawn from all of them beside one whose tail is cut, and a
+    plain one as it is beside a greedy one."""
     plain = DecodeRequest([5, 6], SamplingParams(temperature=1.0), limit=9, seed=4)
     neighbours = [
         DecodeRequest([7], SamplingParams(temperature=1.0, top_p=0.5), limit=9, seed=4),
@@ -79,7 +81,8 @@ def test_settings_of_one_row_do_not_reach_its_neighbours():
 
 
 class Bare(torch.nn.Module):
-    """Knows no cache, no mask and no positions: the next token is the last one and 1, whatever else."""
+    """Knows no cache, no mask and no positions: the next token is the last one and 1, whatever
+    else."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,5 @@
-"""Requests that cannot be served, that nobody waits for any more, and a model that fails: an error for whom it concerns, and no hang."""
+"""Requests that cannot be served, that nobody waits for any more, and a model that fails: an
+error for whom it concerns, and no hang."""
 
 import asyncio
 import threading

@@ -32,8 +32,9 @@ def test_without_a_seed_a_stream_is_fresh():
 
 
 def test_neighbouring_seeds_and_prompts_are_uncorrelated():
-    # 64 x 64 streams of 64 uniforms. The mean of 64 products of centred, scaled uniforms has standard deviation 1/8; over the 4032
-    # pairs of neighbours, 1/8/sqrt(4032) = 0.002 if they are independent. Equal streams would give 1.
+    # 64 x 64 streams of 64 uniforms. The mean of 64 products of centred, scaled uniforms has
+    # standard deviation 1/8; over the 4032 pairs of neighbours, 1/8/sqrt(4032) = 0.002 if they are
+    # independent. Equal streams would give 1.
     drawn = np.array([[stream(seed, [prompt]).random(64) for seed in range(64)] for prompt in range(64)])
     centred = (drawn - 0.5) * np.sqrt(12)
     assert abs((centred[1:] * centred[:-1]).mean()) < 0.012
@@ -105,10 +106,12 @@ def test_temperature_divides_the_logits():
 
 
 def test_penalties_are_subtracted_once_and_for_each_time():
-    # Greedy over logits 1.0 and 0.0, frequency penalty 0.4: after n draws token 0 has 1 - 0.4 n, so 0, 0, 0, then 1 (-0.2 < 0).
+    # Greedy over logits 1.0 and 0.0, frequency penalty 0.4: after n draws token 0 has 1 - 0.4 n, so
+    # 0, 0, 0, then 1 (-0.2 < 0).
     rows = sampler(SamplingParams(temperature=0.0, frequency_penalty=0.4), 1)
     assert [rows.draw(torch.tensor([[1.0, 0.0]]), i)[0].item() for i in range(4)] == [0, 0, 0, 1]
-    # Presence penalty 0.6, and 1.2: after one draw token 0 has 0.4, and -0.2; more draws change nothing.
+    # Presence penalty 0.6, and 1.2: after one draw token 0 has 0.4, and -0.2; more draws change
+    # nothing.
     rows = sampler(SamplingParams(temperature=0.0, presence_penalty=0.6), 1)
     assert [rows.draw(torch.tensor([[1.0, 0.0]]), i)[0].item() for i in range(4)] == [0, 0, 0, 0]
     rows = sampler(SamplingParams(temperature=0.0, presence_penalty=1.2), 1)

@@ -1,4 +1,5 @@
-"""What was read in earlier turns of an episode is not read again, and changes nothing but the work."""
+"""What was read in earlier turns of an episode is not read again, and changes nothing but the
+work."""
 
 import asyncio
 import threading
@@ -40,7 +41,8 @@ class Dialogues:
         self.texts = [fresh(self.rng, 2, 9) for _ in self.episodes]
 
     def turn(self, playing=None, eos_ids=frozenset({5, 17, 40})):
-        """(requests, completions) of one batch; each dialogue goes on with its answer and what it is told."""
+        """(requests, completions) of one batch; each dialogue goes on with its answer and what
+        it is told."""
         playing = range(len(self.episodes)) if playing is None else playing
         requests = [
             DecodeRequest(

@@ -1,4 +1,5 @@
-"""Tags of clients that share a server: how one is chosen, what is filtered by it, and the middleware that echoes it."""
+"""Tags of clients that share a server: how one is chosen, what is filtered by it, and the
+middleware that echoes it."""
 
 import asyncio
 import json
@@ -224,7 +225,8 @@ def test_variables_without_meaning_are_refused_and_secrets_not_shown(environment
 
 
 def served(body=b"{}", answer=b"{}", *, headers=(), kind=b"application/json", chunks=1, status=200, method="POST"):
-    """(status, headers, body) that the middleware lets out, and the body that the application behind it read."""
+    """(status, headers, body) that the middleware lets out, and the body that the application
+    behind it read."""
     seen, sent = [], []
 
     async def application(scope, receive, send):

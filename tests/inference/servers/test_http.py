@@ -1,4 +1,5 @@
-"""How servers are asked: that a deadline holds whatever they do, that no body fills the memory, and that nobody is followed elsewhere."""
+"""How servers are asked: that a deadline holds whatever they do, that no body fills the memory,
+and that nobody is followed elsewhere."""
 
 import asyncio
 import os
@@ -24,7 +25,8 @@ from ludic.inference.servers.http import BlockingHttp, Http
 
 DEADLINE_S = 0.4
 SLACK_S = 1.5
-"""What a machine that is busy may take beyond a deadline; a server that is not left takes 5 s at least, or never ends."""
+"""What a machine that is busy may take beyond a deadline; a server that is not left takes 5 s at
+least, or never ends."""
 
 
 def blocking(url, **settings):

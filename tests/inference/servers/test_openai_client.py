@@ -1,4 +1,5 @@
-"""The client of OpenAI-compatible servers against a real one on loopback: what is sent, what is read, what is tried again."""
+"""The client of OpenAI-compatible servers against a real one on loopback: what is sent, what is
+read, what is tried again."""
 
 import asyncio
 import json

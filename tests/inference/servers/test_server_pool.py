@@ -1,4 +1,5 @@
-"""Several servers behind one client: where requests go, and what happens when a server dies or comes back."""
+"""Several servers behind one client: where requests go, and what happens when a server dies or
+comes back."""
 
 import asyncio
 from contextlib import ExitStack

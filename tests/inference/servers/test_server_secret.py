@@ -38,7 +38,8 @@ CHANGING = [
 
 @pytest.fixture
 def server(monkeypatch):
-    """Asks a server behind the middleware; its status, what it said, and whether the server itself was reached."""
+    """Asks a server behind the middleware; its status, what it said, and whether the server
+    itself was reached."""
     monkeypatch.setenv("LUDIC_SERVER_SECRET", SECRET)
     reached, sent = [], []
 
@@ -84,7 +85,8 @@ def test_what_changes_what_is_served_needs_the_secret(server, path):
 @pytest.mark.parametrize("path", CHANGING)
 @pytest.mark.parametrize("end", ["\n", "\r", "\x00", "\x85", "/", "//"])
 def test_no_other_spelling_of_a_path_is_let_through(server, path, end):
-    """`/pause%0A` comes as "/pause" and a line feed, and the regular expression of the route `/pause` matches it."""
+    """`/pause%0A` comes as "/pause" and a line feed, and the regular expression of the route
+    `/pause` matches it."""
     for method in ("POST", "GET", "OPTIONS"):
         assert server(path + end, JSON, method=method)[0] == 401
     assert server(path + end, kind="websocket")[0] == 1008

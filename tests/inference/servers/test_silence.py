@@ -15,7 +15,8 @@ from ludic.inference.vllm import server_queries as session
 
 
 class Hanging:
-    """Servers of which the first holds its calls until it is released, and what is asked of them."""
+    """Servers of which the first holds its calls until it is released, and what is asked of
+    them."""
 
     def __init__(self, *, lives, progress=None, count=2, silence_s=0.02):
         self.released, self.probed, self.given = asyncio.Event(), asyncio.Event(), asyncio.Event()

@@ -1,4 +1,5 @@
-"""vLLM and SGLang servers that are slow, endless or wrong: deadlines hold for all that a client asks, and nothing impossible is trained."""
+"""vLLM and SGLang servers that are slow, endless or wrong: deadlines hold for all that a client
+asks, and nothing impossible is trained."""
 
 import asyncio
 import json

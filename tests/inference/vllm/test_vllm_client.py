@@ -1,4 +1,5 @@
-"""The client of vLLM servers against a stub that answers as the real one was seen to: what is sent, what is read, what is refused."""
+"""The client of vLLM servers against a stub that answers as the real one was seen to: what is
+sent, what is read, what is refused."""
 
 import asyncio
 from itertools import pairwise
@@ -217,7 +218,8 @@ def test_ids_are_continued_as_they_are(server):
 
 
 def test_a_turn_begins_with_the_very_tokens_of_the_turns_before_it(server):
-    """Ids that the tokenizer does not know, and bytes that are no text, would not come back from the text."""
+    """Ids that the tokenizer does not know, and bytes that are no text, would not come back from
+    the text."""
     server.eos_id = tiny_tokenizer().eos_token_id
 
     async def scenario(client):
@@ -292,7 +294,8 @@ def test_the_weights_that_sampled_are_named(server):
 
 
 def test_a_server_that_was_restarted_says_that_its_weights_are_the_first(server):
-    """Its samples were called those of the newest version, so that nothing told how old they were."""
+    """Its samples were called those of the newest version, so that nothing told how old they
+    were."""
     server.fail(GENERATE, swapped(weight_versions=[{"version": "default", "start": 0, "end": 5}]))
 
     async def scenario(client):

@@ -1,4 +1,5 @@
-"""Servers as processes: how they are started, when they are ready, what is said when they are not, and that nothing is left of them."""
+"""Servers as processes: how they are started, when they are ready, what is said when they are
+not, and that nothing is left of them."""
 
 import json
 import os
@@ -95,7 +96,8 @@ def test_one_that_is_not_ready_in_time_is_stopped(start):
 
 
 def test_healthy_is_not_ready_while_the_engine_cannot_sample(start):
-    """An engine with a head size that it does not know is healthy until the first request kills it."""
+    """An engine with a head size that it does not know is healthy until the first request kills
+    it."""
     proc, port, _ = start("sick")
     with pytest.raises(EngineDeadError, match="healthy and cannot sample"):
         wait_for_vllm_health("127.0.0.1", port, proc, timeout_s=60)

@@ -1,4 +1,5 @@
-"""What runs inside a server: pushes are taken aside and checked, and need nothing of the trainer's environment."""
+"""What runs inside a server: pushes are taken aside and checked, and need nothing of the
+trainer's environment."""
 
 import socket
 import subprocess
@@ -113,7 +114,8 @@ def test_what_is_not_the_models_is_refused(receiver, tmp_path, changed, message)
 
 
 def test_the_rest_of_a_layer_comes_from_the_servers_checkpoint(receiver, tmp_path):
-    """A server fuses queries, keys and values: of one that is loaded in part the rest would be whatever lay in memory."""
+    """A server fuses queries, keys and values: of one that is loaded in part the rest would be
+    whatever lay in memory."""
     receiver.start()
     receiver.read(str(folder_with(tmp_path, "new", {QUERY: weights(1)[QUERY]})))
     assert same(dict(receiver.take()), {QUERY: weights(1)[QUERY], KEY: weights(0)[KEY]})
@@ -184,7 +186,8 @@ def test_connecting_ends_at_its_deadline_whoever_listens(receiver, listener):
 
 @pytest.mark.parametrize("time_around", range(3))
 def test_a_script_whose_last_line_closes_the_connection_ends_well(time_around):
-    """With the server in another process the group takes milliseconds to be freed, and Python must not end meanwhile."""
+    """With the server in another process the group takes milliseconds to be freed, and Python
+    must not end meanwhile."""
     closing_trainer = Path(__file__).parents[2] / "support" / "closing_trainer.py"
     done = subprocess.run([sys.executable, closing_trainer], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

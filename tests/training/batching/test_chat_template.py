@@ -1,4 +1,5 @@
-"""The loss is on what the assistant says: with templates that mark it and with those that do not; and where neither can tell, an error."""
+"""The loss is on what the assistant says: with templates that mark it and with those that do
+not; and where neither can tell, an error."""
 
 import pytest
 from chat_tokenizers import CHATML, FORGETS_THOUGHTS, MARKED, chat_tokenizer, merging_tokenizer, trained_text
@@ -128,7 +129,8 @@ def test_letters_of_several_bytes_are_wholly_in_or_out():
 
 
 def test_a_span_that_ends_where_no_token_lies_marks_nothing_behind_it():
-    """A tokenizer that drops white space: transformers' own mask runs on to the end of the text here."""
+    """A tokenizer that drops white space: transformers' own mask runs on to the end of the text
+    here."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

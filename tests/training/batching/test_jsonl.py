@@ -1,4 +1,5 @@
-"""Files of JSON lines: what is appended begins on a line of its own, whatever a killed process left."""
+"""Files of JSON lines: what is appended begins on a line of its own, whatever a killed process
+left."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""Recorded rollouts as batches: traces as they were sampled, chat templates, credit, and what must not happen to them."""
+"""Recorded rollouts as batches: traces as they were sampled, chat templates, credit, and what
+must not happen to them."""
 
 import asyncio
 import inspect
@@ -206,7 +207,8 @@ def test_the_state_of_the_source_is_in_the_checkpoint(recorded, tmp_path):
     assert [resumed.train_step_sync()["train/avg_total_reward"] for _ in range(3)] == whole[4:]
 
 
-# ---- chat templates ------------------------------------------------------------------------------------------------
+# ---- chat templates
+# ------------------------------------------------------------------------------------------------
 
 
 def chat_step(**info):

@@ -1,4 +1,5 @@
-"""Batches generated while the one before trains: how old they are, what an error or a kill leaves, that no prompt is lost or doubled."""
+"""Batches generated while the one before trains: how old they are, what an error or a kill
+leaves, that no prompt is lost or doubled."""
 
 import asyncio
 import random
@@ -21,7 +22,8 @@ from ludic.training.rollouts.requests import SequenceRequests
 
 
 class Prompts:
-    """Batch k holds the prompts 2k and 2k + 1. Generation takes some turns of the loop; those in `failing` fail, the first time."""
+    """Batch k holds the prompts 2k and 2k + 1. Generation takes some turns of the loop; those in
+    `failing` fail, the first time."""
 
     def __init__(self, total=None, failing=(), turns=3):
         self.position, self.total, self.failing, self.turns = 0, total, set(failing), turns
@@ -145,7 +147,8 @@ def test_a_negative_lag_is_refused():
     failing=st.sets(st.integers(0, 9).map(lambda k: 2 * k), max_size=3),
 )
 def test_killed_anywhere_and_resumed_every_prompt_is_trained_exactly_once(max_lag, every, kills, failing):
-    """A run of 10 batches with checkpoints. A kill forgets all that came after the last checkpoint, training included."""
+    """A run of 10 batches with checkpoints. A kill forgets all that came after the last
+    checkpoint, training included."""
     total, saved, left = 20, (0, [], {"position": 0}), list(kills)
 
     async def life(inner, kill):
@@ -288,7 +291,8 @@ def test_a_lag_that_would_be_dropped_is_refused(tmp_path):
 
 
 async def test_overlapping_changes_when_batches_are_made_and_not_what_they_are(tmp_path):
-    """With a learning rate of 0 every version is the same: the batches are those of a run without overlap."""
+    """With a learning rate of 0 every version is the same: the batches are those of a run
+    without overlap."""
     found = []
     for max_lag in (0, 2):
         trainer = trainer_of(tmp_path / str(max_lag), Seen(), max_lag=max_lag)

@@ -1,4 +1,5 @@
-"""Rows of preference data as pairs of samples: TRL's forms, what is trained, what is cut, what is refused."""
+"""Rows of preference data as pairs of samples: TRL's forms, what is trained, what is cut, what
+is refused."""
 
 import logging
 

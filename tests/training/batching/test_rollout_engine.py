@@ -1,4 +1,5 @@
-"""Playing many episodes: what comes back, what is retried, what is dropped, and that nothing leaks."""
+"""Playing many episodes: what comes back, what is retried, what is dropped, and that nothing
+leaks."""
 
 import asyncio
 import json
@@ -146,7 +147,8 @@ def test_an_engine_knows_what_happened_to_all_its_episodes(flaky):
 
 
 class TwoVoices:
-    """A protocol with two rollouts, sampled from several versions of the policy; the second has said who asked."""
+    """A protocol with two rollouts, sampled from several versions of the policy; the second has
+    said who asked."""
 
     async def run(self, **_):
         def step(index, version):

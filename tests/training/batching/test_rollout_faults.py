@@ -1,4 +1,5 @@
-"""Episodes that go wrong in every way: they are counted, their groups left out, the others played, and nothing leaks."""
+"""Episodes that go wrong in every way: they are counted, their groups left out, the others
+played, and nothing leaks."""
 
 import asyncio
 import json
@@ -249,7 +250,8 @@ def test_a_batch_holds_exactly_the_groups_in_which_nothing_failed(members):
 
 
 def test_credit_is_computed_on_whole_groups_when_an_episode_was_lost_without_an_error():
-    """An episode that vanished instead of failing would leave three of four members, and this assigner refuses three."""
+    """An episode that vanished instead of failing would leave three of four members, and this
+    assigner refuses three."""
     groups = [*GRPORequestStrategy(4).expand([request()]), *GRPORequestStrategy(4).expand([request()])]
     groups[6] = RolloutRequest(EnvSpec("cancelled"), groups[6].protocol, inference=FOR_RL, meta=groups[6].meta)
     batch = play(engine().generate_batch(groups, credit_assigner=GroupNormalizedReturn(4)))

@@ -1,4 +1,5 @@
-"""A thousand episodes of which three in ten go wrong: the run completes, every failure is counted once, and nothing is left behind."""
+"""A thousand episodes of which three in ten go wrong: the run completes, every failure is
+counted once, and nothing is left behind."""
 
 import asyncio
 import logging
@@ -48,7 +49,8 @@ FAULTS = {**BY_ENVIRONMENT, **BY_CLIENT}
 
 
 class Burning(SingleAgentEnv):
-    """Holds an open file and, if asked, a process; goes wrong as `fault` says. The observation tells the client what it has to do."""
+    """Holds an open file and, if asked, a process; goes wrong as `fault` says. The observation
+    tells the client what it has to do."""
 
     alive: ClassVar = weakref.WeakSet()
     processes: ClassVar[list] = []

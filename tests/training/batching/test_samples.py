@@ -56,7 +56,8 @@ def test_what_is_said_of_a_batch_adds_up(played, longest):
     assert meta["num_samples"] == len(batch.items)
     assert all(short(item) for item in batch.items)
     assert meta["target_rollouts"] == len(played)
-    # Reward over all rollouts, those without a sample left too; lengths over the samples that are left.
+    # Reward over all rollouts, those without a sample left too; lengths over the samples that are
+    # left.
     assert meta["avg_total_reward"] * len(played) == pytest.approx(sum(rollout.total_reward for rollout in played))
     tokens = (meta["avg_prompt_length"] + meta["avg_completion_length"]) * len(batch.items)
     assert tokens == pytest.approx(sum(len(item.input_ids) for item in batch.items))

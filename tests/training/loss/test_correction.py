@@ -1,4 +1,5 @@
-"""Weights for samples of another engine: numbers worked by hand, what they do to a gradient, and that a split changes nothing."""
+"""Weights for samples of another engine: numbers worked by hand, what they do to a gradient, and
+that a split changes nothing."""
 
 import math
 
@@ -64,7 +65,8 @@ def gradient(loss, correction, parts, collate, totals=None):
 
 @pytest.mark.parametrize("ratio", [0.3, 1.5, 4.0])
 def test_the_gradient_is_the_on_policy_one_times_the_weight(ratio):
-    """Policy gradient with ratio 1 against the trainer's own policy, times min(w, 2): w = pi_trainer / pi_sampler = `ratio`."""
+    """Policy gradient with ratio 1 against the trainer's own policy, times min(w, 2): w =
+    pi_trainer / pi_sampler = `ratio`."""
     logits, batch = two_token_batch([ratio], [1.5])
     shared = SharedContext(logits, batch, correction=TruncatedImportanceSampling(cap=2.0))
     TokenClippedSurrogateLoss(clip_eps_low=0.2, clip_eps_high=0.2).compute(logits, batch, shared=shared)[0].backward()
@@ -76,7 +78,8 @@ def test_the_gradient_is_the_on_policy_one_times_the_weight(ratio):
 
 
 def test_ratios_are_taken_against_the_beginning_of_the_step():
-    """The sampler gave 1/8, the trainer had 1/4 when the step began, and has 1/2 now: ratio 2, clipped at 1.2; weight 2."""
+    """The sampler gave 1/8, the trainer had 1/4 when the step began, and has 1/2 now: ratio 2,
+    clipped at 1.2; weight 2."""
     logits, batch = two_token_batch([4.0], [1.0])
     batch["proximal_logps"] = torch.tensor([[0.0, math.log(0.25)]])
     shared = SharedContext(logits, batch, correction=TruncatedImportanceSampling(cap=3.0))

@@ -1,4 +1,5 @@
-"""Each loss by hand. Batches have one action token a row with probability 1/2 unless said otherwise: log pi = ln(1/2) = -0.693147."""
+"""Each loss by hand. Batches have one action token a row with probability 1/2 unless said
+otherwise: log pi = ln(1/2) = -0.693147."""
 
 import math
 
@@ -36,14 +37,16 @@ def value(loss, ratios, weights):
 
 
 def gradient(loss, ratios, weights):
-    """d loss / d logit of the sampled token, for each row. With p = 1/2, d log pi / d logit = 1 - p = 1/2."""
+    """d loss / d logit of the sampled token, for each row. With p = 1/2, d log pi / d logit = 1
+    - p = 1/2."""
     logits, batch = two_token_batch(ratios, weights)
     loss.compute(logits, batch)[0].backward()
     return logits.grad[:, 0, 0].tolist()
 
 
 def test_reinforce_weighs_log_probability_by_ratio_and_credit():
-    # -(1/2)[2 * 1 * (-0.693147) + 0.5 * (-3) * (-0.693147)] = -(1/2)[-1.386294 + 1.039721] = 0.173287
+    # -(1/2)[2 * 1 * (-0.693147) + 0.5 * (-3) * (-0.693147)] = -(1/2)[-1.386294 + 1.039721] =
+    # 0.173287
     loss, stats = value(ReinforceLoss(), [2.0, 0.5], [1.0, -3.0])
     assert loss == pytest.approx(0.1732868, abs=1e-6)
     assert stats["ratio_mean"] == pytest.approx(1.25)
@@ -58,17 +61,20 @@ def test_reinforce_weighs_log_probability_by_ratio_and_credit():
     "loss", [ReinforceLoss(), ClippedSurrogateLoss(), TokenClippedSurrogateLoss(), CISPOLoss(), SAPOLoss(), GMPOLoss()], ids=str
 )
 def test_the_distance_from_the_actor_is_k3(loss):
-    # r = 2 and 4, whose logarithms do not cancel: (2 - 1 - 0.693147 + 4 - 1 - 1.386294) / 2 = 0.960279
+    # r = 2 and 4, whose logarithms do not cancel: (2 - 1 - 0.693147 + 4 - 1 - 1.386294) / 2 =
+    # 0.960279
     assert value(loss, [2.0, 4.0], [1.0, 1.0])[1]["kl_actor_policy"] == pytest.approx(0.9602792, abs=1e-6)
 
 
 def test_the_ratio_of_reinforce_is_a_constant():
-    # d/dlogit of -(1/2) * r A log pi = -(1/2) r A (1/2): rows -0.5 and 0.375. Were r not detached, each would have a term more.
+    # d/dlogit of -(1/2) * r A log pi = -(1/2) r A (1/2): rows -0.5 and 0.375. Were r not detached,
+    # each would have a term more.
     assert gradient(ReinforceLoss(), [2.0, 0.5], [1.0, -3.0]) == pytest.approx([-0.5, 0.375])
 
 
 def test_the_baseline_is_the_mean_weight():
-    # A = (1, 0) - 0.5 = (0.5, -0.5). Both log pi are equal and r = 1, so the loss is 0 and the gradients are -0.125 and 0.125.
+    # A = (1, 0) - 0.5 = (0.5, -0.5). Both log pi are equal and r = 1, so the loss is 0 and the
+    # gradients are -0.125 and 0.125.
     loss, stats = value(ReinforceBaselineLoss(), [1.0, 1.0], [1.0, 0.0])
     assert loss == pytest.approx(0.0, abs=1e-7)
     assert stats["baseline"] == pytest.approx(0.5)
@@ -76,8 +82,9 @@ def test_the_baseline_is_the_mean_weight():
 
 
 def test_the_baseline_example_is_a_quarter_and_a_half_when_normalised():
-    # Odds such that log pi = -2 in row 0 and -1 in row 1; both ratios are 1. w = (1, 0), so A = (0.5, -0.5):
-    # -(1/2)[0.5 * (-2) - 0.5 * (-1)] = 0.25. Normalised, std(w) = 0.5 and A = (1, -1): -(1/2)[-2 + 1] = 0.5.
+    # Odds such that log pi = -2 in row 0 and -1 in row 1; both ratios are 1. w = (1, 0), so A =
+    # (0.5, -0.5): -(1/2)[0.5 * (-2) - 0.5 * (-1)] = 0.25. Normalised, std(w) = 0.5 and A = (1, -1):
+    # -(1/2)[-2 + 1] = 0.5.
     odds = torch.tensor([math.exp(-2.0), math.exp(-1.0)])
     logits = torch.stack([(odds / (1 - odds)).log(), torch.zeros(2)], dim=1)[:, None].expand(2, 2, 2)
     _, batch = two_token_batch([1.0, 1.0], [1.0, 0.0])
@@ -118,7 +125,8 @@ def test_ratio_clip_caps_the_ratio_first(make):
 
 @pytest.mark.parametrize("make", [ClippedSurrogateLoss, TokenClippedSurrogateLoss])
 def test_ppo_passes_no_gradient_outside_the_clip_on_the_side_that_the_advantage_pushes(make):
-    # Rows: out above with A > 0 (clipped), in range (-(1/2) r A (1/2) = -0.25 at r = 1), out below with A > 0 (not clipped: -0.125).
+    # Rows: out above with A > 0 (clipped), in range (-(1/2) r A (1/2) = -0.25 at r = 1), out below
+    # with A > 0 (not clipped: -0.125).
     grads = gradient(make(clip_eps_low=0.1, clip_eps_high=0.1), [2.0, 1.0, 0.5, 0.5], [1.0, 1.0, 1.0, -1.0])
     assert grads == pytest.approx([0.0, -0.125, -0.0625, 0.0])
     _, stats = value(make(clip_eps_low=0.1, clip_eps_high=0.1), [2.0, 1.0, 0.5, 0.5], [1.0, 1.0, 1.0, -1.0])
@@ -126,7 +134,8 @@ def test_ppo_passes_no_gradient_outside_the_clip_on_the_side_that_the_advantage_
 
 
 def test_cispo_bounds_the_weight_and_passes_gradient_outside_the_clip():
-    # r = 2, high 0.1: -1.1 * log pi = 1.1 * 0.693147 = 0.762462; the gradient is -1.1 * (1/2) = -0.55
+    # r = 2, high 0.1: -1.1 * log pi = 1.1 * 0.693147 = 0.762462; the gradient is -1.1 * (1/2) =
+    # -0.55
     loss, stats = value(CISPOLoss(clip_eps_high=0.1), [2.0], [1.0])
     assert loss == pytest.approx(1.1 * LN2)
     assert stats["clip_frac"] == 1.0
@@ -155,15 +164,18 @@ def test_sapo_gates_smoothly_by_the_sign_of_the_advantage():
     # Both gates have p (1 - p) = 0.7310586 * 0.2689414 = 0.1966119, times 4 = 0.7864477.
     assert stats["grad_weight_mean"] == pytest.approx(0.7864477, abs=1e-6)
     assert stats["grad_weight_std"] == pytest.approx(0.0, abs=1e-6)
-    # -(1/2) * 4 p (1 - p) * r * A * (1/2): -0.25 * 0.7864477 * 2 = -0.3932239 and 0.25 * 0.7864477 * 0.5 = 0.0983060
+    # -(1/2) * 4 p (1 - p) * r * A * (1/2): -0.25 * 0.7864477 * 2 = -0.3932239 and 0.25 * 0.7864477
+    # * 0.5 = 0.0983060
     assert gradient(SAPOLoss(tau_neg=2.0), [2.0, 0.5], [1.0, -1.0]) == pytest.approx([-0.3932239, 0.0983060], abs=1e-6)
 
 
 def test_gmpo_clips_logarithms_on_the_pessimistic_side():
-    # log r = ln 2 = 0.693 > 0.4. A = 1: min(0.693, 0.4) = 0.4, -e^0.4 = -1.4918247, and no gradient.
+    # log r = ln 2 = 0.693 > 0.4. A = 1: min(0.693, 0.4) = 0.4, -e^0.4 = -1.4918247, and no
+    # gradient.
     assert value(GMPOLoss(), [2.0], [1.0])[0] == pytest.approx(-1.4918247, abs=1e-6)
     assert gradient(GMPOLoss(), [2.0], [1.0]) == [0.0]
-    # A = -1: s log r = -0.693, min(-0.693, -0.4) = -0.693: R = e^(-1 * -0.693) = 2, loss 2, gradient 2 * (1/2) = 1.
+    # A = -1: s log r = -0.693, min(-0.693, -0.4) = -0.693: R = e^(-1 * -0.693) = 2, loss 2,
+    # gradient 2 * (1/2) = 1.
     assert value(GMPOLoss(), [2.0], [-1.0])[0] == pytest.approx(2.0)
     assert gradient(GMPOLoss(), [2.0], [-1.0]) == pytest.approx([1.0])
     # A = -1, r = 1/2: s log r = 0.693 is cut to 0.4: R = e^-0.4 = 0.6703200.
@@ -178,7 +190,8 @@ def test_gmpo_clips_logarithms_on_the_pessimistic_side():
 def test_gmpo_is_a_geometric_mean_over_tokens_or_a_product():
     logits, batch = three_token_batch()
     batch["actor_logps"] = batch["actor_logps"] - torch.tensor([[0.0, 0.2, 0.1], [0.0, 0.0, 0.0]])  # log r = 0.2, 0.1; 0
-    # -(1/2)(e^0.15 + 1) = -(1/2)(1.1618342 + 1); as a product -(1/2)(e^0.3 + 1) = -(1/2)(1.3498588 + 1)
+    # -(1/2)(e^0.15 + 1) = -(1/2)(1.1618342 + 1); as a product -(1/2)(e^0.3 + 1) = -(1/2)(1.3498588
+    # + 1)
     assert GMPOLoss().compute(logits, batch)[0].item() == pytest.approx(-1.0809171, abs=1e-6)
     assert GMPOLoss(length_normalize=False).compute(logits, batch)[0].item() == pytest.approx(-1.1749294, abs=1e-6)
 
@@ -210,7 +223,8 @@ CAPPED = [
 
 @pytest.mark.parametrize("loss", CAPPED, ids=str)
 def test_a_capped_ratio_beyond_float32_keeps_loss_and_gradient_finite(loss):
-    # e^200 is infinite in float32, and its product with the 0 of a clip or a weight would be NaN. Weights 1, 0, -1 have mean 0.
+    # e^200 is infinite in float32, and its product with the 0 of a clip or a weight would be NaN.
+    # Weights 1, 0, -1 have mean 0.
     logits, batch = two_token_batch([1.0, 1.0, 1.0], [1.0, 0.0, -1.0])
     batch["old_logp_action"] = batch["old_logp_action"] - 200.0
     batch["actor_logps"] = batch["actor_logps"] - 200.0 * batch["action_mask"]
@@ -233,7 +247,8 @@ def test_an_infinite_ratio_without_a_cap_is_left_to_be_seen(loss):
 
 
 def test_logits_of_minus_infinity_off_the_actions_do_no_harm():
-    # Row: prompt token 1 is impossible under the policy; the action has probability 1/3 against 1/3 of the actor.
+    # Row: prompt token 1 is impossible under the policy; the action has probability 1/3 against 1/3
+    # of the actor.
     logits = torch.zeros(1, 3, 3)
     logits[0, 0, 1] = -math.inf
     logits.requires_grad_()
@@ -257,7 +272,8 @@ def test_logits_of_minus_infinity_off_the_actions_do_no_harm():
 
 
 def test_groups_whose_rewards_are_equal_give_a_gradient_of_exactly_zero():
-    # Rewards 0.3 in group a and 1, 0 in group b: population std of b is 0.5, so its weights are 1 and -1, those of a exactly 0.
+    # Rewards 0.3 in group a and 1, 0 in group b: population std of b is 0.5, so its weights are 1
+    # and -1, those of a exactly 0.
     rewards = {"a": [0.3, 0.3, 0.3], "b": [1.0, 0.0]}
     weights = []
     for group, values in rewards.items():
@@ -272,8 +288,8 @@ def test_groups_whose_rewards_are_equal_give_a_gradient_of_exactly_zero():
 
 
 def test_kl_by_token_has_three_estimators():
-    # log ratio ln 2 in row 0 and -ln 2 in row 1.
-    # k1: mean = 0. k2: (ln 2)^2 / 2 = 0.240227. k3: exp(-x) - 1 + x: 0.5 - 1 + 0.693147 and 2 - 1 - 0.693147: mean 0.25.
+    # log ratio ln 2 in row 0 and -ln 2 in row 1. k1: mean = 0. k2: (ln 2)^2 / 2 = 0.240227. k3:
+    # exp(-x) - 1 + x: 0.5 - 1 + 0.693147 and 2 - 1 - 0.693147: mean 0.25.
     expected = {"k1": 0.0, "k2": 0.2402265, "k3": 0.25}
     for estimator, kl in expected.items():
         loss, stats = value(TokenKLLoss(coeff=2.0, estimator=estimator), [2.0, 0.5], [0.0, 0.0])
@@ -296,7 +312,8 @@ def test_kl_by_sequence_has_the_same_estimators():
 
 
 def test_entropy_counts_the_positions_that_predict_an_action():
-    # Row 0 predicts its action from uniform logits (entropy ln 2), row 1 has no action: its entropy must not count.
+    # Row 0 predicts its action from uniform logits (entropy ln 2), row 1 has no action: its entropy
+    # must not count.
     logits, batch = two_token_batch([1.0, 1.0], [0.0, 0.0])
     batch["action_mask"] = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     loss, stats = EntropyBonus(coeff=0.1).compute(logits, batch)

@@ -46,7 +46,8 @@ def test_gradients_equal_finite_differences(monkeypatch):
 
 
 def test_logits_at_t_score_the_token_at_t_plus_1():
-    # Vocabulary 2. Position 0 gives token 1 the odds e : 1, position 1 gives token 0 the odds 1 : 1.
+    # Vocabulary 2. Position 0 gives token 1 the odds e : 1, position 1 gives token 0 the odds 1 :
+    # 1.
     logits = torch.tensor([[[0.0, 1.0], [0.0, 0.0], [9.0, -9.0]]])
     ids = torch.tensor([[0, 1, 0]])
     # log(e / (1 + e)) = -0.313262; log(1/2) = -0.693147. The last position scores nothing.
@@ -88,7 +89,8 @@ def test_half_precision_logits_are_reduced_in_float32(dtype, seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("read", [loss_memory.consuming, loss_memory.consuming_entropy, loss_memory.consuming_both])
 def test_the_loss_takes_at_most_a_third_of_the_logits_beside_them(read, dtype):
-    # 2^21 logits in chunks of 2^17: a sixteenth of the logits at once, an eighth of half-precision logits in float32.
+    # 2^21 logits in chunks of 2^17: a sixteenth of the logits at once, an eighth of half-precision
+    # logits in float32.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(functional, "CHUNK_ELEMENTS", 1 << 17)
         forward, both = loss_memory.peak_ratios(read, dtype, (4, 64, 8192))
@@ -150,7 +152,8 @@ def gradients_of_input(make_logits, consume):
     "make_logits", [torch.tanh, lambda h: torch.tanh(h.view(6, 5)).view(2, 3, 5), lambda h: h, lambda h: h.view(2, 3, 5)]
 )
 def test_logits_that_their_maker_or_a_parameter_still_needs_are_not_written_over(make_logits):
-    # The backward pass of tanh needs its output; a model may give out its parameter itself, or a view of it.
+    # The backward pass of tanh needs its output; a model may give out its parameter itself, or a
+    # view of it.
     assert torch.equal(gradients_of_input(make_logits, True), gradients_of_input(make_logits, False))
     parameter = torch.randn(2, 3, 5, requires_grad=True)
     before = parameter.detach().clone()
@@ -230,7 +233,8 @@ def test_two_readers_of_the_logits_keep_them():
 
 
 def test_the_gradient_of_a_likely_token_survives_half_precision():
-    # Odds e^7 : 1, so 1 - p = 1 / (1 + e^7) = 0.000911051: it would vanish if 1 and p were subtracted in bfloat16.
+    # Odds e^7 : 1, so 1 - p = 1 / (1 + e^7) = 0.000911051: it would vanish if 1 and p were
+    # subtracted in bfloat16.
     logits = torch.tensor([[[0.0, 7.0], [0.0, 0.0]]], dtype=torch.bfloat16, requires_grad=True)
     compute_token_logp(logits, torch.tensor([[0, 1]])).sum().backward()
     assert logits.grad[0, 0].tolist() == pytest.approx([-0.000911051, 0.000911051], rel=1e-2)
@@ -269,7 +273,8 @@ def test_a_capped_ratio_never_overflows_and_has_no_gradient_at_the_cap():
 
 
 def test_shares_of_tokens_count_the_tokens_that_are_predicted():
-    # Row lengths and actions: the first token of a row predicts nothing, so a mask that begins there counts one less.
+    # Row lengths and actions: the first token of a row predicts nothing, so a mask that begins
+    # there counts one less.
     logits = torch.zeros(1, 3, 4)
     batch = {"input_ids": torch.zeros(1, 3, dtype=torch.long), "action_mask": torch.ones(1, 3), "weight": torch.ones(1)}
     totals = BatchTotals(num_samples=4, num_tokens=8, weight_mean=0.0, weight_std=0.0, num_pairs=2)

@@ -1,4 +1,5 @@
-"""The law of the project: however a batch is split, laid out and ordered, the gradient is that of the unsplit batch."""
+"""The law of the project: however a batch is split, laid out and ordered, the gradient is that
+of the unsplit batch."""
 
 from dataclasses import replace
 
@@ -154,7 +155,8 @@ PREFERENCE_LOSSES = {
 
 @st.composite
 def partitions_of_pairs(draw):
-    """Pairs in some order, the rejected sample first in some, cut into micro-batches between pairs."""
+    """Pairs in some order, the rejected sample first in some, cut into micro-batches between
+    pairs."""
     count = draw(st.integers(1, 6))
     samples = rows(2 * count, seed=draw(st.integers(0, 10_000)))
     pairs = []

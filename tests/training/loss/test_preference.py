@@ -15,7 +15,8 @@ from ludic.training.loss import SharedContext, scaled_loss
 
 
 def batch_of(scores, roles=None, ids=None, labels=None):
-    """Logits [B] that require a gradient, and a batch of B samples; chosen and rejected in turn unless said otherwise."""
+    """Logits [B] that require a gradient, and a batch of B samples; chosen and rejected in turn
+    unless said otherwise."""
     count = len(scores)
     meta = {
         "pair_id": ids or [index // 2 for index in range(count)],

@@ -1,8 +1,8 @@
 //! Micro-batches from lengths. One rule for padded plans: `longest * rows <= micro_token_budget`.
 //!
-//! Lengths are not negative; a sample of length 0 is legal, costs nothing and fits anywhere. A budget above any sum of
-//! lengths is no limit. The same lengths give the same plan on every machine: there is one thread, no hash order, and
-//! every tie is broken by index.
+//! Lengths are not negative; a sample of length 0 is legal, costs nothing and fits anywhere. A
+//! budget above any sum of lengths is no limit. The same lengths give the same plan on every
+//! machine: there is one thread, no hash order, and every tie is broken by index.
 //!
 //! ```
 //! use ludic_core::plan::{greedy, optimal, padding_free};
@@ -56,7 +56,8 @@ impl Plan {
         Self { indices, offsets, num_tokens, padded_tokens }
     }
 
-    /// A right-padded plan whose micro-batches are runs of `sorted`: the last row of each is its longest.
+    /// A right-padded plan whose micro-batches are runs of `sorted`: the last row of each is its
+    /// longest.
     pub(crate) fn contiguous(lengths: &[i32], sorted: Sorted, offsets: Vec<u32>) -> Self {
         let longest = |end: usize| lengths[sorted.order[end - 1] as usize] as u64;
         let padded_tokens = windows(&offsets).map(|range| range.len() as u64 * longest(range.end)).sum();

@@ -1,13 +1,16 @@
 //! The exact minimum of `padded_tokens + overhead_tokens * micro_batches`.
 //!
-//! Refilling the micro-batches with the sorted samples, keeping the counts, raises no maximum, so some optimal partition
-//! is contiguous in sorted order and `D[j] = min over i of D[i] + overhead + (j - i) * w(length_j)` is the whole problem.
-//! `w` does not fall with the length, so for `i < i'` the lead of `i'` over `i` only grows with `j` (the cost is Monge),
-//! and the feasible window `(j - i) * length_j <= budget` moves one way: once `i'` is better, `i` never returns. Hence a
-//! queue of candidates, each with the first position from which it is the best, and a binary search for each new one.
-//! (A convex-hull queue is wrong here: a point that it drops can become optimal once the front expires.)
+//! Refilling the micro-batches with the sorted samples, keeping the counts, raises no maximum, so
+//! some optimal partition is contiguous in sorted order and `D[j] = min over i of D[i] + overhead +
+//! (j - i) * w(length_j)` is the whole problem. `w` does not fall with the length, so for `i < i'`
+//! the lead of `i'` over `i` only grows with `j` (the cost is Monge), and the feasible window `(j -
+//! i) * length_j <= budget` moves one way: once `i'` is better, `i` never returns. Hence a queue of
+//! candidates, each with the first position from which it is the best, and a binary search for each
+//! new one. (A convex-hull queue is wrong here: a point that it drops can become optimal once the
+//! front expires.)
 //!
-//! Costs are integers, so that no rounding decides a tie; ties go to the smallest `i`, the longest last micro-batch.
+//! Costs are integers, so that no rounding decides a tie; ties go to the smallest `i`, the longest
+//! last micro-batch.
 
 use std::collections::VecDeque;
 use std::ops::{Add, Mul, Sub};
@@ -16,9 +19,11 @@ use super::sorted::{Run, Sorted};
 use super::{Plan, check_budget, check_overhead};
 use crate::CoreError;
 
-/// The exact minimum of `padded_tokens + overhead_tokens * micro_batches` under `longest * rows <= budget`. O(n log n).
+/// The exact minimum of `padded_tokens + overhead_tokens * micro_batches` under `longest * rows <=
+/// budget`. O(n log n).
 ///
-/// With a very large overhead it has the fewest micro-batches, and among those partitions the fewest padded tokens.
+/// With a very large overhead it has the fewest micro-batches, and among those partitions the
+/// fewest padded tokens.
 pub fn optimal(lengths: &[i32], micro_token_budget: i64, overhead_tokens: i64) -> Result<Plan, CoreError> {
     let overhead = check_overhead(overhead_tokens)?;
     let sorted = Sorted::new(lengths)?;
@@ -35,10 +40,12 @@ pub(crate) fn offsets(runs: &[Run], budget: u64, overhead: u64, rows: u64) -> Ve
     solve(runs, budget, Objective { overhead, scale: i128::from(rows), per_row: 0 })
 }
 
-/// Where the micro-batches begin in the partition into exactly `count` that has the fewest padded tokens.
+/// Where the micro-batches begin in the partition into exactly `count` that has the fewest padded
+/// tokens.
 ///
-/// `count` must be at least what greedy needs and at most the number of samples. Because the cost is Monge, the padding
-/// is convex in the count: a price on each micro-batch finds the count, or two partitions on either side of it.
+/// `count` must be at least what greedy needs and at most the number of samples. Because the cost
+/// is Monge, the padding is convex in the count: a price on each micro-batch finds the count, or
+/// two partitions on either side of it.
 pub(crate) fn offsets_exactly(runs: &[Run], budget: u64, count: usize) -> Vec<u32> {
     let price = least_price(runs, budget, count);
     let fewest = priced(runs, budget, price, Ties::FewestMicroBatches);
@@ -69,8 +76,9 @@ enum Ties {
     MostMicroBatches,
 }
 
-/// The best partition when each micro-batch costs `price` padded tokens. Costs are scaled so that the count only decides
-/// ties: it adds 1 for each micro-batch, or 1 for each row that does not begin one.
+/// The best partition when each micro-batch costs `price` padded tokens. Costs are scaled so that
+/// the count only decides ties: it adds 1 for each micro-batch, or 1 for each row that does not
+/// begin one.
 fn priced(runs: &[Run], budget: u64, price: i128, ties: Ties) -> Vec<u32> {
     let scale = runs.last().map_or(0, |run| i128::from(run.end)) + 1;
     let (per_micro_batch, per_row) = match ties {
@@ -80,8 +88,9 @@ fn priced(runs: &[Run], budget: u64, price: i128, ties: Ties) -> Vec<u32> {
     solve(runs, budget, Objective { overhead: price * scale + per_micro_batch, scale, per_row })
 }
 
-/// Two best partitions, one of fewer and one of at least `count`, exchanged where a micro-batch of the second lies within
-/// one of the first: by the Monge property both results are best too, and one of them has `count`.
+/// Two best partitions, one of fewer and one of at least `count`, exchanged where a micro-batch of
+/// the second lies within one of the first: by the Monge property both results are best too, and
+/// one of them has `count`.
 fn splice(fewer: &[u32], more: &[u32], count: usize) -> Vec<u32> {
     let extra = count + 1 - fewer.len();
     let inside = (0..fewer.len() - 1).find(|&k| more[k + extra + 1] <= fewer[k + 1]);
@@ -89,7 +98,8 @@ fn splice(fewer: &[u32], more: &[u32], count: usize) -> Vec<u32> {
     [&more[..=head + extra], &fewer[head + 1..]].concat()
 }
 
-/// What a micro-batch of `rows` samples of at most `length` costs: `overhead + rows * (scale * length + per_row)`.
+/// What a micro-batch of `rows` samples of at most `length` costs: `overhead + rows * (scale *
+/// length + per_row)`.
 #[derive(Debug, Clone, Copy)]
 struct Objective {
     overhead: i128,
@@ -140,7 +150,8 @@ struct Step<T> {
     weight: T,
 }
 
-/// A micro-batch that would begin at `start`: the best of the queue for ends from `from` until the next one's `from`.
+/// A micro-batch that would begin at `start`: the best of the queue for ends from `from` until the
+/// next one's `from`.
 #[derive(Clone, Copy)]
 struct Candidate<T> {
     start: u32,
@@ -170,7 +181,8 @@ impl<T: Cost> Search<T> {
         Self { steps: runs.iter().map(step).collect(), overhead, queue: VecDeque::new(), horizon: 0 }
     }
 
-    /// For each end `1..=n`, where the last micro-batch of the best partition of the samples before it begins.
+    /// For each end `1..=n`, where the last micro-batch of the best partition of the samples before
+    /// it begins.
     fn parents(mut self) -> Vec<u32> {
         let samples = self.steps.last().map_or(0, |step| step.end);
         let mut parents = vec![0; samples as usize + 1];
@@ -195,7 +207,8 @@ impl<T: Cost> Search<T> {
         self.queue[0]
     }
 
-    /// Enter the micro-batches that begin at `start`, dropping candidates that it beats from their first end on.
+    /// Enter the micro-batches that begin at `start`, dropping candidates that it beats from their
+    /// first end on.
     fn push(&mut self, start: u32, cost: T, step: u32) {
         let (until, until_step) = self.reach(start);
         let mut new = Candidate { start, cost, from: start + 1, from_step: step, until, until_step };
@@ -220,7 +233,8 @@ impl<T: Cost> Search<T> {
         }
     }
 
-    /// The last end for which a micro-batch that begins at `start` is feasible, and the step that holds the one after.
+    /// The last end for which a micro-batch that begins at `start` is feasible, and the step that
+    /// holds the one after.
     fn reach(&mut self, start: u32) -> (u32, u32) {
         while let Some(step) = self.steps.get(self.horizon) {
             let end = start.saturating_add(step.rows);
@@ -240,7 +254,8 @@ mod tests {
     use super::*;
     use crate::plan::greedy_offsets;
 
-    /// The fewest padded tokens for each number of micro-batches, by the programme over ends and counts.
+    /// The fewest padded tokens for each number of micro-batches, by the programme over ends and
+    /// counts.
     fn fewest_tokens(lengths: &[i32], budget: u64) -> Vec<Option<u64>> {
         let mut sorted: Vec<u64> = lengths.iter().map(|&length| length as u64).collect();
         sorted.sort_unstable();

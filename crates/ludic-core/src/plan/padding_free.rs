@@ -1,8 +1,9 @@
 //! Micro-batches without padding: the sum of lengths is at most the budget, by best fit decreasing.
 //!
-//! Lengths only fall, so an open micro-batch is either waiting (its free space is below the present length) or ready,
-//! and those that become ready have less free space than all that were. The ready ones are therefore a stack with the
-//! fullest on top, and the waiting ones need no search, only to be handed over in order of falling free space.
+//! Lengths only fall, so an open micro-batch is either waiting (its free space is below the present
+//! length) or ready, and those that become ready have less free space than all that were. The ready
+//! ones are therefore a stack with the fullest on top, and the waiting ones need no search, only to
+//! be handed over in order of falling free space.
 
 use std::collections::BinaryHeap;
 
@@ -10,8 +11,9 @@ use super::sorted::Sorted;
 use super::{Plan, check_budget};
 use crate::CoreError;
 
-/// Best fit decreasing: the longest sample first, each into the fullest micro-batch that still holds it; among equally
-/// full ones the first that became so. O(n + longest), or O(n log n) when lengths are far above their number.
+/// Best fit decreasing: the longest sample first, each into the fullest micro-batch that still
+/// holds it; among equally full ones the first that became so. O(n + longest), or O(n log n) when
+/// lengths are far above their number.
 pub fn padding_free(lengths: &[i32], micro_token_budget: i64) -> Result<Plan, CoreError> {
     let sorted = Sorted::new(lengths)?;
     let budget = check_budget(micro_token_budget, sorted.longest())?;
@@ -44,7 +46,8 @@ struct Open {
     free: u64,
 }
 
-/// Equal lengths go in together: what was the fullest stays the fullest as long as it holds another.
+/// Equal lengths go in together: what was the fullest stays the fullest as long as it holds
+/// another.
 fn place(sorted: &Sorted, budget: u64, mut waiting: impl Waiting) -> Placed {
     let mut placed = Placed { segments: Vec::with_capacity(sorted.len()), bins: 0 };
     let mut ready: Vec<Open> = Vec::new();
@@ -104,7 +107,8 @@ impl Placed {
 /// Micro-batches whose free space is below the present length.
 trait Waiting {
     fn put(&mut self, bin: u32, free: u32);
-    /// Hand over all with free space of at least `length`, the emptiest first; among equals the last put first.
+    /// Hand over all with free space of at least `length`, the emptiest first; among equals the
+    /// last put first.
     fn release(&mut self, length: u32, ready: &mut Vec<Open>);
 }
 

@@ -19,7 +19,8 @@ pub(crate) struct Sorted {
 }
 
 impl Sorted {
-    /// Counting sort when the range of lengths is small beside their number, radix sort when it is not.
+    /// Counting sort when the range of lengths is small beside their number, radix sort when it is
+    /// not.
     pub fn new(lengths: &[i32]) -> Result<Self, CoreError> {
         let Some((shortest, longest)) = range(lengths)? else {
             return Ok(Self { order: Vec::new(), runs: Vec::new(), num_tokens: 0 });
@@ -65,7 +66,8 @@ fn counting_sort(lengths: &[i32], shortest: u32, span: usize) -> (Vec<u32>, Vec<
     for &length in lengths {
         next[(length as u32 - shortest) as usize] += 1;
     }
-    // Written without a branch, which a processor could not foresee: an empty run is overwritten by the next.
+    // Written without a branch, which a processor could not foresee: an empty run is overwritten by
+    // the next.
     let mut runs = vec![Run::default(); span.min(lengths.len()) + 1];
     let (mut found, mut begin) = (0, 0);
     for (slot, length) in next.iter_mut().zip(shortest..) {
@@ -85,7 +87,8 @@ fn counting_sort(lengths: &[i32], shortest: u32, span: usize) -> (Vec<u32>, Vec<
     (order, runs)
 }
 
-/// Two stable passes over half the bits each while a histogram stays small beside the lengths, else one comparison sort.
+/// Two stable passes over half the bits each while a histogram stays small beside the lengths, else
+/// one comparison sort.
 fn radix_sort(lengths: &[i32], shortest: u32, span: usize) -> (Vec<u32>, Vec<Run>) {
     let half = (usize::BITS - (span - 1).leading_zeros()).div_ceil(2);
     let mut keys: Vec<u64> =
@@ -133,7 +136,8 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// From as many lengths as there are samples to a thousand times as many, so that each of the three ways is taken.
+        /// From as many lengths as there are samples to a thousand times as many, so that each of
+        /// the three ways is taken.
         #[test]
         fn the_order_is_the_stable_sort_and_the_runs_are_its_groups(
             lengths in (1i32..2000, 0i32..5000)

@@ -6,7 +6,8 @@ use proptest::prelude::*;
 /// Micro-batches as lists of sample indices.
 pub type Lists = Vec<Vec<u32>>;
 
-/// Lengths with few and with many ties, from none to `most` samples, short and as long as there can be.
+/// Lengths with few and with many ties, from none to `most` samples, short and as long as there can
+/// be.
 pub fn lengths(most: usize) -> impl Strategy<Value = Vec<i32>> {
     let longest = prop_oneof![Just(1), Just(3), Just(12), Just(100), Just(5000), Just(i32::MAX)];
     longest.prop_flat_map(move |longest| prop::collection::vec(0..=longest, 0..=most))
@@ -121,7 +122,8 @@ pub fn contiguous_partitions(lengths: &[i32]) -> Vec<Lists> {
     (0..1u32 << gaps).map(cut).collect()
 }
 
-/// The longest first, each into the fullest that holds it, among equals the one that has been so full the longest.
+/// The longest first, each into the fullest that holds it, among equals the one that has been so
+/// full the longest.
 pub fn best_fit_decreasing(lengths: &[i32], budget: i64) -> Lists {
     let mut order = ascending(lengths);
     order.sort_by_key(|&index| std::cmp::Reverse(lengths[index as usize]));

@@ -96,8 +96,8 @@ pub fn batch() -> impl Strategy<Value = (Vec<Owned>, usize, Vec<i64>)> {
     })
 }
 
-/// One turn of a dialogue: tokens that the environment added, tokens that the policy chose, and whether the history is rewritten
-/// before it, or the history's actions count as its own.
+/// One turn of a dialogue: tokens that the environment added, tokens that the policy chose, and
+/// whether the history is rewritten before it, or the history's actions count as its own.
 type Turn = (Vec<i64>, Vec<i64>, bool, bool);
 
 fn turn() -> impl Strategy<Value = Turn> {
@@ -105,7 +105,8 @@ fn turn() -> impl Strategy<Value = Turn> {
     (ids(0), ids(1), prop::bool::weighted(0.15), prop::bool::weighted(0.1))
 }
 
-/// The samples of up to four dialogues of up to five turns each, one a turn: nearly every one begins with the one before it.
+/// The samples of up to four dialogues of up to five turns each, one a turn: nearly every one
+/// begins with the one before it.
 pub fn dialogues() -> impl Strategy<Value = Vec<Owned>> {
     let dialogue = prop::collection::vec(turn(), 1..6);
     (prop::collection::vec(dialogue, 1..5), any::<bool>())

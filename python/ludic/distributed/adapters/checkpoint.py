@@ -1,4 +1,5 @@
-"""Publishes through folders: weights are written whole, then servers that see the folder are told to read it.
+"""Publishes through folders: weights are written whole, then servers that see the folder are told
+to read it.
 
     client = SGLangClient("http://127.0.0.1:30000", tokenizer=tokenizer)
     publisher = create_checkpoint_publisher(client, "/shared/policy", model="/shared/base-model")
@@ -32,7 +33,8 @@ Policy = Literal["all", "any"]
 
 
 class SGLangPublisher:
-    """Writes each version into a folder beside the model's config, and has all servers read it. Where one cannot, all go back to the
+    """Writes each version into a folder beside the model's config, and has all servers read it.
+    Where one cannot, all go back to the
     version before."""
 
     def __init__(
@@ -45,7 +47,8 @@ class SGLangPublisher:
         timeout_s: float = 300.0,
         allow_unchanged: bool = False,
     ) -> None:
-        """`model` is the folder of the model that the servers were started with: its config, tokenizer, names and shapes."""
+        """`model` is the folder of the model that the servers were started with: its config,
+        tokenizer, names and shapes."""
         if keep < 2:
             raise ConfigError(f"keep ({keep}) must be >= 2: the version before is what servers go back to")
         self.client, self.servers = client, client.endpoints()
@@ -132,7 +135,8 @@ def _manifest_of(model: Path) -> ServerManifest:
 def create_checkpoint_publisher(
     client: Any, directory: str | Path, *, model: str | Path | None = None, **options: Any
 ) -> PolicyPublisher:
-    """A publisher that passes weights through folders in `directory`, which the servers see under the same path.
+    """A publisher that passes weights through folders in `directory`, which the servers see under
+    the same path.
 
     client: an `SGLangClient`, or whatever `create_vllm_publisher` takes.
     model: for SGLang, the folder of the model that the servers were started with.
@@ -170,11 +174,13 @@ class SGLangEngine:
 
 
 class VLLMEngine:
-    """Tells a vLLM server to read a checkpoint: compared with the server's model, taken aside, loaded while paused, and compared with what
+    """Tells a vLLM server to read a checkpoint: compared with the server's model, taken aside,
+    loaded while paused, and compared with what
     the server then holds."""
 
     def __init__(self, base_url: str, timeout: float = 300, *, partial: bool = False) -> None:
-        """`partial`: weights may be missing in a checkpoint: frozen ones, whose values the server has."""
+        """`partial`: weights may be missing in a checkpoint: frozen ones, whose values the
+        server has."""
         self.base_url, self.timeout, self.partial = base_url.rstrip("/"), timeout, partial
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
@@ -197,8 +203,8 @@ async def sync_weights_to_engines(
 ) -> list[dict[str, Any]]:
     """Have all engines read a checkpoint at once; what each said, in the order of the engines.
 
-    policy: `all` must succeed, or `any` one. Otherwise a PublishError with what each said. An engine that fails answers
-    `{"success": False, "error": ...}`.
+    policy: `all` must succeed, or `any` one. Otherwise a PublishError with what each said. An
+    engine that fails answers `{"success": False, "error": ...}`.
     """
     if not engines:
         raise ConfigError("there is no engine to sync weights to")

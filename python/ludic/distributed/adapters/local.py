@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 class LocalPublisher:
-    """Hands weights to a client's `sync_weights`. Where the client samples from the trainer's own model, nothing is copied."""
+    """Hands weights to a client's `sync_weights`. Where the client samples from the trainer's
+    own model, nothing is copied."""
 
     def __init__(self, client: ChatClient, *, timeout_s: float = 600.0) -> None:
         self.client = client

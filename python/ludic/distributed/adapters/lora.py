@@ -1,7 +1,8 @@
-"""Publishes adapters as adapters: megabytes instead of the whole model, each version under a name of its own, such as `policy@17`.
+"""Publishes adapters as adapters: megabytes instead of the whole model, each version under a name
+of its own, such as `policy@17`.
 
-A request that is running goes on with the adapter that it began with. Names that are never used twice leave nothing stale in a
-prefix cache.
+A request that is running goes on with the adapter that it began with. Names that are never used
+twice leave nothing stale in a prefix cache.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class LoraPublisher:
         timeout_s: float = 60.0,
         allow_unchanged: bool = False,
     ) -> None:
-        """`keep` versions stay loaded, so that requests which began with an older one can end. `name` is what requests ask for."""
+        """`keep` versions stay loaded, so that requests which began with an older one can end.
+        `name` is what requests ask for."""
         if keep < 1:
             raise ConfigError(f"keep ({keep}) must be >= 1; the version that is served stays")
         headers = request_headers(client)
@@ -51,7 +53,8 @@ class LoraPublisher:
         self._keep = keep
         self._loaded: list[str] = []
         self._knows_servers = False
-        """The servers have of this name what is in `_loaded`: not before the first push, and not after a fault."""
+        """The servers have of this name what is in `_loaded`: not before the first push, and not
+        after a fault."""
 
     def expect_change(self, expected: bool) -> None:
         self._unchanged.change_expected = expected
@@ -62,8 +65,10 @@ class LoraPublisher:
         return self._loaded[-1] if self._loaded else None
 
     def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
-        """Load the model's adapters as `<name>@<version>` on all servers, or on none. They are taken from the model: in `state_dict`
-        they are merged. Adapters that did not change are served on under the name that they have."""
+        """Load the model's adapters as `<name>@<version>` on all servers, or on none. They are
+        taken from the model: in `state_dict`
+        they are merged. Adapters that did not change are served on under the name that they
+        have."""
         from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
         from ludic.models.lora import adapter_weights
 
@@ -134,7 +139,8 @@ def create_lora_publisher(
 ) -> LoraPublisher:
     """A publisher of the adapters of `model` to the servers of a client.
 
-    directory: where adapters are written, in PEFT's layout; the servers must see it under the same path.
-    name: what requests give as `model`; a client with `served_names` sends them to the newest version.
+    directory: where adapters are written, in PEFT's layout; the servers must see it under the same
+    path. name: what requests give as `model`; a client with `served_names` sends them to the newest
+    version.
     """
     return LoraPublisher(client, model, directory=directory, name=name, keep=keep, **options)

@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 class RewardWeightsClient(Protocol):
-    """A reward model that takes new weights: `LocalRewardModel`, `VLLMScoringClient`, `VLLMClient`."""
+    """A reward model that takes new weights: `LocalRewardModel`, `VLLMScoringClient`,
+    `VLLMClient`."""
 
     def sync_reward_weights(
         self,
@@ -30,7 +31,8 @@ class RewardWeightsClient(Protocol):
 
 
 class RMPublisherAdapter:
-    """Sends the weights that `training_mode` changes, and nothing else: what is left out is left out here, before anything is announced,
+    """Sends the weights that `training_mode` changes, and nothing else: what is left out is left
+    out here, before anything is announced,
     so that the receiver never waits for a tensor that does not come. `debug` logs the names."""
 
     def __init__(
@@ -60,7 +62,8 @@ def create_rm_publisher(
     debug: bool = False,
     rank0_only: bool = False,
 ) -> PolicyPublisher:
-    """A publisher for `RMTrainer`. With `rank0_only` the client is first touched when rank 0 publishes, and by no other rank."""
+    """A publisher for `RMTrainer`. With `rank0_only` the client is first touched when rank 0
+    publishes, and by no other rank."""
     mode = RewardModelTrainingMode(training_mode)
     if rank0_only:
         return Rank0OnlyPublisher(lambda: RMPublisherAdapter(client, training_mode=mode, debug=debug))

@@ -1,8 +1,10 @@
-"""Publishes to vLLM servers while they serve, through their own endpoints for reinforcement learning.
+"""Publishes to vLLM servers while they serve, through their own endpoints for reinforcement
+learning.
 
-A push to one server or to several: the weights are checked against each server's model, taken aside by all (which go on with the old
-ones), and only then, with generation paused, loaded by all; prefix caches are forgotten, and what each server then holds is compared
-with what the trainer sent. Until all have everything, any failure leaves the old version everywhere. A server that fails later is
+A push to one server or to several: the weights are checked against each server's model, taken aside
+by all (which go on with the old ones), and only then, with generation paused, loaded by all; prefix
+caches are forgotten, and what each server then holds is compared with what the trainer sent. Until
+all have everything, any failure leaves the old version everywhere. A server that fails later is
 taken out of service and named; it never serves a mix.
 """
 
@@ -39,7 +41,8 @@ STAY_PAUSED = "these may stay paused, and then answer nothing until the next pus
 
 
 def server_urls(client: Any) -> list[str]:
-    """Where a client's servers are: its `server_urls`, or its one `server_url`; a URL, or several, stand for themselves."""
+    """Where a client's servers are: its `server_urls`, or its one `server_url`; a URL, or
+    several, stand for themselves."""
     if isinstance(client, str):
         return [client]
     if isinstance(client, Sequence):
@@ -49,7 +52,8 @@ def server_urls(client: Any) -> list[str]:
 
 
 def request_headers(client: Any) -> dict[str, str]:
-    """What a client sends with everything that it asks of its servers, as its key; none for URLs."""
+    """What a client sends with everything that it asks of its servers, as its key; none for
+    URLs."""
     session = getattr(client, "_session", None)
     return {} if session is None else dict(session.headers)
 
@@ -71,11 +75,13 @@ class VllmControlPlane:
         partial: bool = False,
         by_folder: bool = False,
     ) -> None:
-        """`master_address` is where the servers reach the trainer; `timeout_s` limits each transfer.
+        """`master_address` is where the servers reach the trainer; `timeout_s` limits each
+        transfer.
 
-        tolerate_lost_servers: go on with the others where a server fails; it is taken out of service. By default that is an error.
-        partial: weights may be missing in a push: frozen ones, whose values the server has.
-        by_folder: weights go through folders that the servers see; no connection is opened.
+        tolerate_lost_servers: go on with the others where a server fails; it is taken out of
+        service. By default that is an error. partial: weights may be missing in a push: frozen
+        ones, whose values the server has. by_folder: weights go through folders that the servers
+        see; no connection is opened.
         """
         headers = request_headers(client)
         self.links = [
@@ -89,7 +95,8 @@ class VllmControlPlane:
         self.tolerate_lost_servers = tolerate_lost_servers
         self.partial = partial
         self.timings: dict[str, float] = {}
-        """Seconds of the last push: `transfer_s`, during which generation waits, and `paused_s`, from pause to resume."""
+        """Seconds of the last push: `transfer_s`, during which generation waits, and `paused_s`,
+        from pause to resume."""
         self.version: str | None = None
         """The last that was loaded."""
         self._live: list[ServerLink] = []
@@ -124,11 +131,13 @@ class VllmControlPlane:
         return manifest
 
     def expect(self, sent: Mapping[str, str], served: Mapping[str, str] | None = None) -> None:
-        """Fingerprints of the next push, and of what each server must hold once it is loaded, where that is another dtype."""
+        """Fingerprints of the next push, and of what each server must hold once it is loaded,
+        where that is another dtype."""
         self._sent, self._served = dict(sent), dict(sent if served is None else served)
 
     def serves(self, marks: Mapping[str, str]) -> bool:
-        """Whether every server still has what was pushed with these fingerprints: none was restarted, or given others."""
+        """Whether every server still has what was pushed with these fingerprints: none was
+        restarted, or given others."""
         version = str(self.version)
         return not on_each(self._live, lambda link: link.check_held(version, marks, marks))
 
@@ -168,14 +177,16 @@ class VllmControlPlane:
         self._each(ServerLink.wait_staged, ABANDONED)
 
     def finalize_update(self, version: Version = None) -> None:
-        """Load what came on every server, under this version. From pause to resume, Ctrl-C waits until it is done."""
+        """Load what came on every server, under this version. From pause to resume, Ctrl-C waits
+        until it is done."""
         self.wait_staged()
         self.timings = {"transfer_s": time.perf_counter() - self._began_at}
         self._open = False  # whatever is raised here, there is nothing to take back while servers load
         to_the_end(lambda: self._switch(version), what="the push")
 
     def _switch(self, version: Version) -> None:
-        """Pause, load, resume. A server resumes with what it had or with what was sent, and with nothing cached of other weights."""
+        """Pause, load, resume. A server resumes with what it had or with what was sent, and with
+        nothing cached of other weights."""
         name = _name_of(version)
         paused_at = time.perf_counter()
         self._pause(version)
@@ -202,7 +213,8 @@ class VllmControlPlane:
             raise
 
     def _tell_client(self, lost: Sequence[str] = ()) -> None:
-        """Which version it samples from now. It finds in `drained`, and in `lost`, whom not to ask."""
+        """Which version it samples from now. It finds in `drained`, and in `lost`, whom not to
+        ask."""
         if (self.version is not None or lost) and hasattr(self._client, "weights_changed"):
             self._client.weights_changed(self.version, lost=lost)
 
@@ -229,7 +241,8 @@ class VllmControlPlane:
             link.close()
 
     def _each(self, step: Callable[[ServerLink], Any], otherwise: str) -> None:
-        """Take a step on all servers of the push. Where one fails, it is lost or the push is, as was asked for."""
+        """Take a step on all servers of the push. Where one fails, it is lost or the push is, as
+        was asked for."""
         failures = on_each(self._live, step)
         if not failures:
             return
@@ -258,10 +271,12 @@ def _not_published(version: Version) -> str:
 
 
 class VllmTensorCommunicator:
-    """Broadcasts to the workers of a client's servers (or of a control plane's). The trainer is rank 0."""
+    """Broadcasts to the workers of a client's servers (or of a control plane's). The trainer is
+    rank 0."""
 
     def __init__(self, client: Any) -> None:
-        """Raises PublishError where the client has no live connection: `VllmControlPlane(client).prepare()` makes one."""
+        """Raises PublishError where the client has no live connection:
+        `VllmControlPlane(client).prepare()` makes one."""
         control = client if isinstance(client, VllmControlPlane) else getattr(client, "_weight_control", None)
         if control is None or not any(link.connected for link in control.links):
             raise PublishError("the client has no connection for weights; VllmControlPlane(client).prepare() opens it")
@@ -300,7 +315,8 @@ class FolderPublisher:
 
 
 class CheckedPublisher:
-    """Publishes what fits the servers, and what is new. Where nothing is, what they serve is called by the new version."""
+    """Publishes what fits the servers, and what is new. Where nothing is, what they serve is
+    called by the new version."""
 
     def __init__(self, control: VllmControlPlane, inner: PolicyPublisher, *, allow_unchanged: bool = False) -> None:
         self.control = control
@@ -370,16 +386,18 @@ def create_vllm_publisher(
     master_address: str = "127.0.0.1",
     timeout_s: float = 60.0,
 ) -> PolicyPublisher:
-    """A publisher for the servers of a client, over the backend that they were started with: gloo, ludic_nccl or disk.
+    """A publisher for the servers of a client, over the backend that they were started with: gloo,
+    ludic_nccl or disk.
 
-    client: one with `server_url`, or with `server_urls`; or URLs.
-    rank0_only: for calls from every rank; other ranks than 0 do nothing, and nothing is opened before the first push.
-    directory: pass weights through folders in it instead, which the servers must see under the same path.
-    partial: some weights are frozen and not published. By default every weight of the server's model must be there.
-    allow_unchanged: push weights that equal those published before. By default they are not sent: what is served is called by the new
+    client: one with `server_url`, or with `server_urls`; or URLs. rank0_only: for calls from every
+    rank; other ranks than 0 do nothing, and nothing is opened before the first push. directory:
+    pass weights through folders in it instead, which the servers must see under the same path.
+    partial: some weights are frozen and not published. By default every weight of the server's
+    model must be there. allow_unchanged: push weights that equal those published before. By default
+    they are not sent: what is served is called by the new
         version, with a warning, and 20 times in a row are an error.
-    tolerate_lost_servers: of several, go on with those that are left. By default a lost one is an error.
-    master_address: where the servers reach this process.
+    tolerate_lost_servers: of several, go on with those that are left. By default a lost one is an
+    error. master_address: where the servers reach this process.
     """
 
     def make() -> PolicyPublisher:

@@ -22,7 +22,8 @@ S = TypeVar("S", bound=Addressed)
 
 
 def on_each(servers: Sequence[S], step: Callable[[S], Any]) -> dict[S, Exception]:
-    """Take a step on all servers at once; the errors of those where it failed, in the order of the servers."""
+    """Take a step on all servers at once; the errors of those where it failed, in the order of
+    the servers."""
     if len(servers) == 1:
         return _failures({servers[0]: _done(lambda: step(servers[0]))})
     with ThreadPoolExecutor(max_workers=max(1, len(servers)), thread_name_prefix="ludic-servers") as pool:
@@ -60,7 +61,8 @@ def in_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def to_the_end(call: Callable[[], T], *, what: str) -> T:
-    """What `call` gives, made in a thread, which Ctrl-C does not reach: it is raised when the call is over. A second one is raised at
+    """What `call` gives, made in a thread, which Ctrl-C does not reach: it is raised when the call
+    is over. A second one is raised at
     once; the call goes on, and this process ends after it."""
     future = in_thread(call)
     try:

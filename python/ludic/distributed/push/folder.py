@@ -1,4 +1,5 @@
-"""Weights as a folder of safetensors for servers to read: it appears whole or not at all, and what is in it is known before."""
+"""Weights as a folder of safetensors for servers to read: it appears whole or not at all, and
+what is in it is known before."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class CheckpointFolder:
     """
 
     def __init__(self, root: str | Path, *, keep: int = 2, model: str | Path | None = None) -> None:
-        """`keep` versions stay. `model` is a folder whose config and tokenizer are put beside the weights."""
+        """`keep` versions stay. `model` is a folder whose config and tokenizer are put beside
+        the weights."""
         if keep < 1:
             raise ConfigError(f"keep ({keep}) must be >= 1; the version that is served stays")
         self.root = Path(root).resolve()
@@ -77,7 +79,8 @@ class CheckpointFolder:
         self._written = [*(path for path in self._written if path != target), target]
 
     def prune(self, served: Path) -> None:
-        """Delete versions that this process wrote, but for the newest; the one that is served stays."""
+        """Delete versions that this process wrote, but for the newest; the one that is served
+        stays."""
         while len(self._written) > self.keep:
             oldest = self._written.pop(0)
             if oldest != served:
@@ -85,9 +88,11 @@ class CheckpointFolder:
 
 
 def folder_marks(folder: Path, manifest: ServerManifest, *, partial: bool = False) -> tuple[dict[str, str], dict[str, str]]:
-    """Fingerprints of the weights in a folder, as they are stored and in the server's dtypes. One tensor is held at a time.
+    """Fingerprints of the weights in a folder, as they are stored and in the server's dtypes. One
+    tensor is held at a time.
 
-    Raises PublishError for a folder that cannot be read here, that is not complete, or whose weights are not those of the server's model.
+    Raises PublishError for a folder that cannot be read here, that is not complete, or whose
+    weights are not those of the server's model.
     """
     import torch
     from safetensors import SafetensorError

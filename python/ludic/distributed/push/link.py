@@ -1,4 +1,5 @@
-"""One trainer's connection to one server: the server's manifest, the group over which tensors travel, and the steps of a push."""
+"""One trainer's connection to one server: the server's manifest, the group over which tensors
+travel, and the steps of a push."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ T = TypeVar("T")
 BROADCASTING = ("gloo", "ludic_nccl")
 """Backends over which tensors are broadcast. All can read a folder."""
 ANSWER_MARGIN_S = 15.0
-"""What a call may take beyond the transfer that it waits for: a server gives up on a transfer before we give up on the server."""
+"""What a call may take beyond the transfer that it waits for: a server gives up on a transfer
+before we give up on the server."""
 POLL_S = 0.0005
 """How often a broadcast looks whether the server still takes it."""
 NEEDS_EXTENSION = "start it as `ludic serve` does, with --worker-extension-cls ludic.inference.vllm.in_server.worker.WeightWorker"
@@ -65,12 +67,14 @@ class WorkerMarks(TypedDict):
 
 
 class ServerLink:
-    """The steps of a push to one server. Each waits at most `timeout_s`; each raises InferenceError or PublishError."""
+    """The steps of a push to one server. Each waits at most `timeout_s`; each raises
+    InferenceError or PublishError."""
 
     def __init__(
         self, endpoints: VllmEndpoints, *, master_address: str = "127.0.0.1", timeout_s: float = 60.0, by_folder: bool = False
     ) -> None:
-        """`master_address` is where the server's workers reach the trainer. `by_folder`: weights are read from a folder, whatever else
+        """`master_address` is where the server's workers reach the trainer. `by_folder`: weights
+        are read from a folder, whatever else
         the server's backend can do."""
         self.endpoints = endpoints
         self.by_folder = by_folder
@@ -100,7 +104,8 @@ class ServerLink:
         return self.timeout_s + ANSWER_MARGIN_S
 
     def prepare(self) -> ServerManifest:
-        """Find the server in a state to take a push: known, connected, and with nothing left of an earlier one."""
+        """Find the server in a state to take a push: known, connected, and with nothing left of
+        an earlier one."""
         states = self._ask("ludic_state", WorkerState)
         if states[0]["boot"] != self._boot:
             if self._boot is not None:
@@ -227,7 +232,8 @@ class ServerLink:
         self.endpoints.pause("keep")
 
     def resume(self) -> None:
-        """Let requests go on. Whatever happened since the pause, nothing in the prefix cache is of other weights; where it cannot be
+        """Let requests go on. Whatever happened since the pause, nothing in the prefix cache is of
+        other weights; where it cannot be
         forgotten, the server stays paused."""
         if not self._cache_is_fresh:
             self._forget_cache()
@@ -238,7 +244,8 @@ class ServerLink:
         self._cache_is_fresh = True
 
     def commit(self, version: str, sent: Mapping[str, str], served: Mapping[str, str]) -> None:
-        """Load what was staged, called `version`; the server is paused. Raises where something else came than was `sent`, or where the
+        """Load what was staged, called `version`; the server is paused. Raises where something else
+        came than was `sent`, or where the
         server then holds anything else than `served`."""
         self._update = None
         self.endpoints.finish_update(version, timeout_s=self._deadline_s)
@@ -246,7 +253,8 @@ class ServerLink:
         self.check_held(version, sent, served)
 
     def check_held(self, version: str, sent: Mapping[str, str], served: Mapping[str, str]) -> None:
-        """Raise where what came last is anything else than was `sent`, or what is held anything else than `served`."""
+        """Raise where what came last is anything else than was `sent`, or what is held anything
+        else than `served`."""
         for rank, answer in enumerate(self._ask("ludic_fingerprint", WorkerMarks)):
             wrong = [name for name, mark in sent.items() if answer["loaded"].get(name) != mark]
             stale = [name for name, mark in answer["served"].items() if name in served and served[name] != mark]

@@ -1,6 +1,8 @@
-"""What fits a server: names as its checkpoint has them, its shapes and dtypes. All of it is settled before a push begins.
+"""What fits a server: names as its checkpoint has them, its shapes and dtypes. All of it is settled
+before a push begins.
 
-A server that is sent a tensor of another shape ends; one that is sent half of a fused layer serves a mix.
+A server that is sent a tensor of another shape ends; one that is sent half of a fused layer serves
+a mix.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class ServerManifest:
 
 
 def checkpoint_names(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights under the names of the checkpoint: adapters left out (what they are merged into stays), wrappers' prefixes too."""
+    """The weights under the names of the checkpoint: adapters left out (what they are merged
+    into stays), wrappers' prefixes too."""
     renamed: dict[str, Tensor] = {}
     for name, tensor in state_dict.items():
         if is_adapter(name) or REPLACED_PART in name:
@@ -61,7 +64,8 @@ def _checkpoint_name(name: str) -> str:
 
 
 def fitted(weights: Mapping[str, Tensor], manifest: ServerManifest, *, partial: bool) -> dict[str, Tensor]:
-    """The weights in the server's dtypes, in the order of their names. Raises PublishError for what does not fit."""
+    """The weights in the server's dtypes, in the order of their names. Raises PublishError for
+    what does not fit."""
     import torch
 
     weights = without_tied_head(weights, manifest)
@@ -74,7 +78,8 @@ def fitted(weights: Mapping[str, Tensor], manifest: ServerManifest, *, partial: 
 
 
 def without_tied_head(weights: Mapping[str, Tensor], manifest: ServerManifest) -> Mapping[str, Tensor]:
-    """The weights that are sent. Raises PublishError where a head that is left out is not the embedding."""
+    """The weights that are sent. Raises PublishError where a head that is left out is not the
+    embedding."""
     if not manifest.tied or HEAD not in weights:
         return weights
     import torch
@@ -89,7 +94,8 @@ def without_tied_head(weights: Mapping[str, Tensor], manifest: ServerManifest) -
 
 
 def check_fit(metadata: Iterable[WeightMetadata], manifest: ServerManifest, *, partial: bool) -> None:
-    """Every name is the server's, with its shape and a dtype of the same kind; unless `partial`, none is missing."""
+    """Every name is the server's, with its shape and a dtype of the same kind; unless `partial`,
+    none is missing."""
     given = {entry["name"]: entry for entry in metadata}
     if not given:
         raise PublishError("there is no weight to publish; is every parameter frozen?")

@@ -6,7 +6,8 @@ from ludic.errors import RolloutError
 
 
 class Episode:
-    """Refuses what has no place in the episode: a step before `reset` or after the end, and anything after `close`."""
+    """Refuses what has no place in the episode: a step before `reset` or after the end, and
+    anything after `close`."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -16,13 +16,16 @@ from ludic.types import Info, StepOutcome
 class GymnasiumEnv(SingleAgentEnv):
     """A `gymnasium.Env`, or the id of one, which is then made with `make_settings`.
 
-    Observations: what `observe` says; else the rendering, if the environment renders `ansi`; else the observation written by its space.
-    Actions: what `read_action` says (ValueError for text that is no action); else integers, `action_names`, or text by the action space.
+    Observations: what `observe` says; else the rendering, if the environment renders `ansi`; else
+    the observation written by its space. Actions: what `read_action` says (ValueError for text that
+    is no action); else integers, `action_names`, or text by the action space.
 
-    Text that is no action never reaches the environment: the outcome has `invalid_action_reward` and `info["invalid_action"]`, says what
-    is legal, and the episode goes on. An episode that ends and is cut short in one step counts as ended.
+    Text that is no action never reaches the environment: the outcome has `invalid_action_reward`
+    and `info["invalid_action"]`, says what is legal, and the episode goes on. An episode that ends
+    and is cut short in one step counts as ended.
 
-    Example: `GymnasiumEnv("FrozenLake-v1", render_mode="ansi", action_names=["left", "down", "right", "up"])`.
+    Example: `GymnasiumEnv("FrozenLake-v1", render_mode="ansi", action_names=["left", "down",
+    "right", "up"])`.
     """
 
     def __init__(
@@ -89,7 +92,8 @@ class GymnasiumEnv(SingleAgentEnv):
             self._env.close()
 
     def _refused(self, action: str, legal: str) -> StepOutcome:
-        """The outcome of text that is no action: nothing has moved, and the last observation still holds."""
+        """The outcome of text that is no action: nothing has moved, and the last observation
+        still holds."""
         told = f"Invalid action. Answer with {legal}." if legal else "Invalid action."
         return StepOutcome(
             obs=f"{told}\n{self._obs}",

@@ -23,7 +23,8 @@ def rendered_text(frame: str) -> str:
 
 
 def observation_text(space: Any, value: Any) -> str:
-    """An observation as text: numbers to four digits, arrays of more than one dimension a row a line, dictionaries a key a line."""
+    """An observation as text: numbers to four digits, arrays of more than one dimension a row a
+    line, dictionaries a key a line."""
     kind = type(space).__name__
     if kind == "Text":
         return str(value)
@@ -51,9 +52,11 @@ def _number(value: float | int) -> str:
 
 
 def action_reader(space: Any, names: Sequence[str] | None) -> tuple[ReadAction, str]:
-    """How text is read as an action of this space, and what is legal in words. `names` are those of a Discrete space, in order.
+    """How text is read as an action of this space, and what is legal in words. `names` are those of
+    a Discrete space, in order.
 
-    Raises ConfigError for a space whose actions have no obvious text, and for names that do not fit.
+    Raises ConfigError for a space whose actions have no obvious text, and for names that do not
+    fit.
     """
     kind = type(space).__name__
     if names is not None:

@@ -39,7 +39,8 @@ def shown_observation(observation: Any) -> str:
 
 
 def says_truncated(result: Any) -> bool:
-    """Whether the observation or the metadata has `truncated: true`. OpenEnv itself has one flag, `done`."""
+    """Whether the observation or the metadata has `truncated: true`. OpenEnv itself has one
+    flag, `done`."""
     observation = to_plain(result.observation)
     of_observation = observation.get("metadata") if isinstance(observation, Mapping) else None
     found = [observation, of_observation, getattr(result, "metadata", None)]
@@ -47,14 +48,18 @@ def says_truncated(result: Any) -> bool:
 
 
 class OpenEnvEnv(SingleAgentEnv):
-    """A client of OpenEnv, or the address of a server, which is then spoken to with a `GenericEnvClient`.
+    """A client of OpenEnv, or the address of a server, which is then spoken to with a
+    `GenericEnvClient`.
 
-    A client is a session: it plays one episode at a time, and `close` ends it, whoever made it. Observations become text by `observe`,
-    answers become actions by `make_action` (ValueError for text that is none). Such text, and an action that the server refuses as not
-    of the environment's type, moves nothing: the outcome has `invalid_action_reward` and `info["invalid_action"]`, and the episode goes
-    on. Any other error of the server is a RolloutError, never a reward. A missing reward is 0.
+    A client is a session: it plays one episode at a time, and `close` ends it, whoever made it.
+    Observations become text by `observe`, answers become actions by `make_action` (ValueError for
+    text that is none). Such text, and an action that the server refuses as not of the environment's
+    type, moves nothing: the outcome has `invalid_action_reward` and `info["invalid_action"]`, and
+    the episode goes on. Any other error of the server is a RolloutError, never a reward. A missing
+    reward is 0.
 
-    Every exchange has `timeout_s`, then it raises TimeoutError. Actions are sent as they are: connect only to servers you trust with them.
+    Every exchange has `timeout_s`, then it raises TimeoutError. Actions are sent as they are:
+    connect only to servers you trust with them.
 
     Example: `OpenEnvEnv("http://127.0.0.1:8000", make_action=lambda text: {"move": int(text)})`.
     """
@@ -71,7 +76,8 @@ class OpenEnvEnv(SingleAgentEnv):
         timeout_s: float = 60.0,
         reset_settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """`reset_settings` go with every reset, beside the seed. Raises ConfigError for a `timeout_s` that is not above 0."""
+        """`reset_settings` go with every reset, beside the seed. Raises ConfigError for a
+        `timeout_s` that is not above 0."""
         super().__init__()
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s ({timeout_s}) must be > 0")
@@ -138,7 +144,8 @@ class OpenEnvEnv(SingleAgentEnv):
                     await ended
 
     async def _exchange(self, send: Callable[[], Any]) -> Any:
-        """One request and its answer. Raises RolloutError for what the server reports, TimeoutError after `timeout_s`."""
+        """One request and its answer. Raises RolloutError for what the server reports,
+        TimeoutError after `timeout_s`."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 result = send()

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 class OwnRandomness:
     """The state of `random` and `numpy.random` that belongs to one environment.
 
-    While it is `active`, draws from the shared generators continue this state; outside, theirs is as if nothing had been drawn. So
-    environments that play at the same time do not disturb each other, nor anything else in the process.
+    While it is `active`, draws from the shared generators continue this state; outside, theirs is
+    as if nothing had been drawn. So environments that play at the same time do not disturb each
+    other, nor anything else in the process.
     """
 
     def __init__(self, seed: int | None = None) -> None:

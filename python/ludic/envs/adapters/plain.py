@@ -7,7 +7,8 @@ from typing import Any
 
 
 def to_plain(value: Any) -> Any:
-    """`value` in the types of JSON: arrays become lists, numpy's numbers Python's, keys text, and what JSON has no type for its text."""
+    """`value` in the types of JSON: arrays become lists, numpy's numbers Python's, keys text,
+    and what JSON has no type for its text."""
     if isinstance(value, float | str) and hasattr(value, "item"):  # numpy's float64 and str_ are Python's types too
         return value.item()
     if value is None or isinstance(value, str | bool | int | float):

@@ -15,24 +15,30 @@ from ludic.errors import ConfigError, RolloutError
 from ludic.types import Info, StepOutcome
 
 Opponent = Callable[[str], str]
-"""What a player is shown -> its move. Draws from `random` or `numpy.random` follow the episode's seed."""
+"""What a player is shown -> its move. Draws from `random` or `numpy.random` follow the episode's
+seed."""
 YOUR_TURN = "It is your turn."
 EMPTY_MOVE = ""
 
 
 class TextArenaEnv(LudicEnv[str, str, str]):
-    """A TextArena game by its id (`TicTacToe-v0`), or a function that makes one. Agents are `player_0`, `player_1`, ...
+    """A TextArena game by its id (`TicTacToe-v0`), or a function that makes one. Agents are
+    `player_0`, `player_1`, ...
 
-    Players in `opponents` (player number -> function) are played within the environment and are no agents of it. With one agent left
-    the environment is single-agent, and every outcome tells all that happened until the agent's next turn.
+    Players in `opponents` (player number -> function) are played within the environment and are no
+    agents of it. With one agent left the environment is single-agent, and every outcome tells all
+    that happened until the agent's next turn.
 
-    A player is shown what it has not been shown before, without its own moves. `step` takes the move of the one active agent and
-    answers for that agent, for every other agent with news, and for all agents when the game is over. The rewards are the game's and
-    come at the end. A move against the rules is the game's to judge: mostly a warning first, then the loss of the game. A text that
-    makes the game raise counts as an empty move, with `info["game_error"]`; if that fails too, it is a RolloutError, never a reward.
+    A player is shown what it has not been shown before, without its own moves. `step` takes the
+    move of the one active agent and answers for that agent, for every other agent with news, and
+    for all agents when the game is over. The rewards are the game's and come at the end. A move
+    against the rules is the game's to judge: mostly a warning first, then the loss of the game. A
+    text that makes the game raise counts as an empty move, with `info["game_error"]`; if that fails
+    too, it is a RolloutError, never a reward.
 
-    The end is always `terminated`, the limits of turns that games have among their rules included; `info["reason"]` says which it was.
-    The game has its own randomness: it follows the seed of `reset`, and leaves that of the process alone.
+    The end is always `terminated`, the limits of turns that games have among their rules included;
+    `info["reason"]` says which it was. The game has its own randomness: it follows the seed of
+    `reset`, and leaves that of the process alone.
     """
 
     def __init__(
@@ -83,7 +89,8 @@ class TextArenaEnv(LudicEnv[str, str, str]):
         return {_agent_id(player): (self._news(player), {"player": player}) for player in self._agents}
 
     def step(self, actions: dict[str, str]) -> dict[str, StepOutcome]:
-        """Raises RolloutError without the move of the active agent, and when the game fails whatever the move."""
+        """Raises RolloutError without the move of the active agent, and when the game fails
+        whatever the move."""
         self._episode.check_step()
         mover = self._to_move
         if _agent_id(mover) not in actions:
@@ -148,7 +155,8 @@ class TextArenaEnv(LudicEnv[str, str, str]):
         self._moves.append(action)
 
     def _replay(self) -> None:
-        """Bring a fresh game to where this one was before it failed: seed and moves are all that it follows."""
+        """Bring a fresh game to where this one was before it failed: seed and moves are all that
+        it follows."""
         moves = self._moves
         self._begin_game()
         for move in moves:
@@ -203,7 +211,8 @@ class TextArenaEnv(LudicEnv[str, str, str]):
 
 
 def _maker(game: str | Callable[[], Any], settings: Mapping[str, Any]) -> Callable[[], Any]:
-    """A function to a game without the wrapper that shows players everything again at every turn."""
+    """A function to a game without the wrapper that shows players everything again at every
+    turn."""
     textarena = import_extra("textarena", "textarena")
     if not isinstance(game, str):
         if settings:

@@ -21,14 +21,18 @@ CLEANUP_TIMEOUT_S = 10.0
 
 
 class VerifiersEnv(SingleAgentEnv):
-    """Tasks of a taskset, `list(verifiers.v1.load_taskset(...))`: the episode of seed s plays task number s modulo their count.
+    """Tasks of a taskset, `list(verifiers.v1.load_taskset(...))`: the episode of seed s plays task
+    number s modulo their count.
 
-    verifiers plays the episode, harness and scoring included; the observation is what its requests to the model show, the action is the
-    answer. An episode of verifiers that fails is a RolloutError, never a reward. Answers are text: for tasks that give the model tools,
-    and to keep the harness's own prompts to the token, let `VerifiersProtocol` play, which seats a client directly.
+    verifiers plays the episode, harness and scoring included; the observation is what its requests
+    to the model show, the action is the answer. An episode of verifiers that fails is a
+    RolloutError, never a reward. Answers are text: for tasks that give the model tools, and to keep
+    the harness's own prompts to the token, let `VerifiersProtocol` play, which seats a client
+    directly.
 
-    `agent`: a `verifiers.v1.AgentConfig` (harness, a runtime on this machine, limits); None asks the model once, in this process.
-    `timeout_s` bounds the wait for verifiers between two answers of the model.
+    `agent`: a `verifiers.v1.AgentConfig` (harness, a runtime on this machine, limits); None asks
+    the model once, in this process. `timeout_s` bounds the wait for verifiers between two answers
+    of the model.
     """
 
     def __init__(self, tasks: Sequence[Any], *, agent: Any | None = None, timeout_s: float = 60.0) -> None:
@@ -92,7 +96,8 @@ class VerifiersEnv(SingleAgentEnv):
             await self._stop()
 
     async def _next_request(self) -> ChatCompletionRequest | None:
-        """What the model is asked next; None when verifiers is done. Raises TimeoutError, and gives the episode up, after `timeout_s`."""
+        """What the model is asked next; None when verifiers is done. Raises TimeoutError, and
+        gives the episode up, after `timeout_s`."""
         assert self._playing is not None
         asked = asyncio.ensure_future(self._caller.asked.get())
         try:
@@ -151,7 +156,8 @@ async def _cancel(task: asyncio.Future[Any]) -> None:
 
 
 class _Caller:
-    """A chat client whose answers come from the other side: a request waits until it is given one."""
+    """A chat client whose answers come from the other side: a request waits until it is given
+    one."""
 
     def __init__(self) -> None:
         self.asked: asyncio.Queue[ChatCompletionRequest] = asyncio.Queue()

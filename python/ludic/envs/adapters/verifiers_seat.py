@@ -1,7 +1,8 @@
-"""The seat of the model in an environment of verifiers (`verifiers.v1`, 0.4): where a client of ours answers for its endpoint.
+"""The seat of the model in an environment of verifiers (`verifiers.v1`, 0.4): where a client of
+ours answers for its endpoint.
 
-verifiers plays an episode itself: a harness sends chat requests to a server on this machine, which asks a client for each answer and
-writes the trace. That client is what stands here.
+verifiers plays an episode itself: a harness sends chat requests to a server on this machine, which
+asks a client for each answer and writes the trace. That client is what stands here.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ CONNECT_TIMEOUT_S = 5.0
 class ModelSeat:
     """Answers the requests of one episode with `client`; has the methods of `verifiers.v1.Client`.
 
-    `inference` says how tokens are drawn, whatever the harness asks for; `seed_of` maps the number of the call to its sampling seed.
-    `error` is the first thing that went wrong: verifiers itself keeps only its text.
+    `inference` says how tokens are drawn, whatever the harness asks for; `seed_of` maps the number
+    of the call to its sampling seed. `error` is the first thing that went wrong: verifiers itself
+    keeps only its text.
     """
 
     def __init__(
@@ -48,7 +50,8 @@ class ModelSeat:
         turn: Any = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """One answer as a `verifiers.v1.Response`, with its token ids and log-probabilities if the client returned them."""
+        """One answer as a `verifiers.v1.Response`, with its token ids and log-probabilities if
+        the client returned them."""
         try:
             request = self._request(dialect, body)
             async with asyncio.timeout(self._timeout_s):
@@ -137,10 +140,11 @@ def _tool_calls(info: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 async def play_task(task: Any, seat: ModelSeat, agent_config: Any | None, *, model: str, max_turns: int | None) -> Any:
-    """Play a `verifiers.v1.Task` to its end and return the trace. Raises what went wrong in the seat.
+    """Play a `verifiers.v1.Task` to its end and return the trace. Raises what went wrong in the
+    seat.
 
-    `agent_config`: a `verifiers.v1.AgentConfig`, whose model, client and sampling are the seat's; None asks the model once, in this
-    process, without tools.
+    `agent_config`: a `verifiers.v1.AgentConfig`, whose model, client and sampling are the seat's;
+    None asks the model once, in this process, without tools.
     """
     vf = import_extra("verifiers.v1", "verifiers")
     interception = import_extra("verifiers.v1.interception", "verifiers")
@@ -154,7 +158,8 @@ async def play_task(task: Any, seat: ModelSeat, agent_config: Any | None, *, mod
     in_process = agent_config is None
     if agent_config is None:
         agent_config = vf.AgentConfig(harness={"id": "null"}, runtime=vf.SubprocessConfig())
-    # the type of a client that is asked for whole answers, also where the harness wants a stream; nothing is ever sent to its address
+    # the type of a client that is asked for whole answers, also where the harness wants a stream;
+    # nothing is ever sent to its address
     nominal = vf.TrainClientConfig(base_url="http://127.0.0.1:9/v1", api_key_var="LUDIC_NO_KEY")
     turns = [limit for limit in (agent_config.max_turns, max_turns) if limit is not None]
     settings = {"model": model, "client": nominal, "max_turns": min(turns) if turns else None}
@@ -185,7 +190,8 @@ def _asks_once(vf: Any, config: Any) -> Any:
             system, prompt = self.resolve_prompt(data)
             messages = [{"role": "system", "content": system}] if system else []
             messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt or [])
-            # the seat, not this request, knows how long the model may take; certificates, slow to load, have no part in it
+            # the seat, not this request, knows how long the model may take; certificates, slow to
+            # load, have no part in it
             timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
             async with httpx.AsyncClient(
                 timeout=timeout, trust_env=False, verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,8 +1,10 @@
-"""The traces of verifiers (`verifiers.v1`, 0.4) as rollouts: the tokens that were sampled, never tokenised again.
+"""The traces of verifiers (`verifiers.v1`, 0.4) as rollouts: the tokens that were sampled, never
+tokenised again.
 
-A trace is a graph of messages, each with the tokens that it added; a message that the model sampled is a step of the rollout. Works on
-a `Trace`, and on its record as read from `traces.jsonl`, without verifiers installed. Records round log-probabilities to 4 digits unless
-they were written with `to_record(float_decimals=None)`.
+A trace is a graph of messages, each with the tokens that it added; a message that the model sampled
+is a step of the rollout. Works on a `Trace`, and on its record as read from `traces.jsonl`, without
+verifiers installed. Records round log-probabilities to 4 digits unless they were written with
+`to_record(float_decimals=None)`.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ Record = Mapping[str, Any]
 
 
 def rollout_from_trace(trace: Any) -> Rollout:
-    """One rollout of a trace, a step for every message sampled on a branch that verifiers trains on, in the order of the calls.
+    """One rollout of a trace, a step for every message sampled on a branch that verifiers trains
+    on, in the order of the calls.
 
-    The trace's reward, the weighted sum of its rewards, is that of the last step, whose info has `rewards` and `metrics`. A step without
-    token ids (an endpoint that returns none) has no trace, and no sample can be made of it. Raises RolloutError for a trace that failed,
-    is unfinished, or holds nothing that was sampled; DataError for one of another version or whose tokens do not fit together.
+    The trace's reward, the weighted sum of its rewards, is that of the last step, whose info has
+    `rewards` and `metrics`. A step without token ids (an endpoint that returns none) has no trace,
+    and no sample can be made of it. Raises RolloutError for a trace that failed, is unfinished, or
+    holds nothing that was sampled; DataError for one of another version or whose tokens do not fit
+    together.
     """
     record = _record(trace)
     _check(record)
@@ -67,7 +72,8 @@ def _check(record: Record) -> None:
 
 
 def _trained(nodes: Sequence[Record]) -> set[int]:
-    """Nodes on a path to a leaf that is trained on: all but an attempt to compact the history that was not taken up."""
+    """Nodes on a path to a leaf that is trained on: all but an attempt to compact the history
+    that was not taken up."""
     parents = {node["parent"] for node in nodes}
     taken_up = {link["node"] for node in nodes for link in node.get("semantic_parents", ()) if link["type"] == "compaction"}
     kept: set[int] = set()
@@ -137,7 +143,8 @@ def _tokens(nodes: Sequence[Record], number: int, finish_reason: str | None, whe
 
 
 def _shown_before(nodes: Sequence[Record], number: int) -> str:
-    """What the model was shown since it last spoke on this path, or was said to have spoken where the history was written anew."""
+    """What the model was shown since it last spoke on this path, or was said to have spoken
+    where the history was written anew."""
     shown: list[str] = []
     for parent in reversed(_path(nodes, number)[:-1]):
         if nodes[parent]["message"]["role"] == "assistant":

@@ -1,4 +1,5 @@
-"""Problems with an expression as their answer: environments, reward functions, and the grader behind both."""
+"""Problems with an expression as their answer: environments, reward functions, and the grader
+behind both."""
 
 from ludic.envs.maths.answers import final_answer, gsm8k_target, math_target
 from ludic.envs.maths.envs import GSM8KEnv, MATHEnv, MathQAEnv

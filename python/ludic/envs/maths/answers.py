@@ -10,15 +10,16 @@ from ludic.errors import DataError
 from ludic.parsers import extract_last_boxed_content
 
 READ_AT_MOST = 2_000
-"""Characters from the end of an answer without a box that are searched for one: expressions are found by patterns whose time grows
-faster than the text."""
+"""Characters from the end of an answer without a box that are searched for one: expressions are
+found by patterns whose time grows faster than the text."""
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _THOUGHT_ENDS = re.compile(r"</think>", re.IGNORECASE)
 
 
 def gsm8k_target(solution: str) -> str:
-    """The last number after `####`, without commas. `gsm8k_target("6*7=42\\n#### 1,042") == "1042"`."""
+    """The last number after `####`, without commas. `gsm8k_target("6*7=42\\n#### 1,042") ==
+    "1042"`."""
     _, mark, final = solution.rpartition("####")
     numbers = _NUMBER.findall(final) if mark else []
     if not numbers:
@@ -27,7 +28,8 @@ def gsm8k_target(solution: str) -> str:
 
 
 def math_target(solution: str) -> str:
-    r"""The content of the last `\boxed{...}`, or the whole text where there is no box: MATH-500 has the bare answer in a column."""
+    r"""The content of the last `\boxed{...}`, or the whole text where there is no box: MATH-500
+    has the bare answer in a column."""
     boxed = extract_last_boxed_content(solution)
     target = (solution if boxed is None else boxed).strip()
     if not target:
@@ -36,8 +38,10 @@ def math_target(solution: str) -> str:
 
 
 def final_answer(text: str) -> str:
-    r"""The part of a model's text to compare: after `</think>` if there is one, the last `\boxed{...}`; without a box what follows the
-    last `####`, or the last 2,000 characters, in which math-verify looks for the last expression."""
+    r"""The part of a model's text to compare: after `</think>` if there is one, the last
+    `\boxed{...}`; without a box what follows the
+    last `####`, or the last 2,000 characters, in which math-verify looks for the last
+    expression."""
     said = _THOUGHT_ENDS.split(text)[-1]
     boxed = extract_last_boxed_content(said)
     if boxed is not None:

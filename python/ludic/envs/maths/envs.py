@@ -12,9 +12,11 @@ MATH_SYSTEM_PROMPT = "Solve the problem step by step. Put the final answer in \\
 
 
 class MathQAEnv(DatasetQAEnv):
-    """A question whose answer is an expression. The answer of the model may be a whole text (see `final_answer`).
+    """A question whose answer is an expression. The answer of the model may be a whole text (see
+    `final_answer`).
 
-    A grader that fails or takes too long raises GradingError: the episode failed, and has no reward.
+    A grader that fails or takes too long raises GradingError: the episode failed, and has no
+    reward.
     """
 
     def __init__(
@@ -70,7 +72,8 @@ class GSM8KEnv(MathQAEnv):
 
 
 class MATHEnv(MathQAEnv):
-    r"""A row of MATH: `problem` or `question`, and `solution` or `answer`, whose target is the last `\boxed{...}`."""
+    r"""A row of MATH: `problem` or `question`, and `solution` or `answer`, whose target is the
+    last `\boxed{...}`."""
 
     def __init__(
         self,

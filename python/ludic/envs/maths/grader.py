@@ -33,11 +33,14 @@ class GraderCounts:
 
 
 class MathGrader:
-    """Compares answers with targets by math-verify: `0.5` is `\\frac{1}{2}`, `x^2+2x+1` is `(x+1)^2`.
+    """Compares answers with targets by math-verify: `0.5` is `\\frac{1}{2}`, `x^2+2x+1` is
+    `(x+1)^2`.
 
-    Comparisons run in `workers` processes (None: one for each core, at most 8), started when first needed. One that takes longer than
-    `timeout_s` is ended with its process; that and every other failure is a GradingError and is counted in `counts`: never a verdict.
-    `memory_mb` bounds the address space of each process. `command` replaces the process by another that speaks the same lines.
+    Comparisons run in `workers` processes (None: one for each core, at most 8), started when first
+    needed. One that takes longer than `timeout_s` is ended with its process; that and every other
+    failure is a GradingError and is counted in `counts`: never a verdict. `memory_mb` bounds the
+    address space of each process. `command` replaces the process by another that speaks the same
+    lines.
     """
 
     def __init__(
@@ -66,7 +69,8 @@ class MathGrader:
         self._end = weakref.finalize(self, _end_all, processes, self._threads)
 
     async def grade(self, answer: str, target: str) -> bool:
-        """Whether `answer`, or what is found in it, equals `target`, a bare expression in LaTeX or plain notation.
+        """Whether `answer`, or what is found in it, equals `target`, a bare expression in LaTeX or
+        plain notation.
 
         Raises GradingError. The deadline counts from when a process is free.
         """

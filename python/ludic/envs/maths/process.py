@@ -17,7 +17,8 @@ LONGEST_REPLY = 1 << 20
 
 
 class LineProcess:
-    """Started when first asked; started afresh after it failed or was ended. For one caller at a time.
+    """Started when first asked; started afresh after it failed or was ended. For one caller at a
+    time.
 
     Its first line, within `start_timeout_s`, says that it is ready.
     """
@@ -27,7 +28,8 @@ class LineProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """The reply. Raises TimeoutError at the deadline, GradingError where the process dies or answers no JSON; it is ended then."""
+        """The reply. Raises TimeoutError at the deadline, GradingError where the process dies or
+        answers no JSON; it is ended then."""
         try:
             process = self._process or self._start()
             assert process.stdin is not None

@@ -1,4 +1,5 @@
-"""GSM8K and MATH as reward functions: 1 for a right answer, 0 for a wrong one, and an error in the place of one that has no verdict."""
+"""GSM8K and MATH as reward functions: 1 for a right answer, 0 for a wrong one, and an error in
+the place of one that has no verdict."""
 
 from __future__ import annotations
 

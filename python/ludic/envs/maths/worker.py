@@ -1,10 +1,12 @@
-"""The process that compares two answers: lines of JSON in, lines of JSON out. It is run as a file and imports nothing of ludic.
+"""The process that compares two answers: lines of JSON in, lines of JSON out. It is run as a file
+and imports nothing of ludic.
 
-A request `{"target": "\\\\frac{1}{2}", "answer": "so it is \\\\boxed{0.5}", "limit_s": 10}` is answered by `{"correct": true}` or by
-`{"error": "..."}`. Before the first request it says `{"ready": true}`.
+A request `{"target": "\\\\frac{1}{2}", "answer": "so it is \\\\boxed{0.5}", "limit_s": 10}` is
+answered by `{"correct": true}` or by `{"error": "..."}`. Before the first request it says
+`{"ready": true}`.
 
-Symbolic algebra may take forever and all memory (`\\\\boxed{9^{9^{9^9}}}`). The parent ends this process at its deadline; `limit_s`
-and the limit of memory end it where the parent is gone.
+Symbolic algebra may take forever and all memory (`\\\\boxed{9^{9^{9^9}}}`). The parent ends this
+process at its deadline; `limit_s` and the limit of memory end it where the parent is gone.
 """
 
 import json
@@ -37,7 +39,8 @@ def _reply(compare: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _comparison() -> Any:
-    """`compare(target, answer)` by math-verify, warmed up. An answer in which nothing is found is wrong; a target in which nothing is
+    """`compare(target, answer)` by math-verify, warmed up. An answer in which nothing is found is
+    wrong; a target in which nothing is
     found is an error."""
     import logging
 
@@ -59,7 +62,8 @@ def _comparison() -> Any:
 
 
 def _die_after(seconds: float) -> None:
-    """The default action of SIGALRM ends the process, whatever it is doing; 0 takes the alarm back."""
+    """The default action of SIGALRM ends the process, whatever it is doing; 0 takes the alarm
+    back."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 

@@ -16,15 +16,18 @@ from ludic.types import Info, StepOutcome
 class TicTacToeEnv(SingleAgentEnv):
     """The agent names an empty cell, the opponent answers, until the game is over.
 
-    A draw is **forced** where every move of the agent was one of perfect play by its value: it let no win slip and gave none away. It
-    may earn more than another draw. A move that is not legal ends the game with `illegal_reward`.
+    A draw is **forced** where every move of the agent was one of perfect play by its value: it let
+    no win slip and gave none away. It may earn more than another draw. A move that is not legal
+    ends the game with `illegal_reward`.
 
-    With the same seed the opponent draws the same random numbers at its n-th move, whatever the agent did before: the members of a group
-    meet the same luck. No global random state is read or changed.
+    With the same seed the opponent draws the same random numbers at its n-th move, whatever the
+    agent did before: the members of a group meet the same luck. No global random state is read or
+    changed.
 
-    A step's info: `agent_move` (A1 to C3, or what was said where it is not legal), `gto_action` (a move of perfect play),
-    `opponent_move` (or None), `board`, `illegal_move`; at the end `result` (win, draw, loss or illegal), `won`, `drawn` and
-    `forced_draw`; `error` says what is wrong with an illegal move.
+    A step's info: `agent_move` (A1 to C3, or what was said where it is not legal), `gto_action` (a
+    move of perfect play), `opponent_move` (or None), `board`, `illegal_move`; at the end `result`
+    (win, draw, loss or illegal), `won`, `drawn` and `forced_draw`; `error` says what is wrong with
+    an illegal move.
 
     >>> env = TicTacToeEnv(opponent=PerfectOpponent())
     >>> obs, info = env.env_reset(seed=0)
@@ -63,7 +66,8 @@ class TicTacToeEnv(SingleAgentEnv):
         return self._system_prompt
 
     def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
-        """An empty board, or one with the opponent's first move. Without a seed the opponent's luck is fresh."""
+        """An empty board, or one with the opponent's first move. Without a seed the opponent's
+        luck is fresh."""
         self.board, self._perfect, self._result = EMPTY, True, None
         self._seed = Random().getrandbits(64) if seed is None else seed
         first = None if self.mark == "X" else self._let_opponent_move()

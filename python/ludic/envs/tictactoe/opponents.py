@@ -1,4 +1,5 @@
-"""Who sits on the other side: policies from a board to a move, without state, with the caller's random numbers."""
+"""Who sits on the other side: policies from a board to a move, without state, with the caller's
+random numbers."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class PerfectOpponent:
 
 @dataclass(frozen=True)
 class MixedOpponent:
-    """Each move is perfect with probability `perfect`, otherwise random. At 0 and 1 it plays move for move as its part does."""
+    """Each move is perfect with probability `perfect`, otherwise random. At 0 and 1 it plays
+    move for move as its part does."""
 
     perfect: float = 0.4
 

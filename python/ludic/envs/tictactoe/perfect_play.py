@@ -15,7 +15,8 @@ def value(board: Board) -> int:
 
 @cache
 def optimal_moves(board: Board) -> tuple[int, ...]:
-    """All moves of perfect play, of which an early win is better than a late one and a late loss better than an early one; none in a
+    """All moves of perfect play, of which an early win is better than a late one and a late loss
+    better than an early one; none in a
     game that is over."""
     scores = {cell: -_score(play(board, cell)) for cell in legal_moves(board)}
     return tuple(cell for cell, score in scores.items() if score == max(scores.values()))
@@ -23,7 +24,8 @@ def optimal_moves(board: Board) -> tuple[int, ...]:
 
 @cache
 def _score(board: Board) -> int:
-    """For the side to move: 0 a draw, otherwise 1 and the number of cells that are empty at the end, positive for a win."""
+    """For the side to move: 0 a draw, otherwise 1 and the number of cells that are empty at the
+    end, positive for a win."""
     if winner(board):
         return -1 - board.count(".")
     return max((-_score(play(board, cell)) for cell in legal_moves(board)), default=0)

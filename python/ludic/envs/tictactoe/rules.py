@@ -1,6 +1,8 @@
-"""The rules. A board is nine characters, row by row: `X`, `O`, or `.` where nobody has played. X moves first.
+"""The rules. A board is nine characters, row by row: `X`, `O`, or `.` where nobody has played. X
+moves first.
 
-Cells are numbered 0 to 8. They are written A1 to C3 (the row's letter, then the column's number) or 1 to 9.
+Cells are numbered 0 to 8. They are written A1 to C3 (the row's letter, then the column's number) or
+1 to 9.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def legal_moves(board: Board) -> tuple[int, ...]:
 
 
 def play(board: Board, cell: int) -> Board:
-    """The board after the mark whose turn it is is put into `cell`. Raises DataError for a move that is not legal."""
+    """The board after the mark whose turn it is is put into `cell`. Raises DataError for a move
+    that is not legal."""
     if cell not in legal_moves(board):
         raise DataError(f"cell {cell} of {board} cannot be played; legal moves are {list(legal_moves(board))}")
     return board[:cell] + to_move(board) + board[cell + 1 :]
@@ -51,5 +54,6 @@ _CELLS = {name: cell for cell in range(9) for name in (cell_name(cell), str(cell
 
 
 def read_cell(text: str) -> int | None:
-    """The cell that `text` names, A1 to C3 or 1 to 9 in any case and with white space around it, or None."""
+    """The cell that `text` names, A1 to C3 or 1 to 9 in any case and with white space around it,
+    or None."""
     return _CELLS.get(text.strip().upper())

@@ -20,7 +20,8 @@ class GameText(Protocol):
         """The first observation; `opponent_move` is None where the agent begins."""
 
     def after(self, board: Board, mark: str, opponent_move: int | None) -> str:
-        """What is seen after the agent's move and the opponent's; None where the game ended with the agent's."""
+        """What is seen after the agent's move and the opponent's; None where the game ended with
+        the agent's."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,11 @@ class BoardText:
 
 @dataclass(frozen=True)
 class MoveText:
-    """The opponent's move alone, as a digit: `:7>`, or `:.>` where there is none. The board has to be remembered.
+    """The opponent's move alone, as a digit: `:7>`, or `:.>` where there is none. The board has to
+    be remembered.
 
-    It costs three characters a turn. The first observation has the agent's mark before them: `O:7>`.
+    It costs three characters a turn. The first observation has the agent's mark before them:
+    `O:7>`.
     """
 
     def opening(self, board: Board, mark: str, opponent_move: int | None) -> str:

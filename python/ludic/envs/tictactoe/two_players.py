@@ -14,16 +14,19 @@ MARKS = ("X", "O")
 
 
 class TwoPlayerTicTacToeEnv(LudicEnv[str, str, str]):
-    """The agents are `X` and `O`; each sees the other's move when its own is due, and how the game ended, whoever moved last.
+    """The agents are `X` and `O`; each sees the other's move when its own is due, and how the game
+    ended, whoever moved last.
 
-    The first `random_moves` moves of a game are drawn from its seed, so that the members of a group meet the same opening; with an odd
-    number O is the first to choose. A text that shows the last move alone, as `MoveText` does, leaves out what was drawn before it:
-    with more than one such move a player cannot know the board.
+    The first `random_moves` moves of a game are drawn from its seed, so that the members of a group
+    meet the same opening; with an odd number O is the first to choose. A text that shows the last
+    move alone, as `MoveText` does, leaves out what was drawn before it: with more than one such
+    move a player cannot know the board.
 
-    A move that is not legal ends the game: its player earns `illegal_reward`, the other `draw_reward`.
+    A move that is not legal ends the game: its player earns `illegal_reward`, the other
+    `draw_reward`.
 
-    The info of a player's last step: `result` (win, draw, loss, illegal, or forfeit where the other's move was not legal), `won`,
-    `drawn`, `illegal_move`, `board`.
+    The info of a player's last step: `result` (win, draw, loss, illegal, or forfeit where the
+    other's move was not legal), `won`, `drawn`, `illegal_move`, `board`.
 
     >>> env = TwoPlayerTicTacToeEnv()
     >>> obs, info = env.reset(seed=0)["X"]
@@ -72,7 +75,8 @@ class TwoPlayerTicTacToeEnv(LudicEnv[str, str, str]):
         return [to_move(self.board)] if self._playing else []
 
     def reset(self, *, seed: int | None = None) -> dict[str, tuple[str, Info]]:
-        """The first observation of the agent that begins; the other gets its own after that move. Without a seed the opening is fresh."""
+        """The first observation of the agent that begins; the other gets its own after that
+        move. Without a seed the opening is fresh."""
         self.board, self._opened, self._playing = EMPTY, set(), True
         rng, last = Random(seed), None
         for _ in range(self._random_moves):
@@ -81,7 +85,8 @@ class TwoPlayerTicTacToeEnv(LudicEnv[str, str, str]):
         return {to_move(self.board): (self._shown(last), {"board": self.board})}
 
     def step(self, actions: dict[str, str]) -> dict[str, StepOutcome]:
-        """Play the move of the agent that is due. Raises RolloutError for any other, and where there is no game."""
+        """Play the move of the agent that is due. Raises RolloutError for any other, and where
+        there is no game."""
         if actions.keys() != set(self.active_agents):
             raise RolloutError(f"actions of {sorted(actions)} where {self.active_agents or 'none'} is due; reset() begins a game")
         mover, cell = to_move(self.board), read_cell(actions[to_move(self.board)])

@@ -1,4 +1,5 @@
-"""A model in this process behind the chat interface: the same agents and engines run with it as with a server."""
+"""A model in this process behind the chat interface: the same agents and engines run with it as
+with a server."""
 
 from __future__ import annotations
 
@@ -87,22 +88,26 @@ class _Line:
 class LocalChatClient:
     """Chat completions from a causal model of transformers in this process.
 
-    Requests that wait at the same time are decoded as one batch of at most `max_batch_size`, in a worker thread, so that the event
-    loop goes on. Each gets exactly the tokens that its seed gives it alone. One that is cancelled is left out of the rest of its batch;
-    one that cannot be served fails alone; a failure of the model reaches everybody in the batch.
+    Requests that wait at the same time are decoded as one batch of at most `max_batch_size`, in a
+    worker thread, so that the event loop goes on. Each gets exactly the tokens that its seed gives
+    it alone. One that is cancelled is left out of the rest of its batch; one that cannot be served
+    fails alone; a failure of the model reaches everybody in the batch.
 
-    The prompt is the tokenizer's chat template where it has one, else the contents of the messages one behind another, without
-    special tokens. Tools are shown by a chat template that renders them; calls are read as Hermes and Qwen models write them. Token ids
-    returned are those that the model read and sampled; text is never tokenised again.
+    The prompt is the tokenizer's chat template where it has one, else the contents of the messages
+    one behind another, without special tokens. Tools are shown by a chat template that renders
+    them; calls are read as Hermes and Qwen models write them. Token ids returned are those that the
+    model read and sampled; text is never tokenised again.
 
-    `logprobs_mode="raw"` returns log-probabilities of the model as it is, which are the trainer's; `"processed"` those of the
-    distribution drawn from, after penalties, temperature and top-p. At temperature 1 and top-p 1 they are the same.
+    `logprobs_mode="raw"` returns log-probabilities of the model as it is, which are the trainer's;
+    `"processed"` those of the distribution drawn from, after penalties, temperature and top-p. At
+    temperature 1 and top-p 1 they are the same.
 
-    The turns of an episode that a `RolloutEngine` plays go on from the keys and values of the turns before, as long as the weights stay
-    as they are; at most `prefix_cache_bytes` are kept for that.
+    The turns of an episode that a `RolloutEngine` plays go on from the keys and values of the turns
+    before, as long as the weights stay as they are; at most `prefix_cache_bytes` are kept for that.
 
-    With `copy_model` the client holds weights of its own, on `device` and of type `dtype` where given, which change with
-    `sync_weights` alone; without, it samples from `model` itself and sees every optimizer step at once.
+    With `copy_model` the client holds weights of its own, on `device` and of type `dtype` where
+    given, which change with `sync_weights` alone; without, it samples from `model` itself and sees
+    every optimizer step at once.
     """
 
     def __init__(
@@ -146,10 +151,11 @@ class LocalChatClient:
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
         """One completion. The info carries `policy_version`, the weights it was sampled from.
 
-        Where tools are offered, it also carries `raw_response` in OpenAI's shape, whose message has the calls that the text makes.
-        The response's text is all that was sampled, calls included.
+        Where tools are offered, it also carries `raw_response` in OpenAI's shape, whose message has
+        the calls that the text makes. The response's text is all that was sampled, calls included.
 
-        Raises ConfigError for settings without meaning, InferenceError for a prompt that the model cannot read or where it fails.
+        Raises ConfigError for settings without meaning, InferenceError for a prompt that the model
+        cannot read or where it fails.
         """
         if request.extensions is not None:
             raise ConfigError(f"unsupported request.extensions: {type(request.extensions).__name__}; LocalChatClient has none")
@@ -186,12 +192,14 @@ class LocalChatClient:
         return self._version
 
     def sync_weights(self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
-        """Copy weights by name, between two batches and never within one; returns the version now sampled from.
+        """Copy weights by name, between two batches and never within one; returns the version now
+        sampled from.
 
-        The names are those of the model without adapters. The trainer's own model, adapters or none, is up to date as it is; a copy of
-        one with adapters has them merged.
-        Everything is checked before the first weight is copied. Raises ConfigError for a name that the model does not have, a shape
-        that differs or a version that is no number, TimeoutError if a batch takes longer than `timeout_s`.
+        The names are those of the model without adapters. The trainer's own model, adapters or
+        none, is up to date as it is; a copy of one with adapters has them merged. Everything is
+        checked before the first weight is copied. Raises ConfigError for a name that the model does
+        not have, a shape that differs or a version that is no number, TimeoutError if a batch takes
+        longer than `timeout_s`.
         """
         number = _version_number(version)
         if not self._busy.acquire(timeout=timeout_s):
@@ -286,7 +294,8 @@ class LocalChatClient:
         return list(self.tokenizer.batch_decode(bodies, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _prompt_ids(self, batch: Sequence[_Job]) -> list[list[int] | Exception]:
-        """Token ids of each job's prompt, or why it has none; messages seen before are not rendered again."""
+        """Token ids of each job's prompt, or why it has none; messages seen before are not
+        rendered again."""
         found: list[list[int] | str | Exception] = [self._seen(job.prompt) for job in batch]
         fresh = list(dict.fromkeys(text for text in found if isinstance(text, str)))
         encoded = self.tokenizer(fresh, add_special_tokens=False)["input_ids"] if fresh else []
@@ -343,7 +352,8 @@ def _checked(answer: _Answer) -> _Answer | Exception:
 
 
 def _stop_test(tokenizer: Any, stops: Sequence[str]) -> Callable[[list[int]], bool]:
-    """Whether the last tokens, as text, contain a stop string. A token is at least a byte, so that only so many can belong to one."""
+    """Whether the last tokens, as text, contain a stop string. A token is at least a byte, so
+    that only so many can belong to one."""
     window = 16 + 2 * max(len(stop.encode()) for stop in stops)
     special = frozenset(tokenizer.all_special_ids)
 

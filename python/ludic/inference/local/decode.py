@@ -1,6 +1,8 @@
-"""Continues a batch of prompts token by token, with a key-value cache, on any causal model of transformers.
+"""Continues a batch of prompts token by token, with a key-value cache, on any causal model of
+transformers.
 
-It knows token ids only: rendering messages and reading text is left to `local`. Shapes: N rows, P longest prompt, V vocabulary.
+It knows token ids only: rendering messages and reading text is left to `local`. Shapes: N rows, P
+longest prompt, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class DecodeRequest:
     stopped: Callable[[list[int]], bool] | None = None
     """Whether the completion so far contains a stop string; asked after each token."""
     abandoned: Callable[[], bool] | None = None
-    """Whether nobody waits for it any more; asked after each token, possibly from another thread than the one that answers."""
+    """Whether nobody waits for it any more; asked after each token, possibly from another thread
+    than the one that answers."""
     episode: Episode | None = None
     """Whose next turn may begin with this one."""
 
@@ -45,7 +48,8 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     """The sampled ids, the end token among them."""
     logprobs: list[float] = field(default_factory=list)
-    """Log-probability of each id under the model as it is: temperature 1, all tokens. This is what a trainer's forward pass gives."""
+    """Log-probability of each id under the model as it is: temperature 1, all tokens. This is
+    what a trainer's forward pass gives."""
     drawn_logprobs: list[float] = field(default_factory=list)
     """The same under the distribution that was sampled: after penalties, temperature and top-p."""
     finish_reason: str = "length"
@@ -67,7 +71,8 @@ class Bounds:
         return cls(getattr(embeddings, "num_embeddings", None), None if context is None else int(context))
 
     def room(self, prompt_ids: Sequence[int]) -> int | None:
-        """Tokens that the context leaves after this prompt; None: no bound. Raises InferenceError for a prompt that cannot be read."""
+        """Tokens that the context leaves after this prompt; None: no bound. Raises
+        InferenceError for a prompt that cannot be read."""
         if not prompt_ids:
             raise InferenceError("the prompt has no token; a model needs at least one to continue")
         if self.vocabulary is not None and not 0 <= min(prompt_ids) <= max(prompt_ids) < self.vocabulary:
@@ -94,8 +99,9 @@ def decode(
 ) -> list[Completion]:
     """Continue every request until its end token, its stop string or its limit.
 
-    The model runs in evaluation mode and without gradients; both are as they were afterwards, module by module. With `prefixes`, a
-    request of an episode goes on from what the model read in its turns before.
+    The model runs in evaluation mode and without gradients; both are as they were afterwards,
+    module by module. With `prefixes`, a request of an episode goes on from what the model read in
+    its turns before.
     """
     with evaluating(model), torch.no_grad():  # what inference mode made could not be part of a later backward pass
         if prefixes is None or not any(request.episode for request in requests):
@@ -129,7 +135,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _keywords(model: Any) -> frozenset[str]:
-    """Which of the keywords used here the model's forward pass takes. A wrapper that passes everything on takes them all."""
+    """Which of the keywords used here the model's forward pass takes. A wrapper that passes
+    everything on takes them all."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters hide the signature
     parameters = inspect.signature(inner.forward).parameters
     wanted = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
@@ -137,7 +144,8 @@ def _keywords(model: Any) -> frozenset[str]:
 
 
 class _Decoding:
-    """The state of one batch. Row i of the tensors is request `rows[i]`; rows that ended are dropped when they are the majority."""
+    """The state of one batch. Row i of the tensors is request `rows[i]`; rows that ended are
+    dropped when they are the majority."""
 
     def __init__(
         self,
@@ -149,7 +157,8 @@ class _Decoding:
         *,
         room: int = 0,
     ) -> None:
-        """`matches`: what is known of each prompt, or nothing. `room`: bytes of what is read that may be kept, for `read`."""
+        """`matches`: what is known of each prompt, or nothing. `room`: bytes of what is read
+        that may be kept, for `read`."""
         self.model, self.requests, self.room = model, requests, room
         self.keywords = _keywords(model)
         self.device = next(model.parameters()).device
@@ -164,7 +173,8 @@ class _Decoding:
         prompts = [tuple(request.prompt_ids) for request in requests]
         number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         self.distinct = torch.tensor([number[prompt] for prompt in prompts], device=self.device)
-        """[N] which of the different prompts each row has. Each of them is read once, and what was read is shared out."""
+        """[N] which of the different prompts each row has. Each of them is read once, and what
+        was read is shared out."""
         if matches:  # each row has a cache of its own
             self.cache, known = joined(matches)
             self.ids, mask = self._padded([p[match.length :] for p, match in zip(prompts, matches, strict=True)], pad_id)
@@ -226,7 +236,8 @@ class _Decoding:
         self.mask = torch.cat([self.mask, torch.ones_like(column)], dim=1)
 
     def _flush(self) -> None:
-        """Append what was drawn since the last flush to the results, one transfer each, and forget it."""
+        """Append what was drawn since the last flush to the results, one transfer each, and
+        forget it."""
         if not self.drawn:
             return
         columns = [torch.stack(kept, dim=1).tolist() for kept in zip(*self.drawn, strict=True)]
@@ -238,7 +249,8 @@ class _Decoding:
         self.drawn.clear()
 
     def _compact(self, alive: Tensor, read: int) -> Tensor:
-        """Go on with the rows that are still alive. The cache has `read` tokens of those that were sampled."""
+        """Go on with the rows that are still alive. The cache has `read` tokens of those that
+        were sampled."""
         self._flush()
         self._leave(read)
         keep = alive.nonzero().squeeze(1)

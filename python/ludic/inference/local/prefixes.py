@@ -1,6 +1,8 @@
-"""What the model has read of an episode stays read: its next turn begins with the keys and values of the turns before.
+"""What the model has read of an episode stays read: its next turn begins with the keys and values
+of the turns before.
 
-They hold for the weights that computed them. Shapes: N rows, H heads, T columns of the cache, D size of a head, K tokens kept.
+They hold for the weights that computed them. Shapes: N rows, H heads, T columns of the cache, D
+size of a head, K tokens kept.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ LEAST_SHARE = 0.5
 SAMPLED_ELEMENTS = 256
 """Of each parameter, to tell a change that the version counters of tensors do not show."""
 PLAIN_ROPE = {"default", "linear", "llama3", "yarn"}
-"""Others, such as longrope and dynamic, turn the keys of a long dialogue in another way than those of a short one."""
+"""Others, such as longrope and dynamic, turn the keys of a long dialogue in another way than
+those of a short one."""
 _numbers = count()
 
 
@@ -64,13 +67,15 @@ class Match:
 
 
 class PrefixCache:
-    """The prefixes of the episodes that are being played, of at most `max_bytes`, and while a batch is decoded of twice that. The oldest go
+    """The prefixes of the episodes that are being played, of at most `max_bytes`, and while a batch
+    is decoded of twice that. The oldest go
     first."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._prefixes: dict[Episode, list[Prefix]] = {}
-        """Of episodes that have not ended. They end in the thread that plays them, also while another decodes."""
+        """Of episodes that have not ended. They end in the thread that plays them, also while
+        another decodes."""
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._weights: object = None
 
@@ -91,7 +96,8 @@ class PrefixCache:
         self._prefixes.clear()
 
     def longest(self, episode: Episode, prompt_ids: Sequence[int]) -> Match | None:
-        """The most of a prompt that was read before; its last token is always read anew, for its logits."""
+        """The most of a prompt that was read before; its last token is always read anew, for its
+        logits."""
         best: Match | None = None
         for prefix in self._prefixes.get(episode, ()):
             length = min(_common(prefix.ids, prompt_ids), len(prompt_ids) - 1)
@@ -100,7 +106,8 @@ class PrefixCache:
         return best
 
     def keep(self, episode: Episode, prefix: Prefix) -> None:
-        """Remember a dialogue for the episode's next turns. One that it goes on from is forgotten."""
+        """Remember a dialogue for the episode's next turns. One that it goes on from is
+        forgotten."""
         kept = self._prefixes.setdefault(episode, [])
         kept[:] = [*(p for p in kept if _common(p.ids, prefix.ids) < len(p.ids)), prefix]
         self._snapshots.add(prefix.snapshot)
@@ -124,8 +131,10 @@ class PrefixCache:
 
 
 def is_plain(model: Any, cache: Any, device: torch.device) -> bool:
-    """Whether rows of the cache can be taken apart and joined: every layer keeps every token, all of them on one device, and positions
-    are rotary ones that depend neither on the columns between two tokens nor on how long the dialogue becomes."""
+    """Whether rows of the cache can be taken apart and joined: every layer keeps every token, all
+    of them on one device, and positions
+    are rotary ones that depend neither on the columns between two tokens nor on how long the
+    dialogue becomes."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     return (
@@ -143,7 +152,8 @@ def _rope_types(config: Any) -> set[str]:
 
 
 def joined(matches: Sequence[Match]) -> tuple[Any, Tensor]:
-    """The cache that the matches begin with, row by row, and which of its columns hold a token, [N, T] int64."""
+    """The cache that the matches begin with, row by row, and which of its columns hold a token,
+    [N, T] int64."""
     from transformers.cache_utils import DynamicCache
 
     groups: dict[int, list[int]] = {}
@@ -196,8 +206,10 @@ def _stacked(tensors: Sequence[Tensor], parts: Sequence[_Part], rows: int, width
 
 
 def weights_mark(model: nn.Module) -> object:
-    """Equal as long as the model stays as it is, without reading all of it: where each tensor lies, how often it was written in place, a
-    few of its elements, and which adapters are at work. Never equal where weights are loaded as they are needed."""
+    """Equal as long as the model stays as it is, without reading all of it: where each tensor lies,
+    how often it was written in place, a
+    few of its elements, and which adapters are at work. Never equal where weights are loaded as
+    they are needed."""
     tensors = [*model.parameters(), *model.buffers()]
     if any(tensor.is_meta for tensor in tensors):
         return object()

@@ -1,4 +1,5 @@
-"""A reward model in this process: scores of sequences from any sequence-classification model of transformers.
+"""A reward model in this process: scores of sequences from any sequence-classification model of
+transformers.
 
 Shapes: N sequences, B of them in a forward pass, T tokens of the longest, H hidden size, L labels.
 """
@@ -27,16 +28,20 @@ logger = logging.getLogger(__name__)
 
 
 class LocalRewardModel:
-    """Scores sequences with `model`, which it leaves as it is: evaluation mode and no gradients during a call, both as before after it.
+    """Scores sequences with `model`, which it leaves as it is: evaluation mode and no gradients
+    during a call, both as before after it.
 
-    Token ids are scored as they are. Text is tokenised by `tokenizer`, without special tokens unless `add_special_tokens`.
+    Token ids are scored as they are. Text is tokenised by `tokenizer`, without special tokens
+    unless `add_special_tokens`.
 
-    A decoder is read at the last token of each sequence, whatever its id. (The forward pass of transformers takes the last one that is
-    not `config.pad_token_id`, which is another one where a sequence ends with that id; a server of vLLM takes the last, as here.) An
-    encoder with a pooler of its own is read as it reads itself.
+    A decoder is read at the last token of each sequence, whatever its id. (The forward pass of
+    transformers takes the last one that is not `config.pad_token_id`, which is another one where a
+    sequence ends with that id; a server of vLLM takes the last, as here.) An encoder with a pooler
+    of its own is read as it reads itself.
 
-    Sequences are packed by length into forward passes of at most `micro_token_budget` tokens, padding included, by the planner of the
-    trainer. The same inputs give the same scores; other neighbours in a pass may change the last digits of float32.
+    Sequences are packed by length into forward passes of at most `micro_token_budget` tokens,
+    padding included, by the planner of the trainer. The same inputs give the same scores; other
+    neighbours in a pass may change the last digits of float32.
     """
 
     def __init__(
@@ -65,7 +70,8 @@ class LocalRewardModel:
             )
 
     def reads_ids_of(self, tokenizer: Any) -> bool:
-        """Whether ids of that tokenizer mean the same here, so that they need no text in between."""
+        """Whether ids of that tokenizer mean the same here, so that they need no text in
+        between."""
         return reads_same_ids(self.tokenizer, tokenizer)
 
     async def score_batch(
@@ -76,7 +82,8 @@ class LocalRewardModel:
         pooling_type: PoolingType | None = None,
         n_labels: int = 1,
     ) -> list[float]:
-        """[N] scores, computed in a worker thread; `normalize` takes the logistic function of each. `pooling_type` None: as the model
+        """[N] scores, computed in a worker thread; `normalize` takes the logistic function of each.
+        `pooling_type` None: as the model
         is made.
 
         Raises DataError for a sequence that the model cannot read, InferenceError where it fails.
@@ -111,7 +118,8 @@ class LocalRewardModel:
         timeout_s: float = 600.0,
         version: str | int | None = None,
     ) -> str:
-        """Copy the weights that `training_mode` changes, by name and between two calls; returns the version now scored with."""
+        """Copy the weights that `training_mode` changes, by name and between two calls; returns
+        the version now scored with."""
         chosen = trained_weights(params, training_mode)
         if not self._busy.acquire(timeout=timeout_s):
             raise TimeoutError(f"sequences were still being scored after {timeout_s} s; the weights were not changed")
@@ -210,7 +218,8 @@ def _pooled(hidden_BTH: Tensor, mask_BT: Tensor, lengths_B: Tensor, pooling: Poo
 
 
 def _body_and_head(model: Any) -> tuple[nn.Module | None, nn.Module | None]:
-    """The decoder and the linear head on its hidden states; None and None for a model that pools in a way of its own."""
+    """The decoder and the linear head on its hidden states; None and None for a model that pools
+    in a way of its own."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     body, head = getattr(inner, getattr(inner, "base_model_prefix", "") or "-", None), getattr(inner, "score", None)
     return (body, head) if isinstance(body, nn.Module) and isinstance(head, nn.Module) else (None, None)

@@ -1,9 +1,11 @@
 """Draws one token for each row of logits, from that row's own stream of random numbers.
 
-A row's tokens depend on its seed, its prompt and its logits only, never on the rows beside it: its uniforms come from a counter-based
-generator keyed by seed and prompt (Philox, Salmon et al. 2011), one for each token, and invert the row's cumulative distribution.
-Logits computed in another batch shape differ in the last bits, which moves a draw only where a uniform falls within that distance of a
-boundary (about one token in a million in float32), and a greedy choice only where two tokens are that close.
+A row's tokens depend on its seed, its prompt and its logits only, never on the rows beside it: its
+uniforms come from a counter-based generator keyed by seed and prompt (Philox, Salmon et al. 2011),
+one for each token, and invert the row's cumulative distribution. Logits computed in another batch
+shape differ in the last bits, which moves a draw only where a uniform falls within that distance of
+a boundary (about one token in a million in float32), and a greedy choice only where two tokens are
+that close.
 
 Shapes: N rows, V vocabulary.
 """
@@ -42,7 +44,8 @@ def check_sampling(params: SamplingParams) -> None:
 def stream_key(seed: int | None, prompt_ids: Sequence[int]) -> NDArray[np.uint64]:
     """[2] the key of one request's uniforms. Without a seed it is fresh.
 
-    The prompt is part of it, so that requests on different prompts are independent although groups number their seeds alike.
+    The prompt is part of it, so that requests on different prompts are independent although groups
+    number their seeds alike.
     """
     if seed is None:
         return np.frombuffer(secrets.token_bytes(16), dtype=np.uint64)
@@ -51,7 +54,8 @@ def stream_key(seed: int | None, prompt_ids: Sequence[int]) -> NDArray[np.uint64
 
 
 class Uniforms:
-    """The numbers of `np.random.Generator(np.random.Philox(key=key)).random()`, for any key at any place, without a generator for each:
+    """The numbers of `np.random.Generator(np.random.Philox(key=key)).random()`, for any key at any
+    place, without a generator for each:
     to make one takes longer than to draw from it."""
 
     def __init__(self) -> None:
@@ -96,9 +100,11 @@ class Sampler:
             self.counts = self.counts[rows]
 
     def draw(self, logits_NV: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The next token of each row, its log-probability under the logits as they are, and under the distribution drawn from.
+        """The next token of each row, its log-probability under the logits as they are, and under
+        the distribution drawn from.
 
-        logits float32; results [N] int64, float32, float32. `position` is the number of tokens drawn before: 0, 1, 2 and so on.
+        logits float32; results [N] int64, float32, float32. `position` is the number of tokens
+        drawn before: 0, 1, 2 and so on.
         """
         if position % BLOCK == 0:
             block = np.stack([self._uniforms.block(key, position // BLOCK) for key in self._keys])
@@ -119,7 +125,8 @@ class Sampler:
         return chosen, torch.cat(raw), torch.cat(drawn)
 
     def _shaped(self, logits: Tensor, part: slice) -> Tensor:
-        """Log-probabilities after penalties, temperature and top-p. A greedy row is a point mass."""
+        """Log-probabilities after penalties, temperature and top-p. A greedy row is a point
+        mass."""
         if self.counts is not None:
             counts = self.counts[part]
             logits = logits - self.frequency[part, None] * counts - self.presence[part, None] * (counts > 0)
@@ -140,7 +147,8 @@ class Sampler:
 
 
 def _invert(logp_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """The first token whose cumulative probability exceeds the uniform's share of the total: never a token of probability 0."""
+    """The first token whose cumulative probability exceeds the uniform's share of the total:
+    never a token of probability 0."""
     cumulative = logp_NV.double().exp().cumsum(dim=-1)
     total = cumulative[:, -1:]
     target = torch.minimum(uniform_N[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -148,7 +156,8 @@ def _invert(logp_NV: Tensor, uniform_N: Tensor) -> Tensor:
 
 
 def nucleus(logp: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the smallest set of most likely tokens whose probability reaches top_p, and renormalise (Holtzman et al. 2020)."""
+    """Keep the smallest set of most likely tokens whose probability reaches top_p, and
+    renormalise (Holtzman et al. 2020)."""
     ordered, order = logp.sort(dim=-1, descending=True, stable=True)
     before = ordered.exp().cumsum(dim=-1) - ordered.exp()
     dropped = torch.zeros_like(before, dtype=torch.bool).scatter_(1, order, (before >= top_p) & (top_p < 1))

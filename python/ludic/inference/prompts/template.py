@@ -29,8 +29,9 @@ def offered_tools(request: ToolRequest | None) -> list[dict[str, Any]]:
 class ChatTemplate:
     """Renders prompts with the tokenizer's chat template.
 
-    Without one, a prompt of one message is its text; a system message goes before it, with a blank line between. A conversation is an
-    error: nothing would say who speaks, nor where one message ends.
+    Without one, a prompt of one message is its text; a system message goes before it, with a blank
+    line between. A conversation is an error: nothing would say who speaks, nor where one message
+    ends.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -39,7 +40,8 @@ class ChatTemplate:
         """(template, tools) of which it is known that the text shows the tools."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The prompt, ready for the model's answer. Raises ConfigError where the tools, or who speaks, would not be seen."""
+        """The prompt, ready for the model's answer. Raises ConfigError where the tools, or who
+        speaks, would not be seen."""
         template = self._source
         if not template:
             if tools:
@@ -55,7 +57,8 @@ class ChatTemplate:
         return text
 
     def render_all(self, dialogues: Sequence[Sequence[Message]]) -> list[str]:
-        """`render` of each, without tools; one call of the tokenizer, which takes half the time of many."""
+        """`render` of each, without tools; one call of the tokenizer, which takes half the time
+        of many."""
         if not self._source or not dialogues:
             return [_contents(messages) for messages in dialogues]
         plain = [[_as_templates_expect(message) for message in messages] for messages in dialogues]
@@ -68,7 +71,8 @@ class ChatTemplate:
         return getattr(self._tokenizer, "chat_template", None)
 
     def _check_shown(self, messages: list[Message], text: str, key: tuple[str, str]) -> None:
-        """Once for each set of tools: a template that leaves them out gives the same text without them."""
+        """Once for each set of tools: a template that leaves them out gives the same text
+        without them."""
         if key in self._shown:
             return
         if text == self._apply(messages, []):
@@ -85,7 +89,8 @@ class ChatTemplate:
 
 
 def _contents(messages: Sequence[Message]) -> str:
-    """The text of a message that stands alone, or that only a system message precedes: that one, a blank line, the text."""
+    """The text of a message that stands alone, or that only a system message precedes: that one,
+    a blank line, the text."""
     contents = [message.get("content") or "" for message in messages]
     roles = [str(message.get("role")) for message in messages]
     if len(messages) < 2 or (len(messages) == 2 and roles[0] in ("system", "developer")):
@@ -97,7 +102,8 @@ def _contents(messages: Sequence[Message]) -> str:
 
 
 def _as_templates_expect(message: Message) -> Message:
-    """Templates read `content` without asking whether it is there, and want the arguments of a call as an object, not as its text."""
+    """Templates read `content` without asking whether it is there, and want the arguments of a
+    call as an object, not as its text."""
     if message.get("content") is not None and not message.get("tool_calls"):
         return message
     expected = {**message, "content": message.get("content") or ""}

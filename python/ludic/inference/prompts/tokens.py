@@ -1,4 +1,5 @@
-"""Messages as the token ids that a model reads, so that the turns of a dialogue extend one another token by token."""
+"""Messages as the token ids that a model reads, so that the turns of a dialogue extend one
+another token by token."""
 
 from __future__ import annotations
 
@@ -12,16 +13,19 @@ from ludic.inference.prompts.template import ChatTemplate
 from ludic.types import Message
 
 REMEMBERED = 4096
-"""Prompts and answers that are kept: the members of a group share a prompt, and the next turn of each begins with its last answer."""
+"""Prompts and answers that are kept: the members of a group share a prompt, and the next turn of
+each begins with its last answer."""
 
 
 class PromptTokens:
     """Renders with the tokenizer's chat template, and encodes without special tokens of its own.
 
-    A prompt that begins with an earlier prompt and the answer to it, as text, begins with the very tokens of both; only what follows is
-    encoded. Without this a sampled answer would be split into tokens anew, and differently wherever the model did not write it the way
-    that the tokenizer does. Where the template changes earlier turns, such as one that leaves thoughts out, the whole is encoded. Of two
-    answers to the same messages with the same text, the tokens of the later one count.
+    A prompt that begins with an earlier prompt and the answer to it, as text, begins with the very
+    tokens of both; only what follows is encoded. Without this a sampled answer would be split into
+    tokens anew, and differently wherever the model did not write it the way that the tokenizer
+    does. Where the template changes earlier turns, such as one that leaves thoughts out, the whole
+    is encoded. Of two answers to the same messages with the same text, the tokens of the later one
+    count.
     """
 
     def __init__(self, tokenizer: Any) -> None:

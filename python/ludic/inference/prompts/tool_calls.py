@@ -1,4 +1,5 @@
-"""Calls of tools as Hermes and Qwen models write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+"""Calls of tools as Hermes and Qwen models write them: `<tool_call>{"name": ..., "arguments":
+{...}}</tool_call>`."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ _SPACE = re.compile(r"\s*")
 def assistant_message(text: str, *, first_id: int = 0) -> Message:
     """The answer as OpenAI's message: `content`, and `tool_calls` where the text makes calls.
 
-    `content` is then what stands before the first call, None if that is nothing. Ids count up from `first_id`, nine letters and digits
-    each, which is what the strictest templates take. A call that is not well formed makes the whole text an answer without calls, as
-    servers have it.
+    `content` is then what stands before the first call, None if that is nothing. Ids count up from
+    `first_id`, nine letters and digits each, which is what the strictest templates take. A call
+    that is not well formed makes the whole text an answer without calls, as servers have it.
     """
     calls = parse_tool_calls(text)
     if not calls:
@@ -38,7 +39,8 @@ def assistant_message(text: str, *, first_id: int = 0) -> Message:
 
 
 def parse_tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """(name, arguments) of every call in the text; none at all if one of them is not well formed. It never raises."""
+    """(name, arguments) of every call in the text; none at all if one of them is not well
+    formed. It never raises."""
     calls = []
     start = text.find(OPENING)
     while start >= 0:

@@ -1,1 +1,2 @@
-"""What clients of any server over HTTP share: calls with deadlines, errors by their meaning, several servers behind one client, tags."""
+"""What clients of any server over HTTP share: calls with deadlines, errors by their meaning,
+several servers behind one client, tags."""

@@ -37,9 +37,11 @@ class ServerCalls:
         timeout_s: float | None = None,
         answer: type[T] | None = None,
     ) -> T:
-        """What the server answers: JSON of the type `answer`; without one, whatever JSON there is, or the text where it is none.
+        """What the server answers: JSON of the type `answer`; without one, whatever JSON there is,
+        or the text where it is none.
 
-        Raises ServerError, ServerTimeoutError and ServerUnreachableError, and InferenceError for an answer of another type.
+        Raises ServerError, ServerTimeoutError and ServerUnreachableError, and InferenceError for an
+        answer of another type.
         """
         deadline_s = self.timeout_s if timeout_s is None else timeout_s
         body = None if method == "get" else dict(json or {})

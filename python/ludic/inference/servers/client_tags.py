@@ -1,8 +1,11 @@
-"""Whose answer is this: the tag that a client sends to a server shared by several, and looks for in what comes back.
+"""Whose answer is this: the tag that a client sends to a server shared by several, and looks for in
+what comes back.
 
-The tag travels as the JSON field `client_tag` and the header `X-VLLM-Client-Tag`. vLLM drops both; a server that clients share behind
-something that fans requests in must be started with `ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware` (`ludic serve
---client-tags`), which says them again. An answer without a tag is an error under `require_echo`, and taken for one's own under `lenient`.
+The tag travels as the JSON field `client_tag` and the header `X-VLLM-Client-Tag`. vLLM drops both;
+a server that clients share behind something that fans requests in must be started with
+`ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware` (`ludic serve
+--client-tags`), which says them again. An answer without a tag is an error under `require_echo`,
+and taken for one's own under `lenient`.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ BREADTH = 8
 
 
 def resolve_client_tag(given: str | None = None, environment: Mapping[str, str] | None = None) -> str | None:
-    """The tag given, else `VLLM_CLIENT_TAG`, else `rank-I-of-N` of a launcher's variables (`rank-I` where N is unknown), else None."""
+    """The tag given, else `VLLM_CLIENT_TAG`, else `rank-I-of-N` of a launcher's variables
+    (`rank-I` where N is unknown), else None."""
     env = os.environ if environment is None else environment
     for tag in (given, env.get("VLLM_CLIENT_TAG")):
         if tag is not None and tag.strip():
@@ -82,7 +86,8 @@ class ClientTag:
         return {HEADER: self.tag}
 
     def mine(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """The payload without the groups and choices of others. ClientTagError if nothing is left, or no tag is where one must be."""
+        """The payload without the groups and choices of others. ClientTagError if nothing is
+        left, or no tag is where one must be."""
         kept = dict(payload)
         lists = [name for name in OUTER_LISTS if isinstance(payload.get(name), list)]
         root = find_tag(payload)
@@ -100,7 +105,8 @@ class ClientTag:
         return kept
 
     def _groups(self, groups: list[Any], root: str | None) -> tuple[list[Any], bool]:
-        """(those that are mine, whether any tag was seen). A group that says nothing is what the whole answer says."""
+        """(those that are mine, whether any tag was seen). A group that says nothing is what the
+        whole answer says."""
         mine, seen = [], False
         for group in groups:
             outputs = group.get("outputs") if isinstance(group, Mapping) else None

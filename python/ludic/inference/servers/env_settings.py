@@ -1,4 +1,5 @@
-"""A server that the ranks of a run share: the settings of its clients, from the variables that a launcher sets."""
+"""A server that the ranks of a run share: the settings of its clients, from the variables that a
+launcher sets."""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ def shared_server_settings(
 ) -> dict[str, Any]:
     """Keywords of `VLLMChatClient`, to be given beside the address.
 
-    `client_tag`, else `VLLM_CLIENT_TAG`, else the rank; the echo of it is required when there is more than one rank. Prompts are cut to
-    `MAX_PROMPT_CHARS` (2048; 0 sets no limit). `VLLM_API_KEY`, `VLLM_EXTRA_HEADERS` (a JSON object), `VLLM_TIMEOUT` (120 s),
-    `VLLM_MAX_RETRIES` (3), `VLLM_BACKOFF` (1 s) and `VLLM_BACKOFF_MULTIPLIER` (2) are what they are called.
+    `client_tag`, else `VLLM_CLIENT_TAG`, else the rank; the echo of it is required when there is
+    more than one rank. Prompts are cut to `MAX_PROMPT_CHARS` (2048; 0 sets no limit).
+    `VLLM_API_KEY`, `VLLM_EXTRA_HEADERS` (a JSON object), `VLLM_TIMEOUT` (120 s), `VLLM_MAX_RETRIES`
+    (3), `VLLM_BACKOFF` (1 s) and `VLLM_BACKOFF_MULTIPLIER` (2) are what they are called.
 
     Example: `VLLMChatClient(urls=[url], **shared_server_settings())`.
     """

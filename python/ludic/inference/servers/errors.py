@@ -15,7 +15,8 @@ SHOWN = 500
 
 
 class AbortedError(InferenceError):
-    """The server stopped a request on somebody's order. What it had sampled is no whole answer; the request may be made again."""
+    """The server stopped a request on somebody's order. What it had sampled is no whole answer;
+    the request may be made again."""
 
 
 class BusyError(ServerError):

@@ -1,4 +1,5 @@
-"""Servers that hold calls and answer none while others would: they are asked whether they live, and left where they do not."""
+"""Servers that hold calls and answer none while others would: they are asked whether they live,
+and left where they do not."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class _Calls:
 
 
 class SilenceWatch:
-    """Looks after calls in flight. One that long is no fault: only a server that also fails when it is asked is left."""
+    """Looks after calls in flight. One that long is no fault: only a server that also fails when
+    it is asked is left."""
 
     def __init__(
         self,
@@ -41,7 +43,8 @@ class SilenceWatch:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`lives` says whether a server that has been silent for `silence_s` is alive, and drains it if it is not."""
+        """`lives` says whether a server that has been silent for `silence_s` is alive, and
+        drains it if it is not."""
         if not silence_s > 0:
             raise ConfigError(f"silence_s ({silence_s}) must be > 0; None waits for each request's own deadline")
         self.silence_s = silence_s
@@ -51,7 +54,8 @@ class SilenceWatch:
 
     @asynccontextmanager
     async def over(self, server: Server) -> AsyncIterator[None]:
-        """Around a call. ServerUnreachableError where the server is left while it holds the call: it has been drained."""
+        """Around a call. ServerUnreachableError where the server is left while it holds the
+        call: it has been drained."""
         calls = self._calls[server]
         if not calls.scopes:
             calls.quiet_since = self._clock()

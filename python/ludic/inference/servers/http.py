@@ -1,9 +1,11 @@
-"""How servers are asked, whatever for: one deadline for a whole exchange, a limit on the body, no redirects.
+"""How servers are asked, whatever for: one deadline for a whole exchange, a limit on the body, no
+redirects.
 
-`Http` is for code that awaits and keeps its connections, `BlockingHttp` for code that cannot await. The deadline covers finding the
-address, connecting, sending and every byte of the answer, so that a server which drips is left in time, as is one that is silent.
-Bodies are taken as they come over the wire: none is decompressed. Where a server sends us elsewhere, nobody follows: what is sent
-has prompts and keys.
+`Http` is for code that awaits and keeps its connections, `BlockingHttp` for code that cannot await.
+The deadline covers finding the address, connecting, sending and every byte of the answer, so that a
+server which drips is left in time, as is one that is silent. Bodies are taken as they come over the
+wire: none is decompressed. Where a server sends us elsewhere, nobody follows: what is sent has
+prompts and keys.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S = 30.0
 CONNECTIONS = 1000
 KEEPALIVE_S = 2.0
-"""How long an idle connection is used again. Servers close theirs after 5 s, some of them just as the next request is on its way."""
+"""How long an idle connection is used again. Servers close theirs after 5 s, some of them just
+as the next request is on its way."""
 MAX_BYTES = 256 * 2**20
 """Of an answer. A million tokens with their log-probabilities take about 130 MB."""
 SHOWN = 400
@@ -53,7 +56,8 @@ class Answer:
         return self.body.decode("utf-8", errors="replace")
 
     def checked(self) -> Answer:
-        """Itself with a status of 2xx. Otherwise raises what the status means: EngineDeadError, BusyError or ServerError."""
+        """Itself with a status of 2xx. Otherwise raises what the status means: EngineDeadError,
+        BusyError or ServerError."""
         if 200 <= self.status < 300:
             return self
         raise refusal(self.url, self.status, self.text, self.headers)
@@ -63,7 +67,8 @@ class Answer:
         return self.read(object)
 
     def read(self, kind: type[T]) -> T:
-        """The body as JSON of this type, of which nothing is converted: 10.5, true and "7" are no int. Raises InferenceError."""
+        """The body as JSON of this type, of which nothing is converted: 10.5, true and "7" are
+        no int. Raises InferenceError."""
         try:
             decoded: T = _decoder(kind).decode(self.body)
         except msgspec.ValidationError as error:
@@ -88,7 +93,8 @@ class Http:
     """
 
     def __init__(self, headers: Mapping[str, str] | None = None, *, keepalive_s: float = KEEPALIVE_S) -> None:
-        """`headers` go with everything that is asked. `keepalive_s` of 0 opens a connection for each call."""
+        """`headers` go with everything that is asked. `keepalive_s` of 0 opens a connection for
+        each call."""
         self.headers = _lower(headers or {})
         self._keepalive_s = keepalive_s
         self._clients: dict[tuple[bool, bool], AsyncClient] = {}
@@ -107,8 +113,9 @@ class Http:
     ) -> Answer:
         """What the server says within `timeout_s`, whatever its status.
 
-        Raises ServerTimeoutError at the deadline, ServerUnreachableError where nobody is there or the connection breaks, and
-        InferenceError for a body that is longer than `max_bytes` or compressed. ConfigError for a URL or a header that is none.
+        Raises ServerTimeoutError at the deadline, ServerUnreachableError where nobody is there or
+        the connection breaks, and InferenceError for a body that is longer than `max_bytes` or
+        compressed. ConfigError for a URL or a header that is none.
         """
         import httpx2
 
@@ -163,7 +170,8 @@ class Http:
 
 
 class BlockingHttp:
-    """`Http` for code that cannot await, each call over a connection of its own. It may be called where an event loop runs."""
+    """`Http` for code that cannot await, each call over a connection of its own. It may be
+    called where an event loop runs."""
 
     def __init__(self, headers: Mapping[str, str] | None = None) -> None:
         """`headers` go with everything that is asked."""
@@ -192,7 +200,8 @@ class BlockingHttp:
 
 
 def _check_address(url: str, headers: Mapping[str, str]) -> None:
-    """Raise ConfigError for what could not be sent: a port beyond 65535, brackets that are no address, a header that is not ASCII."""
+    """Raise ConfigError for what could not be sent: a port beyond 65535, brackets that are no
+    address, a header that is not ASCII."""
     try:
         _ = urlsplit(url).port
     except ValueError as error:

@@ -1,7 +1,8 @@
-"""Coroutines for code that cannot await: one event loop for the process, in a thread that is nobody's else.
+"""Coroutines for code that cannot await: one event loop for the process, in a thread that is
+nobody's else.
 
-Unlike `asyncio.run`, this works where a loop runs already, and leaves at its deadline a call that waits in another thread, as one for
-the address of a host does.
+Unlike `asyncio.run`, this works where a loop runs already, and leaves at its deadline a call that
+waits in another thread, as one for the address of a host does.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What the coroutine returns or raises. It is cancelled where this thread is interrupted, by Ctrl-C for one."""
+        """What the coroutine returns or raises. It is cancelled where this thread is
+        interrupted, by Ctrl-C for one."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._running())
         try:
             return future.result()

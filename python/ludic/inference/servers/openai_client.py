@@ -1,4 +1,5 @@
-"""A model behind an OpenAI-compatible server: `POST {base_url}/chat/completions` and nothing else that is specific to one server."""
+"""A model behind an OpenAI-compatible server: `POST {base_url}/chat/completions` and nothing
+else that is specific to one server."""
 
 from __future__ import annotations
 
@@ -22,15 +23,18 @@ if TYPE_CHECKING:
 class OpenAIChatClient:
     """Chat completions over HTTP, with a deadline and retries.
 
-    A call takes at most `timeout_s`, retries and the waits between them included. Connections that fail and the statuses 408, 409, 425,
-    429 and 500 and above are tried again up to `max_retries` times, after the server's Retry-After or a random wait that grows from
-    `backoff_s`; anything else that is no completion is an InferenceError at once.
+    A call takes at most `timeout_s`, retries and the waits between them included. Connections that
+    fail and the statuses 408, 409, 425, 429 and 500 and above are tried again up to `max_retries`
+    times, after the server's Retry-After or a random wait that grows from `backoff_s`; anything
+    else that is no completion is an InferenceError at once.
 
-    Token ids come back only from servers that know vLLM's `return_token_ids`, and are asked for only with `returns_token_ids`; without
-    them an evaluation has no traces, and training is not possible. Weights cannot be pushed through this interface.
+    Token ids come back only from servers that know vLLM's `return_token_ids`, and are asked for
+    only with `returns_token_ids`; without them an evaluation has no traces, and training is not
+    possible. Weights cannot be pushed through this interface.
 
-    `api_key` is sent to `base_url` as it is given, and no key of the environment is. The client belongs to the event loop that first
-    uses it; close it there with `aclose`, or use it as an asynchronous context manager.
+    `api_key` is sent to `base_url` as it is given, and no key of the environment is. The client
+    belongs to the event loop that first uses it; close it there with `aclose`, or use it as an
+    asynchronous context manager.
     """
 
     def __init__(
@@ -53,8 +57,8 @@ class OpenAIChatClient:
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
         """One completion. The info has `raw_response` and `used_args`.
 
-        Raises TimeoutError after `timeout_s`, InferenceError for an answer that is none, ConfigError for settings that this interface
-        does not have.
+        Raises TimeoutError after `timeout_s`, InferenceError for an answer that is none,
+        ConfigError for settings that this interface does not have.
         """
         if request.extensions is not None:
             raise ConfigError(f"unsupported request.extensions: {type(request.extensions).__name__}; OpenAIChatClient has none")
@@ -120,7 +124,8 @@ class OpenAIChatClient:
 
 
 def open_client(base_url: str, *, api_key: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> AsyncOpenAI:
-    """A client of the openai package that tries nothing again by itself, follows nobody elsewhere, sends no name of the environment's,
+    """A client of the openai package that tries nothing again by itself, follows nobody elsewhere,
+    sends no name of the environment's,
     and asks no proxy for this machine."""
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
@@ -160,7 +165,8 @@ class _Completion(Struct):
     prompt_token_ids: list[int] | None = None
 
     def response(self, base_url: str) -> ChatResponse:
-        """What the first choice says. Raises InferenceError if there is none, or if the server gave up on it."""
+        """What the first choice says. Raises InferenceError if there is none, or if the server
+        gave up on it."""
         if not self.choices:
             raise InferenceError(f"{base_url} answered without a choice")
         choice = self.choices[0]

@@ -1,4 +1,5 @@
-"""Several servers of one model behind one client: each request goes to the one with the least to do, and away from one that is dead."""
+"""Several servers of one model behind one client: each request goes to the one with the least to
+do, and away from one that is dead."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class Server:
         return self._connections[loop]
 
     async def get(self, path: str) -> Answer:
-        """What the server answers at a path from its root, within `timeout_s`. Raises InferenceError for anything but a 2xx."""
+        """What the server answers at a path from its root, within `timeout_s`. Raises
+        InferenceError for anything but a 2xx."""
         return (await self.http().ask("GET", f"{self.url}{path}", timeout_s=self.timeout_s)).checked()
 
     async def post(
@@ -82,12 +84,14 @@ class Server:
 class ServerPool:
     """Sends each call to the live server with the fewest calls in flight.
 
-    A server that is out of reach, or whose engine is dead, is drained: it gets no more requests, and those that it had move to the
-    others. After `rest_s` it is probed by `probe`, and taken back if that passes. With none left, a call is an EngineDeadError or a
-    ServerUnreachableError that names them all.
+    A server that is out of reach, or whose engine is dead, is drained: it gets no more requests,
+    and those that it had move to the others. After `rest_s` it is probed by `probe`, and taken back
+    if that passes. With none left, a call is an EngineDeadError or a ServerUnreachableError that
+    names them all.
 
-    So is one that hangs: that answers nothing for `silence_s` while others answer or are idle, fails the probe, and makes no `progress`, a
-    number that rises while it works. Calls must be such that they can be made twice. With None each call waits for its own deadline.
+    So is one that hangs: that answers nothing for `silence_s` while others answer or are idle,
+    fails the probe, and makes no `progress`, a number that rises while it works. Calls must be such
+    that they can be made twice. With None each call waits for its own deadline.
     """
 
     def __init__(
@@ -141,7 +145,8 @@ class ServerPool:
                 server.in_flight -= 1
 
     def drain(self, server: Server, why: str) -> None:
-        """Give it no more requests until a probe passes. The only server of a pool is never drained: there is nowhere to go."""
+        """Give it no more requests until a probe passes. The only server of a pool is never
+        drained: there is nowhere to go."""
         if len(self.servers) == 1 or server.drained is not None:
             return
         server.drained, server.drained_at = why, self._clock()
@@ -164,7 +169,8 @@ class ServerPool:
         return True
 
     def counts(self) -> dict[str, int]:
-        """`requests/<url>` and `failures/<url>` of each server, `moved`, and how many are `live`."""
+        """`requests/<url>` and `failures/<url>` of each server, `moved`, and how many are
+        `live`."""
         each = {f"{what}/{server.url}": getattr(server, what) for server in self.servers for what in ("requests", "failures")}
         return {**each, "moved": self.moved, "live": len(self.live)}
 
@@ -185,7 +191,8 @@ class ServerPool:
         return self._silence.over(server)
 
     async def _lives(self, server: Server) -> bool:
-        """Whether a server that is silent gives a token, or else works on what it has. One that does not is drained."""
+        """Whether a server that is silent gives a token, or else works on what it has. One that
+        does not is drained."""
         assert self._probe is not None
         before = await self._worked(server)
         try:

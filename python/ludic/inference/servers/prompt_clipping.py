@@ -1,4 +1,5 @@
-"""Prompts that are too long are cut within what the user says, so that the template's head and its call for an answer stay whole."""
+"""Prompts that are too long are cut within what the user says, so that the template's head and
+its call for an answer stay whole."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def prompt_limit(
 ) -> int | None:
     """Characters that a prompt may have; None for no limit.
 
-    `max_prompt_chars`, else the environment's `MAX_PROMPT_CHARS`, else 2048; 0 and below set no limit. Where a limit in tokens is known,
-    four characters of each are let through.
+    `max_prompt_chars`, else the environment's `MAX_PROMPT_CHARS`, else 2048; 0 and below set no
+    limit. Where a limit in tokens is known, four characters of each are let through.
     """
     env = os.environ if environment is None else environment
     limit = max_prompt_chars
@@ -51,7 +52,8 @@ class PromptClipper:
     _warned: bool = field(default=False, repr=False)
 
     def __call__(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages, those of the user cut at their ends, the longest first, by as many characters as are too many."""
+        """The messages, those of the user cut at their ends, the longest first, by as many
+        characters as are too many."""
         texts = [message.get("content") for message in messages]
         lengths = [len(text) if isinstance(text, str) else 0 for text in texts]
         excess = 0 if self.limit is None else sum(lengths) - self.limit

@@ -38,7 +38,8 @@ class Persistence:
             )
 
     async def carry_out(self, attempt: Callable[[], Awaitable[T]], *, name: str, again: Callable[[BaseException], bool]) -> T:
-        """What `attempt` gives, tried as often as allowed while `again` says so of its error. TimeoutError names the server."""
+        """What `attempt` gives, tried as often as allowed while `again` says so of its error.
+        TimeoutError names the server."""
 
         async def once() -> T:
             return await attempt()

@@ -1,8 +1,9 @@
 """The secret of a server: whoever would change what it serves sends it with the request.
 
-A server that we start is given a random one in its environment. A copy lies in a file that its user alone can read, named after
-machine and port, where the same user's trainer finds it. For servers on other machines `LUDIC_SERVER_SECRET` gives both sides the same
-one, which is written nowhere. It runs in the server's environment too: standard library alone.
+A server that we start is given a random one in its environment. A copy lies in a file that its user
+alone can read, named after machine and port, where the same user's trainer finds it. For servers on
+other machines `LUDIC_SERVER_SECRET` gives both sides the same one, which is written nowhere. It
+runs in the server's environment too: standard library alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ FEWEST_CHARACTERS = 16
 
 
 def secret_of(environment: Mapping[str, str]) -> str:
-    """What `LUDIC_SERVER_SECRET` says, else a new one of 256 random bits. ConfigError for one that is short, or no header's value."""
+    """What `LUDIC_SERVER_SECRET` says, else a new one of 256 random bits. ConfigError for one
+    that is short, or no header's value."""
     given = environment.get(VARIABLE)
     if not given:
         return secrets.token_urlsafe(32)
@@ -39,14 +41,16 @@ def secret_of(environment: Mapping[str, str]) -> str:
 
 
 def secret_file(port: int) -> Path:
-    """Where the secret of the server at a port of this machine lies. `LUDIC_SERVER_SECRETS` names another folder."""
+    """Where the secret of the server at a port of this machine lies. `LUDIC_SERVER_SECRETS`
+    names another folder."""
     folder = os.environ.get(FOLDER_VARIABLE)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder or Path(cache, "ludic", "servers")) / f"{socket.gethostname()}-{port}"  # homes may be shared by machines
 
 
 def keep_secret(port: int, secret: str) -> Path:
-    """Write the file, which its user alone can read from its first moment on. Raises ConfigError where it cannot be written."""
+    """Write the file, which its user alone can read from its first moment on. Raises ConfigError
+    where it cannot be written."""
     path = secret_file(port)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -69,7 +73,8 @@ def drop_secret(port: int, secret: str) -> None:
 
 
 def secret_headers(url: str, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What goes with a request that may change what the server at `url` serves: the secret of `LUDIC_SERVER_SECRET`, else that of the
+    """What goes with a request that may change what the server at `url` serves: the secret of
+    `LUDIC_SERVER_SECRET`, else that of the
     server at this port of this machine, else nothing."""
     env = os.environ if environment is None else environment
     secret = env.get(VARIABLE) or _known(url)

@@ -10,7 +10,8 @@ LARGEST_VERSION = 2**53
 
 
 def version_number(version: object) -> int | None:
-    """A version that is a number, however it is written; None for any other. What vLLM serves before the first push is `default`: 0."""
+    """A version that is a number, however it is written; None for any other. What vLLM serves
+    before the first push is `default`: 0."""
     if version == INITIAL_VERSION:
         return 0
     try:
@@ -20,7 +21,8 @@ def version_number(version: object) -> int | None:
 
 
 def served_version(version: object, url: str) -> int | None:
-    """`version_number` of what a server says. Raises InferenceError for a number that no version can be."""
+    """`version_number` of what a server says. Raises InferenceError for a number that no version
+    can be."""
     number = version_number(version)
     if number is not None and not 0 <= number <= LARGEST_VERSION:
         raise InferenceError(f"{url} says that it serves version {str(version)[:40]}; versions are from 0 to {LARGEST_VERSION}")

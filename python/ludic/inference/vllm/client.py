@@ -64,36 +64,45 @@ TOKEN_FIELDS = SAMPLING_FIELDS | {"vllm_xargs"}
 
 
 class VLLMChatClient:
-    """Chat completions and token continuations from one or more vLLM servers that serve the same model.
+    """Chat completions and token continuations from one or more vLLM servers that serve the same
+    model.
 
-    With `tokenizer`, the policy's own, prompts are rendered and encoded here and sent as token ids, to `/inference/v1/generate` where the
-    server has it (`--enable-scale-out`), else to `/v1/completions`; text is made of the ids that come back and is never tokenised again.
-    Without, messages go to `/v1/chat/completions` and the server renders them. What training needs comes back exactly: the ids read, the
-    ids sampled, one log-probability for each, and where the server says so the version of the weights that sampled them. An answer that
-    lacks any of it, or that is for another prompt, is an InferenceError.
+    With `tokenizer`, the policy's own, prompts are rendered and encoded here and sent as token ids,
+    to `/inference/v1/generate` where the server has it (`--enable-scale-out`), else to
+    `/v1/completions`; text is made of the ids that come back and is never tokenised again. Without,
+    messages go to `/v1/chat/completions` and the server renders them. What training needs comes
+    back exactly: the ids read, the ids sampled, one log-probability for each, and where the server
+    says so the version of the weights that sampled them. An answer that lacks any of it, or that is
+    for another prompt, is an InferenceError.
 
-    A call takes at most `timeout_s`, all attempts included. Failed connections, 408, 409, 425, 429, 5xx and aborted requests are tried
-    again up to `max_retries` times: sampling changes nothing on the server. An engine that is gone is an EngineDeadError at once.
+    A call takes at most `timeout_s`, all attempts included. Failed connections, 408, 409, 425, 429,
+    5xx and aborted requests are tried again up to `max_retries` times: sampling changes nothing on
+    the server. An engine that is gone is an EngineDeadError at once.
 
-    Of several servers (`urls`) each request goes to the one with the least to do; a dead one is drained and its requests move. So do those
-    of one that hangs: that answers nothing for `silence_s` while others answer or are idle, then no probe, and works on nothing.
+    Of several servers (`urls`) each request goes to the one with the least to do; a dead one is
+    drained and its requests move. So do those of one that hangs: that answers nothing for
+    `silence_s` while others answer or are idle, then no probe, and works on nothing.
 
-    Settings without meaning are a ConfigError before anything is sent, as is a prompt and `max_tokens` that do not fit into the server's
-    context, which the server would clip silently; with `on_overflow="clip"` it is clipped here and counted. Fields of
-    `extra_body_overrides` that vLLM 0.32 does not know are refused unless `allow_unknown_fields`.
+    Settings without meaning are a ConfigError before anything is sent, as is a prompt and
+    `max_tokens` that do not fit into the server's context, which the server would clip silently;
+    with `on_overflow="clip"` it is clipped here and counted. Fields of `extra_body_overrides` that
+    vLLM 0.32 does not know are refused unless `allow_unknown_fields`.
 
-    With `enable_weight_updates` it takes new weights by `sync_weights`, over the weight transfer that the servers were started with;
-    `publisher_settings` are keywords of `ludic.distributed.create_vllm_publisher`. `group_port` and `device` are taken and not needed:
+    With `enable_weight_updates` it takes new weights by `sync_weights`, over the weight transfer
+    that the servers were started with; `publisher_settings` are keywords of
+    `ludic.distributed.create_vllm_publisher`. `group_port` and `device` are taken and not needed:
     the port is one that is free, and the device that of the weights.
 
-    `max_prompt_chars` cuts what the user says of longer prompts, which is counted; None and 0 leave prompts alone. `client_tag` says whose
-    requests these are. `shared_server_settings` reads both from the variables of a launcher.
+    `max_prompt_chars` cuts what the user says of longer prompts, which is counted; None and 0 leave
+    prompts alone. `client_tag` says whose requests these are. `shared_server_settings` reads both
+    from the variables of a launcher.
 
-    What a server says is checked before anybody sees it: types, a log-probability of at most 0 for each token, no more tokens than
-    `max_tokens`, and ids below `vocab_size` where that is given, the policy's.
+    What a server says is checked before anybody sees it: types, a log-probability of at most 0 for
+    each token, no more tokens than `max_tokens`, and ids below `vocab_size` where that is given,
+    the policy's.
 
-    The client waits for `/health` of every server, at most `connection_timeout_s`, and reads which models they serve. `host` 0.0.0.0
-    means this machine.
+    The client waits for `/health` of every server, at most `connection_timeout_s`, and reads which
+    models they serve. `host` 0.0.0.0 means this machine.
     """
 
     # what an instance has that was made without the constructor
@@ -105,7 +114,8 @@ class VLLMChatClient:
     _vocab_size: int | None = None
     _publisher: WeightPublisher | None = None
     _weight_control: Any = None
-    """Set by a publisher to these servers: it has their connections, and `drained`, those that it took out of service."""
+    """Set by a publisher to these servers: it has their connections, and `drained`, those that
+    it took out of service."""
     _version = 0
     _version_read_at = float("-inf")
     enable_weight_updates = False
@@ -150,7 +160,8 @@ class VLLMChatClient:
         self.enable_weight_updates = enable_weight_updates
         self._publisher_settings = dict(publisher_settings or {})
         self.served_names: dict[str, str] = {}
-        """Model asked for -> name under which its present weights are served, such as that of the newest adapter."""
+        """Model asked for -> name under which its present weights are served, such as that of
+        the newest adapter."""
         self._aborted = 0
         self._tokens = None if tokenizer is None else PromptTokens(tokenizer)
         self._tag = None if client_tag is None else ClientTag(client_tag, client_tag_policy)
@@ -167,8 +178,9 @@ class VLLMChatClient:
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
         """One completion. The info has `raw_response`, `used_args` and `policy_version`.
 
-        Raises ConfigError and ConfigTypeError for settings that make no sense, before anything is sent; TimeoutError after `timeout_s`;
-        InferenceError for an answer that is none, and its kinds EngineDeadError, ServerUnreachableError and ClientTagError.
+        Raises ConfigError and ConfigTypeError for settings that make no sense, before anything is
+        sent; TimeoutError after `timeout_s`; InferenceError for an answer that is none, and its
+        kinds EngineDeadError, ServerUnreachableError and ClientTagError.
         """
         arguments = chat_arguments(request)
         if self._pool is None:
@@ -189,7 +201,8 @@ class VLLMChatClient:
         seed: int | None = None,
         model: str | None = None,
     ) -> TokenTrace:
-        """Continue token ids as they are. `model` is the first that the server offers unless it is named."""
+        """Continue token ids as they are. `model` is the first that the server offers unless it
+        is named."""
         sampled, _ = await self._sample(
             model or next(iter(self._room.lengths), ""), prompt_token_ids, sampling or SamplingParams(), seed
         )
@@ -197,7 +210,8 @@ class VLLMChatClient:
 
     @cached_property
     def _async_client(self) -> Any:
-        """The first server's client of the openai package, for code that knows this class to have one. Nothing here asks through it, save
+        """The first server's client of the openai package, for code that knows this class to have
+        one. Nothing here asks through it, save
         `complete` of an instance that was made without the constructor."""
         server = self._servers().servers[0]
         return open_client(f"{server.url}/v1", api_key=server.api_key, timeout_s=server.timeout_s, headers=server.request_headers)
@@ -207,12 +221,14 @@ class VLLMChatClient:
         return list(self._room.lengths)
 
     async def probe(self) -> dict[str, bool]:
-        """Ask every server for one token. Address -> whether it lives; the dead are drained, those that live again taken back."""
+        """Ask every server for one token. Address -> whether it lives; the dead are drained,
+        those that live again taken back."""
         pool = self._servers()
         return {server.url: await pool.probe(server) for server in pool.servers}
 
     def metrics(self) -> dict[str, int]:
-        """Counts so far: of each server, requests moved, aborted and clipped, and what the tags filtered."""
+        """Counts so far: of each server, requests moved, aborted and clipped, and what the tags
+        filtered."""
         found = {**self._servers().counts(), "aborted": self._aborted, "clipped_max_tokens": self._room.clipped}
         if self._clipper is not None:
             found["clipped_prompts"] = self._clipper.clipped
@@ -238,7 +254,8 @@ class VLLMChatClient:
         return 0 if self._clipper is None else self._clipper.clipped
 
     async def get_policy_version(self) -> int:
-        """The version that the server says it serves. What this client last committed where it does not say, 0 if that is nothing."""
+        """The version that the server says it serves. What this client last committed where it
+        does not say, 0 if that is nothing."""
         if self._pool is None:
             return self._version
         server = next(iter(self._pool.live), self._pool.servers[0])
@@ -251,8 +268,8 @@ class VLLMChatClient:
     def sync_weights(self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
         """Replace the servers' weights by name, on all or on none; the version now served.
 
-        Without a version it is one more than the last. Raises InferenceError for a client that was made for inference only, and what the
-        publisher raises.
+        Without a version it is one more than the last. Raises InferenceError for a client that was
+        made for inference only, and what the publisher raises.
         """
         if not self.enable_weight_updates:
             raise InferenceError(
@@ -270,7 +287,8 @@ class VLLMChatClient:
         return committed
 
     def weights_changed(self, version: str | int | None, *, lost: Sequence[str] = ()) -> None:
-        """Told by whoever pushed to these servers: what they serve from now on. Servers that the push lost get no more requests."""
+        """Told by whoever pushed to these servers: what they serve from now on. Servers that the
+        push lost get no more requests."""
         number = version_number(version)
         if number is not None:
             self._version, self._version_read_at = number, time.monotonic()
@@ -286,7 +304,8 @@ class VLLMChatClient:
             control.close()
 
     def reset_prefix_cache(self) -> None:
-        """Make every server forget what it computed of earlier prompts. Raises InferenceError where that fails."""
+        """Make every server forget what it computed of earlier prompts. Raises InferenceError
+        where that fails."""
         for server in self._servers().servers:
             reset_prefix_cache(BlockingHttp(server.request_headers), server.url)
 
@@ -328,7 +347,8 @@ class VLLMChatClient:
         return response, {"raw_response": payload, "used_args": sent, "policy_version": version}
 
     async def _version_before(self) -> int:
-        """The version that a request about to be made is sampled from, or an older one: endpoints that do not say it are asked for it
+        """The version that a request about to be made is sampled from, or an older one: endpoints
+        that do not say it are asked for it
         once a second at most."""
         if time.monotonic() - self._version_read_at > VERSION_AGE_S:
             self._version_read_at = time.monotonic()
@@ -358,7 +378,8 @@ class VLLMChatClient:
         top_k: int = 1,
         fields: Mapping[str, Any] | None = None,
     ) -> tuple[SampledTokens, dict[str, Any]]:
-        """One continuation, and `policy_version`, `weight_versions` and `used_args` without the prompt."""
+        """One continuation, and `policy_version`, `weight_versions` and `used_args` without the
+        prompt."""
         check_sampling_params(sampling)
         sampling = self._room.fitted(model, prompt_ids, sampling)
         common = {"model": self.served_names.get(model, model), **({} if self._tag is None else {"client_tag": self._tag.tag})}
@@ -395,7 +416,8 @@ class VLLMChatClient:
     async def _ask(
         self, at: Callable[[Server], Awaitable[Answer]], read: Callable[[Answer], T], *, says_version: bool
     ) -> tuple[T, int]:
-        """What `read` makes of what `at` gets from a live server, and the version that was served before, within the deadline. Servers
+        """What `read` makes of what `at` gets from a live server, and the version that was served
+        before, within the deadline. Servers
         whose answers do not say it are asked for it."""
         pool = self._servers()
 
@@ -420,7 +442,8 @@ class VLLMChatClient:
         return self._pool
 
     async def _probe(self, server: Server) -> None:
-        """One token, or the error that says why there is none. A server that came back with older weights is not taken."""
+        """One token, or the error that says why there is none. A server that came back with
+        older weights is not taken."""
         await server.probe(COMPLETIONS, {"model": next(iter(self._room.lengths), ""), "prompt": [[0]], "max_tokens": 1})
         found = await read_version(server.request_headers, server.url)
         if self._version and (found is None or found < self._version):

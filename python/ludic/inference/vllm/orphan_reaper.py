@@ -1,8 +1,10 @@
-"""Ends a server whose starter is gone, however it went: a killed process runs no code of its own that could.
+"""Ends a server whose starter is gone, however it went: a killed process runs no code of its own
+that could.
 
-A guard is a small process beside each server, in a session of its own, that reads from a pipe whose other end the starter alone holds.
-When the pipe ends without a word, the server's process group is asked to end, and ended after the grace. The file is run as a script, by
-an interpreter that imports nothing but the standard library.
+A guard is a small process beside each server, in a session of its own, that reads from a pipe whose
+other end the starter alone holds. When the pipe ends without a word, the server's process group is
+asked to end, and ended after the grace. The file is run as a script, by an interpreter that imports
+nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import sys
 import time
 
 LOOK_S = 2.0
-"""How often a guard looks whether its group is still there: the number of one that is gone may come to mean another."""
+"""How often a guard looks whether its group is still there: the number of one that is gone may
+come to mean another."""
 POLL_S = 0.05
 LEAVE_S = 10.0
 """What a guard that was dismissed may take to end."""

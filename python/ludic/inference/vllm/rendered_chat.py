@@ -1,4 +1,5 @@
-"""Chats that are rendered and encoded here: the ids of the prompt, and the message that sampled ids are."""
+"""Chats that are rendered and encoded here: the ids of the prompt, and the message that sampled
+ids are."""
 
 from __future__ import annotations
 
@@ -17,16 +18,19 @@ from ludic.types import ChatResponse, Message
 
 
 class RenderedChat:
-    """One request. Its answer becomes text by the ids that came back, which the next prompt of the chat begins with."""
+    """One request. Its answer becomes text by the ids that came back, which the next prompt of
+    the chat begins with."""
 
     def __init__(self, request: ChatCompletionRequest, messages: list[Message], tokens: PromptTokens) -> None:
-        """`messages` are those of the request as they are sent. Raises what the chat template raises."""
+        """`messages` are those of the request as they are sent. Raises what the chat template
+        raises."""
         self._request, self._messages, self._tokens = request, messages, tokens
         self._tools = offered_tools(request.tools)
         self.prompt_ids = tokens.encode(messages, self._tools)
 
     def read(self, sampled: SampledTokens) -> tuple[ChatResponse, Mapping[str, Any]]:
-        """The response, and the choice of a chat completion that says the same. InferenceError where `max_think` was not heeded."""
+        """The response, and the choice of a chat completion that says the same. InferenceError
+        where `max_think` was not heeded."""
         asked, tokens = self._request.return_, self._tokens
         self._check_thought(sampled.token_ids)
         text = tokens.text(sampled.token_ids[:-1] if sampled.ended_by_token else sampled.token_ids)

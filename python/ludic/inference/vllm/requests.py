@@ -1,4 +1,5 @@
-"""What is asked of a vLLM server, checked here: the server ignores fields that it does not know and clips lengths without a word."""
+"""What is asked of a vLLM server, checked here: the server ignores fields that it does not know
+and clips lengths without a word."""
 
 from __future__ import annotations
 
@@ -72,8 +73,8 @@ CHAT_FIELDS = SAMPLING_FIELDS | frozenset(
 def chat_arguments(request: ChatCompletionRequest) -> dict[str, Any]:
     """Keywords of `chat.completions.create`. Raises before anything is sent.
 
-    `logprobs` is the number of alternatives, 1 at least; beyond one, the body says the same as OpenAI's interface does, since there
-    `logprobs` is true or false.
+    `logprobs` is the number of alternatives, 1 at least; beyond one, the body says the same as
+    OpenAI's interface does, since there `logprobs` is true or false.
     """
     extra = extra_body(request)
     arguments: dict[str, Any] = {"model": request.model, "messages": request.messages, **request.sampling.to_openai_kwargs()}
@@ -99,7 +100,8 @@ def extra_body(request: ChatCompletionRequest) -> dict[str, Any]:
 
 
 def extension_fields(extensions: object) -> dict[str, Any]:
-    """The fields that `VLLMExtensions` stands for. Raises ConfigTypeError for another kind, ConfigError for values without meaning."""
+    """The fields that `VLLMExtensions` stands for. Raises ConfigTypeError for another kind,
+    ConfigError for values without meaning."""
     if extensions is None:
         return {}
     if not isinstance(extensions, VLLMExtensions):

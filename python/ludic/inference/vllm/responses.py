@@ -1,4 +1,5 @@
-"""What a vLLM server answers, read and checked: token ids, their log-probabilities, and the weights that sampled them."""
+"""What a vLLM server answers, read and checked: token ids, their log-probabilities, and the
+weights that sampled them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ C = TypeVar("C", bound="_Choice")
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """One continuation of token ids. Example: `SampledTokens([7, 9], [-0.1, -2.0], "stop", None)` ended with its end token 9."""
+    """One continuation of token ids. Example: `SampledTokens([7, 9], [-0.1, -2.0], "stop",
+    None)` ended with its end token 9."""
 
     token_ids: list[int]
     """[C] ids sampled, the end token or the tokens of a stop string among them."""
@@ -77,7 +79,8 @@ class _Choice(Struct, kw_only=True):
 
 
 class Continuation(Struct):
-    """What `/inference/v1/generate` and `/v1/completions` answer, as far as it is read. Decoding holds the types: an id that is no
+    """What `/inference/v1/generate` and `/v1/completions` answer, as far as it is read. Decoding
+    holds the types: an id that is no
     whole number of 31 bits, or a `finish_reason` that nobody knows, is an InferenceError."""
 
     choices: list[_Choice]
@@ -155,7 +158,8 @@ def chat_response(answer: Any) -> ChatResponse:
 
 
 def check_trace(response: ChatResponse, *, ids: bool, logprobs: bool) -> None:
-    """Whether what was asked for came: ids of prompt and completion, and one log-probability for each of the latter."""
+    """Whether what was asked for came: ids of prompt and completion, and one log-probability for
+    each of the latter."""
     if ids and (response.completion_token_ids is None or response.prompt_token_ids is None):
         raise InferenceError(
             "the server gave no token ids although they were asked for; it must know return_token_ids (vLLM 0.10.2 and later)"

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 class VLLMClient(VLLMChatClient):
     """`VLLMChatClient` for the server at `policy_port`, and scores from the one at `scoring_port`.
 
-    Without these two, the server at `port` is both: it completes or it scores, as it was started. `model_name` is that of the reward model
-    at its server. `scoring_tokenizer` and `pooling_type` are `VLLMScoringClient`'s; `options` are more of `VLLMChatClient`'s.
+    Without these two, the server at `port` is both: it completes or it scores, as it was started.
+    `model_name` is that of the reward model at its server. `scoring_tokenizer` and `pooling_type`
+    are `VLLMScoringClient`'s; `options` are more of `VLLMChatClient`'s.
     """
 
     _scoring: VLLMScoringClient | None = None
@@ -95,7 +96,8 @@ class VLLMClient(VLLMChatClient):
         return await self.scoring.get_reward_model_version()
 
     async def get_server_info(self, server: str = "scoring") -> dict[str, Any]:
-        """`url`, `models`, `max_model_len` and vLLM's `version` of the `scoring` or the `policy` server."""
+        """`url`, `models`, `max_model_len` and vLLM's `version` of the `scoring` or the `policy`
+        server."""
         if server == "scoring":
             return await self.scoring.get_server_info()
         if server != "policy":
@@ -111,7 +113,8 @@ class VLLMClient(VLLMChatClient):
         timeout_s: float = 600.0,
         version: str | int | None = None,
     ) -> str:
-        """`VLLMScoringClient.sync_reward_weights`. InferenceError for a client that was made for inference only."""
+        """`VLLMScoringClient.sync_reward_weights`. InferenceError for a client that was made for
+        inference only."""
         if not self.enable_weight_updates:
             raise InferenceError(
                 "this client is for inference only and cannot push weights; make it with enable_weight_updates=True, for servers that "

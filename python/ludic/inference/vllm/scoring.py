@@ -1,11 +1,13 @@
 """Scores from a reward model behind a stock vLLM server, started with `--runner pooling`.
 
-`POST /classify` with `use_activation: false` gives the model's own number for a sequence, of text or of token ids, read at its last token.
-What the server does otherwise than one would think, seen on 0.32.0:
+`POST /classify` with `use_activation: false` gives the model's own number for a sequence, of text
+or of token ids, read at its last token. What the server does otherwise than one would think, seen
+on 0.32.0:
 
-- `/score` compares pairs of texts and takes no single sequence; `/pooling` gives the same number as `/classify`.
-- Without `use_activation` the number has gone through the logistic function, or not, as `problem_type` in the model's configuration says.
-  A name that is misspelt is ignored.
+- `/score` compares pairs of texts and takes no single sequence; `/pooling` gives the same number as
+  `/classify`.
+- Without `use_activation` the number has gone through the logistic function, or not, as
+  `problem_type` in the model's configuration says. A name that is misspelt is ignored.
 - One sequence that is too long, empty or outside the vocabulary refuses the whole request (400).
 - Text gets special tokens unless `add_special_tokens` is false.
 - The prefix cache is on, and new weights do not empty it.
@@ -65,10 +67,12 @@ class _Version(Struct):
 class VLLMScoringClient:
     """A reward model behind one or more vLLM servers, `http://host:port`.
 
-    A call takes at most `timeout_s`, all attempts included; failed connections and statuses that ask to come again are tried up to
-    `max_retries` times more, an engine that is gone is an EngineDeadError at once. Of several servers each call goes to the one with the
-    least to do; a dead one is drained and its calls move. With `tokenizer`, the server's own, rollouts are scored as the token ids that
-    were sampled. `pooling_type` is what the server was started with: no request can change it.
+    A call takes at most `timeout_s`, all attempts included; failed connections and statuses that
+    ask to come again are tried up to `max_retries` times more, an engine that is gone is an
+    EngineDeadError at once. Of several servers each call goes to the one with the least to do; a
+    dead one is drained and its calls move. With `tokenizer`, the server's own, rollouts are scored
+    as the token ids that were sampled. `pooling_type` is what the server was started with: no
+    request can change it.
     """
 
     def __init__(
@@ -85,7 +89,8 @@ class VLLMScoringClient:
         api_key: str = "local",
         publisher_settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """`publisher_settings` are keywords of `ludic.distributed.create_vllm_publisher`, for servers that take new weights."""
+        """`publisher_settings` are keywords of `ludic.distributed.create_vllm_publisher`, for
+        servers that take new weights."""
         urls = [_address(each) for each in ([url] if isinstance(url, str) else url)]
         self._persistence = Persistence(timeout_s, max_retries, backoff_s)
         self._pool = ServerPool([Server(each, api_key, timeout_s) for each in urls], probe=self._probe)
@@ -102,10 +107,11 @@ class VLLMScoringClient:
         return reads_same_ids(self.tokenizer, tokenizer)
 
     async def score(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:
-        """The scores of a request, and in the info the server's answers as `raw_response` and the bodies sent as `used_args`.
+        """The scores of a request, and in the info the server's answers as `raw_response` and the
+        bodies sent as `used_args`.
 
-        Raises ConfigError for what this server cannot be asked, DataError for an input that it refuses, TimeoutError after `timeout_s`,
-        InferenceError for anything else that is no score.
+        Raises ConfigError for what this server cannot be asked, DataError for an input that it
+        refuses, TimeoutError after `timeout_s`, InferenceError for anything else that is no score.
         """
         self._check(request)
         numbers: dict[int, list[float]] = {}
@@ -148,7 +154,8 @@ class VLLMScoringClient:
         return run_blocking(self._closing(self.score(request)))
 
     async def get_reward_model_version(self) -> int:
-        """The number of the weights last pushed; 0 before the first. InferenceError where the server does not say."""
+        """The number of the weights last pushed; 0 before the first. InferenceError where the
+        server does not say."""
         return version_number((await self._call("/weight_info", WeightInfo)).weight_version) or 0
 
     async def get_server_info(self, server: str = "scoring") -> dict[str, Any]:
@@ -176,10 +183,11 @@ class VLLMScoringClient:
         timeout_s: float = 600.0,
         version: str | int | None = None,
     ) -> str:
-        """Replace the weights that `training_mode` changes, on all servers or on none; the version now served.
+        """Replace the weights that `training_mode` changes, on all servers or on none; the version
+        now served.
 
-        Exactly these are announced and sent. Without a version it is one more than the last. Raises ConfigError where there are none, and
-        what the publisher raises.
+        Exactly these are announced and sent. Without a version it is one more than the last. Raises
+        ConfigError where there are none, and what the publisher raises.
         """
         from ludic.distributed.adapters.vllm import create_vllm_publisher
 
@@ -219,7 +227,8 @@ class VLLMScoringClient:
             )
 
     def _body(self, request: ScoringRequest, inputs: Sequence[ScoringInput]) -> dict[str, Any]:
-        """Every field is sent: the server ignores what it does not know, and has defaults of its own."""
+        """Every field is sent: the server ignores what it does not know, and has defaults of its
+        own."""
         named = request.model if request.model != ANY_MODEL else self.model
         return {
             **({} if named == ANY_MODEL else {"model": named}),
@@ -293,7 +302,8 @@ def _normalized(row: Sequence[float]) -> list[float]:
 
 
 def _in_our_words(error: ServerError) -> Exception:
-    """A refusal of the input is a DataError; a server that scores nothing is told from one that has no such model."""
+    """A refusal of the input is a DataError; a server that scores nothing is told from one that
+    has no such model."""
     if error.status in REFUSED_STATUS:
         return DataError(f"the input was refused: {error}")
     if has_no_path(error):

@@ -1,4 +1,5 @@
-"""What is asked of vLLM servers beside completions: whether they are healthy, what they serve, and which version of the weights."""
+"""What is asked of vLLM servers beside completions: whether they are healthy, what they serve,
+and which version of the weights."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ VERSION_ENDPOINTS: tuple[tuple[str, type[WeightInfo | _RuntimeVersion]], ...] = 
 
 
 def server_url(address: str, port: int | None = None) -> str:
-    """The root of a server, from a URL or from a host and a port. 0.0.0.0 is an address to listen on; called, it is this machine."""
+    """The root of a server, from a URL or from a host and a port. 0.0.0.0 is an address to
+    listen on; called, it is this machine."""
     if port is not None:
         return f"http://{'127.0.0.1' if address in ('0.0.0.0', '::', '') else address}:{port}"
     if not address.startswith(("http://", "https://")):
@@ -50,7 +52,8 @@ def server_url(address: str, port: int | None = None) -> str:
 
 
 async def first_look(headers: Mapping[str, str], urls: Sequence[str], timeout_s: float) -> tuple[dict[str, int], int]:
-    """Wait until every server is healthy; the context lengths of the first one's models and the version of its weights, 0 where it says
+    """Wait until every server is healthy; the context lengths of the first one's models and the
+    version of its weights, 0 where it says
     none. HealthTimeoutError where all that is not over within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     await _wait_until_healthy(headers, urls, deadline, timeout_s)
@@ -72,7 +75,8 @@ async def _wait_until_healthy(headers: Mapping[str, str], urls: Sequence[str], d
 
 
 async def read_context_lengths(headers: Mapping[str, str], url: str, *, timeout_s: float = MODELS_TIMEOUT_S) -> dict[str, int]:
-    """Model -> tokens of prompt and answer together; a server of another kind says nothing. Raises ServerTimeoutError."""
+    """Model -> tokens of prompt and answer together; a server of another kind says nothing.
+    Raises ServerTimeoutError."""
     try:
         listed = (await _get(headers, f"{url}/v1/models", timeout_s=timeout_s)).checked().read(ModelList).data
     except ServerTimeoutError:
@@ -97,7 +101,8 @@ async def read_version(headers: Mapping[str, str], url: str, *, timeout_s: float
 
 
 async def read_progress(headers: Mapping[str, str], url: str) -> float | None:
-    """Tokens that the server has read and sampled so far: a number that rises while it works. None where it does not say, asked once."""
+    """Tokens that the server has read and sampled so far: a number that rises while it works.
+    None where it does not say, asked once."""
     try:
         answer = await _get(headers, f"{url}/metrics", timeout_s=VERSION_TIMEOUT_S)
         lines = answer.text.splitlines() if answer.status == 200 else []
@@ -108,7 +113,8 @@ async def read_progress(headers: Mapping[str, str], url: str) -> float | None:
 
 
 def reset_prefix_cache(http: BlockingHttp, url: str) -> None:
-    """Make a server forget what it computed of earlier prompts. Raises InferenceError where that fails."""
+    """Make a server forget what it computed of earlier prompts. Raises InferenceError where that
+    fails."""
     answer = http.ask(
         "POST",
         f"{url}/reset_prefix_cache",
@@ -138,7 +144,8 @@ def _left_s(deadline: float, most: float) -> float:
 
 
 def _health_timeout(message: str) -> HealthTimeoutError:
-    """For a caller who has the requests package a `requests.ConnectionError` too: what this library used, code may catch."""
+    """For a caller who has the requests package a `requests.ConnectionError` too: what this
+    library used, code may catch."""
     requests = sys.modules.get("requests")
     if requests is None:
         return HealthTimeoutError(message)

@@ -1,4 +1,5 @@
-"""A path that command lines of vLLM servers name; the module is `ludic.inference.vllm.in_server.think_processor`."""
+"""A path that command lines of vLLM servers name; the module is
+`ludic.inference.vllm.in_server.think_processor`."""
 
 from ludic.inference.vllm.in_server.think_processor import GlobalThinkProcessor
 

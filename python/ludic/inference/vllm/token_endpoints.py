@@ -1,4 +1,5 @@
-"""Where a vLLM server takes token ids: `/inference/v1/generate` if it was started with `--enable-scale-out`, else `/v1/completions`."""
+"""Where a vLLM server takes token ids: `/inference/v1/generate` if it was started with
+`--enable-scale-out`, else `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class TokenEndpoints:
 
     def __init__(self) -> None:
         self.without_generate: set[str] = set()
-        """Addresses of those that take them on completions alone, which do not say of which weights an answer is."""
+        """Addresses of those that take them on completions alone, which do not say of which
+        weights an answer is."""
 
     async def post(
         self, server: Server, generate: dict[str, Any], completions: dict[str, Any], headers: Mapping[str, str] | None

@@ -39,18 +39,21 @@ class RMData:
     bayes_accuracy: float | None = None
     """On the held-out pairs, of the best reward model there is; None where nobody knows."""
     latent_accuracy: float | None = None
-    """Of the generator's own quality on the labels as they were drawn: what `bayes_accuracy` is the expectation of."""
+    """Of the generator's own quality on the labels as they were drawn: what `bayes_accuracy` is
+    the expectation of."""
     rows: Sequence[Row] = ()
     """What was drawn to train on."""
     heldout_rows: Sequence[Row] = ()
     left_out: Mapping[str, int] = field(default_factory=dict)
-    """Rows of `data` that make no pair, by reason; those that would have been held out are among them where the data was divided."""
+    """Rows of `data` that make no pair, by reason; those that would have been held out are among
+    them where the data was divided."""
     heldout_left_out: Mapping[str, int] = field(default_factory=dict)
     """The same of rows that were to be measured on."""
 
     @classmethod
     def read(cls, recipe: RMRecipe, tokenizer: Any, *, note: Callable[[str], None]) -> RMData:
-        """Every pair is tokenised here, so that a wrong one is found before anything is written. `note` is told where a file is divided
+        """Every pair is tokenised here, so that a wrong one is found before anything is written.
+        `note` is told where a file is divided
         although a split was asked for."""
         if recipe.data is None:
             return _of_task(recipe, tokenizer)
@@ -63,7 +66,8 @@ class RMData:
         return self.train[: 2 * pairs]
 
     def counts(self) -> dict[str, Any]:
-        """Pairs and tokens, how many pairs have a sample that was longer than `max_seq_len`, and the rows that were left out."""
+        """Pairs and tokens, how many pairs have a sample that was longer than `max_seq_len`, and
+        the rows that were left out."""
         return {
             "pairs": len(self.train) // 2,
             "heldout_pairs": len(self.heldout) // 2,
@@ -125,7 +129,8 @@ def _load(recipe: RMRecipe, tokenizer: Any, source: str, split: str, draw: Draw)
 
 
 def _form(recipe: RMRecipe) -> dict[str, Any]:
-    """How a pair becomes tokens. Samples are cut here, where it is known what of them is the prompt."""
+    """How a pair becomes tokens. Samples are cut here, where it is known what of them is the
+    prompt."""
     return {
         "max_length": recipe.trainer.max_seq_len,
         "use_chat_template": recipe.chat_template,

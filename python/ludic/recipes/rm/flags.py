@@ -1,4 +1,5 @@
-"""The command line of reward-model scripts: `--lr 5e-6 --lora` for `trainer.lr=5e-6 lora.rank=8`."""
+"""The command line of reward-model scripts: `--lr 5e-6 --lora` for `trainer.lr=5e-6
+lora.rank=8`."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ _WITH_LORA = ("--lora-rank", "--lora-alpha", "--lora-dropout", "--lora-target-mo
 def overrides_of_flags(arguments: Sequence[str]) -> Iterator[str | Override]:
     """The arguments in their order: flags turned into overrides, everything else as it was.
 
-    Raises ConfigError for a flag that there is not, for one without its value, and for LoRA's settings without `--lora`.
+    Raises ConfigError for a flag that there is not, for one without its value, and for LoRA's
+    settings without `--lora`.
     """
     given = iter(arguments)
     names = [argument.partition("=")[0] for argument in arguments]

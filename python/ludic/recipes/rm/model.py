@@ -12,11 +12,13 @@ from ludic.recipes.rm.schema import RMRecipe
 
 
 def reward_model_of(recipe: RMRecipe, tokenizer: Any) -> Any:
-    """The model that the recipe names, or a small one, with one score for a sequence, that of its last token before the tokenizer's
+    """The model that the recipe names, or a small one, with one score for a sequence, that of its
+    last token before the tokenizer's
     padding.
 
-    A head that the model's files do not have is drawn from torch's global generator, seeded by the caller. LoRA's adapters, if the recipe
-    asks for any, are in place. Raises ConfigError where they would leave other weights that were drawn as they are.
+    A head that the model's files do not have is drawn from torch's global generator, seeded by the
+    caller. LoRA's adapters, if the recipe asks for any, are in place. Raises ConfigError where they
+    would leave other weights that were drawn as they are.
     """
     model, drawn = _loaded(recipe.model, recipe.dtype) if recipe.model is not None else (_small(recipe, tokenizer), set())
     model.config.pad_token_id = tokenizer.pad_token_id  # by which a classifier finds the last token
@@ -39,10 +41,12 @@ def _frozen(model: Any) -> set[str]:
 
 
 def with_own_padding(tokenizer: Any) -> Any:
-    """The tokenizer, padding with another token than the one that ends a response, if it has one that ends nothing.
+    """The tokenizer, padding with another token than the one that ends a response, if it has one
+    that ends nothing.
 
-    A classifier of transformers reads its score from the last token that is not padding: where the end token pads, that is the token before
-    the end, while servers and `LocalRewardModel` read the end.
+    A classifier of transformers reads its score from the last token that is not padding: where the
+    end token pads, that is the token before the end, while servers and `LocalRewardModel` read the
+    end.
     """
     if tokenizer.pad_token_id != tokenizer.eos_token_id:
         return tokenizer
@@ -65,7 +69,8 @@ def _small(recipe: RMRecipe, tokenizer: Any) -> Any:
 
 
 def _loaded(source: str, dtype: str) -> tuple[Any, set[str]]:
-    """The model, and the names of the weights that its files do not have. They are read from safetensors only, never from pickle."""
+    """The model, and the names of the weights that its files do not have. They are read from
+    safetensors only, never from pickle."""
     from transformers import AutoModelForSequenceClassification
 
     check_dtype(dtype)

@@ -1,4 +1,5 @@
-"""The tree of a reward-model run: every field that a file or the command line can set. Values are those of `defaults.yaml`."""
+"""The tree of a reward-model run: every field that a file or the command line can set. Values
+are those of `defaults.yaml`."""
 
 from __future__ import annotations
 
@@ -43,10 +44,12 @@ class ColumnsSection:
 
 @dataclass
 class RMRecipe(EpochsRecipe):
-    """One run: preference pairs, a model with a scalar head trained on them, and its metrics on pairs that are held out."""
+    """One run: preference pairs, a model with a scalar head trained on them, and its metrics on
+    pairs that are held out."""
 
     data: Optional[str] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
-    """JSONL, JSON, CSV or parquet file, folder, or hub id; null: `pairs` pairs drawn by `task`: `digits`, or a class of your own as
+    """JSONL, JSON, CSV or parquet file, folder, or hub id; null: `pairs` pairs drawn by `task`:
+    `digits`, or a class of your own as
     `package.module:Class`."""
     data_config: Optional[str] = MISSING  # noqa: UP045
     """Of a hub id: the name of its configuration."""
@@ -62,7 +65,8 @@ class RMRecipe(EpochsRecipe):
     """Held-out rows at most, drawn the same in every run; null: all."""
     columns: ColumnsSection = field(default_factory=ColumnsSection)
     chat_template: bool = MISSING
-    """Prompts and answers that are plain text go through the tokenizer's chat template as well; conversations always do."""
+    """Prompts and answers that are plain text go through the tokenizer's chat template as well;
+    conversations always do."""
     system_prompt: Optional[str] = MISSING  # noqa: UP045
     """Put before every conversation."""
     train_sample: int = MISSING
@@ -75,7 +79,8 @@ class RMRecipe(EpochsRecipe):
 
 
 def compose_rm(arguments: Sequence[str] = ()) -> RMRecipe:
-    """`arguments`: at most one YAML file, any number of `key=value`, as for `ludic train`, and the flags of `flags.py`."""
+    """`arguments`: at most one YAML file, any number of `key=value`, as for `ludic train`, and
+    the flags of `flags.py`."""
     return compose_epochs(
         RMRecipe,
         list(overrides_of_flags(arguments)),

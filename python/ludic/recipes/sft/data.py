@@ -52,7 +52,8 @@ class SFTData:
         return cls(train, heldout, why_none(len(items), recipe.heldout, len(prompts), min(prompts.values())))
 
     def counts(self, max_seq_len: int, end_tokens: frozenset[int]) -> dict[str, int]:
-        """Samples and tokens; how many training samples are longer than `max_seq_len` and are cut, or lose every token that is trained;
+        """Samples and tokens; how many training samples are longer than `max_seq_len` and are cut,
+        or lose every token that is trained;
         and after how many the model is not taught to end."""
         longer = [item for item in self.train if len(item.input_ids) > max_seq_len]
         return {
@@ -76,7 +77,8 @@ def _ends(item: SAWItem, max_seq_len: int, end_tokens: frozenset[int]) -> bool:
 
 
 def demonstration_rows(recipe: SFTRecipe, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """`rows` demonstrations of the task: prompt and completion, as messages where the tokenizer has a chat template. They follow from
+    """`rows` demonstrations of the task: prompt and completion, as messages where the tokenizer has
+    a chat template. They follow from
     the seed."""
     task, rng = as_episodic(build_task(recipe.task)), Random(f"demonstrations {recipe.seed}")
     if task.max_turns > 1:
@@ -97,7 +99,8 @@ def write_demonstrations(recipe: SFTRecipe, tokenizer: Any, path: Path) -> None:
 
 
 def split_by_prompt(rows: Sequence[list[SAWItem]], share: float) -> tuple[list[SAWItem], list[SAWItem]]:
-    """(samples to train on, samples to measure on), of the samples of each row. Rows with one prompt stay on one side, so that nothing
+    """(samples to train on, samples to measure on), of the samples of each row. Rows with one
+    prompt stay on one side, so that nothing
     is measured on a question that was trained; `share` is the most that is held out."""
     by_prompt: dict[bytes, list[int]] = {}
     for number, items in enumerate(rows):
@@ -112,7 +115,8 @@ def split_by_prompt(rows: Sequence[list[SAWItem]], share: float) -> tuple[list[S
 
 
 def why_none(rows: int, share: float, prompts: int, smallest: int) -> str:
-    """Why no rows are held out, and what to do, of `rows` rows with so many different prompts, the rarest in `smallest` of them."""
+    """Why no rows are held out, and what to do, of `rows` rows with so many different prompts,
+    the rarest in `smallest` of them."""
     if share == 0:
         return "heldout is 0; set heldout=0.05, or give heldout_data"
     return (
@@ -122,7 +126,8 @@ def why_none(rows: int, share: float, prompts: int, smallest: int) -> str:
 
 
 def _prompt(item: SAWItem) -> bytes:
-    """The prompt of a pair, as its row gave it, or else the tokens before the first that is trained."""
+    """The prompt of a pair, as its row gave it, or else the tokens before the first that is
+    trained."""
     if "prompt_digest" in item.meta:
         return str(item.meta["prompt_digest"]).encode()
     return np.asarray(item.input_ids[: int(np.argmax(item.action_mask))]).tobytes()

@@ -1,4 +1,5 @@
-"""The tree of a supervised run: every field that a file or the command line can set. Values are those of `defaults.yaml`."""
+"""The tree of a supervised run: every field that a file or the command line can set. Values are
+those of `defaults.yaml`."""
 
 from __future__ import annotations
 
@@ -17,16 +18,20 @@ from ludic.training.samples.conversations import ASSISTANT_TURNS
 
 @dataclass
 class SFTRecipe(EpochsRecipe):
-    """One run: rows of a file become samples, a model is trained on them, its held-out loss is measured before and after."""
+    """One run: rows of a file become samples, a model is trained on them, its held-out loss is
+    measured before and after."""
 
     data: Any = MISSING
-    """JSONL file, or a list of them; null: `rows` demonstrations of `task`, written to the run's folder."""
+    """JSONL file, or a list of them; null: `rows` demonstrations of `task`, written to the run's
+    folder."""
     heldout_data: Any = MISSING
     """JSONL file, or a list of them, to measure on instead."""
     assistant_turns: str = MISSING
-    """Of conversations, which messages of the assistant are trained: all, last, or each in a sample of its own."""
+    """Of conversations, which messages of the assistant are trained: all, last, or each in a
+    sample of its own."""
     chat_template: Optional[str] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
-    """File with a Jinja template that replaces the tokenizer's and is saved with it; null: the tokenizer's own."""
+    """File with a Jinja template that replaces the tokenizer's and is saved with it; null: the
+    tokenizer's own."""
     rows: int = MISSING
     """Demonstrations to write where there is no `data`."""
 

@@ -1,4 +1,5 @@
-"""What the numbers of a run bear: sentences from facts. A sentence that the numbers do not bear is not said."""
+"""What the numbers of a run bear: sentences from facts. A sentence that the numbers do not bear
+is not said."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from ludic.training.reward_scorer import SCORE_INFO
 
 @dataclass(frozen=True)
 class Change:
-    """A held-out mean at both ends of a run. Example: `Change(0.247, 0.979, Interval(0.732, 0.71, 0.75, 500))`."""
+    """A held-out mean at both ends of a run. Example: `Change(0.247, 0.979, Interval(0.732,
+    0.71, 0.75, 500))`."""
 
     before: float
     after: float
@@ -68,7 +70,8 @@ class Facts:
     reward_is_score: bool = False
     """The reward is the score of a reward model, and nothing else is known of an answer."""
     right: tuple[float, float] | None = None
-    """Share of the sampled answers that were right, before and after; None where nothing says what is right."""
+    """Share of the sampled answers that were right, before and after; None where nothing says
+    what is right."""
     clip_fraction: float | None = None
 
     @property
@@ -169,5 +172,6 @@ def _of_right_answers(reward: Change, before: float, after: float) -> Iterator[s
 
 
 def count_idle(lines: Sequence[dict[str, float]]) -> int:
-    """Steps of metrics.jsonl that computed no token for training. A step of which only its evaluation was kept says nothing."""
+    """Steps of metrics.jsonl that computed no token for training. A step of which only its
+    evaluation was kept says nothing."""
     return sum(1 for line in lines if "perf/padded_tokens" in line and not line["perf/padded_tokens"])

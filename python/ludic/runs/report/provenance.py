@@ -1,4 +1,5 @@
-"""What a summary says of a run beside its results: how it ended, what was trained, with which versions, and what was lost on the way."""
+"""What a summary says of a run beside its results: how it ended, what was trained, with which
+versions, and what was lost on the way."""
 
 from __future__ import annotations
 
@@ -17,14 +18,16 @@ _LOST = {
 
 
 def provenance(progress: Progress, *, model: str | None, algorithm: str) -> dict[str, Any]:
-    """`status` is finished or interrupted; `model` null where a small one was made; `versions` those at the run's beginning, null in a
+    """`status` is finished or interrupted; `model` null where a small one was made; `versions`
+    those at the run's beginning, null in a
     folder of an older version."""
     status = "finished" if progress.phase == DONE else "interrupted"
     return {"status": status, "model": model, "algorithm": algorithm, "versions": progress.versions}
 
 
 def lost_episodes(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Episodes of all logged steps that failed, were played again or were called off, and groups that were left out for them."""
+    """Episodes of all logged steps that failed, were played again or were called off, and groups
+    that were left out for them."""
     return {name: int(sum(line.get(f"train/{key}") or 0 for line in lines)) for name, key in _LOST.items()}
 
 

@@ -53,9 +53,11 @@ class Summary:
     after: dict[str, float] | None
     """Held-out rates at the end; null where the run was interrupted."""
     solved_at: float | None
-    """The reward from which on an answer counts as right; null where nothing says what is right, and there is no accuracy."""
+    """The reward from which on an answer counts as right; null where nothing says what is right,
+    and there is no accuracy."""
     intervals: dict[str, dict[str, list[float | None]]]
-    """95 % intervals over problems, `[low, high]`, of the rates whose noise is known: for `before` and `after`."""
+    """95 % intervals over problems, `[low, high]`, of the rates whose noise is known: for
+    `before` and `after`."""
     heldout: dict[str, int]
     """`problems`, and the `answers` that were sampled to them, at the last measurement."""
     wall_s: float
@@ -70,16 +72,19 @@ class Summary:
     stopped_early: bool
     """Early stopping ended the run before all its steps."""
     episodes: dict[str, int]
-    """Of the training: `failed`, `retried`, `cancelled`, and `dropped_groups`, those that were left out for a failed one."""
+    """Of the training: `failed`, `retried`, `cancelled`, and `dropped_groups`, those that were
+    left out for a failed one."""
     clip_fraction: float | None
     """Mean over the steps; null for an algorithm without a clip."""
     mismatch: dict[str, Any] | None
-    """How far trainer and sampler were apart: `preflight` before the first step, `mean` and `kl` over all steps, the largest `max`, the
+    """How far trainer and sampler were apart: `preflight` before the first step, `mean` and `kl`
+    over all steps, the largest `max`, the
     smallest `ess`, the mean `lag` in versions; null where nothing was measured."""
     weight_sync: dict[str, float] | None
     """Pushes of weights: `pushes`, `mean_s` and `max_s` of one; null without any."""
     overlap: dict[str, float] | None
-    """Seconds of generation, those of them that the trainer waited, and the `hidden` share; null without reinforcement."""
+    """Seconds of generation, those of them that the trainer waited, and the `hidden` share; null
+    without reinforcement."""
     seed: int
     config_hash: str
 
@@ -111,7 +116,8 @@ class Outcome:
 
 
 def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, recipe: Recipe, *, config_hash: str) -> Outcome:
-    """From what the run wrote: progress.json and metrics.jsonl, so that a resumed run reports as a whole."""
+    """From what the run wrote: progress.json and metrics.jsonl, so that a resumed run reports as
+    a whole."""
     before, after = compared(
         *(None if found is None else Evaluation.from_dict(found) for found in (progress.before, progress.after))
     )
@@ -196,7 +202,8 @@ def phases_of(
     own: Sequence[str] = ("set_up", "evaluate"),
     timed: Sequence[str] = ("batching", "forward_backward", "optimizer", "checkpoint"),
 ) -> dict[str, float]:
-    """Seconds of the run's `own` phases (set-up reads the data), of a server's start where there was one, of the parts of its steps as the
+    """Seconds of the run's `own` phases (set-up reads the data), of a server's start where there
+    was one, of the parts of its steps as the
     trainer `timed` them, and of the rest."""
     whole = {name: seconds.get(name, 0.0) for name in own}
     whole |= {name: seconds[name] for name in ("server_start",) if name in seconds}
@@ -221,7 +228,8 @@ def padding_of(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def draw_rewards(outcome: Outcome, directory: RunDirectory, title: str) -> None:
-    """reward.png: every step, and the held-out rates at both ends and wherever they were measured between."""
+    """reward.png: every step, and the held-out rates at both ends and wherever they were
+    measured between."""
     marks, between = {}, {}
     if outcome.before is not None and outcome.after is not None:
         before, after = outcome.before.rates(), outcome.after.rates()
@@ -305,7 +313,8 @@ def _measured_table(outcome: Outcome) -> Any:
 
 
 def _answers_table(outcome: Outcome, before: Sequence[Answer], after: Sequence[Answer]) -> Any:
-    """Marks and a right answer where something says what is right, rewards and a reference where nothing does."""
+    """Marks and a right answer where something says what is right, rewards and a reference where
+    nothing does."""
     from rich.table import Table
     from rich.text import Text
 

@@ -30,7 +30,8 @@ CRITERIA: dict[str, tuple[str, Callable[[Mapping[str, float]], float], Callable[
         lambda value: value < 0.15,
     ),
 }
-"""Name -> (rule, value, whether the rule holds). A reward model that breaks one is not fit to be optimised against."""
+"""Name -> (rule, value, whether the rule holds). A reward model that breaks one is not fit to be
+optimised against."""
 
 
 def conclude(run: RMRun, console: Console, *, config_hash: str) -> str:
@@ -46,7 +47,8 @@ def conclude(run: RMRun, console: Console, *, config_hash: str) -> str:
 
 
 def summary_of(run: RMRun, lines: Sequence[Mapping[str, float]], *, config_hash: str) -> dict[str, Any]:
-    """The content of summary.json: the `eval_` metrics, absent where nothing is held out; these and `train_pairwise_accuracy` are there
+    """The content of summary.json: the `eval_` metrics, absent where nothing is held out; these and
+    `train_pairwise_accuracy` are there
     once the run is at its end."""
     data, steps = run.parts.data, run.progress.steps
     pairs = sum(line.get("train/total_pairs", 0.0) for line in lines)
@@ -80,7 +82,8 @@ def _draw(run: RMRun, summary: Mapping[str, Any], lines: Sequence[Mapping[str, f
 
 
 def accuracy_by_step(run: RMRun, summary: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """(step, held-out accuracy) wherever it was measured: while training, and of the model that was kept."""
+    """(step, held-out accuracy) wherever it was measured: while training, and of the model that
+    was kept."""
     found = {line["step"]: line[_EVALUATED] for line in run.directory.read_metrics("rm") if _EVALUATED in line}
     if "eval_pairwise_accuracy" in summary:
         kept = run.progress.early_stopping or {"kept_step": run.progress.steps}

@@ -33,7 +33,8 @@ def conclude(run: SFTRun, console: Console, *, config_hash: str) -> str:
 
 
 def summary_of(run: SFTRun, lines: Sequence[dict[str, Any]], *, config_hash: str) -> dict[str, Any]:
-    """The content of summary.json. `before` and `after` are null where nothing is held out, `after` also where the run was stopped."""
+    """The content of summary.json. `before` and `after` are null where nothing is held out,
+    `after` also where the run was stopped."""
     return {
         **provenance(run.progress, model=run.recipe.model, algorithm="sft"),
         "before": run.progress.before,

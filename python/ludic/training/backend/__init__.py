@@ -1,1 +1,2 @@
-"""Where the model, its optimizer and its device are: forward, backward, optimizer step, save and load."""
+"""Where the model, its optimizer and its device are: forward, backward, optimizer step, save and
+load."""

@@ -1,6 +1,7 @@
 """The answer of a training backend, which may still be on its way.
 
-Both forms work: `await backend.forward_backward(batch).result()`, and keeping the future to await it later.
+Both forms work: `await backend.forward_backward(batch).result()`, and keeping the future to await
+it later.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ T = TypeVar("T")
 
 
 class TrainFuture(Generic[T]):
-    """The result of one operation. Set once, from any thread; awaited any number of times, in any event loop.
+    """The result of one operation. Set once, from any thread; awaited any number of times, in any
+    event loop.
 
     >>> future = TrainFuture[int]("optim_step")
     >>> future.set_result(3)

@@ -1,7 +1,9 @@
-"""Float32 masters of half-precision parameters: what the optimizer steps, while the model computes in its own dtype.
+"""Float32 masters of half-precision parameters: what the optimizer steps, while the model computes
+in its own dtype.
 
-A bfloat16 number has 8 significant bits, so that an update below 1/512 of a weight rounds to nothing, and at the learning rates of
-post-training nearly every update is that small. The masters keep what is rounded away (Micikevicius et al., arXiv:1710.03740, section 3.1).
+A bfloat16 number has 8 significant bits, so that an update below 1/512 of a weight rounds to
+nothing, and at the learning rates of post-training nearly every update is that small. The masters
+keep what is rounded away (Micikevicius et al., arXiv:1710.03740, section 3.1).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ MASTER = "master"
 
 
 class MasterWeights:
-    """Puts float32 masters in the place of the half-precision parameters that `optimizer` steps; float32 parameters stay.
+    """Puts float32 masters in the place of the half-precision parameters that `optimizer` steps;
+    float32 parameters stay.
 
     >>> masters = MasterWeights(torch.optim.AdamW(model.parameters(), lr=1e-5))
     >>> loss.backward()
@@ -27,9 +30,9 @@ class MasterWeights:
     >>> masters.optimizer.step()
     >>> masters.write_back()       # rounded to the dtype of the parameters
 
-    The state dict of the optimizer holds the masters too, and loading one restores them. Where it has none they are made of the weights.
-    A weight that something else has set since the last step is taken over into its master. Sharded parameters (DTensor) have sharded
-    masters.
+    The state dict of the optimizer holds the masters too, and loading one restores them. Where it
+    has none they are made of the weights. A weight that something else has set since the last step
+    is taken over into its master. Sharded parameters (DTensor) have sharded masters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, enabled: bool = True) -> None:
@@ -55,7 +58,8 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Add the gradients of the parameters to those of their masters, in float32, and clear them."""
+        """Add the gradients of the parameters to those of their masters, in float32, and clear
+        them."""
         for parameter, master in self._masters.items():
             if parameter.grad is None:
                 continue
@@ -98,13 +102,15 @@ class MasterWeights:
         for index, (parameter, master) in self._by_index().items():
             stored = state.get(index, {}).get(MASTER)
             master.copy_(parameter if stored is None else stored)
-        # An entry of a parameter that was never stepped must be empty, or the optimizer would not begin its state.
+        # An entry of a parameter that was never stepped must be empty, or the optimizer would not
+        # begin its state.
         kept = {index: {name: value for name, value in values.items() if name != MASTER} for index, values in state.items()}
         return {**state_dict, "state": {index: values for index, values in kept.items() if values}}
 
 
 def check_precision(model: nn.Module) -> None:
-    """Raise ConfigError where a trained parameter is float16, whose gradients underflow without a scaled loss."""
+    """Raise ConfigError where a trained parameter is float16, whose gradients underflow without
+    a scaled loss."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float16:
             raise ConfigError(

@@ -16,8 +16,10 @@ _highest: dict[torch.device, float] = {}
 
 
 def memory_peaks() -> dict[str, float]:
-    """Largest values since the process began, in MiB: `process_peak_mb` that were resident, and where CUDA is used `gpu_peak_mb` that
-    torch had allocated on the current device. Both are counted anyway: asking costs microseconds."""
+    """Largest values since the process began, in MiB: `process_peak_mb` that were resident, and
+    where CUDA is used `gpu_peak_mb` that
+    torch had allocated on the current device. Both are counted anyway: asking costs
+    microseconds."""
     unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
     peaks = {"process_peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -34,7 +36,8 @@ def _highest_on(device: torch.device) -> float:
 
 @dataclass
 class MemoryProfile:
-    """One micro-batch's passes. Measures nothing unless `cfg.profile_memory` is set and the model is on a CUDA device."""
+    """One micro-batch's passes. Measures nothing unless `cfg.profile_memory` is set and the
+    model is on a CUDA device."""
 
     device: torch.device | None
     before_mb: float = 0.0
@@ -61,7 +64,8 @@ class MemoryProfile:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def after_backward(self) -> dict[str, float]:
-        """All measured keys, empty if nothing is measured. `activation` is what a peak adds to the memory before the passes."""
+        """All measured keys, empty if nothing is measured. `activation` is what a peak adds to
+        the memory before the passes."""
         if self.device is None:
             return {}
         peak = torch.cuda.max_memory_allocated(self.device) / MIB

@@ -1,4 +1,5 @@
-"""Which samples made a loss or a gradient infinite or NaN. Slow, and only run when that has happened."""
+"""Which samples made a loss or a gradient infinite or NaN. Slow, and only run when that has
+happened."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ MAX_NAMED = 16
 
 
 def nonfinite_report(model: nn.Module, micro_batches: Iterable[MicroBatch], backward: Callable[[MicroBatch], Tensor]) -> str:
-    """One sentence on the cause. `backward` adds a micro-batch's gradient and returns its loss; gradients are cleared."""
+    """One sentence on the cause. `backward` adds a micro-batch's gradient and returns its loss;
+    gradients are cleared."""
     if not all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters()):
         return "weights were not finite before this step; go back to an earlier checkpoint"
     names = []

@@ -21,13 +21,15 @@ def parameter_groups(
     head_only_weight_decay: bool = False,
     decay_biases_and_norms: bool = True,
 ) -> list[dict[str, Any]]:
-    """Groups of the trainable parameters, as an optimizer takes them; those of the head (`head_parts`) first.
+    """Groups of the trainable parameters, as an optimizer takes them; those of the head
+    (`head_parts`) first.
 
-    `backbone_lr_mult`: all but the head learns at `lr * backbone_lr_mult`; None: everything at `lr`.
-    `head_only_weight_decay`: all but the head decays by 0.
-    `decay_biases_and_norms=False`: neither biases nor the weights of norms decay: every parameter of fewer than two dimensions.
+    `backbone_lr_mult`: all but the head learns at `lr * backbone_lr_mult`; None: everything at
+    `lr`. `head_only_weight_decay`: all but the head decays by 0. `decay_biases_and_norms=False`:
+    neither biases nor the weights of norms decay: every parameter of fewer than two dimensions.
 
-    Parameters that end with the same settings share a group, so that with the defaults there is one.
+    Parameters that end with the same settings share a group, so that with the defaults there is
+    one.
     """
     heads = _required_head(model) if backbone_lr_mult is not None or head_only_weight_decay else []
     if backbone_lr_mult is not None and not (math.isfinite(backbone_lr_mult) and backbone_lr_mult >= 0):

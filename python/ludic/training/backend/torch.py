@@ -1,8 +1,10 @@
-"""Where the model lives: forward and backward passes, the optimizer, the weights. The trainer asks, and awaits the answers.
+"""Where the model lives: forward and backward passes, the optimizer, the weights. The trainer asks,
+and awaits the answers.
 
-`TorchBackend` computes in this process: one device, or one rank of a model sharded or replicated by torch.distributed, whose wrapping
-changes and whose step does not. Gradients of all ranks add up to that of the whole mini-batch: averaging wrappers are undone by a
-factor, and without a wrapper they are summed before clipping.
+`TorchBackend` computes in this process: one device, or one rank of a model sharded or replicated by
+torch.distributed, whose wrapping changes and whose step does not. Gradients of all ranks add up to
+that of the whole mini-batch: averaging wrappers are undone by a factor, and without a wrapper they
+are summed before clipping.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from ludic.training.rng import preserved_rng
 
 
 class MicroBatches(Protocol):
-    """The micro-batches of a mini-batch: a list, or one that collates as it goes. It may be run through twice."""
+    """The micro-batches of a mini-batch: a list, or one that collates as it goes. It may be run
+    through twice."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[MicroBatch]: ...
@@ -62,13 +65,16 @@ class TrainingBackend(Protocol):
     def forward_backward(
         self, batch: MicroBatch | MicroBatches, *, totals: BatchTotals | None = None
     ) -> TrainFuture[BackwardResult]:
-        """Add the gradient of the micro-batches. `totals` are those of the mini-batch that they belong to."""
+        """Add the gradient of the micro-batches. `totals` are those of the mini-batch that they
+        belong to."""
 
     def optim_step(self, *, lr_factor: float = 1.0) -> TrainFuture[dict[str, float]]:
-        """Clip, step, clear the gradient. Gives `grad_norm` (before clipping) and `lr`. `NonFiniteError` leaves the weights."""
+        """Clip, step, clear the gradient. Gives `grad_norm` (before clipping) and `lr`.
+        `NonFiniteError` leaves the weights."""
 
     def forward_logprobs(self, batch: MicroBatch, *, temperature: float | None = None, top_p: float = 1.0) -> TrainFuture[Tensor]:
-        """[B, T - 1] log-probability of each next token, without gradient: at the policy's temperature, or at another, and renormalised
+        """[B, T - 1] log-probability of each next token, without gradient: at the policy's
+        temperature, or at another, and renormalised
         over the smallest set of tokens that reaches `top_p`."""
 
     def export_weights(self, *, param_filter: ParamFilter | None = None) -> TrainFuture[dict[str, Tensor]]:
@@ -84,7 +90,8 @@ class TrainingBackend(Protocol):
 def build_optimizer(
     model: nn.Module, cfg: TrainerConfig, *, backbone_lr_mult: float | None = None, head_only_weight_decay: bool = False
 ) -> torch.optim.Optimizer:
-    """AdamW over the parameters that are trained, in groups where rates or decays differ (`parameter_groups`)."""
+    """AdamW over the parameters that are trained, in groups where rates or decays differ
+    (`parameter_groups`)."""
     groups = parameter_groups(
         model,
         lr=cfg.lr,
@@ -166,7 +173,8 @@ class TorchBackend:
 
     @torch.no_grad()
     def _with_first_pass(self, batch: MicroBatches, totals: BatchTotals | None) -> BatchTotals | None:
-        """`totals` with what the loss must measure on every sample before its gradient on any. Dropout draws the same masks as in the
+        """`totals` with what the loss must measure on every sample before its gradient on any.
+        Dropout draws the same masks as in the
         pass with gradient."""
         loss: Any = self.algo.loss
         if totals is None or not needs_first_pass(loss) or (len(batch) == 1 and not ranks.is_distributed()):
@@ -193,7 +201,8 @@ class TorchBackend:
 
     @property
     def _policy(self) -> dict[str, float]:
-        """What an algorithm must know of the policy; nothing where that is the model's own, so that an older `compute_loss` serves."""
+        """What an algorithm must know of the policy; nothing where that is the model's own, so
+        that an older `compute_loss` serves."""
         return {} if self.cfg.temperature == 1.0 else {"temperature": self.cfg.temperature}
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -292,7 +301,8 @@ class TorchBackend:
 
 
 def _within_nucleus(logits: Tensor, temperature: float, top_p: float) -> Tensor:
-    """[B, T, V] float32 log-probabilities at `temperature`, renormalised over the smallest set of tokens that reaches `top_p`."""
+    """[B, T, V] float32 log-probabilities at `temperature`, renormalised over the smallest set
+    of tokens that reaches `top_p`."""
     rows = [nucleus(torch.log_softmax(row.float() / temperature, dim=-1), torch.tensor(top_p)) for row in logits]
     return torch.stack(rows)
 

@@ -14,11 +14,13 @@ from ludic.training.types import SAWBatch, SAWItem
 
 
 class ItemBatchSource:
-    """Goes through `items` again and again. Pass `k` has the order that `seed` and `k` give, so that the position is the whole state and
+    """Goes through `items` again and again. Pass `k` has the order that `seed` and `k` give, so
+    that the position is the whole state and
     a resumed run goes on with the sample after the last one.
 
-    Over several ranks each takes its share of every pass: all have the same number of samples, for which the last ones may be given
-    twice (or left out, with `drop_last`). `batch_size` is that of one rank.
+    Over several ranks each takes its share of every pass: all have the same number of samples, for
+    which the last ones may be given twice (or left out, with `drop_last`). `batch_size` is that of
+    one rank.
     """
 
     shards_across_ranks = True
@@ -34,8 +36,10 @@ class ItemBatchSource:
         name: str = "offline",
         unit: int | Sequence[int] = 1,
     ) -> None:
-        """`drop_last` leaves the last batch of a pass out where it is not full. `name` is the batches' `source`. `unit` neighbouring
-        items are one sample, which stays whole: 2 for preference pairs; a sequence has one number for each sample."""
+        """`drop_last` leaves the last batch of a pass out where it is not full. `name` is the
+        batches' `source`. `unit` neighbouring
+        items are one sample, which stays whole: 2 for preference pairs; a sequence has one
+        number for each sample."""
         if not items:
             raise ConfigError("there are no samples to make batches of")
         sizes = [unit] * -(-len(items) // unit) if isinstance(unit, int) else unit
@@ -108,7 +112,8 @@ class ItemBatchSource:
         return {"batches": self.batches, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Raises ConfigError where samples, seed or sizes are others: the order would be another."""
+        """Go on where `state` was taken. Raises ConfigError where samples, seed or sizes are
+        others: the order would be another."""
         for name, own in self._identity().items():
             if state.get(name, own) != own:
                 raise ConfigError(
@@ -125,7 +130,8 @@ class ItemBatchSource:
 
 
 def _digest(items: Sequence[SAWItem]) -> str:
-    """16 hex digits over the tokens, masks and weights of all samples, and what makes pairs of them."""
+    """16 hex digits over the tokens, masks and weights of all samples, and what makes pairs of
+    them."""
     digest = hashlib.blake2b(digest_size=8)
     for item in items:
         digest.update(np.asarray(item.input_ids, dtype=np.int64).tobytes())
@@ -137,7 +143,8 @@ def _digest(items: Sequence[SAWItem]) -> str:
 
 
 def _meta(items: Sequence[SAWItem], *, epoch: int, source: str) -> dict[str, Any]:
-    """Facts of a batch. `target_rollouts` are the distinct rollouts in it; the mean reward is there if every sample has one."""
+    """Facts of a batch. `target_rollouts` are the distinct rollouts in it; the mean reward is
+    there if every sample has one."""
     rewards = {item.meta.get("rollout_id", row): item.meta.get("total_reward") for row, item in enumerate(items)}
     meta: dict[str, Any] = {
         "num_samples": len(items),

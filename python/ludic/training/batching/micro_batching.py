@@ -1,6 +1,8 @@
-"""Samples to micro-batches: cut, pack, pad. The work is done by `ludic._core`; here are the items and the tensors.
+"""Samples to micro-batches: cut, pack, pad. The work is done by `ludic._core`; here are the items
+and the tensors.
 
-`mini_batches` plans what the trainer runs; these functions are the parts, and the whole for code that has a loop of its own.
+`mini_batches` plans what the trainer runs; these functions are the parts, and the whole for code
+that has a loop of its own.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ class MicroBatch:
     """
 
     tensors: dict[str, Any]
-    """Padded `[B, T]`, or padding-free `[1, S]` with `cu_seqlens` `[B + 1]` and `max_seqlen`, an `int`. Where samples share a row,
-    `turns` `[N, 3]` has the row, begin and end of each. Preference samples have a `meta` beside their tensors."""
+    """Padded `[B, T]`, or padding-free `[1, S]` with `cu_seqlens` `[B + 1]` and `max_seqlen`, an
+    `int`. Where samples share a row,
+    `turns` `[N, 3]` has the row, begin and end of each. Preference samples have a `meta` beside
+    their tensors."""
     num_items: int
     """N: samples, as many as rows unless some share one."""
     sample_names: tuple[str, ...] = ()
@@ -67,7 +71,8 @@ def _row(tensors: Mapping[str, Any], row: int, sample: int) -> dict[str, Any]:
 
 
 def to_tensors(columns: Mapping[str, NDArray[Any] | int], device: torch.device | str) -> dict[str, Any]:
-    """The core's arrays as tensors that share their memory, moved to `device` if that is another one; a count stays an `int`."""
+    """The core's arrays as tensors that share their memory, moved to `device` if that is another
+    one; a count stays an `int`."""
     on_cpu = torch.device(device).type == "cpu"
 
     def converted(column: NDArray[Any] | int) -> Tensor | int:
@@ -80,10 +85,12 @@ def to_tensors(columns: Mapping[str, NDArray[Any] | int], device: torch.device |
 
 
 def collate_saw_items(items: Sequence[SAWItem], *, pad_token_id: int, device: torch.device | str) -> dict[str, Tensor]:
-    """Right-padded `input_ids`, `attention_mask` int64, `action_mask` float32 `[B, T]`, `weight` float32 `[B]`.
+    """Right-padded `input_ids`, `attention_mask` int64, `action_mask` float32 `[B, T]`, `weight`
+    float32 `[B]`.
 
-    If the items carry log-probs, also `actor_logps` float32 `[B, T]`, 0 off the actions, and `old_logp_action` `[B]`, their
-    sums. Some with and some without is a `DataError`, as is another number of them than of action tokens.
+    If the items carry log-probs, also `actor_logps` float32 `[B, T]`, 0 off the actions, and
+    `old_logp_action` `[B]`, their sums. Some with and some without is a `DataError`, as is another
+    number of them than of action tokens.
     """
     if not items:
         raise DataError("cannot collate an empty list of items")
@@ -92,7 +99,8 @@ def collate_saw_items(items: Sequence[SAWItem], *, pad_token_id: int, device: to
 
 
 def truncate_item(item: SAWItem, max_seq_len: int) -> SAWItem:
-    """The item cut on the right to `max_seq_len` tokens, its metadata saying so; the same object if it is short enough."""
+    """The item cut on the right to `max_seq_len` tokens, its metadata saying so; the same object
+    if it is short enough."""
     total = len(item.input_ids)
     _check_masks(item, total)
     if total <= max_seq_len:
@@ -112,7 +120,8 @@ _truncate_item = truncate_item
 
 
 def cut_item(item: SAWItem, max_seq_len: int) -> SAWItem:
-    """`truncate_item`, with `seq_len_truncated` in the metadata whether it was cut or not. The item itself is left as it is."""
+    """`truncate_item`, with `seq_len_truncated` in the metadata whether it was cut or not. The
+    item itself is left as it is."""
     cut = truncate_item(item, max_seq_len)
     return cut if "seq_len_truncated" in cut.meta else replace(cut, meta={**cut.meta, "seq_len_truncated": False})
 
@@ -150,7 +159,8 @@ def _truncated_attachments(attachments: SampleAttachments, actions: int) -> Samp
 
 
 def split_items_by_token_budget(items: Sequence[SAWItem], *, micro_token_budget: int, max_seq_len: int) -> list[list[SAWItem]]:
-    """Greedy micro-batches: cut to `max_seq_len`, sort by length (stable), open a new one when `longest * rows` would
+    """Greedy micro-batches: cut to `max_seq_len`, sort by length (stable), open a new one when
+    `longest * rows` would
     exceed the budget."""
     check_limits(micro_token_budget, max_seq_len)
     if not items:
@@ -180,7 +190,8 @@ def collate_micro_batches(
 
 
 def check_limits(micro_token_budget: int, max_seq_len: int) -> None:
-    """Raise ConfigError unless both are positive, and BudgetError unless a sample of full length fits."""
+    """Raise ConfigError unless both are positive, and BudgetError unless a sample of full length
+    fits."""
     for name, value in (("micro_token_budget", micro_token_budget), ("max_seq_len", max_seq_len)):
         if value <= 0:
             raise ConfigError(f"{name} ({value}) must be > 0")

@@ -1,7 +1,9 @@
-"""A macro-batch as the trainer runs it: ingested once, cut, divided into mini-batches, each planned into micro-batches.
+"""A macro-batch as the trainer runs it: ingested once, cut, divided into mini-batches, each planned
+into micro-batches.
 
-A **mini-batch** is what one optimizer step sees; groups and pairs are never divided between two. A **micro-batch** is what goes
-through the model at once; it is collated when it is asked for, so that only one of them exists at a time.
+A **mini-batch** is what one optimizer step sees; groups and pairs are never divided between two. A
+**micro-batch** is what goes through the model at once; it is collated when it is asked for, so that
+only one of them exists at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class MacroBatch:
-    """Samples of one batch that have something to train, as items for the metadata and as columns for the numbers.
+    """Samples of one batch that have something to train, as items for the metadata and as columns
+    for the numbers.
 
     >>> batch = MacroBatch.ingest(items, max_seq_len=1024)
     >>> [rows] = batch.divide(1, seed=0, step=0, epoch=0)
@@ -45,14 +48,17 @@ class MacroBatch:
     without_actions: int
     """Samples dropped because they never had one."""
     dropped: list[SAWItem] = field(default_factory=list)
-    """Those samples, as they were cut: what reducers say of a step, such as how often samples were cut, is said of them too."""
+    """Those samples, as they were cut: what reducers say of a step, such as how often samples
+    were cut, is said of them too."""
     proximal: Mapping[int, Tensor] | None = None
-    """By row: log-probabilities [A] of the sample's action tokens under the weights that the step began with. Known where a correction
+    """By row: log-probabilities [A] of the sample's action tokens under the weights that the step
+    began with. Known where a correction
     needs them in more than one optimizer step."""
 
     @classmethod
     def ingest(cls, items: Sequence[SAWItem], max_seq_len: int, *, merge_turns: bool = False) -> MacroBatch:
-        """Read the items once, cut them, and drop those with no action token that a model could predict. With `merge_turns`, items
+        """Read the items once, cut them, and drop those with no action token that a model could
+        predict. With `merge_turns`, items
         that continue the item before them will share its row."""
         table = _core.SampleTable.from_items(items)
         table = (table.chained() if merge_turns else table).truncate(max_seq_len)
@@ -71,14 +77,15 @@ class MacroBatch:
         return {"seq_len_truncated_empty": float(self.truncated_empty), "samples_without_actions": float(self.without_actions)}
 
     def groups(self) -> list[list[int]]:
-        """Rows that belong together, in order of first appearance: a group, a pair, or the steps of one rollout."""
+        """Rows that belong together, in order of first appearance: a group, a pair, or the steps
+        of one rollout."""
         return grouped(atom(item, row) for row, item in enumerate(self.items))
 
     def divide(self, count: int, *, seed: int, step: int, epoch: int) -> list[Rows]:
         """Rows of each of `count` mini-batches, of as equal size as whole groups allow.
 
-        The order of groups is drawn from (seed, step, epoch) alone. One mini-batch keeps the order of the batch. With fewer
-        groups than mini-batches some are empty.
+        The order of groups is drawn from (seed, step, epoch) alone. One mini-batch keeps the order
+        of the batch. With fewer groups than mini-batches some are empty.
         """
         if count == 1:
             return [np.arange(len(self.items))]
@@ -128,7 +135,8 @@ class Packing(Protocol):
 
 
 class DearestFirst:
-    """The micro-batches of a plan in falling order of `costs`, the earlier of equal ones first: what does not fit into memory shows in the
+    """The micro-batches of a plan in falling order of `costs`, the earlier of equal ones first:
+    what does not fit into memory shows in the
     first pass, and ranks that wait for each other pass by pass have alike ones at once."""
 
     def __init__(self, plan: Packing, costs: Sequence[tuple[int, ...]]) -> None:
@@ -151,7 +159,8 @@ class DearestFirst:
 
 
 class MiniBatch:
-    """The micro-batches of one optimizer step, the dearest first. It can be run through more than once.
+    """The micro-batches of one optimizer step, the dearest first. It can be run through more than
+    once.
 
     >>> for micro_batch in MiniBatch(batch, rows, cfg):
     ...     loss, stats = algo.compute_loss(model, micro_batch.tensors, totals=mini_batch.totals)
@@ -174,7 +183,8 @@ class MiniBatch:
         self.lengths = np.ascontiguousarray(batch.table.lengths[self.rows[self.lines[1:] - 1]])
         """Tokens of each row of the model: those of its last sample."""
         self.plan: Packing | None = self._ordered(self._planned()) if len(self.rows) else None
-        # Where every sample weighs zero and is left out, one weightless row stands for them: the optimizer steps as it would.
+        # Where every sample weighs zero and is left out, one weightless row stands for them: the
+        # optimizer steps as it would.
         own = len(self.plan) if self.plan is not None else min(1, len(rows))
         self.num_micro_batches = int(ranks.max_over_ranks([own], cfg.model_device)[0])
         """The same on every rank; a rank with fewer fills up with rows that weigh nothing."""
@@ -190,7 +200,8 @@ class MiniBatch:
             yield micro_batch
 
     def rows_of(self, index: int) -> Rows:
-        """The samples of a micro-batch, in its order; none for one that only keeps this rank in step."""
+        """The samples of a micro-batch, in its order; none for one that only keeps this rank in
+        step."""
         if self.plan is None or index >= len(self.plan):
             return np.zeros(0, dtype=np.int64)
         begins = self.lines[self.plan[index]]
@@ -232,7 +243,8 @@ class MiniBatch:
         return MicroBatch(tensors, len(rows), names)
 
     def padding(self) -> dict[str, float]:
-        """Tokens: real ones, computed ones, and what would be computed by the greedy plan and by padding all to the longest."""
+        """Tokens: real ones, computed ones, and what would be computed by the greedy plan and by
+        padding all to the longest."""
         if self.plan is None:
             return dict.fromkeys(PADDING_KEYS, 0.0)
         greedy = self._planned_greedily()
@@ -268,7 +280,8 @@ def plan(lengths: NDArray[np.int32], cfg: TrainerConfig) -> _core.Plan:
 def batch_totals(
     table: _core.SampleTable, rows: Rows, device: torch.device | str, *, num_pairs: float | None = None
 ) -> BatchTotals:
-    """Totals of the samples at `rows`, summed over ranks. Without `num_pairs` two samples are one."""
+    """Totals of the samples at `rows`, summed over ranks. Without `num_pairs` two samples are
+    one."""
     pairs = len(rows) / 2 if num_pairs is None else num_pairs
     weights, targets = table.weights[rows], table.target_counts[rows]
     if not ranks.is_distributed():
@@ -282,7 +295,8 @@ def batch_totals(
 
 
 def _weightless(micro_batch: MicroBatch) -> MicroBatch:
-    """A row that keeps this rank in step and adds nothing: no action, no weight, and no item in any count."""
+    """A row that keeps this rank in step and adds nothing: no action, no weight, and no item in
+    any count."""
     silent = {"action_mask", "weight", "actor_logps", "old_logp_action"}
     tensors: dict[str, Any] = {
         name: torch.zeros_like(value) if name in silent else value for name, value in micro_batch.tensors.items()

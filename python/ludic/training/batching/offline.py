@@ -1,4 +1,5 @@
-"""Batches of rollouts that were recorded: supervised fine-tuning, rejection sampling, offline reinforcement."""
+"""Batches of rollouts that were recorded: supervised fine-tuning, rejection sampling, offline
+reinforcement."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from ludic.training.types import CreditAssigner, SampleFilter, SAWBatch, SAWItem
 from ludic.types import Rollout, Step
 
 StepToItem = Callable[[Rollout, Step, float], SAWItem]
-"""(rollout, step, weight) -> sample. `samples.sample_from_step` takes the tokens of the trace; text is not tokenised again."""
+"""(rollout, step, weight) -> sample. `samples.sample_from_step` takes the tokens of the trace;
+text is not tokenised again."""
 
 
 @dataclass
@@ -26,9 +28,10 @@ class OfflineBatchSource:
 
     >>> source = OfflineBatchSource(["good.jsonl"], sample_from_step, ConstantCredit(1.0), batch_size=64)
 
-    The files are those that `RolloutEngine` writes. They are read when the source is made; of the rollouts only the samples stay in
-    memory. Its state is its position: a resumed run goes on with the sample after the last one, and refuses other data. Over several
-    ranks each takes its share of every pass.
+    The files are those that `RolloutEngine` writes. They are read when the source is made; of the
+    rollouts only the samples stay in memory. Its state is its position: a resumed run goes on with
+    the sample after the last one, and refuses other data. Over several ranks each takes its share
+    of every pass.
     """
 
     jsonl_paths: Sequence[str | Path] | str | Path
@@ -121,12 +124,13 @@ def with_ids_of_their_own(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 
 def make_chat_template_step_to_item(tokenizer: Any) -> StepToItem:
-    """Samples from messages, for rollouts without token traces: the chat template renders the prompt and the whole, and the loss is on
+    """Samples from messages, for rollouts without token traces: the chat template renders the
+    prompt and the whole, and the loss is on
     what the whole has more, up to the end token.
 
-    The messages are `info["chat_prompt_messages"]` and `info["chat_completion"]`, or for the latter the step's action as an assistant's
-    message. Raises DataError where the first is missing, where the prompt is no prefix of the whole on token ids, and where nothing is
-    left to train on.
+    The messages are `info["chat_prompt_messages"]` and `info["chat_completion"]`, or for the latter
+    the step's action as an assistant's message. Raises DataError where the first is missing, where
+    the prompt is no prefix of the whole on token ids, and where nothing is left to train on.
     """
 
     def step_to_item(rollout: Rollout, step: Step, weight: float) -> SAWItem:

@@ -1,12 +1,14 @@
 """The next batches are generated while this one trains.
 
-With `max_lag=1`, as soon as the trainer has batch k, batch k + 1 is begun with the weights that the trainer is about to change, and is
-one version old when it is trained. With `max_lag=2` two are on the way. More than that no batch can be old: a batch is only begun
-when so few are ahead of it. What it gains is at most the shorter of the two times, and only where sampler and trainer do not share
+With `max_lag=1`, as soon as the trainer has batch k, batch k + 1 is begun with the weights that the
+trainer is about to change, and is one version old when it is trained. With `max_lag=2` two are on
+the way. More than that no batch can be old: a batch is only begun when so few are ahead of it. What
+it gains is at most the shorter of the two times, and only where sampler and trainer do not share
 the same cores or the same device.
 
-The samples are off-policy by `max_lag` steps. `mismatch/*` then holds what was learnt meanwhile beside what the engines differ by, and
-the clip of the loss acts on it, or a correction does (`loss.correction`).
+The samples are off-policy by `max_lag` steps. `mismatch/*` then holds what was learnt meanwhile
+beside what the engines differ by, and the clip of the loss acts on it, or a correction does
+(`loss.correction`).
 """
 
 from __future__ import annotations
@@ -36,21 +38,25 @@ class _OnItsWay:
 
 
 class OverlappedSource:
-    """Batches of `inner`, begun up to `max_lag` batches before the trainer asks for them, one after another.
+    """Batches of `inner`, begun up to `max_lag` batches before the trainer asks for them, one after
+    another.
 
     >>> source = OverlappedSource(RolloutBatchSource(...), max_lag=1)
     >>> await Trainer(batch_source=source, ...).train(100)
     >>> await source.aclose()
 
-    `inner` must draw from its own state (`state_dict`, which is read before each batch) for a resumed run to be asked the same: a
-    checkpoint holds the state before the oldest batch that the trainer has not been given, so that every prompt is trained exactly
-    once, however the run ends. Batches that were on their way are generated anew, by the newer weights.
+    `inner` must draw from its own state (`state_dict`, which is read before each batch) for a
+    resumed run to be asked the same: a checkpoint holds the state before the oldest batch that the
+    trainer has not been given, so that every prompt is trained exactly once, however the run ends.
+    Batches that were on their way are generated anew, by the newer weights.
 
-    An error of a batch is raised where the batch would be given; the ones behind it are stopped, and it is the next again. Whoever stops
-    waiting stops the generation. While batches overlap, the trainer computes in a thread, and a client in this process must have
-    weights of its own (`LocalChatClient(copy_model=True)`): the trainer's change while it samples.
+    An error of a batch is raised where the batch would be given; the ones behind it are stopped,
+    and it is the next again. Whoever stops waiting stops the generation. While batches overlap, the
+    trainer computes in a thread, and a client in this process must have weights of its own
+    (`LocalChatClient(copy_model=True)`): the trainer's change while it samples.
 
-    `num_batches` is how many batches the run still needs; more are begun only if they are asked for.
+    `num_batches` is how many batches the run still needs; more are begun only if they are asked
+    for.
     """
 
     def __init__(self, inner: BatchSource, *, max_lag: int = 1, num_batches: int | None = None) -> None:
@@ -61,7 +67,8 @@ class OverlappedSource:
         self._left = num_batches
         self._ahead: deque[_OnItsWay] = deque()
         self._turn = asyncio.Lock()
-        """Held by the batch that is being generated: the source draws for one at a time, in order."""
+        """Held by the batch that is being generated: the source draws for one at a time, in
+        order."""
 
     @property
     def shards_across_ranks(self) -> bool | None:
@@ -95,7 +102,8 @@ class OverlappedSource:
         return self._state() if before is None else copy.deepcopy(before)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ConfigError while batches are on their way: they would belong to the state before."""
+        """Raises ConfigError while batches are on their way: they would belong to the state
+        before."""
         if self._ahead:
             raise ConfigError("batches are on their way; close the source (`aclose`) before its state is set")
         if hasattr(self._inner, "load_state_dict"):

@@ -1,4 +1,5 @@
-"""A macro-batch of preference pairs as the trainer runs it: pairs are atoms, from the first cut to the last micro-batch."""
+"""A macro-batch of preference pairs as the trainer runs it: pairs are atoms, from the first cut
+to the last micro-batch."""
 
 from __future__ import annotations
 
@@ -24,13 +25,14 @@ logger = logging.getLogger(__name__)
 LEFT_OUT = ("pairs_incomplete", "pairs_truncated_empty", "pairs_truncated_equal")
 """Why pairs are dropped."""
 PAIR_KEYS = ("total_pairs", *LEFT_OUT, "pairs_identical")
-"""What a step counts of its pairs: those that were trained, those that were dropped, by reason, and those of the first that have twice
-the same tokens and so move nothing."""
+"""What a step counts of its pairs: those that were trained, those that were dropped, by reason,
+and those of the first that have twice the same tokens and so move nothing."""
 
 
 @dataclass(frozen=True)
 class PreferenceMacroBatch(MacroBatch):
-    """Pairs of one batch, (chosen, rejected) at rows (0, 1), (2, 3) and so on; after them the samples that are alone.
+    """Pairs of one batch, (chosen, rejected) at rows (0, 1), (2, 3) and so on; after them the
+    samples that are alone.
 
     >>> batch = PreferenceMacroBatch.of_pairs(items, max_seq_len=1024)
     """
@@ -43,9 +45,10 @@ class PreferenceMacroBatch(MacroBatch):
     def of_pairs(
         cls, items: Sequence[SAWItem], max_seq_len: int, *, require_complete: bool = True, drop_incomplete: bool = True
     ) -> PreferenceMacroBatch:
-        """Read the items once, pair them (see `group_preference_pairs`), cut them, and drop the pairs that the cut made say nothing: one of
-        the samples lost its whole answer (without `require_complete` the other stays), or both now have the same tokens. Pairs that were
-        identical from the start stay, and are counted."""
+        """Read the items once, pair them (see `group_preference_pairs`), cut them, and drop the
+        pairs that the cut made say nothing: one of
+        the samples lost its whole answer (without `require_complete` the other stays), or both
+        now have the same tokens. Pairs that were identical from the start stay, and are counted."""
         validate_preference_batch(items)
         pairs, lone = pairs_of(items, require_complete=require_complete, drop_incomplete=drop_incomplete)
         whole = _core.SampleTable.from_items(items)
@@ -126,7 +129,8 @@ class SampleMiniBatch(MiniBatch):
 
 
 class PreferenceMiniBatch(SampleMiniBatch):
-    """The micro-batches of one optimizer step. No pair is ever in two of them: `2 * longest * pairs <= micro_token_budget`."""
+    """The micro-batches of one optimizer step. No pair is ever in two of them: `2 * longest *
+    pairs <= micro_token_budget`."""
 
     batch: PreferenceMacroBatch
 
@@ -186,7 +190,8 @@ class _PairsThenLone:
 
 
 class PreferenceMicroBatch(MicroBatch):
-    """Samples with their `meta`: pairs, chosen and rejected being neighbours, or samples that are alone."""
+    """Samples with their `meta`: pairs, chosen and rejected being neighbours, or samples that
+    are alone."""
 
     def parts(self) -> Iterator[MicroBatch]:
         """Each pair, or each sample that is alone."""
@@ -224,8 +229,9 @@ def preference_batches(
 ) -> PreferenceBatchSource:
     """A batch source of `batch_size` whole pairs at a time, pass after pass; see `ItemBatchSource`.
 
-    Incomplete pairs are dropped, refused or kept as `group_preference_pairs` does it. What is dropped here never reaches the trainer, which
-    says so where its `rm_drop_incomplete_pairs` or `rm_require_complete_pairs` asks for something else.
+    Incomplete pairs are dropped, refused or kept as `group_preference_pairs` does it. What is
+    dropped here never reaches the trainer, which says so where its `rm_drop_incomplete_pairs` or
+    `rm_require_complete_pairs` asks for something else.
     """
     pairs, lone = pairs_of(items, require_complete=require_complete, drop_incomplete=drop_incomplete)
     kept = [items[int(row)] for row in [*pairs.reshape(-1), *lone]]

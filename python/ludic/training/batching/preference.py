@@ -1,10 +1,13 @@
-"""Preference pairs as samples: found by their metadata, checked, split into micro-batches and collated.
+"""Preference pairs as samples: found by their metadata, checked, split into micro-batches and
+collated.
 
-Each sample says in its `meta` which pair it belongs to (`pair_id`, a text or a whole number), whether it is the `chosen` or the
-`rejected` one (`role`), and `label`, the probability that the chosen one is the better: 1.0 where it was preferred. A pair goes through
-the model together: two rows as long as the longer sample, so that a micro-batch of P pairs costs `2 * longest * P` tokens.
+Each sample says in its `meta` which pair it belongs to (`pair_id`, a text or a whole number),
+whether it is the `chosen` or the `rejected` one (`role`), and `label`, the probability that the
+chosen one is the better: 1.0 where it was preferred. A pair goes through the model together: two
+rows as long as the longer sample, so that a micro-batch of P pairs costs `2 * longest * P` tokens.
 
-`pair_batches` is what the trainer runs; these functions are the parts, and the whole for code that has a loop of its own.
+`pair_batches` is what the trainer runs; these functions are the parts, and the whole for code that
+has a loop of its own.
 """
 
 from __future__ import annotations
@@ -36,9 +39,10 @@ def group_preference_pairs(
 ) -> list[PreferencePair]:
     """(chosen, rejected) of each pair, in order of first appearance.
 
-    A pair with one sample only is dropped with a warning, or refused if not `drop_incomplete`. Without `require_complete` it is kept,
-    after the complete ones, with None for the other sample. Raises DataKeyError for a sample without `pair_id` or `role`, DataError for
-    another role than the two, for two samples of one role, and for a pair that is refused.
+    A pair with one sample only is dropped with a warning, or refused if not `drop_incomplete`.
+    Without `require_complete` it is kept, after the complete ones, with None for the other sample.
+    Raises DataKeyError for a sample without `pair_id` or `role`, DataError for another role than
+    the two, for two samples of one role, and for a pair that is refused.
     """
     pairs, lone = pairs_of(items, require_complete=require_complete, drop_incomplete=drop_incomplete)
     complete: list[PreferencePair] = [(items[chosen], items[rejected]) for chosen, rejected in pairs]
@@ -49,7 +53,8 @@ def group_preference_pairs(
 def pairs_of(
     items: Sequence[SAWItem], *, require_complete: bool = True, drop_incomplete: bool = True
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """`group_preference_pairs` on rows: [P, 2] rows of (chosen, rejected), and the rows that are alone and kept."""
+    """`group_preference_pairs` on rows: [P, 2] rows of (chosen, rejected), and the rows that are
+    alone and kept."""
     ids = [meta_value(item, row, "pair_id") for row, item in enumerate(items)]
     roles = [meta_value(item, row, "role") for row, item in enumerate(items)]
     pairs, incomplete = _core.group_pairs(ids, roles, drop_incomplete or not require_complete)
@@ -64,11 +69,13 @@ def pairs_of(
 def split_preference_pairs_by_token_budget(
     pairs: Sequence[PreferencePair], *, micro_token_budget: int, max_seq_len: int
 ) -> list[list[SAWItem]]:
-    """Greedy micro-batches of whole pairs: cut to `max_seq_len`, sorted by the longer sample (stable), a new one opened when
+    """Greedy micro-batches of whole pairs: cut to `max_seq_len`, sorted by the longer sample
+    (stable), a new one opened when
     `2 * longest * pairs` would exceed the budget. Chosen and rejected are neighbours.
 
-    Pairs that the cut makes equal are dropped with a warning. A sample without its other half counts as one row; such samples are in
-    micro-batches of their own. Raises BudgetError where the longest pair alone exceeds the budget.
+    Pairs that the cut makes equal are dropped with a warning. A sample without its other half
+    counts as one row; such samples are in micro-batches of their own. Raises BudgetError where the
+    longest pair alone exceeds the budget.
     """
     check_limits(micro_token_budget, max_seq_len)
     given = [[item for item in pair if item is not None] for pair in pairs]
@@ -95,7 +102,8 @@ def collate_preference_items(
     device: torch.device | str,
     meta_keys: Sequence[str] = PREFERENCE_KEYS,
 ) -> dict[str, Any]:
-    """`collate_saw_items`, and `meta`: for each of the keys the list of the items' values. DataKeyError where an item lacks one."""
+    """`collate_saw_items`, and `meta`: for each of the keys the list of the items' values.
+    DataKeyError where an item lacks one."""
     meta = collate_meta(items, meta_keys)
     return {**collate_saw_items(items, pad_token_id=pad_token_id, device=device), "meta": meta}
 
@@ -111,8 +119,10 @@ def compute_pair_loss_scale(num_pairs_in_micro: float, total_pairs: float) -> fl
 
 
 def validate_preference_batch(items: Sequence[SAWItem], *, required_keys: Sequence[str] = PREFERENCE_KEYS) -> None:
-    """Raise DataKeyError for a sample that lacks a key, DataError for roles that are no pair's, labels outside [0, 1], and pairs whose
-    samples disagree on it. Whether incomplete pairs are an error is `group_preference_pairs`' to say."""
+    """Raise DataKeyError for a sample that lacks a key, DataError for roles that are no pair's,
+    labels outside [0, 1], and pairs whose
+    samples disagree on it. Whether incomplete pairs are an error is `group_preference_pairs`' to
+    say."""
     meta = collate_meta(items, required_keys)
     if "label" in meta:
         for row, label in enumerate(meta["label"]):

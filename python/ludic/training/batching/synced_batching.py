@@ -17,17 +17,19 @@ AnyRequestsFn = Callable[[], Sequence[RolloutRequest] | Awaitable[Sequence[Rollo
 class RolloutBatchSource:
     """Plays the requests of `requests_fn` with an engine and gives the batch.
 
-    `orchestrator` and `engine`, `requests_fn` and `request_fn` are two spellings of one parameter. Credit is that of
-    `credit_assigner` or of `algorithm`.
+    `orchestrator` and `engine`, `requests_fn` and `request_fn` are two spellings of one parameter.
+    Credit is that of `credit_assigner` or of `algorithm`.
 
-    `max_steps` is how many turns an episode may have; 1 is a question and an answer. One that is cut there ends as truncated, and the
-    engine warns once where all are.
+    `max_steps` is how many turns an episode may have; 1 is a question and an answer. One that is
+    cut there ends as truncated, and the engine warns once where all are.
 
-    It knows no rank: the same `requests_fn` on every rank plays the same prompts on each, with the same seeds. Where it gives each rank
-    prompts of its own, say so with `shards_across_ranks`; a trainer on several ranks refuses a source that does not.
+    It knows no rank: the same `requests_fn` on every rank plays the same prompts on each, with the
+    same seeds. Where it gives each rank prompts of its own, say so with `shards_across_ranks`; a
+    trainer on several ranks refuses a source that does not.
 
-    Its state is that of the engine and, where it has one, of the requests' source. It counts batches that were given: one that failed or
-    is still being played is played by a run that resumes from it.
+    Its state is that of the engine and, where it has one, of the requests' source. It counts
+    batches that were given: one that failed or is still being played is played by a run that
+    resumes from it.
     """
 
     def __init__(

@@ -21,7 +21,8 @@ from ludic.training.types import SAWItem
 
 
 class HeldOutLoss:
-    """Mean of -log pi over all action tokens of `items`, in nats; packing does not change it. Samples longer than `max_seq_len` are cut
+    """Mean of -log pi over all action tokens of `items`, in nats; packing does not change it.
+    Samples longer than `max_seq_len` are cut
     as in training. An evaluator, as `Trainer` takes one: `eval/loss`, `eval/perplexity`.
 
     Of one process: a sharded model would have to be evaluated by all ranks.
@@ -44,7 +45,8 @@ class HeldOutLoss:
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": float(tokens)}
 
     async def eval(self, **_: Any) -> tuple[list[dict[str, Any]], dict[str, float]]:
-        """(no records, metrics). There is nothing that requests, reducers or limits would change."""
+        """(no records, metrics). There is nothing that requests, reducers or limits would
+        change."""
         return [], self.measure()
 
     @torch.no_grad()

@@ -24,12 +24,14 @@ from ludic.training.types import SAWItem
 
 
 class PreferenceEvaluator:
-    """Scores every response of the pairs in `items` and computes all metrics from these scores; packing does not change them. An
+    """Scores every response of the pairs in `items` and computes all metrics from these scores;
+    packing does not change them. An
     evaluator, as `Trainer` takes one: `eval/pairwise_accuracy`, `eval/loss` and so on.
 
-    Samples longer than `max_seq_len` are cut as in training, and pairs are dropped, or refused, for the same reasons. `loss` is that of
-    Bradley-Terry at `metrics.beta`, without label smoothing and regularisation, so that runs that differ in these can be compared.
-    With several ranks each scores its share, and all know the metrics.
+    Samples longer than `max_seq_len` are cut as in training, and pairs are dropped, or refused, for
+    the same reasons. `loss` is that of Bradley-Terry at `metrics.beta`, without label smoothing and
+    regularisation, so that runs that differ in these can be compared. With several ranks each
+    scores its share, and all know the metrics.
     """
 
     on_all_ranks = True
@@ -43,7 +45,8 @@ class PreferenceEvaluator:
         metrics: PreferenceMetrics | None = None,
         score_type: ScoreType = "reward",
     ) -> None:
-        """`metrics` says which are computed; what it held is forgotten with every evaluation. An incomplete pair is a DataError where an
+        """`metrics` says which are computed; what it held is forgotten with every evaluation. An
+        incomplete pair is a DataError where an
         `RMTrainerConfig` says so, else it is dropped with a warning."""
         self._model, self._cfg, self._score_type = model, cfg, score_type
         self.metrics = metrics or PreferenceMetrics(both_orders=True, thresholds_on="responses")
@@ -61,7 +64,8 @@ class PreferenceEvaluator:
         return self.batch.num_pairs
 
     def measure(self) -> dict[str, float]:
-        """`loss`, what `PreferenceMetrics.compute` gives, `num_pairs`, and how many more there were, by `LEFT_OUT`."""
+        """`loss`, what `PreferenceMetrics.compute` gives, `num_pairs`, and how many more there
+        were, by `LEFT_OUT`."""
         scores = score_batch(self._model, self.batch, self._cfg, score_type=self._score_type)
         chosen, rejected = scores[::2], scores[1::2]
         labels = np.array([float(item.meta["label"]) for item in self.batch.items[::2]])
@@ -73,13 +77,15 @@ class PreferenceEvaluator:
         return {"loss": loss, **self.metrics.compute(), "num_pairs": float(self.num_pairs), **left_out}
 
     async def eval(self, **_: Any) -> tuple[list[dict[str, Any]], dict[str, float]]:
-        """(no records, metrics). There is nothing that requests, reducers or limits would change."""
+        """(no records, metrics). There is nothing that requests, reducers or limits would
+        change."""
         return [], self.measure()
 
 
 @torch.no_grad()
 def score_batch(model: nn.Module, batch: MacroBatch, cfg: TrainerConfig, *, score_type: ScoreType = "reward") -> Floats:
-    """[N] score of each sample of `batch`. The model is put into evaluation mode meanwhile. All ranks must call, each with the whole batch;
+    """[N] score of each sample of `batch`. The model is put into evaluation mode meanwhile. All
+    ranks must call, each with the whole batch;
     each computes its share."""
     mine = np.arange(len(batch.items))[ranks.rank() :: ranks.world_size()]
     mini_batch = MiniBatch(batch, mine, cfg)

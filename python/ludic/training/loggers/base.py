@@ -16,13 +16,15 @@ class TrainingLogger(Protocol):
 
 @runtime_checkable
 class SyncedLogger(Protocol):
-    """A logger whose lines outlive the machine once `sync` returns. The trainer calls it before it writes a checkpoint."""
+    """A logger whose lines outlive the machine once `sync` returns. The trainer calls it before
+    it writes a checkpoint."""
 
     def sync(self) -> None: ...
 
 
 def select(stats: Mapping[str, float], keys: Sequence[str]) -> list[tuple[str, float]]:
-    """The statistics whose full name, or name without prefix, is among `keys`; in the order of `keys`."""
+    """The statistics whose full name, or name without prefix, is among `keys`; in the order of
+    `keys`."""
     return [(name, stats[name]) for key in keys for name in stats if key in (name, bare(name))]
 
 

@@ -12,7 +12,8 @@ from typing import TextIO
 
 
 class JSONLLogger:
-    """Appends `{"step": ..., <statistics>}` to a file, flushed after each line. Values that are not finite become null.
+    """Appends `{"step": ..., <statistics>}` to a file, flushed after each line. Values that are not
+    finite become null.
 
     >>> with JSONLLogger("runs/a/metrics.jsonl") as logger:
     ...     logger.log(1, {"train/loss": 0.5})

@@ -1,4 +1,5 @@
-"""A dashboard in the terminal: train, eval and perf side by side, or one above another where it is narrow, and the course of one metric."""
+"""A dashboard in the terminal: train, eval and perf side by side, or one above another where it
+is narrow, and the course of one metric."""
 
 from __future__ import annotations
 
@@ -23,11 +24,13 @@ SECTIONS = {"train": "green", "eval": "magenta", "perf": "cyan"}
 HIDDEN = frozenset({"phase", "train_step", "eval_step", "train/step", "eval/step"})
 BARS = "▁▂▃▄▅▆▇█"
 NARROW = 72
-"""Columns of a terminal below which the panels stand one above another: side by side they would have no room for names."""
+"""Columns of a terminal below which the panels stand one above another: side by side they would
+have no room for names."""
 
 
 class RichLiveLogger:
-    """Shows the latest statistics and a sparkline. Use it as a context manager, or let the first `log` start it.
+    """Shows the latest statistics and a sparkline. Use it as a context manager, or let the first
+    `log` start it.
 
     >>> with RichLiveLogger(keys=["loss", "avg_total_reward"], spark_key="avg_total_reward") as logger:
     ...     Trainer(..., train_logger=logger).train_sync(num_steps=100)
@@ -44,7 +47,8 @@ class RichLiveLogger:
         console: Console | None = None,
         live: Live | None = None,
     ) -> None:
-        """`keys` filters what is shown, by full or bare name; `spark_key` is the metric of the sparkline, of whose last `history`
+        """`keys` filters what is shown, by full or bare name; `spark_key` is the metric of the
+        sparkline, of whose last `history`
         values `spark_window` are drawn."""
         self.keys, self.spark_key = keys, spark_key
         self.spark_window, self.precision = spark_window, precision
@@ -67,7 +71,8 @@ class RichLiveLogger:
         self._live.update(self.render(self._step, latest), refresh=True)
 
     def _keep(self, step: int, stats: Mapping[str, float]) -> None:
-        """Each section shows what it was last told: an evaluation leaves the training's numbers where they are, and the other way round."""
+        """Each section shows what it was last told: an evaluation leaves the training's numbers
+        where they are, and the other way round."""
         for section in SECTIONS:
             told = {key: value for key, value in stats.items() if section_of(key) == section}
             if told:
@@ -85,7 +90,8 @@ class RichLiveLogger:
         self._quiet_bars()
 
     def _quiet_bars(self) -> None:
-        """Progress bars that transformers draws over a checkpoint's files would break into the picture."""
+        """Progress bars that transformers draws over a checkpoint's files would break into the
+        picture."""
         bars = sys.modules.get("transformers.utils.logging")
         if bars is not None and not self._quieted and bars.is_progress_bar_enabled():
             bars.disable_progress_bar()

@@ -13,7 +13,8 @@ logger = logging.getLogger(__name__)
 
 
 class TeeLogger:
-    """Tells each of its loggers. One that fails is reported and does not keep the others from their turn.
+    """Tells each of its loggers. One that fails is reported and does not keep the others from their
+    turn.
 
     As a context manager it enters and leaves those that are context managers.
     """

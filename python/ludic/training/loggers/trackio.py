@@ -15,11 +15,12 @@ DEFAULT_PROJECT = "Ludic"
 
 
 class TrackioLogger:
-    """Logs to a run of its own, begun with the first statistics. Without `space_id` or `server_url` it stays on this machine;
+    """Logs to a run of its own, begun with the first statistics. Without `space_id` or `server_url`
+    it stays on this machine;
     `trackio show` displays it.
 
-    Named arguments outrank `init_kwargs`, which `trackio.init` is given as well. The project is `Ludic` unless it is given or
-    `TRACKIO_PROJECT` is set.
+    Named arguments outrank `init_kwargs`, which `trackio.init` is given as well. The project is
+    `Ludic` unless it is given or `TRACKIO_PROJECT` is set.
     """
 
     def __init__(
@@ -34,7 +35,8 @@ class TrackioLogger:
         server_url: str | None = None,
         resume: str | None = None,
     ) -> None:
-        """Raises MissingExtraError without the package trackio. `resume`: never (the default), allow or must, of a run of this name."""
+        """Raises MissingExtraError without the package trackio. `resume`: never (the default),
+        allow or must, of a run of this name."""
         try:
             self._trackio = importlib.import_module("trackio")
         except ImportError as error:

@@ -12,11 +12,13 @@ from ludic.models.state_files import read_json, read_model, write_json, write_mo
 from ludic.training import ranks
 
 BEST = "best"
-"""Folder beside the checkpoints: the model as `write_model` writes it, and best.json with its `step`."""
+"""Folder beside the checkpoints: the model as `write_model` writes it, and best.json with its
+`step`."""
 
 
 class BestWeights:
-    """Keeps one set of weights and puts it back: in a folder beside the checkpoints, or in memory where there are none.
+    """Keeps one set of weights and puts it back: in a folder beside the checkpoints, or in memory
+    where there are none.
 
     With several ranks, all call both methods; rank 0 writes the folder.
     """
@@ -27,7 +29,8 @@ class BestWeights:
         self._in_memory: tuple[int, dict[str, Tensor]] | None = None
 
     def keep(self, step: int) -> None:
-        """Keep the weights as they are now, those of `step`, in the place of what was kept before."""
+        """Keep the weights as they are now, those of `step`, in the place of what was kept
+        before."""
         if self.folder is None:
             trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
             self._in_memory = step, {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
@@ -40,7 +43,8 @@ class BestWeights:
         ranks.barrier()
 
     def restore(self, step: int) -> bool:
-        """Put the weights of `step` back into the model; False, and nothing changed, where others or none were kept."""
+        """Put the weights of `step` back into the model; False, and nothing changed, where
+        others or none were kept."""
         if self._in_memory is not None and self._in_memory[0] == step:
             _copy(self.model, self._in_memory[1])
             return True

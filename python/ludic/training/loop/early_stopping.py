@@ -1,4 +1,5 @@
-"""When to stop: no improvement of one metric over a number of evaluations. Which weights then stay: those of the best one."""
+"""When to stop: no improvement of one metric over a number of evaluations. Which weights then
+stay: those of the best one."""
 
 from __future__ import annotations
 
@@ -16,12 +17,15 @@ from ludic.training.config import TrainerConfig
 
 _SMALL = {"loss", "perplexity", "nll", "ece", "error", "errors", "fpr", "fnr", "negative", "failed", "incomplete"}
 _LARGE = {"accuracy", "auc", "auroc", "reward", "pass", "score", "tpr", "margin", "correct", "right", "solved", "won", "win"}
-"""Words in the name of a metric that is better when it is small, or large. The first outranks the second: `negative_margin_rate`."""
+"""Words in the name of a metric that is better when it is small, or large. The first outranks
+the second: `negative_margin_rate`."""
 
 
 def better_when(cfg: TrainerConfig) -> Literal["min", "max"]:
-    """Whether `early_stopping_metric` is better when it is small ("min") or large ("max"). Raises ConfigError where
-    `early_stopping_mode` contradicts the metric's name, and where it is "auto" and the name does not tell."""
+    """Whether `early_stopping_metric` is better when it is small ("min") or large ("max"). Raises
+    ConfigError where
+    `early_stopping_mode` contradicts the metric's name, and where it is "auto" and the name does
+    not tell."""
     words = set(re.split(r"[^a-z]+", cfg.early_stopping_metric.lower()))
     told: Literal["min", "max"] | None = "min" if words & _SMALL else "max" if words & _LARGE else None
     if cfg.early_stopping_mode == "auto":
@@ -61,7 +65,8 @@ class EarlyStopping:
     """The step of the best evaluation."""
 
     def update(self, value: float) -> tuple[bool, bool]:
-        """Take note of a value: whether to stop, and whether it is an improvement. The first value always is."""
+        """Take note of a value: whether to stop, and whether it is an improvement. The first
+        value always is."""
         improved = self.best is None or self._gain(value, self.best) > self.cfg.early_stopping_min_delta
         if improved:
             self.best, self.stale = value, 0
@@ -71,12 +76,14 @@ class EarlyStopping:
 
     @property
     def stopped(self) -> bool:
-        """Whether patience is at its end. It follows from what a checkpoint holds, so that a run that has ended stays ended."""
+        """Whether patience is at its end. It follows from what a checkpoint holds, so that a run
+        that has ended stays ended."""
         patience = self.cfg.early_stopping_patience
         return patience is not None and self.stale >= patience
 
     def should_stop(self, metrics: Mapping[str, float]) -> bool:
-        """The same, from the metrics of an evaluation. Without a patience there is nothing to do."""
+        """The same, from the metrics of an evaluation. Without a patience there is nothing to
+        do."""
         if self.cfg.early_stopping_patience is None:
             return False
         name = self.cfg.early_stopping_metric
@@ -86,7 +93,8 @@ class EarlyStopping:
         raise ConfigError(f"early_stopping_metric ({name}) must be one that the evaluator gives: {', '.join(sorted(metrics))}")
 
     def take_note(self, metrics: Mapping[str, float], step: int, device: torch.device | str) -> bool:
-        """`should_stop` on rank 0, which may be the only one that has metrics; afterwards all ranks know how patience stands. Whether
+        """`should_stop` on rank 0, which may be the only one that has metrics; afterwards all ranks
+        know how patience stands. Whether
         this evaluation is the best so far; never without a patience."""
         if self.cfg.early_stopping_patience is None:
             return False

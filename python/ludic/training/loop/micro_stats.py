@@ -1,9 +1,11 @@
-"""Statistics of parts (micro-batches, ranks) combined into those of the whole, so that no split of the samples shows in them.
+"""Statistics of parts (micro-batches, ranks) combined into those of the whole, so that no split of
+the samples shows in them.
 
-A mean is weighted by what it is a mean over: action tokens for `TOKEN_KEYS` where the part says `avg_action_tokens`, pairs for
-`PAIR_KEYS` where it says `num_pairs`, samples for the rest. A standard deviation `x_std` beside `x_mean` is that of all values
-together: the mean of the parts' variances and the variance of their means. `gpu_*` is a maximum, counts are sums.
-A key of a composite loss, `term/key`, follows the rule of `key`.
+A mean is weighted by what it is a mean over: action tokens for `TOKEN_KEYS` where the part says
+`avg_action_tokens`, pairs for `PAIR_KEYS` where it says `num_pairs`, samples for the rest. A
+standard deviation `x_std` beside `x_mean` is that of all values together: the mean of the parts'
+variances and the variance of their means. `gpu_*` is a maximum, counts are sums. A key of a
+composite loss, `term/key`, follows the rule of `key`.
 """
 
 from __future__ import annotations
@@ -21,15 +23,16 @@ from ludic.training.loss.mismatch import LARGEST, PREFIX, is_mismatch_sum, misma
 
 COUNT_KEYS = frozenset({"num_samples", "target_rollouts", "effective_rollouts", "total_completion_tokens", "num_pairs"})
 PAIR_KEYS = frozenset({"accuracy", "chosen_score", "rejected_score", "margin", "score_reg"})
-"""Means over the pairs of a micro-batch, where it counts them as `num_pairs`: samples without a partner have no part in them."""
+"""Means over the pairs of a micro-batch, where it counts them as `num_pairs`: samples without a
+partner have no part in them."""
 TOKEN_KEYS = frozenset(
     {
         *("ratio_mean", "ratio_std", "kl_actor_policy", "clip_frac", "ratio_clip_frac"),
         *("grad_weight_mean", "grad_weight_std", "nll_mean"),
     }
 )
-"""Means over the action tokens of a micro-batch, where it says their number as `avg_action_tokens`; a loss of whole sequences does not, and
-its means are over samples."""
+"""Means over the action tokens of a micro-batch, where it says their number as
+`avg_action_tokens`; a loss of whole sequences does not, and its means are over samples."""
 
 Rule = Literal["mean", "std", "sum", "max", "min"]
 
@@ -44,7 +47,8 @@ class Stat:
 
     value: float
     weight: float = 1.0
-    """Samples, tokens, pairs or rollouts that a `mean` or `std` is over; 0: nothing was measured."""
+    """Samples, tokens, pairs or rollouts that a `mean` or `std` is over; 0: nothing was
+    measured."""
     rule: Rule = "mean"
     mean: float = 0.0
     """Of the values that a `std` is over."""
@@ -110,14 +114,16 @@ def to_host(dictionaries: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]
 
 
 def finished(stats: Mapping[str, Stat]) -> dict[str, float]:
-    """The values, without those of which nothing was measured; the sums of `loss.mismatch` become their statistics."""
+    """The values, without those of which nothing was measured; the sums of `loss.mismatch`
+    become their statistics."""
     sums = {key: stat.value for key, stat in stats.items() if is_mismatch_sum(key)}
     plain = {key: stat.value for key, stat in stats.items() if key not in sums and stat.weight > 0}
     return {**plain, **mismatch_of(sums)}
 
 
 def over_ranks(stats: Mapping[str, Stat], device: torch.device | str) -> dict[str, Stat]:
-    """The statistics of all ranks, as if their samples had been on one. A rank need not have every key."""
+    """The statistics of all ranks, as if their samples had been on one. A rank need not have
+    every key."""
     if not ranks.is_distributed():
         return dict(stats)
     names = ranks.union_over_ranks([f"{stat.rule} {key}" for key, stat in stats.items()], device)

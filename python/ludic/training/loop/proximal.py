@@ -1,8 +1,10 @@
-"""The trainer's own log-probabilities at the beginning of a step, for corrections that outlive the first optimizer step.
+"""The trainer's own log-probabilities at the beginning of a step, for corrections that outlive the
+first optimizer step.
 
-In the first optimizer step of a batch the present weights are those of the beginning, and nothing has to be computed twice. From the
-second on (`minibatches_per_batch`, `epochs_per_batch`) they are not: the ratio of present policy to sampler then holds both what was
-learnt since and how far the engines are apart, and only the second is to be corrected. One more forward pass tells them apart.
+In the first optimizer step of a batch the present weights are those of the beginning, and nothing
+has to be computed twice. From the second on (`minibatches_per_batch`, `epochs_per_batch`) they are
+not: the ratio of present policy to sampler then holds both what was learnt since and how far the
+engines are apart, and only the second is to be corrected. One more forward pass tells them apart.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a checkpoint keeps of a run besides weights and optimizer, so that a resumed run is the run."""
+"""What a checkpoint keeps of a run besides weights and optimizer, so that a resumed run is the
+run."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def run_state(trainer: Trainer) -> dict[str, Any]:
-    """Schedule, random generators, early stopping, last evaluation and its step, and the batch source's state if it has one."""
+    """Schedule, random generators, early stopping, last evaluation and its step, and the batch
+    source's state if it has one."""
     state: dict[str, Any] = {
         "scheduler_state_dict": trainer.schedule.state_dict(trainer.current_step),
         **evaluation_state(trainer),

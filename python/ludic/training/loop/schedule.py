@@ -25,9 +25,10 @@ def depends_on_total(cfg: TrainerConfig) -> bool:
 class LearningRateSchedule:
     """Factor of the learning rate at each step, 0-based.
 
-    Warm-up: `(step + 1) / warmup_steps`, so that the first step is not lost at a rate of 0. Then, with `p` the share of the steps
-    after the warm-up that are done: `linear` is `1 - p`, `cosine` is `(1 + cos(pi p)) / 2`, both stretched to end at
-    `min_ratio`; `constant_with_warmup`, and no kind at all, stay at 1.
+    Warm-up: `(step + 1) / warmup_steps`, so that the first step is not lost at a rate of 0. Then,
+    with `p` the share of the steps after the warm-up that are done: `linear` is `1 - p`, `cosine`
+    is `(1 + cos(pi p)) / 2`, both stretched to end at `min_ratio`; `constant_with_warmup`, and no
+    kind at all, stay at 1.
 
     >>> LearningRateSchedule("linear", warmup_steps=2, total_steps=6).factor(3)
     0.75

@@ -10,11 +10,13 @@ from ludic.training.types import SAWItem
 logger = logging.getLogger(__name__)
 
 PATIENCE = 10
-"""Batches in a row without a signal that are nothing to worry about: easy and hard problems give some."""
+"""Batches in a row without a signal that are nothing to worry about: easy and hard problems give
+some."""
 
 
 class SignalWatch:
-    """Counts the batches in a row whose samples all have weight 0, and warns once of `PATIENCE` of them."""
+    """Counts the batches in a row whose samples all have weight 0, and warns once of `PATIENCE`
+    of them."""
 
     def __init__(self) -> None:
         self.in_a_row = 0

@@ -25,7 +25,8 @@ EPISODE_KEYS = ("num_retried_episodes", "num_failed_episodes", "num_cancelled_ep
 
 
 class StepRecord:
-    """Collects results while a step runs. Tensors stay on the device until `stats` brings them over together."""
+    """Collects results while a step runs. Tensors stay on the device until `stats` brings them
+    over together."""
 
     def __init__(self, batch: SAWBatch, macro: MacroBatch, timer: PhaseTimer) -> None:
         self.batch, self.macro, self.timer = batch, macro, timer
@@ -37,7 +38,8 @@ class StepRecord:
         self._padding = dict.fromkeys(PADDING_KEYS, 0.0)
 
     def add(self, result: BackwardResult, step: dict[str, float], *, at_step_start: bool = True) -> None:
-        """One optimizer step. `at_step_start`: its log-probabilities are those of the weights that the training step began with; only they
+        """One optimizer step. `at_step_start`: its log-probabilities are those of the weights that
+        the training step began with; only they
         say how far trainer and sampler are apart, the others also hold what was learnt since."""
         self._losses.append(result.loss)
         self._steps.append(step)
@@ -50,7 +52,8 @@ class StepRecord:
         return len(self._steps)
 
     def add_padding(self, mini_batch: MiniBatch) -> None:
-        """Its token counts and the samples left out of the passes; and its collation, which ran between the passes, is batching."""
+        """Its token counts and the samples left out of the passes; and its collation, which ran
+        between the passes, is batching."""
         for key, value in mini_batch.padding().items():
             self._padding[key] += value
         self._left_out.append((mini_batch.num_skipped, mini_batch.skipped_tokens))
@@ -58,7 +61,8 @@ class StepRecord:
         self.timer.add("forward_backward", -mini_batch.collate_s)
 
     def stats(self, reducers: Mapping[str, Reducer], cfg: TrainerConfig) -> dict[str, float]:
-        """All statistics of the step, by the keys of docs/metrics.md without their prefix. What was not measured has no key."""
+        """All statistics of the step, by the keys of docs/metrics.md without their prefix. What
+        was not measured has no key."""
         measured = {**self._of_losses(), **batch_stats([self.batch]), **self._of_batch()}
         everyone = [*self.batch.items, *self.macro.dropped]
         reduced = reducer_stats(everyone, reducers, int(measured["target_rollouts"].value))
@@ -71,7 +75,8 @@ class StepRecord:
         return {**as_percents(finished(found), percents), **self._padding, **self.timer.stats()}
 
     def _of_losses(self) -> dict[str, Stat]:
-        """Of the passes and the optimizer steps. `loss` and `grad_norm` are means over the latter; a rank's loss is its share of the whole,
+        """Of the passes and the optimizer steps. `loss` and `grad_norm` are means over the latter;
+        a rank's loss is its share of the whole,
         and its gradient norm everybody's."""
         whole = {"loss": torch.stack(self._losses).mean()} if self._losses else {}
         *micro_stats, host = to_host([*self._micro_stats, whole])
@@ -110,7 +115,8 @@ class StepRecord:
 
 
 def _known_of(micro_stats: Sequence[Mapping[str, float]], tokens: float) -> dict[str, float]:
-    """What is true, without a forward pass, of samples of weight 0 with so many action tokens each: of the keys that the loss reports."""
+    """What is true, without a forward pass, of samples of weight 0 with so many action tokens
+    each: of the keys that the loss reports."""
     known = {"adv_mean": 0.0, "adv_std": 0.0, "avg_action_tokens": tokens}
     reported = {key for stats in micro_stats for key in stats}
     return {key: known[name] for key in reported if (name := key.rpartition("/")[2]) in known}

@@ -1,4 +1,5 @@
-"""What of a trainer's parts does not go together: said before a model is built or a sample is played."""
+"""What of a trainer's parts does not go together: said before a model is built or a sample is
+played."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 def check_publisher(cfg: TrainerConfig, publisher: object) -> None:
-    """Publishing every step is the default, so that written out it asks for nothing new; any other cadence does."""
+    """Publishing every step is the default, so that written out it asks for nothing new; any
+    other cadence does."""
     if publisher is not None or not cfg.given("sync_every_steps") or cfg.sync_every_steps == 0:
         return
     if cfg.sync_every_steps > 1:

@@ -1,8 +1,10 @@
-"""What a loss is, what it may know of the batch it is part of, and how micro-batches add up to the unsplit loss.
+"""What a loss is, what it may know of the batch it is part of, and how micro-batches add up to the
+unsplit loss.
 
-A loss is the mean over the samples (or tokens) of the batch that it is called on. The trainer calls it on micro-batches, so it
-multiplies each result by the micro-batch's **share** of the whole mini-batch: the shares add up to one, and so the gradients
-add up to that of the unsplit batch. Statistics over "the batch", such as a baseline, come from `BatchTotals` for the same reason.
+A loss is the mean over the samples (or tokens) of the batch that it is called on. The trainer calls
+it on micro-batches, so it multiplies each result by the micro-batch's **share** of the whole
+mini-batch: the shares add up to one, and so the gradients add up to that of the unsplit batch.
+Statistics over "the batch", such as a baseline, come from `BatchTotals` for the same reason.
 
 Shapes: B rows, T tokens, V vocabulary, S tokens of a padding-free batch.
 """
@@ -31,11 +33,12 @@ from ludic.training.loss.functional import (
 )
 
 Batch = Mapping[str, Any]
-"""A collated micro-batch. Padded: `input_ids`, `attention_mask`, `action_mask` [B, T], `weight` [B], and with log-probabilities of
-the actor `actor_logps` [B, T], `old_logp_action` [B]. Padding-free: rows stand one behind another in [1, S], `cu_seqlens` [B + 1]
-says where each begins, and a collated one has `max_seqlen`, an `int`. With `turns` [N, 3] several samples share a row: N samples,
-of which each has a weight, and its row, begin and end are in `turns`. Preference samples have `meta`, lists of B `pair_id`, `role`
-and `label`."""
+"""A collated micro-batch. Padded: `input_ids`, `attention_mask`, `action_mask` [B, T], `weight`
+[B], and with log-probabilities of the actor `actor_logps` [B, T], `old_logp_action` [B].
+Padding-free: rows stand one behind another in [1, S], `cu_seqlens` [B + 1] says where each
+begins, and a collated one has `max_seqlen`, an `int`. With `turns` [N, 3] several samples share
+a row: N samples, of which each has a weight, and its row, begin and end are in `turns`.
+Preference samples have `meta`, lists of B `pair_id`, `role` and `label`."""
 Stats = dict[str, Any]
 """Detached scalars on the device of the logits."""
 Normalizer = Literal["samples", "tokens", "pairs"]
@@ -46,25 +49,29 @@ class Correction(Protocol):
     """Weighs tokens by how far the trainer and the sampler are apart on them (`correction`)."""
 
     def weights(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """[B, T - 1] weights, from log pi_trainer - log pi_sampler at the same weights [B, T - 1], 0 off the actions, and the mask."""
+        """[B, T - 1] weights, from log pi_trainer - log pi_sampler at the same weights [B, T -
+        1], 0 off the actions, and the mask."""
         ...
 
 
 class Loss(Protocol):
     """One formula. `compute` may leave `shared` out; it then computes log-probabilities of its own.
 
-    It returns the loss and statistics, scalars by name. `loss` among these is the detached loss; another number of that name is logged as
-    `reported_loss`.
+    It returns the loss and statistics, scalars by name. `loss` among these is the detached loss;
+    another number of that name is logged as `reported_loss`.
 
-    Four attributes are read where present. `normalizer` (default `samples`). `zero_weight_is_zero_gradient` (default False): whether
-    a sample of weight 0 adds nothing to the gradient, so that its forward pass can be left out. `reads_shared_only` (default
-    False): whether the logits are read through `shared` alone, so that their memory can be used again in the backward pass; set it to
-    False on an instance to keep the logits. `reads_entropy` (default False): whether `shared.entropy` is read, so that it is computed
-    together with the log-probabilities; read without being announced, it costs the memory of two more gradients.
+    Four attributes are read where present. `normalizer` (default `samples`).
+    `zero_weight_is_zero_gradient` (default False): whether a sample of weight 0 adds nothing to the
+    gradient, so that its forward pass can be left out. `reads_shared_only` (default False): whether
+    the logits are read through `shared` alone, so that their memory can be used again in the
+    backward pass; set it to False on an instance to keep the logits. `reads_entropy` (default
+    False): whether `shared.entropy` is read, so that it is computed together with the
+    log-probabilities; read without being announced, it costs the memory of two more gradients.
 
-    A loss that must know more of the whole mini-batch than `BatchTotals` counts, a norm of scores for example, has `needs_first_pass`
-    and a method `first_pass(logits, batch) -> dict[str, Tensor]`: sums over the samples of a micro-batch. The model is then run
-    twice, first without gradient, and the sums over all micro-batches and ranks are in `BatchTotals.measured`.
+    A loss that must know more of the whole mini-batch than `BatchTotals` counts, a norm of scores
+    for example, has `needs_first_pass` and a method `first_pass(logits, batch) -> dict[str,
+    Tensor]`: sums over the samples of a micro-batch. The model is then run twice, first without
+    gradient, and the sums over all micro-batches and ranks are in `BatchTotals.measured`.
     """
 
     def compute(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Stats]: ...
@@ -72,7 +79,8 @@ class Loss(Protocol):
 
 @dataclass(frozen=True)
 class BatchTotals:
-    """What a loss must know of the whole mini-batch: all samples of one optimizer step, over all ranks."""
+    """What a loss must know of the whole mini-batch: all samples of one optimizer step, over all
+    ranks."""
 
     num_samples: float
     num_tokens: float
@@ -86,7 +94,8 @@ class BatchTotals:
 
     @classmethod
     def from_columns(cls, weights: NDArray[Any], target_counts: NDArray[Any], *, num_pairs: float = 0.0) -> BatchTotals:
-        """weights [N] and predicted action tokens [N] of every sample, those of weight zero among them."""
+        """weights [N] and predicted action tokens [N] of every sample, those of weight zero
+        among them."""
         wide = np.asarray(weights, dtype=np.float64)
         return cls(
             num_samples=float(len(wide)),
@@ -126,7 +135,8 @@ def num_rows(batch: Batch) -> int:
 
 
 def num_pairs(batch: Batch) -> float:
-    """Pairs in a collated batch: ids in its `meta` that have both roles; without one, two samples are a pair."""
+    """Pairs in a collated batch: ids in its `meta` that have both roles; without one, two
+    samples are a pair."""
     meta = batch.get("meta", {})
     if "pair_id" not in meta or "role" not in meta:
         return num_rows(batch) / 2
@@ -135,7 +145,8 @@ def num_pairs(batch: Batch) -> float:
 
 
 def num_targets(batch: Batch) -> Tensor:
-    """[] action tokens of a collated batch that have a token before them in their row. Stays on the device."""
+    """[] action tokens of a collated batch that have a token before them in their row. Stays on
+    the device."""
     mask: Tensor = batch["action_mask"]
     if "cu_seqlens" in batch:
         starts = batch["cu_seqlens"][:-1].long()
@@ -144,9 +155,10 @@ def num_targets(batch: Batch) -> Tensor:
 
 
 class SharedContext:
-    """What losses on one batch have in common, computed once when first asked for. It alone knows how the batch is laid out:
-    every `[B, T - 1]` quantity below has that shape for padded and for padding-free batches, and one row a sample where several
-    samples share one of the model's."""
+    """What losses on one batch have in common, computed once when first asked for. It alone knows
+    how the batch is laid out:
+    every `[B, T - 1]` quantity below has that shape for padded and for padding-free batches, and
+    one row a sample where several samples share one of the model's."""
 
     def __init__(
         self,
@@ -160,9 +172,11 @@ class SharedContext:
         temperature: float = 1.0,
         correction: Correction | None = None,
     ) -> None:
-        """`consume_logits`: nobody reads the logits after the backward pass, which may then write over them. `wide`: compute in
-        float32 whatever the dtype of the logits. `with_entropy`: the entropy will be asked for. `temperature`: the policy is that of
-        logits / temperature. `correction`: how tokens are weighed that the policy and its sampler judge differently."""
+        """`consume_logits`: nobody reads the logits after the backward pass, which may then write
+        over them. `wide`: compute in
+        float32 whatever the dtype of the logits. `with_entropy`: the entropy will be asked for.
+        `temperature`: the policy is that of logits / temperature. `correction`: how tokens are
+        weighed that the policy and its sampler judge differently."""
         self.logits = logits
         self.batch = batch
         self._totals = totals
@@ -176,7 +190,8 @@ class SharedContext:
         return BatchTotals.from_batch(self.batch) if self._totals is None else self._totals
 
     def share(self, normalizer: Normalizer) -> float | Tensor:
-        """This batch's part of the mini-batch, in [0, 1]. 1 for a batch that stands alone. A count of tokens stays on the device."""
+        """This batch's part of the mini-batch, in [0, 1]. 1 for a batch that stands alone. A
+        count of tokens stays on the device."""
         if self._totals is None:
             return 1.0
         total = self._totals.of(normalizer)
@@ -200,8 +215,10 @@ class SharedContext:
 
     @cached_property
     def token_logp(self) -> Tensor:
-        """[B, T - 1] log-probability of each next token. With a correction its gradient, and nothing else, is multiplied by the weight of
-        the token: for whatever loss is made of it, that weighs the token's own part of the gradient."""
+        """[B, T - 1] log-probability of each next token. With a correction its gradient, and
+        nothing else, is multiplied by the weight of
+        the token: for whatever loss is made of it, that weighs the token's own part of the
+        gradient."""
         if self._correction is None:
             return self.measured_logp
         return with_scaled_gradient(self.measured_logp, self.correction_weight)
@@ -222,7 +239,8 @@ class SharedContext:
 
     @cached_property
     def proximal_logp(self) -> Tensor:
-        """[B, T - 1] the same under the trainer's own weights as the step began: the batch's where it has them, else the present ones,
+        """[B, T - 1] the same under the trainer's own weights as the step began: the batch's where
+        it has them, else the present ones,
         which is the same thing in the first optimizer step of a batch."""
         return self._of_tokens("proximal_logps") if "proximal_logps" in self.batch else self.measured_logp.detach()
 
@@ -238,7 +256,8 @@ class SharedContext:
 
     @cached_property
     def correction_weight(self) -> Tensor:
-        """[B, T - 1] weight of each token's gradient; 1 without a correction and off the actions. No gradient flows through it."""
+        """[B, T - 1] weight of each token's gradient; 1 without a correction and off the
+        actions. No gradient flows through it."""
         if self._correction is None:
             return torch.ones_like(self.token_mask)
         log_ratio = masked(self.proximal_logp - self.behaviour_logp, self.token_mask).detach()
@@ -268,7 +287,8 @@ class SharedContext:
 
     @cached_property
     def actor_logps_shifted(self) -> Tensor:
-        """[B, T - 1] log-probability of each next token under the policy that ratios are taken against: the one that sampled it, or,
+        """[B, T - 1] log-probability of each next token under the policy that ratios are taken
+        against: the one that sampled it, or,
         with a correction, the trainer's own at the beginning of the step."""
         return self.behaviour_logp if self._correction is None else self.proximal_logp
 
@@ -298,7 +318,8 @@ class SharedContext:
         return weight
 
     def logp_action(self, *, length_normalize: bool = False) -> Tensor:
-        """[B] log-probability of each row's action, a mean over its tokens if `length_normalize`."""
+        """[B] log-probability of each row's action, a mean over its tokens if
+        `length_normalize`."""
         summed = masked(self.token_logp, self.token_mask).sum(dim=1)
         return summed / self.token_counts if length_normalize else summed
 
@@ -312,7 +333,8 @@ class SharedContext:
         return old / self.token_counts if length_normalize else old
 
     def _rows(self, shifted: Tensor) -> Tensor:
-        """Values as collated, [rows, T - 1] or [1, S - 1], to one row a sample, [B, T - 1], zero-padded."""
+        """Values as collated, [rows, T - 1] or [1, S - 1], to one row a sample, [B, T - 1],
+        zero-padded."""
         if self._own_tokens is None:
             return shifted
         source, sample, column, shape = self._own_tokens
@@ -320,13 +342,15 @@ class SharedContext:
 
     @property
     def token_places(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Where in the flattened shifted batch each token of a sample lies, with its sample and column; None where every sample is a row
+        """Where in the flattened shifted batch each token of a sample lies, with its sample and
+        column; None where every sample is a row
         of the batch."""
         return None if self._own_tokens is None else self._own_tokens[:3]
 
     @cached_property
     def _own_tokens(self) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]] | None:
-        """Where each token that a sample predicts lies in the flattened shifted values, and its sample and column; None where
+        """Where each token that a sample predicts lies in the flattened shifted values, and its
+        sample and column; None where
         every sample is a row already. The first token of a row is predicted by none."""
         if "turns" not in self.batch and "cu_seqlens" not in self.batch:
             return None
@@ -339,7 +363,8 @@ class SharedContext:
         return source, sample, column, (len(counts), max(1, int(counts.max())))
 
     def _spans(self) -> tuple[Tensor, Tensor, Tensor]:
-        """[B] of each sample: where the shifted values of its row begin, and where in the row its own tokens begin and end."""
+        """[B] of each sample: where the shifted values of its row begin, and where in the row
+        its own tokens begin and end."""
         if "cu_seqlens" in self.batch:
             bounds = self.batch["cu_seqlens"].long()
             starts, lengths = bounds[:-1], bounds.diff()
@@ -354,13 +379,15 @@ class SharedContext:
 
 
 def of_actions(values: Tensor, batch: Batch) -> list[Tensor]:
-    """Per-token values [B, T - 1] of a context, those of the action tokens alone: one [A] a sample, the same however it is laid out."""
+    """Per-token values [B, T - 1] of a context, those of the action tokens alone: one [A] a
+    sample, the same however it is laid out."""
     mask = SharedContext(batch["input_ids"], batch).token_mask.bool()
     return [row[kept] for row, kept in zip(values, mask, strict=True)]
 
 
 def as_collated(rows: Sequence[Tensor | None], batch: Batch) -> Tensor:
-    """Values of each sample's action tokens, as `of_actions` gives them, laid out like the `input_ids` of `batch`. 0 elsewhere, and where
+    """Values of each sample's action tokens, as `of_actions` gives them, laid out like the
+    `input_ids` of `batch`. 0 elsewhere, and where
     a sample has none."""
     ids: Tensor = batch["input_ids"]
     context = SharedContext(ids, batch)
@@ -378,7 +405,8 @@ def as_collated(rows: Sequence[Tensor | None], batch: Batch) -> Tensor:
 
 
 def scaled_loss(loss: Loss, logits: Tensor, batch: Batch, shared: SharedContext) -> tuple[Tensor, Stats]:
-    """The loss of a micro-batch times its share of the mini-batch: summed over the micro-batches it is the unsplit loss."""
+    """The loss of a micro-batch times its share of the mini-batch: summed over the micro-batches
+    it is the unsplit loss."""
     value, stats = call_loss(loss, logits, batch, shared)
     stats = _with_reported_loss(value, stats)
     if getattr(loss, "scales_itself", False):
@@ -387,7 +415,8 @@ def scaled_loss(loss: Loss, logits: Tensor, batch: Batch, shared: SharedContext)
 
 
 def _with_reported_loss(value: Tensor, stats: Stats) -> Stats:
-    """The trainer logs the loss that it differentiates as `loss`. Where a loss reports another number under that name than the value it
+    """The trainer logs the loss that it differentiates as `loss`. Where a loss reports another
+    number under that name than the value it
     returns (detached, they share their memory), it is logged beside it as `reported_loss`."""
     reported = stats.get("loss")
     if reported is None or (isinstance(reported, Tensor) and reported.data_ptr() == value.data_ptr()):
@@ -436,8 +465,10 @@ def reads_entropy(loss: object) -> bool:
 
 
 def row_mean(values: Tensor, shared: SharedContext, *, length_normalize: bool, normalizer: Normalizer) -> Tensor:
-    """Mean of per-token values [B, T - 1] over the actions: by row, its sum or (length_normalize) its mean, then over rows; or, with
-    `normalizer="tokens"`, over all action tokens of the batch at once (DAPO, arXiv:2503.14476, eq. 8)."""
+    """Mean of per-token values [B, T - 1] over the actions: by row, its sum or (length_normalize)
+    its mean, then over rows; or, with
+    `normalizer="tokens"`, over all action tokens of the batch at once (DAPO, arXiv:2503.14476,
+    eq. 8)."""
     sums = masked(values, shared.token_mask).sum(dim=1)
     if normalizer == "tokens":
         return sums.sum() / shared.token_mask.sum().clamp(min=1.0)

@@ -27,10 +27,10 @@ from ludic.training.loss.statistics import capped, k3, masked_stats, outside, po
 class ClippedSurrogateLoss:
     """L = -mean_b min(r_b A_b, clip(r_b, 1 - low, 1 + high) A_b), r_b the ratio of sequence b.
 
-    GSPO (arXiv:2507.18071, eq. 5 to 7): with `length_normalize`, r_b is the geometric mean of the token ratios. `ratio_clip` caps r_b
-    from above before anything else. Nothing is detached: a sequence out of range on the side that its advantage pushes gets no
-    gradient.
-    `clip_eps` is the older single range; it sets both sides and warns.
+    GSPO (arXiv:2507.18071, eq. 5 to 7): with `length_normalize`, r_b is the geometric mean of the
+    token ratios. `ratio_clip` caps r_b from above before anything else. Nothing is detached: a
+    sequence out of range on the side that its advantage pushes gets no gradient. `clip_eps` is the
+    older single range; it sets both sides and warns.
     """
 
     clip_eps_low: float = 3e-4
@@ -74,11 +74,13 @@ class ClippedSurrogateLoss:
 
 @dataclass
 class TokenClippedSurrogateLoss:
-    """L = -mean_b sum_t min(r_bt A_b, clip(r_bt, 1 - low, 1 + high) A_b), r_bt the ratio of token t.
+    """L = -mean_b sum_t min(r_bt A_b, clip(r_bt, 1 - low, 1 + high) A_b), r_bt the ratio of token
+    t.
 
-    GRPO (DeepSeekMath, arXiv:2402.03300, eq. 3, without its KL term) with the asymmetric range of DAPO (arXiv:2503.14476, eq. 10). The
-    sum over tokens is divided by their number if `length_normalize`; `normalizer="tokens"` takes one mean over all action
-    tokens of the batch (DAPO, eq. 8). `ratio_clip` caps r_bt from above first. Nothing is detached.
+    GRPO (DeepSeekMath, arXiv:2402.03300, eq. 3, without its KL term) with the asymmetric range of
+    DAPO (arXiv:2503.14476, eq. 10). The sum over tokens is divided by their number if
+    `length_normalize`; `normalizer="tokens"` takes one mean over all action tokens of the batch
+    (DAPO, eq. 8). `ratio_clip` caps r_bt from above first. Nothing is detached.
     """
 
     clip_eps_low: float = 0.2

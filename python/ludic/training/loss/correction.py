@@ -1,14 +1,18 @@
-"""Corrections for samples that another engine, or an older policy, drew: a weight on each token's gradient.
+"""Corrections for samples that another engine, or an older policy, drew: a weight on each token's
+gradient.
 
-Two engines give the same tokens different probabilities even at the same weights. With pi_s the sampler's policy and pi_o the trainer's
-own at the beginning of the step, w_t = pi_o(y_t) / pi_s(y_t) is the importance weight that turns the sampler's tokens into the
-trainer's. A correction makes a bounded weight f(w_t) of it, and the ratios of the loss are then taken against pi_o instead of pi_s:
+Two engines give the same tokens different probabilities even at the same weights. With pi_s the
+sampler's policy and pi_o the trainer's own at the beginning of the step, w_t = pi_o(y_t) /
+pi_s(y_t) is the importance weight that turns the sampler's tokens into the trainer's. A correction
+makes a bounded weight f(w_t) of it, and the ratios of the loss are then taken against pi_o instead
+of pi_s:
 
     grad L = E_s[ f(w_t) grad l(pi / pi_o) ]
 
-f is detached. It multiplies the gradient at the token's log-probability (`SharedContext.token_logp`); the value that a loss reports is
-that without the correction. An entropy bonus, whose gradient does not go through the tokens' log-probabilities, is not weighed. Weights
-are those of one token or of one sample, so that they do not depend on how a batch is split.
+f is detached. It multiplies the gradient at the token's log-probability
+(`SharedContext.token_logp`); the value that a loss reports is that without the correction. An
+entropy bonus, whose gradient does not go through the tokens' log-probabilities, is not weighed.
+Weights are those of one token or of one sample, so that they do not depend on how a batch is split.
 
 Shapes: B rows, T tokens.
 """
@@ -33,9 +37,10 @@ LEVELS = ("token", "sequence")
 class TruncatedImportanceSampling:
     """f(w) = min(w, cap).
 
-    Truncated importance sampling (Ionides 2008) between the engines of sampling and training (Yao et al. 2025, "Your Efficient RL
-    Framework Secretly Brings You Off-Policy RL Training"). `level="sequence"` takes the product of w over a sample's tokens and gives
-    it to all of them, which is unbiased up to the cap, and of a spread that grows with the length.
+    Truncated importance sampling (Ionides 2008) between the engines of sampling and training (Yao
+    et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
+    `level="sequence"` takes the product of w over a sample's tokens and gives it to all of them,
+    which is unbiased up to the cap, and of a spread that grows with the length.
     """
 
     cap: float = 2.0
@@ -52,8 +57,9 @@ class TruncatedImportanceSampling:
 class MaskedImportanceSampling:
     """f(w) = w if w <= cap, else 0.
 
-    What truncation would keep at the cap is left out: masked importance sampling (Liu et al. 2025, "When Speed Kills Stability:
-    Demystifying RL Collapse from the Training-Inference Mismatch"). `level="sequence"` leaves out whole samples.
+    What truncation would keep at the cap is left out: masked importance sampling (Liu et al. 2025,
+    "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch").
+    `level="sequence"` leaves out whole samples.
     """
 
     cap: float = 2.0
@@ -71,8 +77,8 @@ class MaskedImportanceSampling:
 class IcePop:
     """f(w) = w if low <= w <= high, else 0, token by token.
 
-    IcePop (Ling Team 2025, "Every Step Evolves", arXiv:2510.18855): tokens on which the engines are far apart, on either side, are
-    left out.
+    IcePop (Ling Team 2025, "Every Step Evolves", arXiv:2510.18855): tokens on which the engines are
+    far apart, on either side, are left out.
     """
 
     low: float = 0.5

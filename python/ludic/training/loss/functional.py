@@ -1,8 +1,9 @@
-"""Log-probabilities and entropy of logits, in float32 and in chunks, so that no copy of `[B, T, V]` is made.
+"""Log-probabilities and entropy of logits, in float32 and in chunks, so that no copy of `[B, T, V]`
+is made.
 
-The next-token shift of a causal model is in the three `compute_token_...` functions, and nowhere else:
-`logits[:, t]` scores `input_ids[:, t + 1]`, so that results have T - 1 columns. Shapes: B rows, T tokens, V vocabulary,
-N rows of flattened logits.
+The next-token shift of a causal model is in the three `compute_token_...` functions, and nowhere
+else: `logits[:, t]` scores `input_ids[:, t + 1]`, so that results have T - 1 columns. Shapes: B
+rows, T tokens, V vocabulary, N rows of flattened logits.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ CHUNK_ELEMENTS = 1 << 20
 
 
 class LogitsUse:
-    """Who reads a tensor of logits, so that the last reader's gradient may take its place in memory.
+    """Who reads a tensor of logits, so that the last reader's gradient may take its place in
+    memory.
 
-    `consume` says that nobody needs the logits after the backward pass. If one function here is then their only reader, its backward
-    writes the gradient over them, and no second tensor of their size is made. Parameters, and logits that the operation which
-    made them kept for its own backward pass (tanh does), are left alone. Should yet another operation have kept them, autograd
+    `consume` says that nobody needs the logits after the backward pass. If one function here is
+    then their only reader, its backward writes the gradient over them, and no second tensor of
+    their size is made. Parameters, and logits that the operation which made them kept for its own
+    backward pass (tanh does), are left alone. Should yet another operation have kept them, autograd
     raises instead of computing a wrong gradient: the write counts as a change in place.
     """
 
@@ -43,7 +46,8 @@ class LogitsUse:
         self.consume = self.consume and _is_free(logits)
 
     def dtype(self, logits: Tensor) -> torch.dtype:
-        """What is computed in: float32, float64 for logits that are, or with `wide=False` their own."""
+        """What is computed in: float32, float64 for logits that are, or with `wide=False` their
+        own."""
         return logits.dtype if logits.dtype == torch.float64 or not self.wide else torch.float32
 
     def tempered(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
@@ -56,7 +60,8 @@ class LogitsUse:
 
 
 def selective_log_softmax(logits: Tensor, index: Tensor, *, use: LogitsUse | None = None) -> Tensor:
-    """`log_softmax(logits)` at `index` only. logits [..., V], index [...] int64, result [...] float32.
+    """`log_softmax(logits)` at `index` only. logits [..., V], index [...] int64, result [...]
+    float32.
 
     The gradient is exact: softmax is computed again, chunk by chunk, in the backward pass.
     """
@@ -69,16 +74,19 @@ def selective_log_softmax(logits: Tensor, index: Tensor, *, use: LogitsUse | Non
 
 
 def compute_token_logp(logits: Tensor, input_ids: Tensor, *, use: LogitsUse | None = None) -> Tensor:
-    """Log-probability of each next token. logits [B, T, V], input_ids [B, T] int64, result [B, T - 1] float32."""
+    """Log-probability of each next token. logits [B, T, V], input_ids [B, T] int64, result [B, T
+    - 1] float32."""
     _check_shapes(logits, input_ids)
     # The last position predicts nothing; leaving it out of the logits would copy them.
     return selective_log_softmax(logits, pad(input_ids[:, 1:], (0, 1)), use=use)[:, :-1]
 
 
 def compute_logp_action(logits: Tensor, input_ids: Tensor, action_mask: Tensor, *, length_normalize: bool = False) -> Tensor:
-    """Log-probability of each row's action: the masked sum over tokens, divided by their number if `length_normalize`.
+    """Log-probability of each row's action: the masked sum over tokens, divided by their number if
+    `length_normalize`.
 
-    logits [B, T, V], input_ids and action_mask [B, T], result [B] float32. What the mask leaves out may be -inf.
+    logits [B, T, V], input_ids and action_mask [B, T], result [B] float32. What the mask leaves out
+    may be -inf.
     """
     _check_shapes(logits, input_ids)
     if action_mask.shape != input_ids.shape:
@@ -89,7 +97,8 @@ def compute_logp_action(logits: Tensor, input_ids: Tensor, action_mask: Tensor, 
 
 
 def compute_token_entropy(logits: Tensor, *, use: LogitsUse | None = None) -> Tensor:
-    """Entropy in nats of the distribution of each next token. logits [B, T, V], result [B, T - 1] float32."""
+    """Entropy in nats of the distribution of each next token. logits [B, T, V], result [B, T -
+    1] float32."""
     if logits.ndim != 3:
         raise DataError(f"logits must be [B, T, V], got {tuple(logits.shape)}")
     use = use or LogitsUse()
@@ -99,7 +108,8 @@ def compute_token_entropy(logits: Tensor, *, use: LogitsUse | None = None) -> Te
 
 
 def compute_token_logp_and_entropy(logits: Tensor, input_ids: Tensor, *, use: LogitsUse | None = None) -> tuple[Tensor, Tensor]:
-    """Both of the above as one reader of the logits, whose gradient is one tensor instead of three."""
+    """Both of the above as one reader of the logits, whose gradient is one tensor instead of
+    three."""
     _check_shapes(logits, input_ids)
     use = use or LogitsUse()
     use.read(logits)
@@ -117,8 +127,8 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
 def capped_exp(log_ratio: Tensor, ratio_clip: float | None) -> Tensor:
     """exp(log_ratio), at most `ratio_clip` if there is one; no gradient where the cap acts.
 
-    With a cap nothing overflows, however large the logarithm. Without one an infinite ratio is left to be seen: it says that the
-    log-probabilities are wrong, and the trainer stops at it.
+    With a cap nothing overflows, however large the logarithm. Without one an infinite ratio is left
+    to be seen: it says that the log-probabilities are wrong, and the trainer stops at it.
     """
     if ratio_clip is None:
         return log_ratio.exp()
@@ -126,7 +136,8 @@ def capped_exp(log_ratio: Tensor, ratio_clip: float | None) -> Tensor:
 
 
 def with_scaled_gradient(values: Tensor, weight: Tensor) -> Tensor:
-    """The values as they are; the gradient that comes back to them is multiplied by `weight`, of their shape."""
+    """The values as they are; the gradient that comes back to them is multiplied by `weight`, of
+    their shape."""
     scaled: Tensor = _ScaledGradient.apply(values, weight)
     return scaled
 
@@ -200,7 +211,8 @@ class _SelectedLogp(torch.autograd.Function):
 
 
 def _of_logits(use: LogitsUse, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Gradients of what is computed from logits / temperature, so that their product with its derivative is that of the logits."""
+    """Gradients of what is computed from logits / temperature, so that their product with its
+    derivative is that of the logits."""
     return grads if use.temperature == 1.0 else tuple(grad / use.temperature for grad in grads)
 
 
@@ -220,7 +232,8 @@ def _chosen(logits_NV: Tensor, index_N: Tensor, norms_N: Tensor, use: LogitsUse)
 
 
 def _selected_gradient(logits_NV: Tensor, index_N1: Tensor, norms_N1: Tensor, grad_N1: Tensor) -> Tensor:
-    """(onehot - softmax) * grad in the dtype of the norms: in that of half-precision logits, 1 - softmax of a likely token is 0."""
+    """(onehot - softmax) * grad in the dtype of the norms: in that of half-precision logits, 1 -
+    softmax of a likely token is 0."""
     return torch.sub(logits_NV, norms_N1).exp_().mul_(-grad_N1).scatter_add_(1, index_N1, grad_N1)
 
 
@@ -301,7 +314,8 @@ class _SelectedLogpAndEntropy(torch.autograd.Function):
 def _both_gradients(
     logits_NV: Tensor, index_N1: Tensor, norms_N1: Tensor, entropy_N1: Tensor, logp_grad_N1: Tensor, entropy_grad_N1: Tensor
 ) -> Tensor:
-    """onehot * g - p * g - p (log p + H) * h, g and h the gradients of the log-probability and of the entropy."""
+    """onehot * g - p * g - p (log p + H) * h, g and h the gradients of the log-probability and
+    of the entropy."""
     logp = torch.sub(logits_NV, norms_N1).clamp_(min=torch.finfo(norms_N1.dtype).min)
     p = logp.exp()
     negative = logp.add_(entropy_N1).mul_(p).mul_(entropy_grad_N1).addcmul_(p, logp_grad_N1)

@@ -14,16 +14,18 @@ from ludic.training.loss.functional import masked
 from ludic.training.loss.statistics import masked_stats, spread
 
 Estimator = Literal["k1", "k2", "k3"]
-"""Estimates of KL(policy || actor) from log_ratio = log pi - log pi_actor. k1: log_ratio, unbiased in value, but its gradient is zero
-in expectation on the actor's own samples; k2: log_ratio^2 / 2; k3: exp(-log_ratio) - 1 + log_ratio, as in GRPO."""
+"""Estimates of KL(policy || actor) from log_ratio = log pi - log pi_actor. k1: log_ratio,
+unbiased in value, but its gradient is zero in expectation on the actor's own samples; k2:
+log_ratio^2 / 2; k3: exp(-log_ratio) - 1 + log_ratio, as in GRPO."""
 
 
 @dataclass
 class TokenKLLoss:
     """L = coeff * mean_b mean_t k(log pi_bt - log pi_bt^actor).
 
-    Schulman, "Approximating KL divergence" (2020), for the three estimators; k1 is the default. Without `length_normalize` the mean
-    over t is a sum. The actor's log-probabilities are constants.
+    Schulman, "Approximating KL divergence" (2020), for the three estimators; k1 is the default.
+    Without `length_normalize` the mean over t is a sum. The actor's log-probabilities are
+    constants.
     """
 
     coeff: float = 0.01
@@ -57,7 +59,8 @@ class TokenKLLoss:
 
 @dataclass
 class KLLoss:
-    """L = coeff * mean_b k(l_b - l_b^old), l_b the log-probability of sequence b; k1 is the default, as in TokenKLLoss. With
+    """L = coeff * mean_b k(l_b - l_b^old), l_b the log-probability of sequence b; k1 is the
+    default, as in TokenKLLoss. With
     `length_normalize` both are means over tokens. l_b^old is a constant."""
 
     coeff: float = 1.0
@@ -83,7 +86,8 @@ class KLLoss:
 
 @dataclass
 class EntropyBonus:
-    """L = -coeff * (sum of H_t over the actions) / (number of actions), H_t the entropy of the distribution that token t was drawn
+    """L = -coeff * (sum of H_t over the actions) / (number of actions), H_t the entropy of the
+    distribution that token t was drawn
     from. A mean over all action tokens of the mini-batch; 0 when there is none."""
 
     coeff: float = 0.01

@@ -1,6 +1,8 @@
-"""How far the trainer's log-probabilities are from those that the sampler gave with its tokens: `mismatch/*`.
+"""How far the trainer's log-probabilities are from those that the sampler gave with its tokens:
+`mismatch/*`.
 
-With d_t = log pi_trainer(y_t) - log pi_sampler(y_t) over all action tokens, drawn by the sampler, and w_t = exp(d_t):
+With d_t = log pi_trainer(y_t) - log pi_sampler(y_t) over all action tokens, drawn by the sampler,
+and w_t = exp(d_t):
 
     mismatch/mean      mean of |d|                                    in nats
     mismatch/max       largest |d|
@@ -8,8 +10,9 @@ With d_t = log pi_trainer(y_t) - log pi_sampler(y_t) over all action tokens, dra
     mismatch/ess       (sum w)^2 / (n sum w^2): the share of the tokens that importance weighting would leave effective, in (0, 1]
     mismatch/tokens    n
 
-Both sides are of one distribution only at the temperature that the trainer was told (`TrainerConfig.temperature`). A micro-batch gives
-sums, so that the numbers of a step are exact means over its tokens, however they were split.
+Both sides are of one distribution only at the temperature that the trainer was told
+(`TrainerConfig.temperature`). A micro-batch gives sums, so that the numbers of a step are exact
+means over its tokens, however they were split.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ LONGEST_LOG_RATIO = 20.0
 
 
 def mismatch_sums(shared: SharedContext) -> Stats:
-    """Of one micro-batch, as detached scalars on its device. Nothing where the batch has no log-probabilities of the sampler, or where
+    """Of one micro-batch, as detached scalars on its device. Nothing where the batch has no
+    log-probabilities of the sampler, or where
     the loss did not ask for the policy's: none are computed for this."""
     if "actor_logps" not in shared.batch or not shared.knows_logp:
         return {}
@@ -58,7 +62,8 @@ def is_mismatch_sum(key: str) -> bool:
 
 
 def mismatch_of(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """The statistics from sums over all micro-batches (and the largest `abs_max`), by full key. Without a token, nothing."""
+    """The statistics from sums over all micro-batches (and the largest `abs_max`), by full key.
+    Without a token, nothing."""
     part = {key.removeprefix(PREFIX): value for key, value in sums.items() if is_mismatch_sum(key)}
     if not part or not float(part["tokens"]):
         return {}

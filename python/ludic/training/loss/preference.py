@@ -24,22 +24,26 @@ SQUARED_MARGINS = "squared_margins"
 
 @dataclass
 class BradleyTerryLoss:
-    """L = mean_p -[y log sigma(z) + (1 - y) log sigma(-z)] + lambda |s_c - s_r| + lambda_s mean_p (s_c^2 + s_r^2),
+    """L = mean_p -[y log sigma(z) + (1 - y) log sigma(-z)] + lambda |s_c - s_r| + lambda_s mean_p
+    (s_c^2 + s_r^2),
     with z = beta (s_c - s_r) and y = label (1 - eps) + eps / 2.
 
-    Bradley and Terry 1952; as a loss of reward models Ouyang et al. 2022 (arXiv:2203.02155), eq. 1. s_c and s_r are the scores of the
-    chosen and the rejected sample: the model's one logit, or with `score_type="logprob"` the summed log-probability of the action. The
-    second term is a norm over the pairs of the whole mini-batch, not a mean, and grows with their number: by sqrt(P) for l2, by P
-    for l1. The gradient of the l2 norm needs the scores of all pairs, so that over several micro-batches the model is run
-    twice, first without gradient. Nothing is detached.
+    Bradley and Terry 1952; as a loss of reward models Ouyang et al. 2022 (arXiv:2203.02155), eq. 1.
+    s_c and s_r are the scores of the chosen and the rejected sample: the model's one logit, or with
+    `score_type="logprob"` the summed log-probability of the action. The second term is a norm over
+    the pairs of the whole mini-batch, not a mean, and grows with their number: by sqrt(P) for l2,
+    by P for l1. The gradient of the l2 norm needs the scores of all pairs, so that over several
+    micro-batches the model is run twice, first without gradient. Nothing is detached.
 
-    The batch needs `meta` with `pair_id`, `role` and `label`. Samples whose other half is absent say nothing.
+    The batch needs `meta` with `pair_id`, `role` and `label`. Samples whose other half is absent
+    say nothing.
     """
 
     beta: float = 1.0
     """How much a difference of scores says: the inverse of a temperature."""
     score_type: ScoreType = "reward"
-    """Where scores come from: logits [B] or [B, 1], or the log-probabilities of logits [B, T, V]."""
+    """Where scores come from: logits [B] or [B, 1], or the log-probabilities of logits [B, T,
+    V]."""
     regularization_lambda: float = 0.0
     """Weight of the norm of the score differences."""
     regularization_type: RegularizationType = "l2"
@@ -112,8 +116,10 @@ class BradleyTerryLoss:
         return scores[chosen], scores[rejected], scores.new_tensor(labels)
 
     def _norm(self, difference: Tensor, shared: SharedContext) -> Tensor:
-        """This micro-batch's part of the norm over the mini-batch, divided by its share, by which the loss will be multiplied. The parts
-        of sum_i |d_i| are plain; of n = sqrt(sum_i d_i^2) a part is sum_k d_k^2 / n, whose gradient must be d_k / n."""
+        """This micro-batch's part of the norm over the mini-batch, divided by its share, by which
+        the loss will be multiplied. The parts
+        of sum_i |d_i| are plain; of n = sqrt(sum_i d_i^2) a part is sum_k d_k^2 / n, whose
+        gradient must be d_k / n."""
         share = shared.share(self.normalizer)
         if self.regularization_type == "l1":
             return difference.abs().sum() / share
@@ -146,7 +152,8 @@ def check_score_type(score_type: str) -> None:
 
 
 def preference_scores(shared: SharedContext, score_type: ScoreType) -> Tensor:
-    """[B] score of each sample, in float32 or wider. Raises DataError for logits that are not one a sample."""
+    """[B] score of each sample, in float32 or wider. Raises DataError for logits that are not
+    one a sample."""
     if score_type == "logprob":
         return shared.logp_action()
     logits, rows = shared.logits, num_rows(shared.batch)

@@ -1,6 +1,7 @@
 """Statistics that losses report: detached scalars that stay on the device of the logits.
 
-Shapes: B rows, T tokens. Per-token values are [B, T - 1], and count where the next token is an action.
+Shapes: B rows, T tokens. Per-token values are [B, T - 1], and count where the next token is an
+action.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from ludic.training.loss.functional import masked
 
 
 def policy_stats(shared: SharedContext, ratio: Tensor) -> Stats:
-    """What every loss on token ratios [B, T - 1] reports. `kl_actor_policy` is that of the ratio before any cap."""
+    """What every loss on token ratios [B, T - 1] reports. `kl_actor_policy` is that of the ratio
+    before any cap."""
     advantage = shared.weight
     return {
         **masked_stats(shared, ratio_mean=ratio, kl_actor_policy=k3(shared.log_ratio)),
@@ -43,7 +45,8 @@ def spread(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """r - log r - 1: an estimate of KL(actor || policy) from the actor's samples that is never negative (Schulman, "Approximating
+    """r - log r - 1: an estimate of KL(actor || policy) from the actor's samples that is never
+    negative (Schulman, "Approximating
     KL divergence", 2020)."""
     log_ratio = log_ratio.detach()
     return torch.expm1(log_ratio) - log_ratio

@@ -22,8 +22,9 @@ from ludic.training.loss.statistics import masked_stats
 class MaskedCausalLMCrossEntropyLoss:
     """L = mean_b w_b mean_t -log pi_bt over the action tokens, in float32.
 
-    Without `length_normalize` the mean over t is a sum; `normalizer="tokens"` takes one mean over all action tokens, as causal
-    language models are usually trained. A batch without `weight` has weight 1 everywhere.
+    Without `length_normalize` the mean over t is a sum; `normalizer="tokens"` takes one mean over
+    all action tokens, as causal language models are usually trained. A batch without `weight` has
+    weight 1 everywhere.
     """
 
     length_normalize: bool = True

@@ -1,8 +1,10 @@
-"""Why the trainer and the sampler disagree, found by trying: each suspect says what the numbers would be if it were the cause.
+"""Why the trainer and the sampler disagree, found by trying: each suspect says what the numbers
+would be if it were the cause.
 
-The suspects, in the order in which they are believed when several fit: the sampler's log-probabilities before temperature, or at one
-that the trainer was not told; renormalised over top-p; log-probabilities or ids off by one; a prompt rendered in another way;
-text that was tokenised again; and, where nothing else is left, other weights.
+The suspects, in the order in which they are believed when several fit: the sampler's
+log-probabilities before temperature, or at one that the trainer was not told; renormalised over
+top-p; log-probabilities or ids off by one; a prompt rendered in another way; text that was
+tokenised again; and, where nothing else is left, other weights.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from ludic.types import TokenTrace
 Floats = NDArray[np.float64]
 
 EXPLAINS = 0.5
-"""A suspect must make the mean difference smaller by this factor, and no other may make it smaller still."""
+"""A suspect must make the mean difference smaller by this factor, and no other may make it
+smaller still."""
 AGREES = 0.01
 """Nats within which one token's log-probabilities are the same."""
 PROBED = 8
@@ -51,7 +54,8 @@ class Comparison:
 
     items: list[SAWItem]
     places: list[NDArray[np.int64]]
-    """Of each sample: where in its ids the compared tokens are. The first id of a sample is predicted by none."""
+    """Of each sample: where in its ids the compared tokens are. The first id of a sample is
+    predicted by none."""
     sampler: list[Floats]
     trainer: list[Floats]
     rows: list[Floats]
@@ -90,7 +94,8 @@ async def compare(
     temperature: float | None = None,
     top_p: float = 1.0,
 ) -> Comparison:
-    """The trainer's log-probabilities of the samples, beside those that came with them. One forward pass."""
+    """The trainer's log-probabilities of the samples, beside those that came with them. One
+    forward pass."""
     shaping: dict[str, Any] = {} if temperature is None and top_p == 1.0 else {"temperature": temperature, "top_p": top_p}
     tensors = collate_saw_items(items, pad_token_id=cfg.pad_token_id, device=cfg.model_device)
     logps = await backend.forward_logprobs(MicroBatch(tensors, len(items)), **shaping).result()
@@ -175,7 +180,8 @@ class Suspects:
         return max(len(item.input_ids) for item in items) * len(items) <= 2 * self.cfg.micro_token_budget
 
     def _other_prompts(self, found: Comparison) -> dict[str, list[list[int]]]:
-        """Prompts of all samples, by how they may have been rendered; only where that differs from what the samples have."""
+        """Prompts of all samples, by how they may have been rendered; only where that differs
+        from what the samples have."""
         if self.tokenizer is None:
             return {}
         ways: dict[str, list[list[int]]] = {}
@@ -207,7 +213,8 @@ class Suspects:
         return ways
 
     def wrong_prompts(self, found: Comparison) -> Cause | None:
-        """Whether first prompts are other tokens than the policy's tokenizer makes of their messages, whatever the numbers say."""
+        """Whether first prompts are other tokens than the policy's tokenizer makes of their
+        messages, whatever the numbers say."""
         clipped = getattr(self.client, "prompts_clipped", False)  # then the messages kept are not those that were sent
         if self.tokenizer is None or clipped:
             return None
@@ -224,9 +231,11 @@ class Suspects:
         return None
 
     def retokenised(self, found: Comparison) -> Cause | None:
-        """Completions that agree up to some token and not after it, and are exactly what the tokenizer makes of their text.
+        """Completions that agree up to some token and not after it, and are exactly what the
+        tokenizer makes of their text.
 
-        Sampled tokens are sometimes others than those; where they are, the sampler's log-probabilities belong to other tokens.
+        Sampled tokens are sometimes others than those; where they are, the sampler's
+        log-probabilities belong to other tokens.
         """
         if self.tokenizer is None:
             return None
@@ -244,7 +253,8 @@ class Suspects:
         return _encoded(self.tokenizer, self.tokenizer.decode(ids)) == ids
 
     async def by_elimination(self, found: Comparison, tried: dict[str, float], threshold: float) -> Cause:
-        """Ask the sampler to go on from token ids, if it can: no template and no text is in between; what is left is its weights."""
+        """Ask the sampler to go on from token ids, if it can: no template and no text is in
+        between; what is left is its weights."""
         ask = getattr(self.client, "complete_tokens", None)
         if ask is None or ranks.is_distributed():
             return _other_weights("")

@@ -1,11 +1,14 @@
 """Before the first step: do the trainer and the sampler speak of the same distribution?
 
-The log-probabilities that came with the first samples are compared with the trainer's own for the same tokens, at the temperature that
-the trainer was told. Where they differ, every ratio of the run would be wrong from its first step on and nothing else would say so: the
-loss goes down either way. `mismatch_causes` then looks for the reason by computing what the numbers would be if it were the one.
+The log-probabilities that came with the first samples are compared with the trainer's own for the
+same tokens, at the temperature that the trainer was told. Where they differ, every ratio of the run
+would be wrong from its first step on and nothing else would say so: the loss goes down either way.
+`mismatch_causes` then looks for the reason by computing what the numbers would be if it were the
+one.
 
-Both engines compute in finite precision. At the same weights the mean absolute difference is about 1e-6 nats in float32 and below 0.01
-in bfloat16; a wrong temperature, template or set of weights gives tenths.
+Both engines compute in finite precision. At the same weights the mean absolute difference is about
+1e-6 nats in float32 and below 0.01 in bfloat16; a wrong temperature, template or set of weights
+gives tenths.
 """
 
 from __future__ import annotations
@@ -29,9 +32,11 @@ logger = logging.getLogger(__name__)
 
 WORST_SHOWN = 8
 EXPLAINED_FROM = 1e-3
-"""Mean difference in nats from which explanations are tried: below it there is nothing to explain."""
+"""Mean difference in nats from which explanations are tried: below it there is nothing to
+explain."""
 EXPLAINED_BY = 4.0
-"""An explanation that makes the difference so many times smaller is one, be the difference below the threshold."""
+"""An explanation that makes the difference so many times smaller is one, be the difference below
+the threshold."""
 
 
 @dataclass(frozen=True)
@@ -100,16 +105,19 @@ class Preflight:
 
     >>> trainer = Trainer(..., preflight=Preflight(sampling=inference.sampling, tokenizer=tokenizer))
 
-    Everything but the threshold only helps to name the cause. With several ranks each looks at its own samples, all stop where one must,
-    and explanations that need another forward pass are not tried.
+    Everything but the threshold only helps to name the cause. With several ranks each looks at its
+    own samples, all stop where one must, and explanations that need another forward pass are not
+    tried.
     """
 
     sampling: SamplingParams | None = None
     """What the samples were drawn with."""
     tokenizer: Any | None = None
-    """Of the policy. With it, prompts are also held against its chat template; leave it out for agents whose prompts show tools."""
+    """Of the policy. With it, prompts are also held against its chat template; leave it out for
+    agents whose prompts show tools."""
     client: Any | None = None
-    """The sampler. Where it has `complete_tokens`, it is asked to go on from token ids, which leaves templates and text out."""
+    """The sampler. Where it has `complete_tokens`, it is asked to go on from token ids, which
+    leaves templates and text out."""
     threshold: float = 0.02
     """Largest healthy mean absolute difference, in nats."""
     num_samples: int = 32
@@ -124,7 +132,8 @@ class Preflight:
             raise ConfigError(f"num_samples ({self.num_samples}) must be >= 1")
 
     async def __call__(self, backend: TrainingBackend, cfg: TrainerConfig, items: Sequence[SAWItem]) -> PreflightReport | None:
-        """The report; None where no sample has log-probabilities to compare. Raises MismatchError, whose `report` says more."""
+        """The report; None where no sample has log-probabilities to compare. Raises
+        MismatchError, whose `report` says more."""
         chosen = _chosen(items, self.num_samples, cfg.micro_token_budget)
         if not chosen:
             logger.warning("no sample carries log-probabilities of its sampler; the trainer cannot be compared with it")
@@ -142,7 +151,8 @@ class Preflight:
         return report
 
     def _judged(self, cause: Cause | None, report: PreflightReport) -> Cause | None:
-        """A difference below the threshold counts only where an explanation makes nearly all of it go away."""
+        """A difference below the threshold counts only where an explanation makes nearly all of
+        it go away."""
         if cause is None or report.mean > self.threshold:
             return cause
         explained = report.tried.get(cause.name)

@@ -1,7 +1,8 @@
-"""Known algorithms by name: each function builds the credit assigner, the loss and the preprocessing of one.
+"""Known algorithms by name: each function builds the credit assigner, the loss and the
+preprocessing of one.
 
-`correction` is for samples of another engine or an older policy: an object of `loss.correction`, or its name (truncated, masked,
-icepop).
+`correction` is for samples of another engine or an older policy: an object of `loss.correction`, or
+its name (truncated, masked, icepop).
 """
 
 from __future__ import annotations
@@ -61,5 +62,6 @@ REGISTRY: dict[str, Preset] = {
     "sapo": Preset(make_sapo, "arXiv:2511.20347"),
     "scalerl": Preset(make_scalerl, "arXiv:2510.13786"),
 }
-"""What `ludic train algorithm=NAME` can name. `make_sft` and `make_bradley_terry` have commands of their own (`ludic sft`, `ludic
-train-rm`); what the `_with_rm` presets do is `reward_model=` there, with its `mode`."""
+"""What `ludic train algorithm=NAME` can name. `make_sft` and `make_bradley_terry` have commands
+of their own (`ludic sft`, `ludic train-rm`); what the `_with_rm` presets do is `reward_model=`
+there, with its `mode`."""

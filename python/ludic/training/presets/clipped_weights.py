@@ -1,4 +1,5 @@
-"""Algorithms that clip the importance weight and keep the gradient of every token: CISPO and ScaleRL."""
+"""Algorithms that clip the importance weight and keep the gradient of every token: CISPO and
+ScaleRL."""
 
 from __future__ import annotations
 
@@ -26,10 +27,12 @@ def make_cispo(
     name: str = "cispo",
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
-    """CISPO (MiniMax-M1, arXiv:2506.13585): group-normalised returns and clipped importance weights.
+    """CISPO (MiniMax-M1, arXiv:2506.13585): group-normalised returns and clipped importance
+    weights.
 
-    `kl_coeff` above 0 adds `TokenKLLoss`, a penalty on the distance from the policy that sampled. `kl_estimator` "k1" is the
-    documented default; its gradient is zero in expectation on the policy's own samples, so that it acts only once ratios leave
+    `kl_coeff` above 0 adds `TokenKLLoss`, a penalty on the distance from the policy that sampled.
+    `kl_estimator` "k1" is the documented default; its gradient is zero in expectation on the
+    policy's own samples, so that it acts only once ratios leave
     1. "k2" and "k3" always act.
     """
     loss = CISPOLoss(
@@ -63,7 +66,8 @@ def make_scalerl(
     name: str = "scalerl",
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
-    """ScaleRL (arXiv:2510.13786): returns centred by group and scaled by batch, CISPO, groups without variance left out.
+    """ScaleRL (arXiv:2510.13786): returns centred by group and scaled by batch, CISPO, groups
+    without variance left out.
 
     `kl_coeff` and `kl_estimator` are those of `make_cispo`.
     """

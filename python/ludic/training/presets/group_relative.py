@@ -96,12 +96,14 @@ def make_dapo(
     name: str = "dapo",
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
-    """DAPO (arXiv:2503.14476): GRPO with a higher upper clip, one mean over all tokens of the batch, groups
+    """DAPO (arXiv:2503.14476): GRPO with a higher upper clip, one mean over all tokens of the
+    batch, groups
     without variance left out, and a penalty on answers that come close to their limit.
 
-    The penalty is `OverlongPenalty(max_completion_tokens, overlong_buffer_tokens, overlong_factor)`: there is none without
-    `max_completion_tokens`, the `max_tokens` of sampling. `overlong_buffer_tokens` is a fifth of it by default, as in the paper
-    (4,096 of 20,480). Groups that are left out are not sampled again here, where the paper refills the batch.
+    The penalty is `OverlongPenalty(max_completion_tokens, overlong_buffer_tokens,
+    overlong_factor)`: there is none without `max_completion_tokens`, the `max_tokens` of sampling.
+    `overlong_buffer_tokens` is a fifth of it by default, as in the paper (4,096 of 20,480). Groups
+    that are left out are not sampled again here, where the paper refills the batch.
     """
     credit: CreditAssigner = GroupNormalizedReturn(group_size=compared(group_size), normalize_adv=True)
     if max_completion_tokens is not None:
@@ -135,7 +137,8 @@ def make_gspo(
     name: str = "gspo",
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
-    """GSPO (arXiv:2507.18071): group-normalised returns, the ratio and the clip of whole sequences."""
+    """GSPO (arXiv:2507.18071): group-normalised returns, the ratio and the clip of whole
+    sequences."""
     return RLAlgorithm(
         name=name,
         credit_assigner=GroupNormalizedReturn(
@@ -192,7 +195,8 @@ def make_gmpo(
     name: str = "gmpo",
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
-    """GMPO (arXiv:2507.20673): group-normalised returns, the geometric mean of clipped token ratios."""
+    """GMPO (arXiv:2507.20673): group-normalised returns, the geometric mean of clipped token
+    ratios."""
     return RLAlgorithm(
         name=name,
         credit_assigner=GroupNormalizedReturn(

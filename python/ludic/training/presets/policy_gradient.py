@@ -49,7 +49,8 @@ def make_reinforce_baseline(
     name: str = "reinforce_baseline",
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
-    """REINFORCE with the batch's mean return as baseline, divided by its spread if `normalize_adv`."""
+    """REINFORCE with the batch's mean return as baseline, divided by its spread if
+    `normalize_adv`."""
     return RLAlgorithm(
         name=name,
         credit_assigner=MonteCarloReturn(gamma=gamma),
@@ -71,11 +72,13 @@ def make_rloo(
     name: str = "rloo",
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
-    """RLOO (arXiv:2402.14740, section 3.2): REINFORCE whose baseline is the mean return of the group's other answers.
+    """RLOO (arXiv:2402.14740, section 3.2): REINFORCE whose baseline is the mean return of the
+    group's other answers.
 
-    The paper takes one optimizer step a batch: every ratio is then 1, the clip never acts, and the gradient is
-    -mean_b A_b sum_t grad log pi(b, t), the log-probability of the answer being a sum over tokens. With several
-    steps a batch the token ratios are clipped as PPO's, where the paper has nothing. Its KL term is not here.
+    The paper takes one optimizer step a batch: every ratio is then 1, the clip never acts, and the
+    gradient is -mean_b A_b sum_t grad log pi(b, t), the log-probability of the answer being a sum
+    over tokens. With several steps a batch the token ratios are clipped as PPO's, where the paper
+    has nothing. Its KL term is not here.
     """
     return RLAlgorithm(
         name=name,
@@ -101,11 +104,13 @@ def make_reinforce_plus_plus(
     name: str = "reinforce_plus_plus",
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
-    """REINFORCE++ (arXiv:2501.03262): returns normalised over the whole batch, and PPO's clip by token.
+    """REINFORCE++ (arXiv:2501.03262): returns normalised over the whole batch, and PPO's clip by
+    token.
 
-    `group_baseline` is the paper's variant for several answers to a prompt: the mean of the group (of `group_size`, which it
-    needs) is subtracted before the batch's spread divides. Mean and spread are over rollouts, one value each. The paper's
-    penalty on the distance from a reference model is not here.
+    `group_baseline` is the paper's variant for several answers to a prompt: the mean of the group
+    (of `group_size`, which it needs) is subtracted before the batch's spread divides. Mean and
+    spread are over rollouts, one value each. The paper's penalty on the distance from a reference
+    model is not here.
     """
     if group_baseline and group_size is None:
         raise ConfigError("group_baseline=True subtracts the mean of each group; give group_size")

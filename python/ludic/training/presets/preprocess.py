@@ -33,6 +33,7 @@ def drop_zero_weights(drop: bool, eps: float) -> PreprocessFn | None:
 
 
 def check_ratios(drop: bool, eps: float) -> PreprocessFn:
-    """Check that there are log-probabilities to take ratios of. Samples that are dropped anyway need none."""
+    """Check that there are log-probabilities to take ratios of. Samples that are dropped anyway
+    need none."""
     dropping = drop_zero_weights(drop, eps)
     return validate_actor_logps if dropping is None else compose_preprocess(dropping, validate_actor_logps)

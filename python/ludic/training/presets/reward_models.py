@@ -24,7 +24,8 @@ def make_bradley_terry(
     label_smoothing: float = 0.0,
     score_regularization_lambda: float = 0.0,
 ) -> RLAlgorithm:
-    """A reward model from preference pairs, for `RMTrainer`. `regularization_lambda` is another name of `lambda_regularization`."""
+    """A reward model from preference pairs, for `RMTrainer`. `regularization_lambda` is another
+    name of `lambda_regularization`."""
     if regularization_lambda is not None and lambda_regularization not in (0.0, regularization_lambda):
         raise ConfigError(
             f"lambda_regularization ({lambda_regularization}) and regularization_lambda ({regularization_lambda}) are two names of one "
@@ -60,7 +61,8 @@ def make_grpo_with_rm(
     drop_zero_weight_eps: float = 1e-4,
     name: str = "grpo_rm",
 ) -> RLAlgorithm:
-    """GRPO whose advantages are combined with the score that a `RewardModelScorer` gave the rollout."""
+    """GRPO whose advantages are combined with the score that a `RewardModelScorer` gave the
+    rollout."""
     inner = GroupNormalizedReturn(group_size=group_size, normalize_adv=group_normalize_adv, positive_only=positive_only)
     return RLAlgorithm(
         name=name,
@@ -89,9 +91,11 @@ def make_scalerl_with_rm(
     drop_zero_weight_eps: float = 1e-4,
     name: str = "scalerl_rm",
 ) -> RLAlgorithm:
-    """ScaleRL whose advantages are combined with the score that a `RewardModelScorer` gave the rollout.
+    """ScaleRL whose advantages are combined with the score that a `RewardModelScorer` gave the
+    rollout.
 
-    `filter_zvp` leaves out the groups whose combined weights do not vary: one of equal returns and different scores stays.
+    `filter_zvp` leaves out the groups whose combined weights do not vary: one of equal returns and
+    different scores stays.
     """
     inner = HybridNormalizedReturn(group_size=group_size, positive_only=positive_only)
     loss = CISPOLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize)

@@ -15,7 +15,8 @@ class GarbageError(RolloutError, DataError):
 
 
 def check_rollouts(given: Any) -> list[Rollout]:
-    """The rollouts of one episode. Raises GarbageError for anything else than rollouts of text with finite rewards."""
+    """The rollouts of one episode. Raises GarbageError for anything else than rollouts of text
+    with finite rewards."""
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise GarbageError(f"the protocol returned {type(given).__name__} (TypeError); it must return a list of Rollout")
     for rollout in given:

@@ -35,24 +35,29 @@ CLOSE_TIMEOUT_S = 30.0
 class RolloutEngine:
     """Plays requests with the environments and protocols of its registries (kind -> factory).
 
-    An episode that raises, times out or gives what is no rollout is played again, with a fresh environment, up to `max_retries`
-    times. If it still fails, its whole group is left out, counted and logged with the error: a batch is never lost to one episode, and
-    a failure is never a reward. The other members of such a group are cancelled, unless `cancel_siblings` is off; every episode is
-    then played, and every failure is found. If nothing is left, RolloutError names the first cause.
+    An episode that raises, times out or gives what is no rollout is played again, with a fresh
+    environment, up to `max_retries` times. If it still fails, its whole group is left out, counted
+    and logged with the error: a batch is never lost to one episode, and a failure is never a
+    reward. The other members of such a group are cancelled, unless `cancel_siblings` is off; every
+    episode is then played, and every failure is found. If nothing is left, RolloutError names the
+    first cause.
 
-    Whatever an environment, an agent or a protocol raises is such a failure, SystemExit and every BaseException among it, but
-    KeyboardInterrupt, which ends the run. Not contained is what no Python code can contain: the end of the process, and what tasks and
-    threads raise that an environment starts itself.
+    Whatever an environment, an agent or a protocol raises is such a failure, SystemExit and every
+    BaseException among it, but KeyboardInterrupt, which ends the run. Not contained is what no
+    Python code can contain: the end of the process, and what tasks and threads raise that an
+    environment starts itself.
 
-    `episode_timeout_s` bounds a whole episode, environment included; the `timeout_s` of a call bounds each model call. An environment
-    that blocks the event loop cannot be interrupted; one that swallows its cancellation is given `STOP_TIMEOUT_S`, and then closed by
-    force (`interaction.containment`). One that has `close` is closed in any case, and is given time for it.
+    `episode_timeout_s` bounds a whole episode, environment included; the `timeout_s` of a call
+    bounds each model call. An environment that blocks the event loop cannot be interrupted; one
+    that swallows its cancellation is given `STOP_TIMEOUT_S`, and then closed by force
+    (`interaction.containment`). One that has `close` is closed in any case, and is given time for
+    it.
 
-    `scorer` sees the rollouts of a call before credit is given, once and all together, and adds to their rewards. A rollout that it
-    cannot reward is a failed episode; it is not played again.
+    `scorer` sees the rollouts of a call before credit is given, once and all together, and adds to
+    their rewards. A rollout that it cannot reward is a failed episode; it is not played again.
 
-    `jsonl_path`: every rollout is appended there, token traces included. `on_episode` is called when an episode is over, however it
-    ended.
+    `jsonl_path`: every rollout is appended there, token traces included. `on_episode` is called
+    when an episode is over, however it ended.
     """
 
     def __init__(
@@ -93,9 +98,11 @@ class RolloutEngine:
         concurrency: int = 8,
         timeout_s: float | None = None,
     ) -> PlayedRollouts:
-        """Play `num_episodes` of every request, at most `concurrency` at once; rollouts in the order of the requests.
+        """Play `num_episodes` of every request, at most `concurrency` at once; rollouts in the
+        order of the requests.
 
-        Seeds that a request leaves open are the episode's number since the engine was made, so that no batch repeats another.
+        Seeds that a request leaves open are the episode's number since the engine was made, so that
+        no batch repeats another.
         """
         return await self._play_all(requests, max_steps, timeout_s, concurrency)
 
@@ -110,7 +117,8 @@ class RolloutEngine:
         timeout_s: float | None = None,
         concurrency: int = 8,
     ) -> SAWBatch:
-        """Play the requests and make one sample of each step, with the credit of `credit_assigner` or of `algorithm`."""
+        """Play the requests and make one sample of each step, with the credit of
+        `credit_assigner` or of `algorithm`."""
         assigner = credit_of(algorithm, credit_assigner)
         rollouts = await self._play_all(requests, max_steps, timeout_s, concurrency, trained=True)
         batch = batch_from_rollouts(rollouts, assigner, sample_filter)
@@ -209,7 +217,8 @@ class RolloutEngine:
                 await _close(env)
 
     async def _run(self, episode: Episode, made: list[Any], max_steps: int, timeout_s: float | None) -> list[Rollout]:
-        """All that is not ours of an episode. The environment is put into `made`, for who has to close it."""
+        """All that is not ours of an episode. The environment is put into `made`, for who has to
+        close it."""
         request = episode.request
         protocol = _factory(self._protocols, request.protocol.kind, "protocol")(**request.protocol.kwargs)
         env = _factory(self._envs, request.env.kind, "env")(**request.env.kwargs)
@@ -293,7 +302,8 @@ def _describe(rollout: Rollout, episode: Episode, facts: dict[str, Any]) -> None
 
 
 async def _close(env: Any) -> None:
-    """Release what the environment holds, if it offers to. A failure there does not undo the episode, and a cancellation waits."""
+    """Release what the environment holds, if it offers to. A failure there does not undo the
+    episode, and a cancellation waits."""
     name = type(env).__name__
     try:
         close = getattr(env, "close", None)
@@ -326,7 +336,8 @@ async def _to_its_end(work: Coroutine[Any, Any, object]) -> None:
 
 
 def _check_traces(episodes: Sequence[Episode]) -> None:
-    """An episode without the tokens that were sampled cannot be trained on: it has failed. Playing it again would give none either."""
+    """An episode without the tokens that were sampled cannot be trained on: it has failed.
+    Playing it again would give none either."""
     for episode in episodes:
         if episode.error is not None:
             continue
@@ -339,7 +350,8 @@ def _check_traces(episodes: Sequence[Episode]) -> None:
 
 
 async def _score(scorer: RolloutScorer, episodes: Sequence[Episode]) -> None:
-    """Reward the groups in which no episode failed; an episode with a rollout that got no reward has failed now."""
+    """Reward the groups in which no episode failed; an episode with a rollout that got no reward
+    has failed now."""
     lost = {episode.group for episode in episodes if episode.error is not None}
     played = [episode for episode in episodes if episode.group not in lost]
     if not played:

@@ -53,7 +53,8 @@ def count_episodes(episodes: Sequence[Episode]) -> RolloutCounts:
 
 
 def without_failed_groups(episodes: Sequence[Episode], counts: RolloutCounts) -> PlayedRollouts:
-    """What the episodes of groups gave in which none failed. Raises RolloutError when there were episodes and none is left."""
+    """What the episodes of groups gave in which none failed. Raises RolloutError when there were
+    episodes and none is left."""
     failed = [episode for episode in episodes if episode.error is not None]
     lost = {episode.group for episode in failed}
     kept = [episode for episode in episodes if episode.group not in lost]

@@ -28,9 +28,11 @@ class IdentityStrategy:
 
 @dataclass
 class GRPORequestStrategy:
-    """Plays every request `group_size` times on the same problem: one environment seed, consecutive sampling seeds, one `group_id`.
+    """Plays every request `group_size` times on the same problem: one environment seed, consecutive
+    sampling seeds, one `group_id`.
 
-    Seeds that a request leaves open, and the group's id, are drawn from Python's global random state, which checkpoints keep.
+    Seeds that a request leaves open, and the group's id, are drawn from Python's global random
+    state, which checkpoints keep.
     """
 
     group_size: int

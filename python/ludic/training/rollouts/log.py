@@ -13,9 +13,11 @@ from ludic.types import Rollout, Step, TokenTrace
 
 
 def append_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
-    """Append one line a rollout: `id`, `meta`, `steps` (token traces included), `total_reward`, `length`, `duration_ns`.
+    """Append one line a rollout: `id`, `meta`, `steps` (token traces included), `total_reward`,
+    `length`, `duration_ns`.
 
-    What a process that was killed left of a last line is cut off first: a line is one whole rollout.
+    What a process that was killed left of a last line is cut off first: a line is one whole
+    rollout.
     """
     lines = b"".join(json_lines(map(rollout_record, rollouts)))
     end_last_line(path)
@@ -24,7 +26,8 @@ def append_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
 
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
-    """What is written of a rollout. Values that JSON has no form for are written as lists, numbers or text."""
+    """What is written of a rollout. Values that JSON has no form for are written as lists,
+    numbers or text."""
     return {
         "id": rollout.id,
         "meta": rollout.meta,
@@ -38,7 +41,8 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
 def read_rollouts(path: str | Path) -> list[Rollout]:
     """The rollouts of a file that `append_rollouts` wrote, token traces included.
 
-    A rollout without an id is called after its line. Raises DataError, naming the line, for one that is no rollout.
+    A rollout without an id is called after its line. Raises DataError, naming the line, for one
+    that is no rollout.
     """
     return [rollout_of(row, where) for where, row in read_jsonl(path)]
 
@@ -74,7 +78,8 @@ def _step(number: int, fields: Mapping[str, Any]) -> Step:
 
 
 def write_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """One record a line, with the same care for values that JSON has no form for. Makes the folder, replaces the file."""
+    """One record a line, with the same care for values that JSON has no form for. Makes the
+    folder, replaces the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         file.writelines(json_lines(map(dict, records)))

@@ -1,4 +1,5 @@
-"""What a rollout engine gives back: the rollouts that can be used, and what became of the other episodes."""
+"""What a rollout engine gives back: the rollouts that can be used, and what became of the other
+episodes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class RolloutCounts:
     num_failed_episodes: int = 0
     """Episodes that failed for good."""
     num_cancelled_episodes: int = 0
-    """Episodes that were not played to their end, because another of their group had failed for good."""
+    """Episodes that were not played to their end, because another of their group had failed for
+    good."""
     num_dropped_groups: int = 0
     """Groups left out because an episode of theirs failed for good."""
 
@@ -43,14 +45,16 @@ class EpisodeFailure:
 
 
 def ran_out_of_steps(rollouts: Sequence[Rollout]) -> bool:
-    """Whether every episode was cut by `max_steps` after an action that its environment took and went on from. An episode whose last
+    """Whether every episode was cut by `max_steps` after an action that its environment took and
+    went on from. An episode whose last
     answer never reached the environment says nothing about that."""
     answered = [rollout for rollout in rollouts if rollout.steps and not rollout.steps[-1].info.get("parse_error")]
     return bool(answered) and all(rollout.meta.get("truncation_reason") == "max_steps" for rollout in answered)
 
 
 class PlayedRollouts(list[Rollout]):
-    """The rollouts that can be used, in the order of the requests, and what became of the other episodes."""
+    """The rollouts that can be used, in the order of the requests, and what became of the other
+    episodes."""
 
     def __init__(
         self,
@@ -60,7 +64,8 @@ class PlayedRollouts(list[Rollout]):
         *,
         num_requested: int | None = None,
     ) -> None:
-        """`num_requested`: rollouts that were asked for; an episode that gave none counts as many as the others gave on average. None:
+        """`num_requested`: rollouts that were asked for; an episode that gave none counts as many
+        as the others gave on average. None:
         those that came."""
         super().__init__(rollouts)
         self.counts, self.failures = counts, list(failures)

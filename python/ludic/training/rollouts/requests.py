@@ -73,7 +73,8 @@ def make_dataset_queue_requests_fn(
     group_size: int = 1,
     on_empty: OnEmpty = "raise",
 ) -> RequestsFn:
-    """Requests from a queue of `(index, sample)`. Each sample becomes a group of `group_size` requests.
+    """Requests from a queue of `(index, sample)`. Each sample becomes a group of `group_size`
+    requests.
 
     By default the environment gets `sample=...`, and both seeds are the index.
     """
@@ -102,9 +103,11 @@ def make_dataset_sequence_requests_fn(
     shuffle: bool = False,
     rng_seed: int = 0,
 ) -> SequenceRequests:
-    """Requests from a sequence, without end: after the last sample comes the first again, in a new order if `shuffle`.
+    """Requests from a sequence, without end: after the last sample comes the first again, in a new
+    order if `shuffle`.
 
-    The result offers `state_dict` and `load_state_dict`, so that a resumed run goes on with the sample after the last one.
+    The result offers `state_dict` and `load_state_dict`, so that a resumed run goes on with the
+    sample after the last one.
     """
     _check_groups_differ(group_size, inference)
     build = _builder(
@@ -116,7 +119,8 @@ def make_dataset_sequence_requests_fn(
 
 
 class SequenceRequests:
-    """Goes through samples again and again. Its position is its whole state: pass `k` has the order that seed and `k` give."""
+    """Goes through samples again and again. Its position is its whole state: pass `k` has the
+    order that seed and `k` give."""
 
     def __init__(
         self,
@@ -155,7 +159,8 @@ class SequenceRequests:
         return {"position": self.position, "num_samples": len(self._samples), "rng_seed": self._rng_seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where `state` was taken. Raises ConfigError where samples or seed are others, since the order would be another."""
+        """Go on where `state` was taken. Raises ConfigError where samples or seed are others,
+        since the order would be another."""
         for name, own in (("num_samples", len(self._samples)), ("rng_seed", self._rng_seed)):
             if state.get(name, own) != own:
                 raise ConfigError(
@@ -194,7 +199,8 @@ def _strategy(group_size: int) -> RequestStrategy:
 
 
 def _check_groups_differ(group_size: int, inference: InferenceSpec | None) -> None:
-    """The members of a group differ by their sampling seed alone, which temperature 0 does not ask."""
+    """The members of a group differ by their sampling seed alone, which temperature 0 does not
+    ask."""
     if group_size > 1 and inference is not None and inference.sampling.temperature == 0:
         raise ConfigError(
             f"group_size ({group_size}) at temperature 0 is one answer {group_size} times, and nothing is learnt from a group whose "

@@ -1,4 +1,5 @@
-"""Turns the steps of rollouts into samples: the tokens that were sampled, with the credit they earned."""
+"""Turns the steps of rollouts into samples: the tokens that were sampled, with the credit they
+earned."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def batch_from_rollouts(
 ) -> SAWBatch:
     """One sample for each step, filtered, and what is true of the batch as a whole.
 
-    Raises KeyError for a step without a weight, DataError for a weight or reward that is not finite, a step without a token trace, or
-    one without the log-probabilities that were asked for.
+    Raises KeyError for a step without a weight, DataError for a weight or reward that is not
+    finite, a step without a token trace, or one without the log-probabilities that were asked for.
     """
     weights = credit_assigner.compute(rollouts)
     items = [sample_from_step(rollout, step, _weight(weights, rollout, step)) for rollout in rollouts for step in rollout.steps]
@@ -47,7 +48,8 @@ def batch_from_rollouts(
 
 
 def reward_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Mean and population standard deviation of the rewards of all rollouts; where there are groups of several, also the share of
+    """Mean and population standard deviation of the rewards of all rollouts; where there are groups
+    of several, also the share of
     them whose members all earned the same, which group-relative credit learns nothing from."""
     rewards = [rollout.total_reward for rollout in rollouts]
     groups: dict[Any, list[float]] = {}
@@ -63,7 +65,8 @@ def reward_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
-    """Prompt and completion as they were sampled. Meta: the step's facts, then the rollout's, then the step's info."""
+    """Prompt and completion as they were sampled. Meta: the step's facts, then the rollout's,
+    then the step's info."""
     trace = trace_of(rollout, step)
     prompt, completion = trace.prompt_token_ids, trace.completion_token_ids
     length = len(prompt) + len(completion)
@@ -85,7 +88,8 @@ def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
 
 
 def step_facts(rollout: Rollout, step: Step) -> dict[str, Any]:
-    """What samples and evaluation records say of a step, before the rollout's meta and the step's info."""
+    """What samples and evaluation records say of a step, before the rollout's meta and the
+    step's info."""
     return {
         "rollout_id": rollout.id,
         "step_index": step.index,
@@ -99,7 +103,8 @@ def step_facts(rollout: Rollout, step: Step) -> dict[str, Any]:
 
 
 def trace_of(rollout: Rollout, step: Step) -> TokenTrace:
-    """The step's tokens. Raises DataError for a step that cannot be trained on: without them, without the log-probabilities that were
+    """The step's tokens. Raises DataError for a step that cannot be trained on: without them,
+    without the log-probabilities that were
     asked for, or with a reward that is not finite."""
     where = f"rollout {rollout.id}, step {step.index}"
     if not math.isfinite(step.reward):

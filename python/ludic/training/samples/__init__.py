@@ -1,1 +1,2 @@
-"""Text to samples: chats, answers and preference pairs as token ids with a mask of what is trained."""
+"""Text to samples: chats, answers and preference pairs as token ids with a mask of what is
+trained."""

@@ -1,10 +1,12 @@
 """Conversations as token ids, with a mask over what the assistant says.
 
-Two ways to know what is the assistant's. A template with `{% generation %}` says so itself: the conversation is rendered once, and the
-spans that the template marks are laid over the tokens' offsets, each up to its end token. A template without is rendered up to each
-assistant message and with it: what the second has more than the first is the message. That holds on token ids only, and only while each
-rendering begins with the one before; where it does not (a tokenizer that merges across the border, a template that writes earlier turns
-otherwise once later ones follow), a `DataError` says where, and no mask is made.
+Two ways to know what is the assistant's. A template with `{% generation %}` says so itself: the
+conversation is rendered once, and the spans that the template marks are laid over the tokens'
+offsets, each up to its end token. A template without is rendered up to each assistant message and
+with it: what the second has more than the first is the message. That holds on token ids only, and
+only while each rendering begins with the one before; where it does not (a tokenizer that merges
+across the border, a template that writes earlier turns otherwise once later ones follow), a
+`DataError` says where, and no mask is made.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class ChatTokens:
-    """One conversation. Example: `<user>hi<assistant>yo<eos>` of a byte-level model trains `yo<eos>`."""
+    """One conversation. Example: `<user>hi<assistant>yo<eos>` of a byte-level model trains
+    `yo<eos>`."""
 
     input_ids: list[int]
     """[T] ids of the rendered conversation."""
@@ -42,7 +45,8 @@ class ChatTokenizer:
 
     tokenizer: Any
     turns: AssistantTurns = "all"
-    """Which assistant messages are trained: all of them in one sample; the last; or each in a sample of its own that ends with it, which
+    """Which assistant messages are trained: all of them in one sample; the last; or each in a
+    sample of its own that ends with it, which
     holds for templates that rewrite earlier turns, too."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
     """Passed to the template, for example `enable_thinking`."""
@@ -54,9 +58,11 @@ class ChatTokenizer:
     def tokenize(
         self, messages: Sequence[Message], *, tools: Any = None, first: int = 0, where: str = "the conversation"
     ) -> list[ChatTokens]:
-        """One sample, or with `turns="each"` one for every assistant message. Messages before number `first` are not trained.
+        """One sample, or with `turns="each"` one for every assistant message. Messages before
+        number `first` are not trained.
 
-        `where` names the row in errors. Raises DataError for a conversation without an assistant message to train.
+        `where` names the row in errors. Raises DataError for a conversation without an assistant
+        message to train.
         """
         spoken = [index for index, message in enumerate(messages) if message.get("role") == "assistant" and index >= first]
         if not spoken:
@@ -122,7 +128,8 @@ class _Rendering:
     def _spans_of(
         self, messages: Sequence[Message], spoken: Sequence[int], spans: Sequence[tuple[int, int]]
     ) -> Sequence[tuple[int, int]]:
-        """The spans of the messages `spoken`. Where those are some of the assistant's, the template must mark each of its messages once;
+        """The spans of the messages `spoken`. Where those are some of the assistant's, the template
+        must mark each of its messages once;
         spans that touch count as one."""
         every = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
         if len(every) == len(spoken):
@@ -187,7 +194,8 @@ def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def template_of(tokenizer: Any) -> str:
-    """The chat template that renders; the one named `default` where there are several. Empty if it cannot be looked at."""
+    """The chat template that renders; the one named `default` where there are several. Empty if
+    it cannot be looked at."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, Mapping):
         template = template.get("default")
@@ -195,7 +203,8 @@ def template_of(tokenizer: Any) -> str:
 
 
 def apply_template(tokenizer: Any, messages: Sequence[Message], *, prompt: bool, where: str, **template_args: Any) -> list[int]:
-    """Token ids of the rendered messages. What a template raises about a conversation becomes a DataError that names the row."""
+    """Token ids of the rendered messages. What a template raises about a conversation becomes a
+    DataError that names the row."""
     try:
         rendered = tokenizer.apply_chat_template(list(messages), add_generation_prompt=prompt, tokenize=True, **template_args)
     except Exception as error:  # a template is a programme of its own: it may raise anything
@@ -204,7 +213,8 @@ def apply_template(tokenizer: Any, messages: Sequence[Message], *, prompt: bool,
 
 
 def end_of_turn(tokenizer: Any, ids: Sequence[int], start: int) -> int:
-    """Where the assistant's message that begins at `start` ends: after its end token. What templates put behind that, a line break
+    """Where the assistant's message that begins at `start` ends: after its end token. What
+    templates put behind that, a line break
     for example, is never sampled. Without an end token, the end of `ids`."""
     eos = getattr(tokenizer, "eos_token_id", None)
     return next((index + 1 for index in range(len(ids) - 1, start - 1, -1) if ids[index] == eos), len(ids))

@@ -7,9 +7,10 @@ A row has a `chosen` and a `rejected` response, and is of one of TRL's forms
     {"prompt": [messages], "chosen": [messages], "rejected": [messages]}   conversations, by the chat template
     {"chosen": [messages], "rejected": [messages]}                         likewise
 
-A text that stands as `prompt` beside conversations repeats what they begin with, unless they begin with the assistant. Conversations
-may carry `tools`, which the template gets, and `chat_template_kwargs`. Both samples end with the end token of the response: what a
-template puts behind that is never sampled, and a reward model reads its score from the last token.
+A text that stands as `prompt` beside conversations repeats what they begin with, unless they begin
+with the assistant. Conversations may carry `tools`, which the template gets, and
+`chat_template_kwargs`. Both samples end with the end token of the response: what a template puts
+behind that is never sampled, and a reward model reads its score from the last token.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ class PreferenceItems:
 
     tokenizer: Any
     use_chat_template: bool = False
-    """Text, too, goes through the template: the prompt as what the user says, the response as the assistant's."""
+    """Text, too, goes through the template: the prompt as what the user says, the response as
+    the assistant's."""
     system_prompt: str | None = None
     """Begins conversations that have no system message."""
     max_length: int | None = None
-    """Longer samples are cut. Text loses the beginning of its prompt; what the template wrote loses the end of its response."""
+    """Longer samples are cut. Text loses the beginning of its prompt; what the template wrote
+    loses the end of its response."""
     as_arrays: bool = False
     """Tokens and masks are int32 arrays instead of lists: a seventh of the memory."""
 
@@ -54,9 +57,10 @@ class PreferenceItems:
             raise ConfigError(f"max_length ({self.max_length}) must be >= 1")
 
     def of_row(self, row: Row, where: str, *, pair_id: str | int, label: float = 1.0) -> tuple[SAWItem, SAWItem]:
-        """(chosen, rejected) samples with `pair_id`, `role` and `label` in their `meta`. Raises DataError, naming the row, for one that is
-        none of the forms above; RowError for one that has an empty response, two that are the same tokens, or a prompt that leaves no room
-        for a response."""
+        """(chosen, rejected) samples with `pair_id`, `role` and `label` in their `meta`. Raises
+        DataError, naming the row, for one that is
+        none of the forms above; RowError for one that has an empty response, two that are the
+        same tokens, or a prompt that leaves no room for a response."""
         label = check_label(label, where)
         chosen, rejected = row.get("chosen"), row.get("rejected")
         if isinstance(chosen, str) and isinstance(rejected, str):
@@ -111,7 +115,8 @@ class PreferenceItems:
 
 
 def _prompt_digest(prompt: object) -> dict[str, str]:
-    """What pairs of one prompt have in common, however their samples were cut; nothing where the prompt is not given."""
+    """What pairs of one prompt have in common, however their samples were cut; nothing where the
+    prompt is not given."""
     if not prompt:
         return {}
     written = json.dumps(prompt, sort_keys=True, default=str).encode()
@@ -130,7 +135,8 @@ class CutTokens:
 def conversation_tokens(
     tokenizer: Any, prompt: Sequence[Message], answer: Sequence[Message], where: str, *, tools: Any = None, **template_args: Any
 ) -> ChatTokens:
-    """The conversation up to the end token of the last message of `answer`, by the chat template; the action is what the assistant says in
+    """The conversation up to the end token of the last message of `answer`, by the chat template;
+    the action is what the assistant says in
     `answer`."""
     if not answer or answer[-1].get("role") != "assistant":
         raise DataError(f"{where}: a response must end with an assistant message")
@@ -154,7 +160,8 @@ def common_messages(chosen: Sequence[Message], rejected: Sequence[Message]) -> i
 
 
 def cut_from_the_left(tokens: ChatTokens, max_length: int | None) -> CutTokens:
-    """The last `max_length` tokens: the prompt loses its beginning first, and the completion only when it is too long by itself."""
+    """The last `max_length` tokens: the prompt loses its beginning first, and the completion
+    only when it is too long by itself."""
     total, actions = len(tokens.input_ids), sum(tokens.action_mask)
     if max_length is None or total <= max_length:
         return CutTokens(tokens, {})
@@ -163,7 +170,8 @@ def cut_from_the_left(tokens: ChatTokens, max_length: int | None) -> CutTokens:
 
 
 def cut_from_the_right(tokens: ChatTokens, max_length: int | None, where: str) -> CutTokens:
-    """The first `max_length` tokens. Raises RowError where no token of the completion is among them."""
+    """The first `max_length` tokens. Raises RowError where no token of the completion is among
+    them."""
     total, prompt = len(tokens.input_ids), tokens.action_mask.index(1)
     if max_length is None or total <= max_length:
         return CutTokens(tokens, {})

@@ -1,4 +1,5 @@
-"""Rows of a data file as samples for supervised fine-tuning. The loss is on what the model is to say, and on nothing else.
+"""Rows of a data file as samples for supervised fine-tuning. The loss is on what the model is to
+say, and on nothing else.
 
 A row is one of
 
@@ -36,7 +37,8 @@ class SFTItems:
 
     >>> items = SFTItems(tokenizer).of(read_jsonl("chats.jsonl"))
 
-    Samples are named by their row (`rollout_id`), hold their tokens in int32 arrays and have weight 1.
+    Samples are named by their row (`rollout_id`), hold their tokens in int32 arrays and have weight
+    1.
     """
 
     tokenizer: Any
@@ -44,7 +46,8 @@ class SFTItems:
     """Of conversations; see `ChatTokenizer`."""
 
     def of(self, rows: Iterable[tuple[str, Row]]) -> list[SAWItem]:
-        """All samples of `(name, row)` pairs. Raises DataError, naming the row, for one that is none of the kinds above."""
+        """All samples of `(name, row)` pairs. Raises DataError, naming the row, for one that is
+        none of the kinds above."""
         return [item for where, row in rows for item in self.of_row(row, where)]
 
     def of_row(self, row: Row, where: str) -> list[SAWItem]:

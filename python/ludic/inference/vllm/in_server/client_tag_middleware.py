@@ -1,7 +1,10 @@
-"""Runs within a server that several clients share: says each request's client tag again in the answer.
+"""Runs within a server that several clients share: says each request's client tag again in the
+answer.
 
-Given to vLLM as `--middleware ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware` (`ludic serve --client-tags`). It is
-ASGI and nothing else; the server's environment needs no package of ours but this one on its path.
+Given to vLLM as `--middleware
+ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware` (`ludic serve
+--client-tags`). It is ASGI and nothing else; the server's environment needs no package of ours but
+this one on its path.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ NAME = HEADER.lower().encode()
 
 
 class ClientTagMiddleware:
-    """Takes the tag from the header, else from the body's `client_tag`, and puts it into the header of the answer and, where that is a
+    """Takes the tag from the header, else from the body's `client_tag`, and puts it into the header
+    of the answer and, where that is a
     JSON object, into its `metadata` and that of each of its `choices`, `results` and `outputs`.
 
-    Streams of events get the header alone. Requests without a tag pass untouched, as does the news that a client went away.
+    Streams of events get the header alone. Requests without a tag pass untouched, as does the news
+    that a client went away.
     """
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
@@ -44,7 +49,8 @@ class ClientTagMiddleware:
 
 
 class _Answer:
-    """Holds a JSON answer back until it is whole, and sends it with the tag. Anything else is passed on as it comes."""
+    """Holds a JSON answer back until it is whole, and sends it with the tag. Anything else is
+    passed on as it comes."""
 
     def __init__(self, tag: str, send: Send) -> None:
         self._tag, self._send = tag, send

@@ -1,4 +1,5 @@
-"""Flags of vLLM's that training needs, and what of ours a server loads. It runs in the server's environment too: standard library alone."""
+"""Flags of vLLM's that training needs, and what of ours a server loads. It runs in the server's
+environment too: standard library alone."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def weight_flags(backend: WeightBackend | None) -> list[tuple[str, str | None]]:
 
 
 def changing_variables(arguments: Sequence[str]) -> dict[str, str]:
-    """What a server with these arguments needs in its environment so that what it serves can be changed: the endpoints for that exist
+    """What a server with these arguments needs in its environment so that what it serves can be
+    changed: the endpoints for that exist
     nowhere but in development mode. Nothing where it takes neither weights nor adapters."""
     flags = {argument.split("=")[0] for argument in arguments}
     adapters = "--enable-lora" in flags
@@ -37,7 +39,8 @@ def changing_variables(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def missing_flags(defaults: Sequence[tuple[str, str | None]], given: Sequence[str]) -> list[str]:
-    """The defaults that are not given, as arguments; of a flag that is among them twice, the first."""
+    """The defaults that are not given, as arguments; of a flag that is among them twice, the
+    first."""
     arguments: list[str] = []
     taken = {argument.split("=")[0] for argument in given}
     for flag, value in defaults:

@@ -1,8 +1,10 @@
-"""Runs within a server: what changes what it serves is for those who know its secret, and none of it is for web pages.
+"""Runs within a server: what changes what it serves is for those who know its secret, and none of
+it is for web pages.
 
-Given to vLLM as `--middleware ludic.inference.vllm.in_server.secret_middleware.SecretMiddleware`, with the secret in `LUDIC_SERVER_SECRET`.
-What samples and what only tells needs no secret; any other path does, also such as are not known here. It is ASGI and the standard
-library; the server's environment needs no package of ours but this one on its path.
+Given to vLLM as `--middleware ludic.inference.vllm.in_server.secret_middleware.SecretMiddleware`,
+with the secret in `LUDIC_SERVER_SECRET`. What samples and what only tells needs no secret; any
+other path does, also such as are not known here. It is ASGI and the standard library; the server's
+environment needs no package of ours but this one on its path.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def _is_of_this_machine(origin: str) -> bool:
 
 
 def _is_open(path: str) -> bool:
-    """A route of the server also takes its path with a line feed behind it: `$` of a regular expression matches before one. So what is
+    """A route of the server also takes its path with a line feed behind it: `$` of a regular
+    expression matches before one. So what is
     not printable is another spelling of some path, and open in none."""
     if not path.isprintable():
         return False
@@ -73,7 +76,8 @@ def _content_type(headers: Mapping[str, str]) -> str:
 
 
 class SecretMiddleware:
-    """Refuses what `refusal` refuses, before the server sees it. Without a secret no server comes up."""
+    """Refuses what `refusal` refuses, before the server sees it. Without a secret no server
+    comes up."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
         if not os.environ.get(VARIABLE):
@@ -101,7 +105,8 @@ def _path(scope: Message) -> str:
 
 
 async def _answer(send: Send, status: int, reason: str) -> None:
-    """In the form of vLLM's own errors. The connection ends: a body that was not read may be on its way."""
+    """In the form of vLLM's own errors. The connection ends: a body that was not read may be on
+    its way."""
     body = json.dumps({"error": {"message": reason, "type": "Refused", "param": None, "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -1,9 +1,12 @@
-"""`python -m ludic.inference.vllm.in_server.server FLAGS...`: vLLM's own server with the settings that training needs.
+"""`python -m ludic.inference.vllm.in_server.server FLAGS...`: vLLM's own server with the settings
+that training needs.
 
-To be run by an interpreter that has vLLM and this package; `ludic serve` does the same from any other. All flags of vLLM's are taken. What
-is not given is: this machine alone as host, log-probabilities of the distribution drawn from, vLLM's sampling defaults and not the model's,
-the token endpoint, the endpoints for weights with the gloo backend, for those who send the server's secret, and thoughts closed after
-`max_think` tokens. `--batch-invariant` makes samples independent of the batch that they are in, where vLLM can.
+To be run by an interpreter that has vLLM and this package; `ludic serve` does the same from any
+other. All flags of vLLM's are taken. What is not given is: this machine alone as host,
+log-probabilities of the distribution drawn from, vLLM's sampling defaults and not the model's, the
+token endpoint, the endpoints for weights with the gloo backend, for those who send the server's
+secret, and thoughts closed after `max_think` tokens. `--batch-invariant` makes samples independent
+of the batch that they are in, where vLLM can.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""When a thought is cut short: which token a row of a batch must draw next. No vLLM here, so that it can be tested anywhere.
+"""When a thought is cut short: which token a row of a batch must draw next. No vLLM here, so that
+it can be tested anywhere.
 
-A request with `max_think` N may sample N tokens; from then on it is given the tokens of `</think>` one by one, and goes on freely after
-them. A thought that was closed by itself is left alone.
+A request with `max_think` N may sample N tokens; from then on it is given the tokens of `</think>`
+one by one, and goes on freely after them. A thought that was closed by itself is left alone.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def contains(tokens: Sequence[int], part: Sequence[int]) -> bool:
 
 
 def heeded(tokens: Sequence[int], limit: int, closing: Sequence[int]) -> bool:
-    """Whether an answer can be that of a server that has this limit: it is short, or its thought is closed in time."""
+    """Whether an answer can be that of a server that has this limit: it is short, or its thought
+    is closed in time."""
     end = limit + len(closing)
     return len(tokens) < end or contains(tokens[:end], closing)
 

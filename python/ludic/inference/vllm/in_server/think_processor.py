@@ -1,8 +1,10 @@
 """Loaded by a vLLM server: requests with `max_think` close their thoughts in time.
 
-    python -m vllm.entrypoints.openai.api_server ... --logits-processors ludic.inference.vllm.in_server.think_processor:GlobalThinkProcessor
+    python -m vllm.entrypoints.openai.api_server ... --logits-processors
+    ludic.inference.vllm.in_server.think_processor:GlobalThinkProcessor
 
-The tokens that are given have the log-probability 0 where the server's are those of the distribution drawn from.
+The tokens that are given have the log-probability 0 where the server's are those of the
+distribution drawn from.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A short mark of each tensor's bytes, the same in the trainer and in the server, so that both can say whether they hold the same.
+"""A short mark of each tensor's bytes, the same in the trainer and in the server, so that both can
+say whether they hold the same.
 
-It reads up to 65,536 elements of each tensor, evenly spread: it tells that a tensor arrived and which one it was, it does not prove
-every element.
+It reads up to 65,536 elements of each tensor, evenly spread: it tells that a tensor arrived and
+which one it was, it does not prove every element.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ SAMPLED_ELEMENTS = 65_536
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """A mark of 16 hexadecimal digits for each name. Equal bytes, shape and dtype give equal marks, on any device."""
+    """A mark of 16 hexadecimal digits for each name. Equal bytes, shape and dtype give equal
+    marks, on any device."""
     return {name: tensor_mark(tensor) for name, tensor in tensors.items()}
 
 

@@ -1,7 +1,9 @@
-"""What a server does with weights that a trainer sends: a whole push is taken aside and checked before any of it is loaded.
+"""What a server does with weights that a trainer sends: a whole push is taken aside and checked
+before any of it is loaded.
 
-A push that breaks off, or that does not fit the model, is dropped, and the weights that were served are served on. It runs inside the
-server, beside vLLM, so it needs torch and safetensors and nothing else of the trainer's. `vllm_worker` binds it to vLLM.
+A push that breaks off, or that does not fit the model, is dropped, and the weights that were served
+are served on. It runs inside the server, beside vLLM, so it needs torch and safetensors and nothing
+else of the trainer's. `vllm_worker` binds it to vLLM.
 """
 
 from __future__ import annotations
@@ -89,8 +91,9 @@ def _dtype_name(stored: str) -> str:
 class WeightReceiver:
     """Takes pushes aside, one at a time.
 
-    `start`, then `receive` or `read`, then `take` (or `discard`). `known` has the shape of every weight of the model by name; None
-    where the server could not find its own checkpoint, and then nothing is checked here.
+    `start`, then `receive` or `read`, then `take` (or `discard`). `known` has the shape of every
+    weight of the model by name; None where the server could not find its own checkpoint, and then
+    nothing is checked here.
     """
 
     def __init__(self, checkpoint: Checkpoint | None = None, *, device: torch.device | str = "cpu") -> None:
@@ -125,8 +128,10 @@ class WeightReceiver:
         group_id: str,
         kind: str = "gloo",
     ) -> None:
-        """Join the trainer's group, and leave that of another. `kind` is gloo or nccl. Waits at most `timeout_s` for the trainer's
-        store, as long for the group, and as long in every later transfer. Raises WeightTransferError where there is no store."""
+        """Join the trainer's group, and leave that of another. `kind` is gloo or nccl. Waits at
+        most `timeout_s` for the trainer's
+        store, as long for the group, and as long in every later transfer. Raises
+        WeightTransferError where there is no store."""
         self.close()
         timeout = timedelta(seconds=timeout_s)
         store = _store_at(master_address, master_port, world_size, timeout_s)
@@ -139,7 +144,8 @@ class WeightReceiver:
         self.open = True
 
     def receive(self, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
-        """Take the trainer's broadcasts of these tensors, in this order. Anything that goes wrong drops the push and the group."""
+        """Take the trainer's broadcasts of these tensors, in this order. Anything that goes
+        wrong drops the push and the group."""
         if self._group is None:
             raise WeightTransferError("no trainer is connected; the trainer connects with /init_weight_transfer_engine")
         try:
@@ -166,7 +172,8 @@ class WeightReceiver:
             raise
 
     def _check(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
-        """Every name and shape is the model's. Loading a tensor of another shape would end the engine."""
+        """Every name and shape is the model's. Loading a tensor of another shape would end the
+        engine."""
         if self.checkpoint is None:
             return
         known = self.checkpoint.weights
@@ -189,7 +196,8 @@ class WeightReceiver:
         self._staged = staged
 
     def take(self) -> list[tuple[str, Tensor]]:
-        """What is to be loaded now, and `marks` of it. Empty where the push was dropped. The push is over."""
+        """What is to be loaded now, and `marks` of it. Empty where the push was dropped. The
+        push is over."""
         staged, self._staged, self.open = self._staged or {}, None, False
         if staged:
             self.marks = fingerprint(staged)
@@ -210,18 +218,21 @@ class WeightReceiver:
 
 
 def neighbours(known: Mapping[str, Any], names: Mapping[str, Any]) -> list[str]:
-    """The weights of the layers that `names` are in. A server fuses weights within a layer, and loads a fused one whole or not."""
+    """The weights of the layers that `names` are in. A server fuses weights within a layer, and
+    loads a fused one whole or not."""
     layers = {_layer(name) for name in names}
     return [name for name in known if _layer(name) in layers]
 
 
 def never_loaded_neighbours(known: Mapping[str, Any], names: Mapping[str, Any], loaded: set[str]) -> list[str]:
-    """Those of them that no push has brought: frozen ones, whose values are those of the server's own checkpoint."""
+    """Those of them that no push has brought: frozen ones, whose values are those of the
+    server's own checkpoint."""
     return [name for name in neighbours(known, names) if name not in names and name not in loaded]
 
 
 def _layer(name: str) -> str:
-    """`model.layers.3` of `model.layers.3.mlp.up_proj.weight`; `model.norm` of `model.norm.weight`."""
+    """`model.layers.3` of `model.layers.3.mlp.up_proj.weight`; `model.norm` of
+    `model.norm.weight`."""
     parts = name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), None)
     return ".".join(parts[:-1] if number is None else parts[: number + 1])
@@ -235,7 +246,8 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def process_group(store: Any, rank: int, size: int, *, timeout: timedelta, kind: str, loopback: bool) -> Any:
-    """A group of its own, beside whatever groups this process has. Gloo uses the interface that GLOO_SOCKET_IFNAME names, or the host's
+    """A group of its own, beside whatever groups this process has. Gloo uses the interface that
+    GLOO_SOCKET_IFNAME names, or the host's
     own; on loopback nothing else."""
     if kind == "nccl":
         return _nccl_group(store, rank, size, timeout)
@@ -248,7 +260,8 @@ def process_group(store: Any, rank: int, size: int, *, timeout: timedelta, kind:
 
 
 def _nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """With waits that raise at the deadline: by default NCCL's watchdog then ends the whole process."""
+    """With waits that raise at the deadline: by default NCCL's watchdog then ends the whole
+    process."""
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timeout
     before = os.environ.get(BLOCKING_WAIT)
@@ -263,7 +276,8 @@ def _nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def broadcast(group: Any, tensor: Tensor, root: int = 0, *, refused: Callable[[], bool] | None = None) -> None:
-    """Send or take one tensor; waits until it is there. Raises RuntimeError where the other side is gone or too slow, or `refused` the
+    """Send or take one tensor; waits until it is there. Raises RuntimeError where the other side is
+    gone or too slow, or `refused` the
     transfer: a broadcast that nobody takes would wait for its deadline."""
     options = c10d.BroadcastOptions()
     options.rootRank = root
@@ -278,8 +292,10 @@ def broadcast(group: Any, tensor: Tensor, root: int = 0, *, refused: Callable[[]
 
 
 def leave(groups: list[Any]) -> None:
-    """Empty the list of one, which must hold the only reference. A group closes its connections when it is freed; that waits for what
-    it still does, and happens aside. The end of the process waits for it: a group that is freed while Python ends aborts the process."""
+    """Empty the list of one, which must hold the only reference. A group closes its connections
+    when it is freed; that waits for what
+    it still does, and happens aside. The end of the process waits for it: a group that is freed
+    while Python ends aborts the process."""
     groups[0].abort()
     leaving = threading.Thread(target=groups.clear, name="ludic-leave-group", daemon=True)
     leaving.start()
@@ -298,7 +314,8 @@ def _wait_until_left() -> None:
 
 
 def _store_at(address: str, port: int, size: int, timeout_s: float) -> Any:
-    """The trainer's store. torch's own deadline does not hold where somebody listens and says nothing, so that it is kept here; the
+    """The trainer's store. torch's own deadline does not hold where somebody listens and says
+    nothing, so that it is kept here; the
     attempt goes on in a thread of its own until that connection ends."""
     found: Future[Any] = Future()
 
@@ -319,7 +336,8 @@ def _store_at(address: str, port: int, size: int, timeout_s: float) -> Any:
 
 
 def listening_store(address: str, size: int, timeout: timedelta) -> tuple[Any, int]:
-    """A store for `size` processes, and its port. It listens on this address alone; one left to itself listens on all."""
+    """A store for `size` processes, and its port. It listens on this address alone; one left to
+    itself listens on all."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.bind((address, 0))

@@ -1,14 +1,18 @@
-"""Loaded by a vLLM server: engines that take a trainer's weights, and what a trainer may ask of the server's workers.
+"""Loaded by a vLLM server: engines that take a trainer's weights, and what a trainer may ask of the
+server's workers.
 
     python -m vllm.entrypoints.openai.api_server ... \\
-        --worker-extension-cls ludic.inference.vllm.in_server.worker.WeightWorker --weight-transfer-config '{"backend": "gloo"}'
+        --worker-extension-cls ludic.inference.vllm.in_server.worker.WeightWorker
+        --weight-transfer-config '{"backend": "gloo"}'
 
-Backends `gloo` (host memory, any machine), `ludic_nccl` (GPUs) and `disk` (folders that both see) go through vLLM's own endpoints:
-/init_weight_transfer_engine, /start_weight_update, /update_weights, /finish_weight_update. Updating takes the push aside; finishing
-loads it, or drops it after /collective_rpc `ludic_discard`. vLLM's own `nccl` engine loads tensors as they arrive, so that a push that
-breaks off leaves a mix; `ludic_nccl` does not.
+Backends `gloo` (host memory, any machine), `ludic_nccl` (GPUs) and `disk` (folders that both see)
+go through vLLM's own endpoints: /init_weight_transfer_engine, /start_weight_update,
+/update_weights, /finish_weight_update. Updating takes the push aside; finishing loads it, or drops
+it after /collective_rpc `ludic_discard`. vLLM's own `nccl` engine loads tensors as they arrive, so
+that a push that breaks off leaves a mix; `ludic_nccl` does not.
 
-The server's environment needs vLLM and this package's files, none of this package's dependencies. It is not imported by the trainer.
+The server's environment needs vLLM and this package's files, none of this package's dependencies.
+It is not imported by the trainer.
 """
 
 from __future__ import annotations
@@ -119,13 +123,15 @@ class GlooEngine(StagedEngine):
 
 
 class NcclEngine(StagedEngine):
-    """Broadcasts between GPUs; each tensor is moved to the host's memory when it has come, so that no second model is held on the GPU."""
+    """Broadcasts between GPUs; each tensor is moved to the host's memory when it has come, so
+    that no second model is held on the GPU."""
 
     kind = "nccl"
 
 
 class DiskEngine(StagedEngine):
-    """Reads folders of safetensors that the trainer wrote, as the others can, and opens no connection."""
+    """Reads folders of safetensors that the trainer wrote, as the others can, and opens no
+    connection."""
 
     kind = "disk"
 
@@ -134,7 +140,8 @@ class DiskEngine(StagedEngine):
 
 
 def _repack_tied(model: Any) -> None:
-    """On a CPU, a head tied to the embedding multiplies with a packed copy of it, which reloading the embedding leaves as it was."""
+    """On a CPU, a head tied to the embedding multiplies with a packed copy of it, which
+    reloading the embedding leaves as it was."""
     owners: dict[int, Any] = {}
     for module in model.modules():
         weight = module._parameters.get("weight")
@@ -182,7 +189,8 @@ class WeightWorker:
         }
 
     def ludic_manifest(self) -> dict[str, Any]:
-        """Shape and dtype of every weight that a push may bring. `weights` is None where the server's checkpoint was not found."""
+        """Shape and dtype of every weight that a push may bring. `weights` is None where the
+        server's checkpoint was not found."""
         engine = self._ludic_engine()
         checkpoint = engine.receiver.checkpoint
         served = self._ludic_served()
@@ -200,7 +208,8 @@ class WeightWorker:
         self._ludic_engine().receiver.discard()
 
     def ludic_fingerprint(self) -> dict[str, Any]:
-        """Marks of what was loaded last, and of the weights that the model holds under these very names."""
+        """Marks of what was loaded last, and of the weights that the model holds under these
+        very names."""
         engine = self._ludic_engine()
         served = self._ludic_served()
         seen = {}
@@ -223,7 +232,8 @@ class WeightWorker:
 
 
 def _without_padding(served: Any, shape: list[int]) -> Any:
-    """The weight as it was sent, if this worker holds it whole. A vocabulary may have rows of padding; on a CPU the weights of linear
+    """The weight as it was sent, if this worker holds it whole. A vocabulary may have rows of
+    padding; on a CPU the weights of linear
     layers are repacked, and what is left here is empty."""
     own = list(served.shape)
     if not served.numel() or len(own) != len(shape) or own[1:] != shape[1:] or own[0] < shape[0]:
