@@ -8,16 +8,21 @@ import os
 import signal
 import tempfile
 
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch is loaded: spinning threads make busy machines crawl
+
+import torch
 from hypothesis import settings
 from real_vllm import vllm_server, vllm_server_to_change
+from tiny_recipe import tiny
 
-__all__ = ["vllm_server", "vllm_server_to_change"]
+__all__ = ["tiny", "vllm_server", "vllm_server_to_change"]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job that a shell started in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["LUDIC_SERVER_SECRETS"] = tempfile.mkdtemp(prefix="ludic-test-secrets-")  # not among those of real servers
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch is loaded: spinning threads make busy machines crawl
+
+torch.set_num_threads(1)  # the models of most tests are too small for a second thread to help
 
 settings.register_profile("quick", max_examples=50, deadline=None, derandomize=True)
 settings.register_profile("thorough", max_examples=2000, deadline=None)

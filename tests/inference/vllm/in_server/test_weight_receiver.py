@@ -188,7 +188,7 @@ def test_connecting_ends_at_its_deadline_whoever_listens(receiver, listener):
 def test_a_script_whose_last_line_closes_the_connection_ends_well(time_around):
     """With the server in another process the group takes milliseconds to be freed, and Python
     must not end meanwhile."""
-    closing_trainer = Path(__file__).parents[2] / "support" / "closing_trainer.py"
+    closing_trainer = Path(__file__).parents[3] / "support" / "closing_trainer.py"
     done = subprocess.run([sys.executable, closing_trainer], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 

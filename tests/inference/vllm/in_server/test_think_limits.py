@@ -131,7 +131,7 @@ def test_the_module_becomes_the_server(tmp_path):
     )
     env = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(ludic.__file__).parents[1])]),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(ludic.__file__).parents[3])]),
         "VLLM_SERVER_DEV_MODE": "0",
     }
     command = [sys.executable, "-m", "ludic.inference.vllm.in_server.server", "--batch-invariant", "--model", "m"]
@@ -147,7 +147,7 @@ def test_the_module_says_what_it_lacks(tmp_path, environment, said):
     if "LUDIC_SERVER_SECRET" in environment:
         (tmp_path / "vllm").mkdir()
         (tmp_path / "vllm" / "__init__.py").touch()
-    paths = os.pathsep.join([str(tmp_path), str(Path(ludic.__file__).parents[1])])
+    paths = os.pathsep.join([str(tmp_path), str(Path(ludic.__file__).parents[3])])
     command = [sys.executable, "-m", "ludic.inference.vllm.in_server.server", "--model", "m"]
     env = {**os.environ, "PYTHONPATH": paths, **environment}
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)

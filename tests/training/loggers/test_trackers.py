@@ -23,7 +23,7 @@ EVALUATION = {"eval/accuracy": 0.75}
 
 def in_a_process_of_its_own(folder, script):
     """What the script prints last, as JSON. It stays on this machine."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     environment = {
         **os.environ,
         "TRACKIO_DIR": str(folder),
