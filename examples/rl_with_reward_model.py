@@ -137,10 +137,9 @@ def mistakes(answer: str, right: str) -> int:
 
 
 def preferences(player: Player, rng: random.Random, problems: int, source: str) -> list[SAWItem]:
-    """Pairs of answers to one problem, the one with fewer mistakes preferred: samples made of the
-    tokens that were sampled. Half of the
-    answers are sampled hotter than the policy is, and each problem is also given an answer that
-    was meant for another."""
+    """Pairs of answers to one problem, the one with fewer mistakes preferred: samples made of
+    the tokens that were sampled. Half of the answers are sampled hotter than the policy is, and
+    each problem is also given an answer that was meant for another."""
     drawn = {problem["id"]: problem for problem in (TASK.draw(rng) for _ in range(problems))}
     asked = [(problem, temperature) for problem in drawn.values() for temperature in (1.0, 1.0, 1.0, 1.5, 1.5, 1.5)]
     answers: dict[str, list] = {}

@@ -36,8 +36,7 @@ class SampleTable:
     @staticmethod
     def from_items(items: Sequence[Any]) -> SampleTable:
         """Ingest `SAWItem`s once. Their sequences may be lists, tuples, ranges, numpy arrays,
-        bytes, other buffers, and whatever has
-        `__array__`, such as tensors on the CPU.
+        bytes, other buffers, and whatever has `__array__`, such as tensors on the CPU.
 
         An array that is not contiguous or not aligned is copied; foreign byte order and any other
         type raise `DataTypeError`. A list as `attention_mask` may hold whatever equals 1 (`True`,
@@ -59,8 +58,7 @@ class SampleTable:
         attention_mask: NDArray[np.integer[Any] | np.bool] | Sequence[int] | None = None,
     ) -> SampleTable:
         """Columns of S tokens; `offsets` [N + 1], which rise; weights are 1 when absent.
-        `actor_logps` [S] is aligned with the tokens: what
-        stands off the actions is not read."""
+        `actor_logps` [S] is aligned with the tokens: what stands off the actions is not read."""
 
     def __len__(self) -> int: ...
     @property
@@ -87,12 +85,11 @@ class SampleTable:
         """[N] the chain of each sample, -1 outside any."""
     def chained(self) -> SampleTable:
         """The same samples, of which neighbours that continue each other are chained: the ids of
-        one begin with all ids of the one
-        before, and none of those is one of its actions. In a collation, neighbours of one chain
-        share a line of the B that the shapes below speak of, and `turns` [N, 3] i64 says of each
-        of the N samples its line, and where in it its own tokens begin and end. `weight` and
-        `old_logp_action` have one value a sample. Chains that an earlier call made are
-        forgotten."""
+        one begin with all ids of the one before, and none of those is one of its actions. In a
+        collation, neighbours of one chain share a line of the B that the shapes below speak of,
+        and `turns` [N, 3] i64 says of each of the N samples its line, and where in it its own
+        tokens begin and end. `weight` and `old_logp_action` have one value a sample. Chains that
+        an earlier call made are forgotten."""
     def truncate(self, max_seq_len: int) -> SampleTable:
         """The same samples cut on the right to at most `max_seq_len` tokens. A change of length,
         no copy."""
@@ -105,27 +102,24 @@ class SampleTable:
         self, indices: Sequence[int] | NDArray[np.int64], pad_token_id: int, arena: Arena | None = None
     ) -> dict[str, NDArray[Any]]:
         """Right-padded `input_ids` i64, `attention_mask` i64, `action_mask` f32 [B, T], `weight`
-        f32 [B]; with actor log-probs
-        also `actor_logps` f32 [B, T] and `old_logp_action` f32 [B]."""
+        f32 [B]; with actor log-probs also `actor_logps` f32 [B, T] and `old_logp_action` f32
+        [B]."""
     def collate_padding_free(self, indices: Sequence[int] | NDArray[np.int64], arena: Arena | None = None) -> dict[str, Any]:
-        """`input_ids` i64, `position_ids` i64, `action_mask` f32 [1, S], `cu_seqlens` i32 [B + 1],
-        `max_seqlen` (an `int`: the
-        longest line, as attention of variable lengths asks for it), `weight` f32 [B]; with actor
-        log-probs also `actor_logps` f32 [1, S] and `old_logp_action` f32 [B]. A sample with a 0
-        in its attention mask is refused."""
+        """`input_ids` i64, `position_ids` i64, `action_mask` f32 [1, S], `cu_seqlens` i32 [B +
+        1], `max_seqlen` (an `int`: the longest line, as attention of variable lengths asks for
+        it), `weight` f32 [B]; with actor log-probs also `actor_logps` f32 [1, S] and
+        `old_logp_action` f32 [B]. A sample with a 0 in its attention mask is refused."""
     def collate_compact(
         self, indices: Sequence[int] | NDArray[np.int64], pad_token_id: int, arena: Arena | None = None
     ) -> dict[str, NDArray[Any]]:
-        """Nine bytes a token: `input_ids` i32, `action_mask` u8 [B, T], `lengths` i32 [B], `weight`
-        f32 [B]; with actor log-probs
-        also `actor_logps` f32 [B, T] and `old_logp_action` f32 [B]. A sample with a 0 in its
-        attention mask is refused."""
+        """Nine bytes a token: `input_ids` i32, `action_mask` u8 [B, T], `lengths` i32 [B],
+        `weight` f32 [B]; with actor log-probs also `actor_logps` f32 [B, T] and
+        `old_logp_action` f32 [B]. A sample with a 0 in its attention mask is refused."""
 
 @final
 class Arena:
     """Output buffers used again in turn, by one thread at a time; from 1 to 1024 slots. An array
-    handed out is overwritten `slots`
-    collations later: copy it, or be done with it, by then."""
+    handed out is overwritten `slots` collations later: copy it, or be done with it, by then."""
 
     def __new__(cls, slots: int = 2) -> Arena: ...
 
@@ -169,9 +163,8 @@ def plan_optimal(lengths: NDArray[np.int32], micro_token_budget: int, overhead_t
 
 def plan_padding_free(lengths: NDArray[np.int32], micro_token_budget: int) -> Plan:
     """Best fit decreasing: the sum of lengths of each micro-batch is at most the budget. At most
-    11/9 of the fewest micro-batches
-    plus 6/9: the bound of Dosa (2007) for first fit decreasing, held here by a test on small
-    cases."""
+    11/9 of the fewest micro-batches plus 6/9: the bound of Dosa (2007) for first fit decreasing,
+    held here by a test on small cases."""
 
 def plan_pairs(
     lengths: NDArray[np.int32], pairs: NDArray[np.int64], micro_token_budget: int, overhead_tokens: int | None = None

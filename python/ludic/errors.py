@@ -129,9 +129,8 @@ class PublishTimeoutError(PublishError, TimeoutError):
 
 
 def place_of(error: BaseException, file: str | None = None) -> str:
-    """`file:line, in function` that raised the error: the innermost line of `file`, or of any where
-    it passed through none of that. Empty
-    where there is no traceback."""
+    """`file:line, in function` that raised the error: the innermost line of `file`, or of any
+    where it passed through none of that. Empty where there is no traceback."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     own = [frame for frame in frames if frame.filename == file] or frames
     return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""

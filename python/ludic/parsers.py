@@ -71,9 +71,8 @@ Finder = Callable[[str], tuple[str | None, str]]
 
 
 def _tags(tag: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Opening and closing tag. They are searched for one after the other: one pattern for the pair
-    takes quadratic time on text that
-    repeats the opening tag."""
+    """Opening and closing tag. They are searched for one after the other: one pattern for the
+    pair takes quadratic time on text that repeats the opening tag."""
     name = re.escape(tag)
     return re.compile(f"<{name}>", re.IGNORECASE), re.compile(f"</{name}>", re.IGNORECASE)
 

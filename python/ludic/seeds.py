@@ -20,9 +20,8 @@ def derived_seed(seed: int | None, step: int) -> int | None:
 
 
 def call_seed(seed: int | None, call: int) -> int | None:
-    """The seed of a model call within a step: the step's own for call 0. It counts down where steps
-    count up, so that the calls of the
-    first step do not meet the steps that follow."""
+    """The seed of a model call within a step: the step's own for call 0. It counts down where
+    steps count up, so that the calls of the first step do not meet the steps that follow."""
     return derived_seed(seed, -call)
 
 

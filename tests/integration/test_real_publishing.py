@@ -180,9 +180,9 @@ def test_the_time_of_a_push(server, record_property):
 
 
 def test_frozen_weights_keep_their_values_and_a_tied_head_follows_its_embedding(tmp_path):
-    """On a CPU vLLM multiplies with a packed copy of a tied head, which reloading leaves as it was.
-    It needs a server of its own, as do
-    frozen weights: they are those of which none was ever pushed."""
+    """On a CPU vLLM multiplies with a packed copy of a tied head, which reloading leaves as it
+    was. It needs a server of its own, as do frozen weights: they are those of which none was
+    ever pushed."""
     vllm_or_skip()
     from types import SimpleNamespace
 

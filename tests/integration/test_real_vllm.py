@@ -233,10 +233,9 @@ def test_a_thought_is_closed_after_as_many_tokens_as_it_may_have(vllm_server, re
 
 
 def test_episodes_are_those_of_the_engine_in_this_process(vllm_server):
-    """Four greedy episodes of two turns: the same engine, agent and environment over either client
-    sample the same first answers. The
-    second prompts begin with the tokens of the first turn here, where the engine in this process
-    reads the answer's text again."""
+    """Four greedy episodes of two turns: the same engine, agent and environment over either
+    client sample the same first answers. The second prompts begin with the tokens of the first
+    turn here, where the engine in this process reads the answer's text again."""
 
     def play(client):
         engine = RolloutEngine(

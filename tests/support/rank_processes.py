@@ -11,9 +11,8 @@ SUPPORT = Path(__file__).parent
 
 
 def on_two_ranks(script: str, folder: Path, *arguments: str) -> dict[str, Any]:
-    """What rank 0 of `tests/support/SCRIPT` wrote as JSON into `folder`. Both ranks are called with
-    RANK STORE OUT and the arguments, and
-    must end well within three minutes."""
+    """What rank 0 of `tests/support/SCRIPT` wrote as JSON into `folder`. Both ranks are called
+    with RANK STORE OUT and the arguments, and must end well within three minutes."""
     out = folder / "result.json"
     paths = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}

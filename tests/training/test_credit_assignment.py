@@ -169,9 +169,9 @@ def test_positive_only_never_pushes_down(rewards, normalize):
 
 
 def test_players_of_one_group_are_compared_with_themselves():
-    """Known defect: two rollouts an episode made a group of twice its size. Here x wins twice and o
-    loses twice: no credit at all;
-    against one baseline for both every move of x would weigh +1 and every move of o -1."""
+    """Known defect: two rollouts an episode made a group of twice its size. Here x wins twice
+    and o loses twice: no credit at all; against one baseline for both every move of x would
+    weigh +1 and every move of o -1."""
     players = [rollout(r, group="g") for r in (1.0, -1.0, 1.0, -1.0)]
     for player, name in zip(players, "xoxo", strict=True):
         player.meta["agent_id"] = name

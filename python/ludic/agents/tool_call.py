@@ -39,8 +39,7 @@ def call_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 async def run_tool(tool: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float | None) -> Any:
     """The tool's result. A coroutine function runs on the event loop; any other function in a
-    thread of its own, which goes on by
-    itself if the deadline passes: Python cannot stop it.
+    thread of its own, which goes on by itself if the deadline passes: Python cannot stop it.
 
     Raises what the tool raises, and ToolTimeoutError after `timeout_s`.
     """

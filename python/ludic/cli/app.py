@@ -201,9 +201,9 @@ def _refuse_flags(arguments: list[str] | None) -> None:
 
 @contextmanager
 def _user_errors() -> Iterator[None]:
-    """Errors of ludic's, and faults of the machine, are a line and an exit status: 2 for what was
-    given (a setting, a file, its
-    content), 1 for anything else. What is neither is a bug, and shows its traceback."""
+    """Errors of ludic's, and faults of the machine, are a line and an exit status: 2 for what
+    was given (a setting, a file, its content), 1 for anything else. What is neither is a bug,
+    and shows its traceback."""
     from ludic.cli.machine_faults import known_fault
     from ludic.errors import ConfigError, ConfigTypeError, DataError, DataKeyError, DataTypeError, LudicError, MissingExtraError
 

@@ -89,9 +89,8 @@ class Keep:
 
 
 def value_of(rollout: Rollout, key: str) -> float:
-    """The number under `key`; True is 1. Raises DataError, naming what there is, for a key that the
-    rollout lacks or that is no
-    number."""
+    """The number under `key`; True is 1. Raises DataError, naming what there is, for a key that
+    the rollout lacks or that is no number."""
     if key in _OWN:
         return _OWN[key](rollout)
     info = rollout.steps[-1].info if rollout.steps else {}

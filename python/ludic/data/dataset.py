@@ -29,8 +29,7 @@ SHOWN_FAULTS = 3
 @dataclass(frozen=True, repr=False)
 class DataSet(Sequence[Row]):
     """Rows that have passed all checks: `data[0]` and `for row in data` give them. Example: the
-    line `{"prompt": "2+2=", "answer": "4"}`
-    is a row of kind `prompt`."""
+    line `{"prompt": "2+2=", "answer": "4"}` is a row of kind `prompt`."""
 
     kind: Kind
     conversational: bool

@@ -10,8 +10,7 @@ from ludic.types import Info, StepOutcome
 
 class PromptEnv(SingleAgentEnv):
     """Shows the `prompt` of one row and takes one answer, with reward 0. The step's info carries
-    the row as `row`, for whoever rewards
-    it (see `ludic.training.reward_functions`).
+    the row as `row`, for whoever rewards it (see `ludic.training.reward_functions`).
 
     A prompt of messages is in the info of the reset as `messages`, with which the dialogue begins
     (`FullDialog`); the observation is the last of them.

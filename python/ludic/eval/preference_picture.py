@@ -16,9 +16,8 @@ _MARGIN_BINS = 40
 
 def draw_reliability(path: Path, metrics: PreferenceMetrics, *, title: str) -> None:
     """A reliability diagram of the scores that `metrics` holds, written as PNG: for each bin of
-    stated probabilities how often they came
-    true, beside the diagonal on which they would be right, and below how many there are. Raises
-    DataError without scores."""
+    stated probabilities how often they came true, beside the diagonal on which they would be
+    right, and below how many there are. Raises DataError without scores."""
     _check(metrics)
     figure = _figure((5.4, 6))
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
@@ -35,10 +34,9 @@ def draw_reliability(path: Path, metrics: PreferenceMetrics, *, title: str) -> N
 
 
 def draw_margins(path: Path, metrics: PreferenceMetrics, *, title: str) -> None:
-    """A histogram of the margins, the preferred response's score less that of the other, written as
-    PNG; those below 0 in another
-    colour. A pair whose label is a probability counts in both orders, with their weights. Raises
-    DataError without scores."""
+    """A histogram of the margins, the preferred response's score less that of the other, written
+    as PNG; those below 0 in another colour. A pair whose label is a probability counts in both
+    orders, with their weights. Raises DataError without scores."""
     _check(metrics)
     chosen, rejected, labels = metrics.scores
     margins, weights = margins_in_both_orders(chosen - rejected, labels)

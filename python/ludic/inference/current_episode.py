@@ -9,9 +9,8 @@ from contextvars import ContextVar
 
 
 class Episode:
-    """The identity of one episode. What is kept for it goes when it ends: others may hold on to the
-    object, as timers do that copied the
-    context."""
+    """The identity of one episode. What is kept for it goes when it ends: others may hold on to
+    the object, as timers do that copied the context."""
 
     def __init__(self) -> None:
         self.is_over = False

@@ -112,8 +112,7 @@ class Player:
 
     def close(self, *, ran_out: bool) -> None:
         """The episode is over: the agent is told the rest, all but the end itself. One that the
-        environment had not finished with was
-        cut short if the steps ran out."""
+        environment had not finished with was cut short if the steps ran out."""
         if any(self._untold):
             self.catch_up()
         if ran_out and not self.finished and self._last is not None:

@@ -123,8 +123,7 @@ def _own(by_agent: dict[str, Any], env: LudicEnv[str, str, str], agent_id: str) 
 
 def _close(steps: list[Step], *, inactive: bool) -> tuple[bool, str | None]:
     """(truncated, reason) of the episode. Running out of steps marks the last one; an agent that
-    the environment no longer asks ran out
-    of none, and its steps stay as they are."""
+    the environment no longer asks ran out of none, and its steps stay as they are."""
     if steps and steps[-1].terminated:
         return False, None
     if steps and steps[-1].truncated:

@@ -13,10 +13,9 @@ INVALID_ACTION = "Invalid action."
 
 
 def intermediate_steps(agent: Agent, index: int, obs: str) -> list[Step]:
-    """A step for each model call that the agent made before it acted, from `index` on. They never
-    reached the environment and earn
-    nothing of their own: their credit is what the rollout earns from there on. Their info says
-    `intermediate_call`."""
+    """A step for each model call that the agent made before it acted, from `index` on. They
+    never reached the environment and earn nothing of their own: their credit is what the rollout
+    earns from there on. Their info says `intermediate_call`."""
     steps: list[Step] = []
     for call in getattr(agent, "intermediate_calls", ()):
         step = Step(

@@ -31,10 +31,9 @@ def find_head(model: nn.Module) -> str | None:
 
 
 def head_parts(model: nn.Module) -> list[str]:
-    """Full names of the head, and after it of what else a classifier of transformers has outside of
-    its backbone, which makes its scores
-    as well: the `head` of ModernBERT, the `pooler` of DeBERTa-v2. Empty for a model without a
-    head."""
+    """Full names of the head, and after it of what else a classifier of transformers has outside
+    of its backbone, which makes its scores as well: the `head` of ModernBERT, the `pooler` of
+    DeBERTa-v2. Empty for a model without a head."""
     head = find_head(model)
     if head is None:
         return []

@@ -22,8 +22,7 @@ PACKED = "ludic_packed"
 @dataclass(frozen=True)
 class SequenceGroups:
     """The sequences of a row in groups of alike length, each padded on the right to its longest:
-    causal attention needs no mask then, for
-    no token sees what stands behind it."""
+    causal attention needs no mask then, for no token sees what stands behind it."""
 
     gather: Tensor
     """[P] the token of the row at each place of the padded groups, one group behind another."""
@@ -93,8 +92,7 @@ def set_attention(model: nn.Module, name: str) -> None:
 
 def packed_keywords(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """What a forward pass over a padding-free `batch` is told: position ids, and where its
-    attention can use them, the bounds of the
-    sequences."""
+    attention can use them, the bounds of the sequences."""
     keywords: dict[str, Any] = {"position_ids": batch["position_ids"], "attention_mask": None}
     name = attention_of(model) or ""
     if name != PACKED and "flash" not in name:
@@ -121,9 +119,9 @@ def packed_attention(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """[1, S, H, D] attention of `query` [1, H, S, D] and `key`, `value` [1, H_kv, S, D] within each
-    of the sequences, causal, over the last
-    `sliding_window` tokens where one is given. Without `sequence_groups`, transformers' sdpa."""
+    """[1, S, H, D] attention of `query` [1, H, S, D] and `key`, `value` [1, H_kv, S, D] within
+    each of the sequences, causal, over the last `sliding_window` tokens where one is given.
+    Without `sequence_groups`, transformers' sdpa."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if sequence_groups is None:

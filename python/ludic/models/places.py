@@ -11,9 +11,8 @@ from ludic.errors import ConfigError
 
 def check_place(source: str, setting: str = "", *, files: bool = False) -> None:
     """Raise ConfigError for a path of this machine where nothing lies, so that the hub is not asked
-    for it; and for a file, unless
-    `files` will do. `setting` is what named it, if that is known. `data.places.is_local` says what
-    is a path.
+    for it; and for a file, unless `files` will do. `setting` is what named it, if that is known.
+    `data.places.is_local` says what is a path.
     """
     path, said = Path(source).expanduser(), f"{setting} ({source})" if setting else source
     if path.is_file() and not files:

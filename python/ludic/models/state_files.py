@@ -59,9 +59,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def write_model(model: nn.Module, folder: Path | None) -> None:
     """As `save_pretrained` does, which for a model with adapters writes them alone; a module
-    without it as model.safetensors with a
-    config.json that names its class. Without a folder only the collectives of a sharded model
-    are taken."""
+    without it as model.safetensors with a config.json that names its class. Without a folder
+    only the collectives of a sharded model are taken."""
     inner: Any = unwrapped(model)
     state = model_state(inner)
     if folder is None:
@@ -226,10 +225,9 @@ def _check_adapter(model: nn.Module, stored: Mapping[str, Tensor], places: Mappi
 
 
 def write_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path | None) -> None:
-    """Tensors to optimizer.safetensors under `<number of the parameter>/<value>`, everything else
-    to optimizer.json. State of sharded
-    parameters is gathered, by all ranks together; without a folder only the collectives are
-    taken."""
+    """Tensors to optimizer.safetensors under `<number of the parameter>/<value>`, everything
+    else to optimizer.json. State of sharded parameters is gathered, by all ranks together;
+    without a folder only the collectives are taken."""
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}

@@ -59,9 +59,9 @@ def seed_everything(recipe: Recipe | EpochsRecipe) -> None:
 
 
 def seed_phase(seed: int, phase: str) -> None:
-    """Every global generator, by the seed and the phase alone: what a phase draws does not depend
-    on what was drawn before it, nor on
-    whether it is begun by the run or by one that goes on with it."""
+    """Every global generator, by the seed and the phase alone: what a phase draws does not
+    depend on what was drawn before it, nor on whether it is begun by the run or by one that goes
+    on with it."""
     derived = int.from_bytes(hashlib.sha256(f"{seed} {phase}".encode()).digest()[:4], "little")
     random.seed(derived)
     np.random.seed(derived)
@@ -76,9 +76,8 @@ def build_task(
     reward_weights: Any = None,
     judged: bool = False,
 ) -> Task | EpisodicTask:
-    """A built-in task by its name, a class of the user's own as `package.module:Class`, or a data
-    set with its rewards, or
-    `judged` by a reward model alone."""
+    """A built-in task by its name, a class of the user's own as `package.module:Class`, or a
+    data set with its rewards, or `judged` by a reward model alone."""
     if section.kind == "data":
         given = {"data": data, "reward": reward, "reward_weights": reward_weights, "judged": judged}
         return _call(DataTask, {**section.args, **given}, "task.args")
@@ -120,8 +119,7 @@ def with_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> Epi
 
 def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None) -> RLAlgorithm:
     """The preset of that name with `algorithm_args`. The group size is that of the rollouts, and
-    `max_completion_tokens`, the limit
-    of an answer, goes to the presets that ask for it."""
+    `max_completion_tokens`, the limit of an answer, goes to the presets that ask for it."""
     make = _look_up(REGISTRY, recipe.algorithm, "algorithm").make
     _check_groups_differ(recipe, make)
     given = dict(recipe.algorithm_args)

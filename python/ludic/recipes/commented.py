@@ -23,8 +23,7 @@ def explained(recipe: Any) -> str:
 
 def commented(text: str, recipe: type[Any], trainer: type[Any] | None = None) -> str:
     """`text` is the YAML of a `recipe`, block by block; `trainer` is what its `trainer` sections
-    are fields of. The result is YAML of the
-    same values."""
+    are fields of. The result is YAML of the same values."""
     docs = dict(_documented(recipe, trainer, ""))
     lines, path = [], list[str]()
     for line in text.splitlines():

@@ -84,9 +84,8 @@ def split_arguments(arguments: Sequence[str | Override]) -> tuple[str | None, li
 
 
 def fill(tree: DictConfig, layers: Iterable[tuple[str, DictConfig]], overrides: Sequence[Override]) -> Any:
-    """`tree` with the layers merged in, lowest first, then the overrides: the object that the tree
-    describes. A layer comes with its
-    name, for errors."""
+    """`tree` with the layers merged in, lowest first, then the overrides: the object that the
+    tree describes. A layer comes with its name, for errors."""
     for where, layer in layers:
         _merge(tree, layer, where)
     _forget_arguments_of_another_task(tree, next((o.value for o in overrides if o.key == "task.kind"), tree.task.kind))
@@ -126,9 +125,9 @@ def parse_override(text: str) -> Override:
 
 
 def from_run(argument: str) -> list[str]:
-    """The arguments that a run's folder stands for, its recipe and the model that came out of it;
-    any other stands for itself. Raises
-    ConfigError for a run that has no task, or no model yet."""
+    """The arguments that a run's folder stands for, its recipe and the model that came out of
+    it; any other stands for itself. Raises ConfigError for a run that has no task, or no model
+    yet."""
     folder = Path(argument)
     if not (folder / "config.yaml").is_file():
         return [argument]

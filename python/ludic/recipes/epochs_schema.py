@@ -77,10 +77,9 @@ def compose_epochs(
     least: Mapping[str, int],
 ) -> R:
     """`arguments`: at most one YAML file, and any number of `key=value`, as for `ludic train`.
-    Later wins: `defaults.yaml` of `package`,
-    its values for a loaded model, the file, the command line in its order. `trainer`: what
-    `trainer_section` makes of the trainer's config. `least`: the smallest values of the recipe's
-    own counts."""
+    Later wins: `defaults.yaml` of `package`, its values for a loaded model, the file, the
+    command line in its order. `trainer`: what `trainer_section` makes of the trainer's config.
+    `least`: the smallest values of the recipe's own counts."""
     source, overrides = split_arguments(arguments)
     tree = cast(DictConfig, OmegaConf.structured(recipe))
     tree.trainer = OmegaConf.structured(trainer)

@@ -29,10 +29,9 @@ class InferenceSection:
     server_args: list[str] = field(default_factory=list)
     """More arguments of the server, such as [--tensor-parallel-size,'2']."""
     weights: Optional[str] = None  # noqa: UP045
-    """How weights get to a server: gloo, ludic_nccl or disk. Null: over gloo, which also serves a
-    trainer and a server on one GPU;
-    ludic_nccl needs GPUs of its own for each. A server that runs decides between the first two
-    itself; disk is for one that sees the run's folder."""
+    """How weights get to a server: gloo, ludic_nccl or disk. Null: over gloo, which also serves
+    a trainer and a server on one GPU; ludic_nccl needs GPUs of its own for each. A server that
+    runs decides between the first two itself; disk is for one that sees the run's folder."""
     trainer_address: str = "127.0.0.1"
     """Where servers reach this process, for weights that are broadcast; its address on their
     network where they run elsewhere."""

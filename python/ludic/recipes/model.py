@@ -51,9 +51,8 @@ def tokenizer_of(recipe: Recipe | SFTRecipe | RMRecipe) -> Any:
 
 
 def save_policy(model: Any, tokenizer: Any, folder: Path, *, base: str | None = None) -> None:
-    """Both in Hugging Face layout. Adapters are merged in `folder`, and lie in `adapter` beside it;
-    they name `base`, or without it the
-    folder `base` beside it, as what they adapt."""
+    """Both in Hugging Face layout. Adapters are merged in `folder`, and lie in `adapter` beside
+    it; they name `base`, or without it the folder `base` beside it, as what they adapt."""
     with written_aside(folder) as aside:
         tokenizer.save_pretrained(aside)
         if has_adapters(model):
@@ -120,9 +119,8 @@ def _small_tokenizer(network: NetworkSection) -> Any:
 
 
 def load_model(source: str, dtype: str) -> Any:
-    """`source` is a folder in Hugging Face layout, one of PEFT's adapters, which are merged, or a
-    hub id. Weights are read from
-    safetensors only, never from pickle."""
+    """`source` is a folder in Hugging Face layout, one of PEFT's adapters, which are merged, or
+    a hub id. Weights are read from safetensors only, never from pickle."""
     check_dtype(dtype)
     place = place_of(source)
     if not _holds_adapters(place):
@@ -141,9 +139,8 @@ def plain_place(source: str | None) -> str | None:
 
 def keep_base(model: Any, source: str | None, folder: Path) -> None:
     """Write what the model's adapters adapt into `folder`, if it lies nowhere else. To be called
-    before the first step or
-    the reading of a checkpoint, when adapters change nothing. A folder that is not whole is
-    written anew."""
+    before the first step or the reading of a checkpoint, when adapters change nothing. A folder
+    that is not whole is written anew."""
     if has_adapters(model) and plain_place(source) is None and not holds_whole_weights(folder):
         with written_aside(folder) as aside:
             save_merged(model, aside)
@@ -200,8 +197,7 @@ def check_dtype(dtype: str) -> None:
 
 def place_of(source: str, *files: str) -> str:
     """A folder that has one of `files`, which is a model's in Hugging Face or PEFT layout; for a
-    run's folder the `model` in it; or a hub
-    id as it is."""
+    run's folder the `model` in it; or a hub id as it is."""
     files = files or ("config.json", ADAPTER_CONFIG)
     folder = Path(source).expanduser()
     for place in (folder, folder / "model"):

@@ -103,10 +103,9 @@ class EvaluationSection:
     samples_per_prompt: int = MISSING
     """Answers sampled to each at the rollout's temperature."""
     solved_at: Optional[float] = None  # noqa: UP045
-    """An answer is right from this total reward on; null: from what the task calls a success. Where
-    the reward functions are yours that is
-    1, as long as every reward is 0 or 1; with other rewards there is no accuracy until this says
-    what is right."""
+    """An answer is right from this total reward on; null: from what the task calls a success.
+    Where the reward functions are yours that is 1, as long as every reward is 0 or 1; with other
+    rewards there is no accuracy until this says what is right."""
 
 
 @dataclass
@@ -152,12 +151,11 @@ class Recipe:
     """A number for each reward function; null: 1."""
     reward_model: Optional[str] = None  # noqa: UP045
     """Folder of a reward model, such as a `ludic train-rm` run: its score rewards the answers in
-    training, in the place of the task's own
-    reward, which held-out measurement keeps."""
+    training, in the place of the task's own reward, which held-out measurement keeps."""
     reward_model_args: dict[str, Any] = field(default_factory=dict)
-    """mode (replace, add, multiply, weighted, bonus), rm_coeff, alpha, unfinished_penalty (10: off
-    the score of an answer that ran into the
-    token limit), normalize, dtype, micro_token_budget, batch_size, timeout_s."""
+    """mode (replace, add, multiply, weighted, bonus), rm_coeff, alpha, unfinished_penalty (10:
+    off the score of an answer that ran into the token limit), normalize, dtype,
+    micro_token_budget, batch_size, timeout_s."""
     algorithm: str = MISSING
     """A name of `ludic.training.presets.REGISTRY`: grpo, dapo, dr_grpo, rloo, cispo and others."""
     algorithm_args: dict[str, Any] = field(default_factory=dict)

@@ -98,9 +98,9 @@ class RunDirectory:
 
     @classmethod
     def go_on(cls, path: Path) -> Self:
-        """The folder of an interrupted run, whose recipe is in `config`; it is this process's until
-        `release`. Raises CheckpointError where
-        another command made it or another process is at work in it."""
+        """The folder of an interrupted run, whose recipe is in `config`; it is this process's
+        until `release`. Raises CheckpointError where another command made it or another process
+        is at work in it."""
         directory = cls.look_into(path)
         directory._lock = RunLock(path)
         return directory
@@ -142,8 +142,7 @@ class RunDirectory:
 
     def read_metrics(self, phase: str) -> list[dict[str, Any]]:
         """The lines of one phase in metrics.jsonl, one a step; of a step that was run twice the
-        last counts. What a full disk or a loss of
-        power tore off is left out."""
+        last counts. What a full disk or a loss of power tore off is left out."""
         if not self.metrics.is_file():
             return []
         by_step: dict[int, dict[str, Any]] = {}
@@ -217,9 +216,9 @@ def run_path(output: str, name: str | None, otherwise: str) -> Path:
 
 
 def new_folder(output: str, name: str | None, otherwise: str) -> Path:
-    """`output/name`, made and empty. `otherwise` names it where no name was asked for; where that
-    is taken, with the time behind it, and
-    where that is taken too, with a number behind the time."""
+    """`output/name`, made and empty. `otherwise` names it where no name was asked for; where
+    that is taken, with the time behind it, and where that is taken too, with a number behind the
+    time."""
     path = run_path(output, name, otherwise)
     for candidate in [path] if name is not None else _candidates(path):
         try:

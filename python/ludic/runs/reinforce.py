@@ -133,9 +133,8 @@ class Run:
         return load_model(str(directory.base if self.recipe.lora.rank else directory.model), self.recipe.dtype)
 
     def _check_not_reinforced(self) -> None:
-        """Without a checkpoint the reinforcement begins with `model`. It is kept there only after a
-        checkpoint of the same step, and after
-        that is said in `progress.steps`."""
+        """Without a checkpoint the reinforcement begins with `model`. It is kept there only
+        after a checkpoint of the same step, and after that is said in `progress.steps`."""
         directory, steps = self.directory, self.progress.steps
         if self.progress.recipe is None:  # an older version, which said it later
             steps = max([steps, *(line["step"] for line in directory.read_metrics(REINFORCE))])
@@ -298,9 +297,9 @@ class Run:
         )
 
     async def _train(self, trainer: Trainer, steps: int, phase: str) -> None:
-        """All steps that are left, or those until a stop. A checkpoint is kept after a stop, and at
-        the end of the reinforcement: before
-        its policy takes the place of the one that it began with."""
+        """All steps that are left, or those until a stop. A checkpoint is kept after a stop, and
+        at the end of the reinforcement: before its policy takes the place of the one that it
+        began with."""
         with self.watch.measure(phase):
             with suppress(RequestsExhausted):  # a stop was asked for between two steps
                 await trainer.train(steps - trainer.current_step)

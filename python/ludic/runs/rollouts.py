@@ -39,11 +39,10 @@ def make_engine(
     **settings: Any,
 ) -> RolloutEngine:
     """An action cut off at the token limit never reaches the environment and earns what the task
-    says, as does one that the task's
-    parser refuses; either ends an episode of several turns. Reward functions, where the task has
-    them, see every answer. `trained`: what is played is trained on, and rewarded by the task's
-    reward model if it has one. Without a `system_prompt` the task's own is used. `settings` are
-    more of the engine's own, such as `max_retries`."""
+    says, as does one that the task's parser refuses; either ends an episode of several turns.
+    Reward functions, where the task has them, see every answer. `trained`: what is played is
+    trained on, and rewarded by the task's reward model if it has one. Without a `system_prompt`
+    the task's own is used. `settings` are more of the engine's own, such as `max_retries`."""
     played = as_episodic(task)
     own: RolloutScorer | None = getattr(played, "scorer", None)
     scorer = getattr(played, "training_scorer", own) if trained else own
@@ -206,9 +205,8 @@ class TrainingRequests:
 
 
 class PassRequests(TrainingRequests):
-    """The same for a task with a list of problems, `training`: every one is asked once before any
-    is asked again, in an order that
-    depends on the seed and the pass."""
+    """The same for a task with a list of problems, `training`: every one is asked once before
+    any is asked again, in an order that depends on the seed and the pass."""
 
     def __init__(self, task: DataTask, section: RolloutSection, *, seed: int) -> None:
         super().__init__(as_episodic(task), section, seed=seed)

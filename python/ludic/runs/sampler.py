@@ -52,10 +52,9 @@ async def open_sampler(
     pushes: bool = True,
     watch: Stopwatch | None = None,
 ) -> AsyncIterator[Sampler]:
-    """`folder` has the policy in Hugging Face layout, for a server to start from. A server that is
-    started is stopped here. Without
-    `pushes`, one that runs already samples from the weights that it has. `watch` measures
-    `server_start`."""
+    """`folder` has the policy in Hugging Face layout, for a server to start from. A server that
+    is started is stopped here. Without `pushes`, one that runs already samples from the weights
+    that it has. `watch` measures `server_start`."""
     if kind_of(recipe.inference) == "local":
         yield _local(recipe, model, tokenizer)
         return
@@ -118,8 +117,7 @@ def _check_servers(urls: list[str]) -> None:
 
 def _local(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
     """The trainer's own model; with batches on their way, and with adapters, which it merges,
-    weights of its own that change when they
-    are published."""
+    weights of its own that change when they are published."""
     from ludic.distributed.adapters.local import LocalPublisher
     from ludic.inference.local.client import LocalChatClient
     from ludic.models.adapters import has_adapters

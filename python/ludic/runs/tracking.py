@@ -94,9 +94,8 @@ def check_trackers(report_to: Any) -> None:
 def run_logger(
     recipe: Any, directory: RunDirectory, screen: Screen, phase: str, *, keys: list[str], spark_key: str, last_step: int
 ) -> Iterator[TrainingLogger]:
-    """The logger of one phase of a run. In metrics.jsonl every line has the phase; a tracker has a
-    run for each phase, since the
-    steps of each begin at 1."""
+    """The logger of one phase of a run. In metrics.jsonl every line has the phase; a tracker has
+    a run for each phase, since the steps of each begin at 1."""
     names = trackers_named(recipe.report_to)
     with ExitStack() as opened:
         place = Place(recipe, directory, phase, *_id_of(directory)) if names else None

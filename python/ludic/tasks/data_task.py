@@ -50,9 +50,9 @@ class DataTask:
         reward_timeout_s: float = 600.0,
         judged: bool = False,
     ) -> None:
-        """`num_heldout` None: a tenth of the prompts, at most 200. `config` and `split` are for ids
-        of the `datasets` library. `judged`: a
-        reward model will say how good an answer is, so that there need be no `reward`."""
+        """`num_heldout` None: a tenth of the prompts, at most 200. `config` and `split` are for
+        ids of the `datasets` library. `judged`: a reward model will say how good an answer is,
+        so that there need be no `reward`."""
         if data is None or (reward is None and not judged):
             raise ConfigError("a problem of your own needs data=FILE and reward=MODULE:FUNCTION, or reward_model=DIRECTORY")
         self.scorer = NoRewards() if reward is None else build_rewards(reward, reward_weights, timeout_s=reward_timeout_s)

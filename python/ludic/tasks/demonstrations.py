@@ -15,8 +15,7 @@ from ludic.types import Message
 
 class DemonstrationSource:
     """Draws the teacher's episodes without end. Batch `k` depends on the seed and `k` only, so that
-    a resumed run sees what it would
-    have seen.
+    a resumed run sees what it would have seen.
 
     An episode is one sample: observations, and after each the teacher's action with the end token;
     the loss is on actions and ends. Where the tokenizer's template rewrites what was said before,

@@ -28,10 +28,9 @@ from ludic.types import Rollout
 
 
 class JudgedTask:
-    """A task whose training is rewarded by a reward model. Everything else is the task's own, its
-    reward in held-out measurement above
-    all: what the model is trained on and what is wanted of it are two numbers, and both are
-    reported."""
+    """A task whose training is rewarded by a reward model. Everything else is the task's own,
+    its reward in held-out measurement above all: what the model is trained on and what is wanted
+    of it are two numbers, and both are reported."""
 
     def __init__(self, task: EpisodicTask, reward: RewardModelReward, *, source: str) -> None:
         self.task = task

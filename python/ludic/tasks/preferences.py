@@ -49,8 +49,7 @@ class DigitPreferences:
     """The quality difference that makes a preference sigmoid(1) = 73 % sure."""
     num_heldout: int | None = None
     """Pairs kept for evaluation; None: 5,000, or fewer where there are not so many to spare. The
-    standard error of an accuracy on 5,000 is
-    half a point."""
+    standard error of an accuracy on 5,000 is half a point."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_digits <= self.max_digits:

@@ -38,10 +38,9 @@ class Success:
 
 
 def success_of(task: EpisodicTask, solved_at: float | None) -> Success:
-    """What was asked for, else what the task says. A task that does not say has rewards of 0 and 1,
-    or no success at all; the score of a
-    reward model never is one. Raises ConfigError for a `solved_at` that no reward can be
-    compared with."""
+    """What was asked for, else what the task says. A task that does not say has rewards of 0 and
+    1, or no success at all; the score of a reward model never is one. Raises ConfigError for a
+    `solved_at` that no reward can be compared with."""
     if solved_at is not None:
         if not math.isfinite(solved_at):
             raise ConfigError(f"solved_at ({solved_at}) must be a finite reward, such as 1 or 0.5")

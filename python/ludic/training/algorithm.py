@@ -51,9 +51,8 @@ class RLAlgorithm:
     loss: Loss
     preprocess: PreprocessFn | None = None
     correction: Correction | None = None
-    """For samples of another engine or an older policy; see `loss.correction`. Only for losses that
-    read the logits through their
-    shared context alone."""
+    """For samples of another engine or an older policy; see `loss.correction`. Only for losses
+    that read the logits through their shared context alone."""
 
     def __post_init__(self) -> None:
         if self.correction is not None and not reads_shared_only(self.loss):

@@ -13,9 +13,8 @@ from ludic.types import Message
 
 @dataclass(frozen=True)
 class ChatTemplateResult:
-    """A conversation of two turns. Example: `<user>hi<assistant>yo<eos>` of a byte-level model has
-    `prompt_len` 4 where the roles are one
-    token each."""
+    """A conversation of two turns. Example: `<user>hi<assistant>yo<eos>` of a byte-level model
+    has `prompt_len` 4 where the roles are one token each."""
 
     tokens: list[int]
     """Ids up to the end token of the completion."""
@@ -30,9 +29,9 @@ class ChatTemplateResult:
 def tokenize_with_chat_template(
     tokenizer: Any, prompt: str, completion: str, *, system_prompt: str | None = None, max_length: int | None = None
 ) -> ChatTemplateResult:
-    """Ids of the conversation in which the user says `prompt` and the assistant `completion`, cut
-    on the right to `max_length`. Raises
-    DataError for an empty completion, and for a prompt that fills `max_length` alone."""
+    """Ids of the conversation in which the user says `prompt` and the assistant `completion`,
+    cut on the right to `max_length`. Raises DataError for an empty completion, and for a prompt
+    that fills `max_length` alone."""
     question, answer = _turns(prompt, completion, system_prompt)
     whole = conversation_tokens(tokenizer, question, answer, "the conversation")
     found = cut_from_the_right(whole, max_length, "the conversation")

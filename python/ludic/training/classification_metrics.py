@@ -46,13 +46,13 @@ class PreferenceMetrics:
     beta: float = 1.0
     """sigma(beta m) is the probability that the chosen response is the better."""
     thresholds_on: Literal["pairs", "responses"] = field(default="pairs", kw_only=True)
-    """What a threshold divides. `pairs`: sigma(beta m) > t, against y > 1/2. `responses`: score >
-    t, the preferred responses being
-    the positives and the others the negatives; `tpr@t` as well."""
+    """What a threshold divides. `pairs`: sigma(beta m) > t, against y > 1/2. `responses`: score
+    > t, the preferred responses being the positives and the others the negatives; `tpr@t` as
+    well."""
     both_orders: bool = field(default=False, kw_only=True)
     """Calibrate over each pair in both orders, p against y and 1 - p against 1 - y. Without it,
-    data whose chosen response is always the
-    preferred one have no negatives, and their `ece` is the mean of 1 - p."""
+    data whose chosen response is always the preferred one have no negatives, and their `ece` is
+    the mean of 1 - p."""
 
     def __post_init__(self) -> None:
         if self.calibration_bins < 1:
@@ -68,10 +68,9 @@ class PreferenceMetrics:
         self._columns: list[tuple[Floats, Floats, Floats]] = []
 
     def update(self, chosen_scores: Any, rejected_scores: Any, labels: Any = None) -> None:
-        """Add pairs: tensors, arrays or lists [P] of numbers; without labels the chosen responses
-        are the better ones. Raises DataError
-        for another number of them, for scores that are not finite, and for labels that are no
-        probabilities."""
+        """Add pairs: tensors, arrays or lists [P] of numbers; without labels the chosen
+        responses are the better ones. Raises DataError for another number of them, for scores
+        that are not finite, and for labels that are no probabilities."""
         chosen, rejected = as_floats(chosen_scores), as_floats(rejected_scores)
         label = np.ones_like(chosen) if labels is None else as_floats(labels)
         if not len(chosen) == len(rejected) == len(label):
@@ -104,8 +103,8 @@ class PreferenceMetrics:
 
     def compute(self) -> dict[str, float]:
         """`pairwise_accuracy`, `mean_margin`, `margin_std`, `negative_margin_rate`, `roc_auc` and
-        `ece`, then `margin_p5` to `margin_p95`,
-        and `fpr@t` and `fnr@t` of each threshold. Without any pair, the first six, each 0.
+        `ece`, then `margin_p5` to `margin_p95`, and `fpr@t` and `fnr@t` of each threshold. Without
+        any pair, the first six, each 0.
 
         - `pairwise_accuracy`: share of pairs with m > 0 where y > 1/2, m < 0 where it is not; a tie
           is wrong.
@@ -163,8 +162,7 @@ def compute_pairwise_accuracy(chosen_scores: Any, rejected_scores: Any) -> float
 
 def compute_margin_stats(chosen_scores: Any, rejected_scores: Any, labels: Any = None) -> dict[str, float]:
     """`mean_margin`, `margin_std` (population), `negative_margin_rate`, and the percentiles;
-    without labels the chosen responses are the
-    better ones."""
+    without labels the chosen responses are the better ones."""
     margins = as_floats(chosen_scores) - as_floats(rejected_scores)
     label = np.ones_like(margins) if labels is None else as_floats(labels)
     return {**_spread(*margins_in_both_orders(margins, label)), **percentiles(margins, label)}
@@ -190,9 +188,8 @@ def preference_loss(chosen: Floats, rejected: Floats, labels: Floats, beta: floa
 
 
 def margins_in_both_orders(margins: Floats, labels: Floats) -> tuple[Floats, Floats]:
-    """[N] margins of the preferred response less the other, and [N] their weights: m with weight y,
-    -m with weight 1 - y, and none of
-    weight 0. The weights sum to the number of pairs."""
+    """[N] margins of the preferred response less the other, and [N] their weights: m with weight
+    y, -m with weight 1 - y, and none of weight 0. The weights sum to the number of pairs."""
     signed, weights = np.concatenate([margins, -margins]), np.concatenate([labels, 1.0 - labels])
     return signed[weights > 0], weights[weights > 0]
 
@@ -205,9 +202,8 @@ def _responses(chosen: Floats, rejected: Floats, labels: Floats) -> tuple[Floats
 
 def roc_auc(scores: Floats, positive: Floats, negative: Floats) -> float:
     """Area under the ROC curve: the probability that a positive scores higher than a negative, half
-    of ties included (the Mann-Whitney
-    statistic; Hanley and McNeil 1982), where score i is drawn as positive in proportion to
-    `positive[i]`, as negative to `negative[i]`.
+    of ties included (the Mann-Whitney statistic; Hanley and McNeil 1982), where score i is drawn as
+    positive in proportion to `positive[i]`, as negative to `negative[i]`.
 
         sum_ij positive_i negative_j ([s_i > s_j] + [s_i = s_j] / 2) / (sum positive * sum negative)
 
@@ -252,8 +248,7 @@ def calibration_bins(probability: Floats, came_true: NDArray[Any], bins: int = 1
 
 def calibration_error(found: CalibrationBins) -> float:
     """Expected calibration error: the mean over predictions of |confidence - frequency| of their
-    bin (Guo et al. 2017,
-    arXiv:1706.04599, eq. 3). 0.0 without any."""
+    bin (Guo et al. 2017, arXiv:1706.04599, eq. 3). 0.0 without any."""
     total = found.counts.sum()
     return float((found.counts * np.abs(found.confidence - found.frequency)).sum() / total) if total else 0.0
 

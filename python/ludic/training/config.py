@@ -119,18 +119,17 @@ class TrainerConfig:
     sync_every_steps: int = 1
     """Publish the weights every so many steps; 0: never."""
     master_weights: bool = True
-    """Parameters in bfloat16 are stepped as float32 copies and rounded back, for most updates are
-    too small to change a bfloat16
-    weight. Off: they are stepped in bfloat16, which saves 10 bytes a parameter and leaves most
-    of them where they are. Parameters in float32 are always stepped as they are."""
+    """Parameters in bfloat16 are stepped as float32 copies and rounded back, for most updates
+    are too small to change a bfloat16 weight. Off: they are stepped in bfloat16, which saves 10
+    bytes a parameter and leaves most of them where they are. Parameters in float32 are always
+    stepped as they are."""
     mixed_precision_dtype: str | None = None
     """"bf16" runs the forward passes of a float32 model under autocast; None computes in the
-    model's own dtype. Weights and optimizer keep
-    the dtype that the model was loaded in."""
+    model's own dtype. Weights and optimizer keep the dtype that the model was loaded in."""
     temperature: float = 1.0
-    """The policy is that of logits / temperature. Set it to the temperature that is sampled with,
-    where the sampler returns the
-    log-probabilities of the distribution drawn from (vLLM's `processed_logprobs`)."""
+    """The policy is that of logits / temperature. Set it to the temperature that is sampled
+    with, where the sampler returns the log-probabilities of the distribution drawn from (vLLM's
+    `processed_logprobs`)."""
     cast_logits_to_fp32: bool = True
     """Log-probabilities in float32, whatever the model computes in."""
     max_lag: int | None = None
@@ -182,9 +181,9 @@ class TrainerConfig:
     """Leave samples of weight zero out of the forward pass where they add nothing to the
     gradient; they stay in the totals."""
     merge_turns: bool = True
-    """Turns of an episode whose prompts continue each other, token by token, go through the model
-    as one row. The gradient is that of
-    one row a turn. Only with a loss that reads the logits through its shared context alone."""
+    """Turns of an episode whose prompts continue each other, token by token, go through the
+    model as one row. The gradient is that of one row a turn. Only with a loss that reads the
+    logits through its shared context alone."""
     seed: int = 0
     """Of the order of samples in mini-batches."""
     learning_rate: InitVar[float | None] = None

@@ -205,9 +205,8 @@ def _centred(returns: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.flo
 
 def _groups(rollouts: Sequence[Rollout], group_size: int, *, allow_partial: bool) -> list[list[int]]:
     """Positions of the members of each group, in order of first appearance. Where an episode has
-    several agents, each is compared with
-    itself in the other episodes: the rollouts of one `meta["agent_id"]` are a group of their
-    own."""
+    several agents, each is compared with itself in the other episodes: the rollouts of one
+    `meta["agent_id"]` are a group of their own."""
     groups: dict[tuple[object, object], list[int]] = {}
     for position, rollout in enumerate(rollouts):
         group = (rollout.meta.get("request_meta") or {}).get("group_id")

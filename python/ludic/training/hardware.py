@@ -31,8 +31,7 @@ FLASH_3 = frozenset({"hopper"})
 
 def detect_gpu_architecture() -> str | None:
     """The architecture of the current GPU; None without CUDA. A capability that is not listed
-    counts as its nearest predecessor, or
-    as `older` below 8.0."""
+    counts as its nearest predecessor, or as `older` below 8.0."""
     if not torch.cuda.is_available():
         return None
     capability = torch.cuda.get_device_capability()
@@ -53,8 +52,8 @@ def get_cuda_version() -> tuple[int, int] | None:
 
 def get_optimal_attention_impl(*, disable_flash_attn: bool = False) -> str:
     """What to pass as `attn_implementation`: `flash_attention_3` on Hopper (CUDA >= 12.3),
-    `flash_attention_2` from Ampere on
-    (CUDA >= 11.6), each where its package is installed; else `sdpa`."""
+    `flash_attention_2` from Ampere on (CUDA >= 11.6), each where its package is installed; else
+    `sdpa`."""
     architecture, version = detect_gpu_architecture(), get_cuda_version()
     if disable_flash_attn or architecture is None or version is None or not _installed("flash_attn"):
         return "sdpa"

@@ -128,8 +128,7 @@ def load_preference_items(
     left_out: Counter[str] | None = None,
 ) -> list[SAWItem]:
     """The samples of a JSONL, JSON, CSV or parquet file, a folder, or an id for the `datasets`
-    library, in one of TRL's preference formats
-    or with two scored responses a row, as SHP has them.
+    library, in one of TRL's preference formats or with two scored responses a row, as SHP has them.
 
     `columns` says which column is which (`{"chosen": "better"}`), `config` and `split` are for ids
     and folders, `limit` is the most rows that are read, drawn at random by `seed` and left in their

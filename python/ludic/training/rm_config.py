@@ -18,13 +18,12 @@ class RMTrainerConfig(TrainerConfig):
     """
 
     rm_pair_aware: bool = True
-    """The two samples of a pair go through the model together, and two rows of `max_seq_len` must
-    fit into `micro_token_budget`. Off, each
-    sample stands alone, for a loss that does not compare."""
+    """The two samples of a pair go through the model together, and two rows of `max_seq_len`
+    must fit into `micro_token_budget`. Off, each sample stands alone, for a loss that does not
+    compare."""
     rm_require_complete_pairs: bool = True
-    """Off, a sample without its other half is kept: it goes through the model, for losses that have
-    a use for it. An evaluation has none,
-    and drops it."""
+    """Off, a sample without its other half is kept: it goes through the model, for losses that
+    have a use for it. An evaluation has none, and drops it."""
     rm_drop_incomplete_pairs: bool = True
     """Incomplete pairs are dropped, counted and warned of, in training and in evaluation; off,
     they are an error."""

@@ -67,9 +67,8 @@ class RMTrainer(Trainer):
         **options: Any,
     ) -> None:
         """`eval_items` are the pairs that `evaluate` and `eval_every_n_steps` measure.
-        `lora_config`, `LoraSettings` or peft's, puts
-        adapters into the model (`apply_lora`); the reward head stays trained. `options` are
-        those of `Trainer`."""
+        `lora_config`, `LoraSettings` or peft's, puts adapters into the model (`apply_lora`); the
+        reward head stays trained. `options` are those of `Trainer`."""
         cfg = RMTrainerConfig() if cfg is None else cfg
         if not isinstance(cfg, RMTrainerConfig):
             raise ConfigTypeError(
@@ -147,11 +146,11 @@ class RMTrainer(Trainer):
 
     def evaluate(self, items: Sequence[SAWItem] | None = None) -> dict[str, float]:
         """Score the pairs of `items`, or of `eval_items`, one response at a time: `eval_loss`,
-        `eval_pairwise_accuracy`,
-        `eval_mean_margin`, `eval_margin_std`, `eval_negative_margin_rate`, `eval_roc_auc`,
-        `eval_ece`, `eval_margin_p5` to `eval_margin_p95`, `eval_fpr@t`, `eval_fnr@t`, `eval_tpr@t`,
-        `eval_num_pairs`, and `eval_pairs_incomplete` and the like, of pairs that were left out.
-        `PreferenceEvaluator` and `PreferenceMetrics` say what they are.
+        `eval_pairwise_accuracy`, `eval_mean_margin`, `eval_margin_std`,
+        `eval_negative_margin_rate`, `eval_roc_auc`, `eval_ece`, `eval_margin_p5` to
+        `eval_margin_p95`, `eval_fpr@t`, `eval_fnr@t`, `eval_tpr@t`, `eval_num_pairs`, and
+        `eval_pairs_incomplete` and the like, of pairs that were left out. `PreferenceEvaluator` and
+        `PreferenceMetrics` say what they are.
 
         Calibration counts each pair in both orders. The scores stay in `evaluator.metrics` where
         `items` was left out.

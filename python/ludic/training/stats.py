@@ -48,8 +48,8 @@ class Reducer:
     """Applied to each value that is there."""
     normalize_by: Denominator | None = None
     """Divide the sum, or the count, by the number of samples, or of the rollouts that were asked
-    for; 0 if there is none. `count_true`
-    by rollouts counts the rollouts with a true step, so that it is a rate whatever their length."""
+    for; 0 if there is none. `count_true` by rollouts counts the rollouts with a true step, so
+    that it is a rate whatever their length."""
     as_percent: bool = False
     """The value is a `Percent`: a fraction that displays show as 25.0%."""
 

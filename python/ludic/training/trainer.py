@@ -90,10 +90,10 @@ class Trainer:
         preflight: Preflight | None = None,
     ) -> None:
         """Without `publisher` nothing is published, and asking for `sync_every_steps` above 1 is an
-        error; without `evaluator` nothing is
-        evaluated. With `lora_config`, the model gets adapters (`apply_lora`), and only those and
-        the head of a model that scores are trained. `preflight` compares the first samples with
-        their sampler before the first step, and raises where the two disagree.
+        error; without `evaluator` nothing is evaluated. With `lora_config`, the model gets adapters
+        (`apply_lora`), and only those and the head of a model that scores are trained. `preflight`
+        compares the first samples with their sampler before the first step, and raises where the
+        two disagree.
 
         With several ranks the source must give each samples of its own: one that says it does not
         is refused, one that does not say is warned of (`shards_across_ranks`).
@@ -222,9 +222,9 @@ class Trainer:
 
     def restore_best(self) -> int | None:
         """Put back the weights of the best evaluation: its step, or None where none is known.
-        `train` does so itself where early stopping
-        ends it; a run that came to its end otherwise may have been better before, too. They are
-        not published. A later `train` goes on from the checkpoint of `current_step`."""
+        `train` does so itself where early stopping ends it; a run that came to its end otherwise
+        may have been better before, too. They are not published. A later `train` goes on from
+        the checkpoint of `current_step`."""
         step = self.early_stopping.best_step
         if step is None:
             return None
@@ -479,9 +479,8 @@ class Trainer:
         log_fn: LogFn | None = None,
     ) -> dict[str, Any]:
         """Evaluate on rank 0: `records` and `metrics`, empty on the others; on all ranks with an
-        evaluator that says
-        `on_all_ranks`. What is not given here or in the config is the evaluator's to decide.
-        Random generators are left as they were."""
+        evaluator that says `on_all_ranks`. What is not given here or in the config is the
+        evaluator's to decide. Random generators are left as they were."""
         if self.evaluator is None:
             raise ConfigError("the trainer has no evaluator; pass evaluator=")
         records: list[Any] = []

@@ -134,8 +134,7 @@ class RolloutScorer(Protocol):
 
     async def score(self, rollouts: Sequence[Rollout]) -> Mapping[str, Exception]:
         """Add to the rewards, or to the meta that credit is given by, in place. Returns why a
-        rollout could not be rewarded, by its id;
-        nothing where all were."""
+        rollout could not be rewarded, by its id; nothing where all were."""
         ...
 
 
@@ -146,9 +145,8 @@ class CreditAssigner(Protocol):
 
 
 class BatchSource(Protocol):
-    """Gives macro-batches. It may also offer `state_dict` and `load_state_dict`, which checkpoints
-    then keep, and say
-    `shards_across_ranks`."""
+    """Gives macro-batches. It may also offer `state_dict` and `load_state_dict`, which
+    checkpoints then keep, and say `shards_across_ranks`."""
 
     async def next_batch(self) -> SAWBatch: ...
 

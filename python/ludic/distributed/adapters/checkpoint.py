@@ -34,8 +34,7 @@ Policy = Literal["all", "any"]
 
 class SGLangPublisher:
     """Writes each version into a folder beside the model's config, and has all servers read it.
-    Where one cannot, all go back to the
-    version before."""
+    Where one cannot, all go back to the version before."""
 
     def __init__(
         self,
@@ -175,8 +174,7 @@ class SGLangEngine:
 
 class VLLMEngine:
     """Tells a vLLM server to read a checkpoint: compared with the server's model, taken aside,
-    loaded while paused, and compared with what
-    the server then holds."""
+    loaded while paused, and compared with what the server then holds."""
 
     def __init__(self, base_url: str, timeout: float = 300, *, partial: bool = False) -> None:
         """`partial`: weights may be missing in a checkpoint: frozen ones, whose values the

@@ -66,9 +66,8 @@ class LoraPublisher:
 
     def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
         """Load the model's adapters as `<name>@<version>` on all servers, or on none. They are
-        taken from the model: in `state_dict`
-        they are merged. Adapters that did not change are served on under the name that they
-        have."""
+        taken from the model: in `state_dict` they are merged. Adapters that did not change are
+        served on under the name that they have."""
         from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
         from ludic.models.lora import adapter_weights
 

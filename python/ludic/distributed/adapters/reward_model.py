@@ -32,8 +32,8 @@ class RewardWeightsClient(Protocol):
 
 class RMPublisherAdapter:
     """Sends the weights that `training_mode` changes, and nothing else: what is left out is left
-    out here, before anything is announced,
-    so that the receiver never waits for a tensor that does not come. `debug` logs the names."""
+    out here, before anything is announced, so that the receiver never waits for a tensor that
+    does not come. `debug` logs the names."""
 
     def __init__(
         self,

@@ -61,9 +61,9 @@ def in_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def to_the_end(call: Callable[[], T], *, what: str) -> T:
-    """What `call` gives, made in a thread, which Ctrl-C does not reach: it is raised when the call
-    is over. A second one is raised at
-    once; the call goes on, and this process ends after it."""
+    """What `call` gives, made in a thread, which Ctrl-C does not reach: it is raised when the
+    call is over. A second one is raised at once; the call goes on, and this process ends after
+    it."""
     future = in_thread(call)
     try:
         wait([future])

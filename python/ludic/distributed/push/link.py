@@ -74,8 +74,7 @@ class ServerLink:
         self, endpoints: VllmEndpoints, *, master_address: str = "127.0.0.1", timeout_s: float = 60.0, by_folder: bool = False
     ) -> None:
         """`master_address` is where the server's workers reach the trainer. `by_folder`: weights
-        are read from a folder, whatever else
-        the server's backend can do."""
+        are read from a folder, whatever else the server's backend can do."""
         self.endpoints = endpoints
         self.by_folder = by_folder
         self.master_address = master_address
@@ -232,9 +231,8 @@ class ServerLink:
         self.endpoints.pause("keep")
 
     def resume(self) -> None:
-        """Let requests go on. Whatever happened since the pause, nothing in the prefix cache is of
-        other weights; where it cannot be
-        forgotten, the server stays paused."""
+        """Let requests go on. Whatever happened since the pause, nothing in the prefix cache is
+        of other weights; where it cannot be forgotten, the server stays paused."""
         if not self._cache_is_fresh:
             self._forget_cache()
         self.endpoints.resume()
@@ -244,9 +242,8 @@ class ServerLink:
         self._cache_is_fresh = True
 
     def commit(self, version: str, sent: Mapping[str, str], served: Mapping[str, str]) -> None:
-        """Load what was staged, called `version`; the server is paused. Raises where something else
-        came than was `sent`, or where the
-        server then holds anything else than `served`."""
+        """Load what was staged, called `version`; the server is paused. Raises where something
+        else came than was `sent`, or where the server then holds anything else than `served`."""
         self._update = None
         self.endpoints.finish_update(version, timeout_s=self._deadline_s)
         self._forget_cache()

@@ -10,8 +10,7 @@ from ludic.errors import MissingExtraError
 
 def import_extra(module: str, extra: str) -> Any:
     """The module. Raises MissingExtraError, which names the extra to install, if its package is
-    absent; an import that fails within
-    the package is shown as it is."""
+    absent; an import that fails within the package is shown as it is."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -39,9 +39,8 @@ def math_target(solution: str) -> str:
 
 def final_answer(text: str) -> str:
     r"""The part of a model's text to compare: after `</think>` if there is one, the last
-    `\boxed{...}`; without a box what follows the
-    last `####`, or the last 2,000 characters, in which math-verify looks for the last
-    expression."""
+    `\boxed{...}`; without a box what follows the last `####`, or the last 2,000 characters, in
+    which math-verify looks for the last expression."""
     said = _THOUGHT_ENDS.split(text)[-1]
     boxed = extract_last_boxed_content(said)
     if boxed is not None:

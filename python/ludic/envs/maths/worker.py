@@ -39,9 +39,8 @@ def _reply(compare: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _comparison() -> Any:
-    """`compare(target, answer)` by math-verify, warmed up. An answer in which nothing is found is
-    wrong; a target in which nothing is
-    found is an error."""
+    """`compare(target, answer)` by math-verify, warmed up. An answer in which nothing is found
+    is wrong; a target in which nothing is found is an error."""
     import logging
 
     from math_verify import parse, verify

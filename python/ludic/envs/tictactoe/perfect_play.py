@@ -16,8 +16,7 @@ def value(board: Board) -> int:
 @cache
 def optimal_moves(board: Board) -> tuple[int, ...]:
     """All moves of perfect play, of which an early win is better than a late one and a late loss
-    better than an early one; none in a
-    game that is over."""
+    better than an early one; none in a game that is over."""
     scores = {cell: -_score(play(board, cell)) for cell in legal_moves(board)}
     return tuple(cell for cell, score in scores.items() if score == max(scores.values()))
 

@@ -67,9 +67,8 @@ class Match:
 
 
 class PrefixCache:
-    """The prefixes of the episodes that are being played, of at most `max_bytes`, and while a batch
-    is decoded of twice that. The oldest go
-    first."""
+    """The prefixes of the episodes that are being played, of at most `max_bytes`, and while a
+    batch is decoded of twice that. The oldest go first."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -131,10 +130,9 @@ class PrefixCache:
 
 
 def is_plain(model: Any, cache: Any, device: torch.device) -> bool:
-    """Whether rows of the cache can be taken apart and joined: every layer keeps every token, all
-    of them on one device, and positions
-    are rotary ones that depend neither on the columns between two tokens nor on how long the
-    dialogue becomes."""
+    """Whether rows of the cache can be taken apart and joined: every layer keeps every token,
+    all of them on one device, and positions are rotary ones that depend neither on the columns
+    between two tokens nor on how long the dialogue becomes."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     return (
@@ -206,10 +204,9 @@ def _stacked(tensors: Sequence[Tensor], parts: Sequence[_Part], rows: int, width
 
 
 def weights_mark(model: nn.Module) -> object:
-    """Equal as long as the model stays as it is, without reading all of it: where each tensor lies,
-    how often it was written in place, a
-    few of its elements, and which adapters are at work. Never equal where weights are loaded as
-    they are needed."""
+    """Equal as long as the model stays as it is, without reading all of it: where each tensor
+    lies, how often it was written in place, a few of its elements, and which adapters are at
+    work. Never equal where weights are loaded as they are needed."""
     tensors = [*model.parameters(), *model.buffers()]
     if any(tensor.is_meta for tensor in tensors):
         return object()

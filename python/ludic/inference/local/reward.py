@@ -83,8 +83,7 @@ class LocalRewardModel:
         n_labels: int = 1,
     ) -> list[float]:
         """[N] scores, computed in a worker thread; `normalize` takes the logistic function of each.
-        `pooling_type` None: as the model
-        is made.
+        `pooling_type` None: as the model is made.
 
         Raises DataError for a sequence that the model cannot read, InferenceError where it fails.
         """

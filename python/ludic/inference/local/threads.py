@@ -13,9 +13,8 @@ T = TypeVar("T")
 
 async def in_own_thread(compute: Callable[..., T], *args: object) -> T:
     """What `compute(*args)` gives or raises, from a thread that ends with it. As with
-    `asyncio.to_thread`, whose limit on threads it has,
-    a call that waits for its turn can be cancelled, and one that runs is waited for when the loop
-    is closed.
+    `asyncio.to_thread`, whose limit on threads it has, a call that waits for its turn can be
+    cancelled, and one that runs is waited for when the loop is closed.
 
     The thread takes the OpenMP workers along that torch gave it. As long as they lived, libgomp
     would count more threads than cores, and put the workers of the training thread to sleep

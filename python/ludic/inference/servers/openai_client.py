@@ -124,9 +124,8 @@ class OpenAIChatClient:
 
 
 def open_client(base_url: str, *, api_key: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> AsyncOpenAI:
-    """A client of the openai package that tries nothing again by itself, follows nobody elsewhere,
-    sends no name of the environment's,
-    and asks no proxy for this machine."""
+    """A client of the openai package that tries nothing again by itself, follows nobody
+    elsewhere, sends no name of the environment's, and asks no proxy for this machine."""
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
     timeout = Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))

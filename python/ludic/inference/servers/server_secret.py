@@ -74,8 +74,7 @@ def drop_secret(port: int, secret: str) -> None:
 
 def secret_headers(url: str, environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """What goes with a request that may change what the server at `url` serves: the secret of
-    `LUDIC_SERVER_SECRET`, else that of the
-    server at this port of this machine, else nothing."""
+    `LUDIC_SERVER_SECRET`, else that of the server at this port of this machine, else nothing."""
     env = os.environ if environment is None else environment
     secret = env.get(VARIABLE) or _known(url)
     return {HEADER: secret} if secret else {}

@@ -210,9 +210,9 @@ class VLLMChatClient:
 
     @cached_property
     def _async_client(self) -> Any:
-        """The first server's client of the openai package, for code that knows this class to have
-        one. Nothing here asks through it, save
-        `complete` of an instance that was made without the constructor."""
+        """The first server's client of the openai package, for code that knows this class to
+        have one. Nothing here asks through it, save `complete` of an instance that was made
+        without the constructor."""
         server = self._servers().servers[0]
         return open_client(f"{server.url}/v1", api_key=server.api_key, timeout_s=server.timeout_s, headers=server.request_headers)
 
@@ -347,9 +347,8 @@ class VLLMChatClient:
         return response, {"raw_response": payload, "used_args": sent, "policy_version": version}
 
     async def _version_before(self) -> int:
-        """The version that a request about to be made is sampled from, or an older one: endpoints
-        that do not say it are asked for it
-        once a second at most."""
+        """The version that a request about to be made is sampled from, or an older one:
+        endpoints that do not say it are asked for it once a second at most."""
         if time.monotonic() - self._version_read_at > VERSION_AGE_S:
             self._version_read_at = time.monotonic()
             await self.get_policy_version()
@@ -416,9 +415,8 @@ class VLLMChatClient:
     async def _ask(
         self, at: Callable[[Server], Awaitable[Answer]], read: Callable[[Answer], T], *, says_version: bool
     ) -> tuple[T, int]:
-        """What `read` makes of what `at` gets from a live server, and the version that was served
-        before, within the deadline. Servers
-        whose answers do not say it are asked for it."""
+        """What `read` makes of what `at` gets from a live server, and the version that was
+        served before, within the deadline. Servers whose answers do not say it are asked for it."""
         pool = self._servers()
 
         async def once(server: Server) -> T:

@@ -20,8 +20,7 @@ class ContextRoom:
 
     def __init__(self, lengths: Mapping[str, int], *, on_overflow: Literal["error", "clip"] = "error") -> None:
         """`lengths`: tokens of prompt and answer together, by model; where none is known,
-        everything fits. What does not is a ConfigError,
-        or is clipped here and counted."""
+        everything fits. What does not is a ConfigError, or is clipped here and counted."""
         if on_overflow not in ("error", "clip"):
             raise ConfigError(f"on_overflow ({on_overflow!r}) must be 'error' or 'clip'")
         self.lengths, self._on_overflow = dict(lengths), on_overflow

@@ -84,8 +84,7 @@ def server_variables(
     python: str, *, cpu: bool, given: Mapping[str, str] | None = None, changing: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """The environment that a server gets: ours, with defaults that ours and `given` may set
-    otherwise. `changing` are those with which
-    what it serves can be changed."""
+    otherwise. `changing` are those with which what it serves can be changed."""
     env = dict(os.environ)
     own = env.get("PYTHONPATH") if python == sys.executable else None  # what fits this interpreter fits no other
     env.pop("PYTHONHOME", None)

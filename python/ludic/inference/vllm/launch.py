@@ -68,8 +68,7 @@ def start_vllm_server(
     log_path: str | os.PathLike[str] | None = None,
 ) -> subprocess.Popen[Any]:
     """A server as a child process in a process group of its own. It is stopped when this process
-    ends, if not before, and also where that
-    is killed: a guard beside the server sees to it.
+    ends, if not before, and also where that is killed: a guard beside the server sees to it.
 
     It runs in `python`, else in what `LUDIC_VLLM_PYTHON` names, else in ./.venv-vllm, else in this
     interpreter. `device="auto"` is the CPU if vLLM's build for CPUs is installed there: then

@@ -80,8 +80,8 @@ class _Choice(Struct, kw_only=True):
 
 class Continuation(Struct):
     """What `/inference/v1/generate` and `/v1/completions` answer, as far as it is read. Decoding
-    holds the types: an id that is no
-    whole number of 31 bits, or a `finish_reason` that nobody knows, is an InferenceError."""
+    holds the types: an id that is no whole number of 31 bits, or a `finish_reason` that nobody
+    knows, is an InferenceError."""
 
     choices: list[_Choice]
     prompt_token_ids: list[TokenId] | None = None

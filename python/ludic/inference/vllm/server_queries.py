@@ -53,8 +53,8 @@ def server_url(address: str, port: int | None = None) -> str:
 
 async def first_look(headers: Mapping[str, str], urls: Sequence[str], timeout_s: float) -> tuple[dict[str, int], int]:
     """Wait until every server is healthy; the context lengths of the first one's models and the
-    version of its weights, 0 where it says
-    none. HealthTimeoutError where all that is not over within `timeout_s`."""
+    version of its weights, 0 where it says none. HealthTimeoutError where all that is not over
+    within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     await _wait_until_healthy(headers, urls, deadline, timeout_s)
     try:

@@ -53,8 +53,7 @@ class RMData:
     @classmethod
     def read(cls, recipe: RMRecipe, tokenizer: Any, *, note: Callable[[str], None]) -> RMData:
         """Every pair is tokenised here, so that a wrong one is found before anything is written.
-        `note` is told where a file is divided
-        although a split was asked for."""
+        `note` is told where a file is divided although a split was asked for."""
         if recipe.data is None:
             return _of_task(recipe, tokenizer)
         if recipe.heldout_split is not None and recipe.heldout_data is None and _is_file(recipe.data):

@@ -13,8 +13,7 @@ from ludic.recipes.rm.schema import RMRecipe
 
 def reward_model_of(recipe: RMRecipe, tokenizer: Any) -> Any:
     """The model that the recipe names, or a small one, with one score for a sequence, that of its
-    last token before the tokenizer's
-    padding.
+    last token before the tokenizer's padding.
 
     A head that the model's files do not have is drawn from torch's global generator, seeded by the
     caller. LoRA's adapters, if the recipe asks for any, are in place. Raises ConfigError where they

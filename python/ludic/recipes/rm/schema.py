@@ -49,8 +49,7 @@ class RMRecipe(EpochsRecipe):
 
     data: Optional[str] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
     """JSONL, JSON, CSV or parquet file, folder, or hub id; null: `pairs` pairs drawn by `task`:
-    `digits`, or a class of your own as
-    `package.module:Class`."""
+    `digits`, or a class of your own as `package.module:Class`."""
     data_config: Optional[str] = MISSING  # noqa: UP045
     """Of a hub id: the name of its configuration."""
     split: str = MISSING

@@ -52,9 +52,9 @@ class SFTData:
         return cls(train, heldout, why_none(len(items), recipe.heldout, len(prompts), min(prompts.values())))
 
     def counts(self, max_seq_len: int, end_tokens: frozenset[int]) -> dict[str, int]:
-        """Samples and tokens; how many training samples are longer than `max_seq_len` and are cut,
-        or lose every token that is trained;
-        and after how many the model is not taught to end."""
+        """Samples and tokens; how many training samples are longer than `max_seq_len` and are
+        cut, or lose every token that is trained; and after how many the model is not taught to
+        end."""
         longer = [item for item in self.train if len(item.input_ids) > max_seq_len]
         return {
             "samples": len(self.train),
@@ -77,9 +77,8 @@ def _ends(item: SAWItem, max_seq_len: int, end_tokens: frozenset[int]) -> bool:
 
 
 def demonstration_rows(recipe: SFTRecipe, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """`rows` demonstrations of the task: prompt and completion, as messages where the tokenizer has
-    a chat template. They follow from
-    the seed."""
+    """`rows` demonstrations of the task: prompt and completion, as messages where the tokenizer
+    has a chat template. They follow from the seed."""
     task, rng = as_episodic(build_task(recipe.task)), Random(f"demonstrations {recipe.seed}")
     if task.max_turns > 1:
         raise ConfigError(
@@ -100,8 +99,8 @@ def write_demonstrations(recipe: SFTRecipe, tokenizer: Any, path: Path) -> None:
 
 def split_by_prompt(rows: Sequence[list[SAWItem]], share: float) -> tuple[list[SAWItem], list[SAWItem]]:
     """(samples to train on, samples to measure on), of the samples of each row. Rows with one
-    prompt stay on one side, so that nothing
-    is measured on a question that was trained; `share` is the most that is held out."""
+    prompt stay on one side, so that nothing is measured on a question that was trained; `share`
+    is the most that is held out."""
     by_prompt: dict[bytes, list[int]] = {}
     for number, items in enumerate(rows):
         by_prompt.setdefault(_prompt(items[0]), []).append(number)

@@ -10,9 +10,9 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def text_curve(values: Sequence[float], *, width: int = 60, height: int = 8) -> list[str]:
-    """Lines of a bar chart, each column the mean of its share of the steps: from 0 to the highest
-    (at least 1), or, where a value is
-    negative, from the lowest to the highest, the lowest being a line at the foot."""
+    """Lines of a bar chart, each column the mean of its share of the steps: from 0 to the
+    highest (at least 1), or, where a value is negative, from the lowest to the highest, the
+    lowest being a line at the foot."""
     if not values:
         return []
     columns = _bucket_means(values, min(width, len(values)))
@@ -40,9 +40,8 @@ def write_picture(
     measured: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> None:
     """`series`: label to one value a step. `marks`: label to (before, after), drawn at the two
-    ends, and joined by what was
-    `measured` under that label between: (step, value). Rates are shown from 0 to 1; where a
-    value lies outside, the axis is that of the values."""
+    ends, and joined by what was `measured` under that label between: (step, value). Rates are
+    shown from 0 to 1; where a value lies outside, the axis is that of the values."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -75,9 +74,8 @@ def write_picture(
 def points_of(
     marks: Mapping[str, tuple[float, float]], measured: Mapping[str, Sequence[tuple[float, float]]], steps: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Label to (step, value): before the first step, what was measured between, and after the last.
-    What was `measured` under a label
-    without marks stays as it is."""
+    """Label to (step, value): before the first step, what was measured between, and after the
+    last. What was `measured` under a label without marks stays as it is."""
     between = {
         label: [(0, before), *(point for point in measured.get(label, ()) if 0 < point[0] < steps), (steps, after)]
         for label, (before, after) in marks.items()

@@ -19,8 +19,7 @@ _LOST = {
 
 def provenance(progress: Progress, *, model: str | None, algorithm: str) -> dict[str, Any]:
     """`status` is finished or interrupted; `model` null where a small one was made; `versions`
-    those at the run's beginning, null in a
-    folder of an older version."""
+    those at the run's beginning, null in a folder of an older version."""
     status = "finished" if progress.phase == DONE else "interrupted"
     return {"status": status, "model": model, "algorithm": algorithm, "versions": progress.versions}
 

@@ -78,8 +78,8 @@ class Summary:
     """Mean over the steps; null for an algorithm without a clip."""
     mismatch: dict[str, Any] | None
     """How far trainer and sampler were apart: `preflight` before the first step, `mean` and `kl`
-    over all steps, the largest `max`, the
-    smallest `ess`, the mean `lag` in versions; null where nothing was measured."""
+    over all steps, the largest `max`, the smallest `ess`, the mean `lag` in versions; null where
+    nothing was measured."""
     weight_sync: dict[str, float] | None
     """Pushes of weights: `pushes`, `mean_s` and `max_s` of one; null without any."""
     overlap: dict[str, float] | None
@@ -203,8 +203,7 @@ def phases_of(
     timed: Sequence[str] = ("batching", "forward_backward", "optimizer", "checkpoint"),
 ) -> dict[str, float]:
     """Seconds of the run's `own` phases (set-up reads the data), of a server's start where there
-    was one, of the parts of its steps as the
-    trainer `timed` them, and of the rest."""
+    was one, of the parts of its steps as the trainer `timed` them, and of the rest."""
     whole = {name: seconds.get(name, 0.0) for name in own}
     whole |= {name: seconds[name] for name in ("server_start",) if name in seconds}
     parts = {name: sum(line.get(f"perf/{name}_s", 0.0) for line in lines) for name in timed}

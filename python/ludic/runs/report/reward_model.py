@@ -47,9 +47,8 @@ def conclude(run: RMRun, console: Console, *, config_hash: str) -> str:
 
 
 def summary_of(run: RMRun, lines: Sequence[Mapping[str, float]], *, config_hash: str) -> dict[str, Any]:
-    """The content of summary.json: the `eval_` metrics, absent where nothing is held out; these and
-    `train_pairwise_accuracy` are there
-    once the run is at its end."""
+    """The content of summary.json: the `eval_` metrics, absent where nothing is held out; these
+    and `train_pairwise_accuracy` are there once the run is at its end."""
     data, steps = run.parts.data, run.progress.steps
     pairs = sum(line.get("train/total_pairs", 0.0) for line in lines)
     seconds = sum(line.get("perf/step_s", 0.0) for line in lines)

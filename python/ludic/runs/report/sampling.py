@@ -10,8 +10,7 @@ Lines = Sequence[Mapping[str, float]]
 
 def mismatch_of(lines: Lines, preflight: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """How far trainer and sampler were apart: means over tokens, extremes over steps. A step is
-    measured where its first optimizer step had
-    samples with a weight."""
+    measured where its first optimizer step had samples with a weight."""
     measured = [line for line in lines if "mismatch/mean" in line]
     lags = [line["train/policy_lag"] for line in lines if "train/policy_lag" in line]
     if not measured and not lags and preflight is None:

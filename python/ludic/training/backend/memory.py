@@ -17,9 +17,8 @@ _highest: dict[torch.device, float] = {}
 
 def memory_peaks() -> dict[str, float]:
     """Largest values since the process began, in MiB: `process_peak_mb` that were resident, and
-    where CUDA is used `gpu_peak_mb` that
-    torch had allocated on the current device. Both are counted anyway: asking costs
-    microseconds."""
+    where CUDA is used `gpu_peak_mb` that torch had allocated on the current device. Both are
+    counted anyway: asking costs microseconds."""
     unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
     peaks = {"process_peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB}
     if torch.cuda.is_available() and torch.cuda.is_initialized():

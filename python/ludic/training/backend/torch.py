@@ -74,8 +74,8 @@ class TrainingBackend(Protocol):
 
     def forward_logprobs(self, batch: MicroBatch, *, temperature: float | None = None, top_p: float = 1.0) -> TrainFuture[Tensor]:
         """[B, T - 1] log-probability of each next token, without gradient: at the policy's
-        temperature, or at another, and renormalised
-        over the smallest set of tokens that reaches `top_p`."""
+        temperature, or at another, and renormalised over the smallest set of tokens that reaches
+        `top_p`."""
 
     def export_weights(self, *, param_filter: ParamFilter | None = None) -> TrainFuture[dict[str, Tensor]]:
         """What a policy server needs, by name."""
@@ -174,8 +174,7 @@ class TorchBackend:
     @torch.no_grad()
     def _with_first_pass(self, batch: MicroBatches, totals: BatchTotals | None) -> BatchTotals | None:
         """`totals` with what the loss must measure on every sample before its gradient on any.
-        Dropout draws the same masks as in the
-        pass with gradient."""
+        Dropout draws the same masks as in the pass with gradient."""
         loss: Any = self.algo.loss
         if totals is None or not needs_first_pass(loss) or (len(batch) == 1 and not ranks.is_distributed()):
             return totals

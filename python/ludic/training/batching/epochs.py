@@ -15,8 +15,8 @@ from ludic.training.types import SAWBatch, SAWItem
 
 class ItemBatchSource:
     """Goes through `items` again and again. Pass `k` has the order that `seed` and `k` give, so
-    that the position is the whole state and
-    a resumed run goes on with the sample after the last one.
+    that the position is the whole state and a resumed run goes on with the sample after the last
+    one.
 
     Over several ranks each takes its share of every pass: all have the same number of samples, for
     which the last ones may be given twice (or left out, with `drop_last`). `batch_size` is that of
@@ -37,9 +37,8 @@ class ItemBatchSource:
         unit: int | Sequence[int] = 1,
     ) -> None:
         """`drop_last` leaves the last batch of a pass out where it is not full. `name` is the
-        batches' `source`. `unit` neighbouring
-        items are one sample, which stays whole: 2 for preference pairs; a sequence has one
-        number for each sample."""
+        batches' `source`. `unit` neighbouring items are one sample, which stays whole: 2 for
+        preference pairs; a sequence has one number for each sample."""
         if not items:
             raise ConfigError("there are no samples to make batches of")
         sizes = [unit] * -(-len(items) // unit) if isinstance(unit, int) else unit

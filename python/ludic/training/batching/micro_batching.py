@@ -31,9 +31,8 @@ class MicroBatch:
 
     tensors: dict[str, Any]
     """Padded `[B, T]`, or padding-free `[1, S]` with `cu_seqlens` `[B + 1]` and `max_seqlen`, an
-    `int`. Where samples share a row,
-    `turns` `[N, 3]` has the row, begin and end of each. Preference samples have a `meta` beside
-    their tensors."""
+    `int`. Where samples share a row, `turns` `[N, 3]` has the row, begin and end of each.
+    Preference samples have a `meta` beside their tensors."""
     num_items: int
     """N: samples, as many as rows unless some share one."""
     sample_names: tuple[str, ...] = ()
@@ -160,8 +159,7 @@ def _truncated_attachments(attachments: SampleAttachments, actions: int) -> Samp
 
 def split_items_by_token_budget(items: Sequence[SAWItem], *, micro_token_budget: int, max_seq_len: int) -> list[list[SAWItem]]:
     """Greedy micro-batches: cut to `max_seq_len`, sort by length (stable), open a new one when
-    `longest * rows` would
-    exceed the budget."""
+    `longest * rows` would exceed the budget."""
     check_limits(micro_token_budget, max_seq_len)
     if not items:
         return []

@@ -51,15 +51,13 @@ class MacroBatch:
     """Those samples, as they were cut: what reducers say of a step, such as how often samples
     were cut, is said of them too."""
     proximal: Mapping[int, Tensor] | None = None
-    """By row: log-probabilities [A] of the sample's action tokens under the weights that the step
-    began with. Known where a correction
-    needs them in more than one optimizer step."""
+    """By row: log-probabilities [A] of the sample's action tokens under the weights that the
+    step began with. Known where a correction needs them in more than one optimizer step."""
 
     @classmethod
     def ingest(cls, items: Sequence[SAWItem], max_seq_len: int, *, merge_turns: bool = False) -> MacroBatch:
         """Read the items once, cut them, and drop those with no action token that a model could
-        predict. With `merge_turns`, items
-        that continue the item before them will share its row."""
+        predict. With `merge_turns`, items that continue the item before them will share its row."""
         table = _core.SampleTable.from_items(items)
         table = (table.chained() if merge_turns else table).truncate(max_seq_len)
         cut = np.asarray(table.original_lengths > table.lengths)
@@ -136,8 +134,8 @@ class Packing(Protocol):
 
 class DearestFirst:
     """The micro-batches of a plan in falling order of `costs`, the earlier of equal ones first:
-    what does not fit into memory shows in the
-    first pass, and ranks that wait for each other pass by pass have alike ones at once."""
+    what does not fit into memory shows in the first pass, and ranks that wait for each other
+    pass by pass have alike ones at once."""
 
     def __init__(self, plan: Packing, costs: Sequence[tuple[int, ...]]) -> None:
         self._plan = plan

@@ -125,8 +125,7 @@ def with_ids_of_their_own(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 def make_chat_template_step_to_item(tokenizer: Any) -> StepToItem:
     """Samples from messages, for rollouts without token traces: the chat template renders the
-    prompt and the whole, and the loss is on
-    what the whole has more, up to the end token.
+    prompt and the whole, and the loss is on what the whole has more, up to the end token.
 
     The messages are `info["chat_prompt_messages"]` and `info["chat_completion"]`, or for the latter
     the step's action as an assistant's message. Raises DataError where the first is missing, where

@@ -46,9 +46,9 @@ class PreferenceMacroBatch(MacroBatch):
         cls, items: Sequence[SAWItem], max_seq_len: int, *, require_complete: bool = True, drop_incomplete: bool = True
     ) -> PreferenceMacroBatch:
         """Read the items once, pair them (see `group_preference_pairs`), cut them, and drop the
-        pairs that the cut made say nothing: one of
-        the samples lost its whole answer (without `require_complete` the other stays), or both
-        now have the same tokens. Pairs that were identical from the start stay, and are counted."""
+        pairs that the cut made say nothing: one of the samples lost its whole answer (without
+        `require_complete` the other stays), or both now have the same tokens. Pairs that were
+        identical from the start stay, and are counted."""
         validate_preference_batch(items)
         pairs, lone = pairs_of(items, require_complete=require_complete, drop_incomplete=drop_incomplete)
         whole = _core.SampleTable.from_items(items)

@@ -70,8 +70,8 @@ def split_preference_pairs_by_token_budget(
     pairs: Sequence[PreferencePair], *, micro_token_budget: int, max_seq_len: int
 ) -> list[list[SAWItem]]:
     """Greedy micro-batches of whole pairs: cut to `max_seq_len`, sorted by the longer sample
-    (stable), a new one opened when
-    `2 * longest * pairs` would exceed the budget. Chosen and rejected are neighbours.
+    (stable), a new one opened when `2 * longest * pairs` would exceed the budget. Chosen and
+    rejected are neighbours.
 
     Pairs that the cut makes equal are dropped with a warning. A sample without its other half
     counts as one row; such samples are in micro-batches of their own. Raises BudgetError where the
@@ -120,9 +120,8 @@ def compute_pair_loss_scale(num_pairs_in_micro: float, total_pairs: float) -> fl
 
 def validate_preference_batch(items: Sequence[SAWItem], *, required_keys: Sequence[str] = PREFERENCE_KEYS) -> None:
     """Raise DataKeyError for a sample that lacks a key, DataError for roles that are no pair's,
-    labels outside [0, 1], and pairs whose
-    samples disagree on it. Whether incomplete pairs are an error is `group_preference_pairs`' to
-    say."""
+    labels outside [0, 1], and pairs whose samples disagree on it. Whether incomplete pairs are
+    an error is `group_preference_pairs`' to say."""
     meta = collate_meta(items, required_keys)
     if "label" in meta:
         for row, label in enumerate(meta["label"]):

@@ -22,8 +22,8 @@ from ludic.training.types import SAWItem
 
 class HeldOutLoss:
     """Mean of -log pi over all action tokens of `items`, in nats; packing does not change it.
-    Samples longer than `max_seq_len` are cut
-    as in training. An evaluator, as `Trainer` takes one: `eval/loss`, `eval/perplexity`.
+    Samples longer than `max_seq_len` are cut as in training. An evaluator, as `Trainer` takes one:
+    `eval/loss`, `eval/perplexity`.
 
     Of one process: a sharded model would have to be evaluated by all ranks.
     """

@@ -25,8 +25,8 @@ from ludic.training.types import SAWItem
 
 class PreferenceEvaluator:
     """Scores every response of the pairs in `items` and computes all metrics from these scores;
-    packing does not change them. An
-    evaluator, as `Trainer` takes one: `eval/pairwise_accuracy`, `eval/loss` and so on.
+    packing does not change them. An evaluator, as `Trainer` takes one: `eval/pairwise_accuracy`,
+    `eval/loss` and so on.
 
     Samples longer than `max_seq_len` are cut as in training, and pairs are dropped, or refused, for
     the same reasons. `loss` is that of Bradley-Terry at `metrics.beta`, without label smoothing and
@@ -46,8 +46,8 @@ class PreferenceEvaluator:
         score_type: ScoreType = "reward",
     ) -> None:
         """`metrics` says which are computed; what it held is forgotten with every evaluation. An
-        incomplete pair is a DataError where an
-        `RMTrainerConfig` says so, else it is dropped with a warning."""
+        incomplete pair is a DataError where an `RMTrainerConfig` says so, else it is dropped
+        with a warning."""
         self._model, self._cfg, self._score_type = model, cfg, score_type
         self.metrics = metrics or PreferenceMetrics(both_orders=True, thresholds_on="responses")
         """Holds the scores of the last evaluation, for pictures."""
@@ -85,8 +85,7 @@ class PreferenceEvaluator:
 @torch.no_grad()
 def score_batch(model: nn.Module, batch: MacroBatch, cfg: TrainerConfig, *, score_type: ScoreType = "reward") -> Floats:
     """[N] score of each sample of `batch`. The model is put into evaluation mode meanwhile. All
-    ranks must call, each with the whole batch;
-    each computes its share."""
+    ranks must call, each with the whole batch; each computes its share."""
     mine = np.arange(len(batch.items))[ranks.rank() :: ranks.world_size()]
     mini_batch = MiniBatch(batch, mine, cfg)
     scores = np.zeros(len(batch.items))

@@ -48,8 +48,7 @@ class RichLiveLogger:
         live: Live | None = None,
     ) -> None:
         """`keys` filters what is shown, by full or bare name; `spark_key` is the metric of the
-        sparkline, of whose last `history`
-        values `spark_window` are drawn."""
+        sparkline, of whose last `history` values `spark_window` are drawn."""
         self.keys, self.spark_key = keys, spark_key
         self.spark_window, self.precision = spark_window, precision
         self.history_vals: deque[float] = deque(maxlen=history)

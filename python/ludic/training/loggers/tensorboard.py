@@ -14,8 +14,8 @@ from ludic.training.loggers.base import plain_values
 
 class TensorboardLogger:
     """Writes each statistic as a scalar into `log_dir`, for `tensorboard --logdir`. The file begins
-    with the first statistics, and what is
-    written reaches it within `flush_secs` seconds and at `close`.
+    with the first statistics, and what is written reaches it within `flush_secs` seconds and at
+    `close`.
 
     >>> with TensorboardLogger("runs/a/tensorboard") as logger:
     ...     logger.log(1, {"train/loss": 0.5})

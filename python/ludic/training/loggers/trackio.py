@@ -16,8 +16,7 @@ DEFAULT_PROJECT = "Ludic"
 
 class TrackioLogger:
     """Logs to a run of its own, begun with the first statistics. Without `space_id` or `server_url`
-    it stays on this machine;
-    `trackio show` displays it.
+    it stays on this machine; `trackio show` displays it.
 
     Named arguments outrank `init_kwargs`, which `trackio.init` is given as well. The project is
     `Ludic` unless it is given or `TRACKIO_PROJECT` is set.

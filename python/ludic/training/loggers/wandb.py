@@ -19,8 +19,7 @@ DEFAULT_PROJECT = "Ludic"
 
 class WandbLogger:
     """Logs to the run that is open when the first statistics come (`wandb.run`), which it leaves
-    open; without one, to a run of
-    its own, which `close` ends.
+    open; without one, to a run of its own, which `close` ends.
 
     The arguments are those of its own run; named ones outrank `init_kwargs`. The project is `Ludic`
     unless it is given or `WANDB_PROJECT` is set. `init_kwargs={"reinit": ...}` begins a run of its

@@ -22,10 +22,9 @@ the second: `negative_margin_rate`."""
 
 
 def better_when(cfg: TrainerConfig) -> Literal["min", "max"]:
-    """Whether `early_stopping_metric` is better when it is small ("min") or large ("max"). Raises
-    ConfigError where
-    `early_stopping_mode` contradicts the metric's name, and where it is "auto" and the name does
-    not tell."""
+    """Whether `early_stopping_metric` is better when it is small ("min") or large ("max").
+    Raises ConfigError where `early_stopping_mode` contradicts the metric's name, and where it is
+    "auto" and the name does not tell."""
     words = set(re.split(r"[^a-z]+", cfg.early_stopping_metric.lower()))
     told: Literal["min", "max"] | None = "min" if words & _SMALL else "max" if words & _LARGE else None
     if cfg.early_stopping_mode == "auto":
@@ -93,9 +92,9 @@ class EarlyStopping:
         raise ConfigError(f"early_stopping_metric ({name}) must be one that the evaluator gives: {', '.join(sorted(metrics))}")
 
     def take_note(self, metrics: Mapping[str, float], step: int, device: torch.device | str) -> bool:
-        """`should_stop` on rank 0, which may be the only one that has metrics; afterwards all ranks
-        know how patience stands. Whether
-        this evaluation is the best so far; never without a patience."""
+        """`should_stop` on rank 0, which may be the only one that has metrics; afterwards all
+        ranks know how patience stands. Whether this evaluation is the best so far; never without
+        a patience."""
         if self.cfg.early_stopping_patience is None:
             return False
         if ranks.rank() == 0:

@@ -38,9 +38,9 @@ class StepRecord:
         self._padding = dict.fromkeys(PADDING_KEYS, 0.0)
 
     def add(self, result: BackwardResult, step: dict[str, float], *, at_step_start: bool = True) -> None:
-        """One optimizer step. `at_step_start`: its log-probabilities are those of the weights that
-        the training step began with; only they
-        say how far trainer and sampler are apart, the others also hold what was learnt since."""
+        """One optimizer step. `at_step_start`: its log-probabilities are those of the weights
+        that the training step began with; only they say how far trainer and sampler are apart,
+        the others also hold what was learnt since."""
         self._losses.append(result.loss)
         self._steps.append(step)
         self._micro_stats.extend(stats if at_step_start else _without_mismatch(stats) for stats in result.micro_stats)
@@ -75,9 +75,8 @@ class StepRecord:
         return {**as_percents(finished(found), percents), **self._padding, **self.timer.stats()}
 
     def _of_losses(self) -> dict[str, Stat]:
-        """Of the passes and the optimizer steps. `loss` and `grad_norm` are means over the latter;
-        a rank's loss is its share of the whole,
-        and its gradient norm everybody's."""
+        """Of the passes and the optimizer steps. `loss` and `grad_norm` are means over the
+        latter; a rank's loss is its share of the whole, and its gradient norm everybody's."""
         whole = {"loss": torch.stack(self._losses).mean()} if self._losses else {}
         *micro_stats, host = to_host([*self._micro_stats, whole])
         left_out = [_known_of(micro_stats, tokens / count) for count, tokens in self._left_out if count]

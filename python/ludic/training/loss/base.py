@@ -172,11 +172,11 @@ class SharedContext:
         temperature: float = 1.0,
         correction: Correction | None = None,
     ) -> None:
-        """`consume_logits`: nobody reads the logits after the backward pass, which may then write
-        over them. `wide`: compute in
-        float32 whatever the dtype of the logits. `with_entropy`: the entropy will be asked for.
-        `temperature`: the policy is that of logits / temperature. `correction`: how tokens are
-        weighed that the policy and its sampler judge differently."""
+        """`consume_logits`: nobody reads the logits after the backward pass, which may then
+        write over them. `wide`: compute in float32 whatever the dtype of the logits.
+        `with_entropy`: the entropy will be asked for. `temperature`: the policy is that of
+        logits / temperature. `correction`: how tokens are weighed that the policy and its
+        sampler judge differently."""
         self.logits = logits
         self.batch = batch
         self._totals = totals
@@ -216,9 +216,8 @@ class SharedContext:
     @cached_property
     def token_logp(self) -> Tensor:
         """[B, T - 1] log-probability of each next token. With a correction its gradient, and
-        nothing else, is multiplied by the weight of
-        the token: for whatever loss is made of it, that weighs the token's own part of the
-        gradient."""
+        nothing else, is multiplied by the weight of the token: for whatever loss is made of it,
+        that weighs the token's own part of the gradient."""
         if self._correction is None:
             return self.measured_logp
         return with_scaled_gradient(self.measured_logp, self.correction_weight)
@@ -239,9 +238,9 @@ class SharedContext:
 
     @cached_property
     def proximal_logp(self) -> Tensor:
-        """[B, T - 1] the same under the trainer's own weights as the step began: the batch's where
-        it has them, else the present ones,
-        which is the same thing in the first optimizer step of a batch."""
+        """[B, T - 1] the same under the trainer's own weights as the step began: the batch's
+        where it has them, else the present ones, which is the same thing in the first optimizer
+        step of a batch."""
         return self._of_tokens("proximal_logps") if "proximal_logps" in self.batch else self.measured_logp.detach()
 
     @property
@@ -288,8 +287,8 @@ class SharedContext:
     @cached_property
     def actor_logps_shifted(self) -> Tensor:
         """[B, T - 1] log-probability of each next token under the policy that ratios are taken
-        against: the one that sampled it, or,
-        with a correction, the trainer's own at the beginning of the step."""
+        against: the one that sampled it, or, with a correction, the trainer's own at the
+        beginning of the step."""
         return self.behaviour_logp if self._correction is None else self.proximal_logp
 
     def _of_tokens(self, key: str) -> Tensor:
@@ -343,15 +342,14 @@ class SharedContext:
     @property
     def token_places(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Where in the flattened shifted batch each token of a sample lies, with its sample and
-        column; None where every sample is a row
-        of the batch."""
+        column; None where every sample is a row of the batch."""
         return None if self._own_tokens is None else self._own_tokens[:3]
 
     @cached_property
     def _own_tokens(self) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]] | None:
         """Where each token that a sample predicts lies in the flattened shifted values, and its
-        sample and column; None where
-        every sample is a row already. The first token of a row is predicted by none."""
+        sample and column; None where every sample is a row already. The first token of a row is
+        predicted by none."""
         if "turns" not in self.batch and "cu_seqlens" not in self.batch:
             return None
         offset, begin, end = self._spans()
@@ -387,8 +385,7 @@ def of_actions(values: Tensor, batch: Batch) -> list[Tensor]:
 
 def as_collated(rows: Sequence[Tensor | None], batch: Batch) -> Tensor:
     """Values of each sample's action tokens, as `of_actions` gives them, laid out like the
-    `input_ids` of `batch`. 0 elsewhere, and where
-    a sample has none."""
+    `input_ids` of `batch`. 0 elsewhere, and where a sample has none."""
     ids: Tensor = batch["input_ids"]
     context = SharedContext(ids, batch)
     values = torch.zeros_like(context.token_mask)
@@ -416,8 +413,8 @@ def scaled_loss(loss: Loss, logits: Tensor, batch: Batch, shared: SharedContext)
 
 def _with_reported_loss(value: Tensor, stats: Stats) -> Stats:
     """The trainer logs the loss that it differentiates as `loss`. Where a loss reports another
-    number under that name than the value it
-    returns (detached, they share their memory), it is logged beside it as `reported_loss`."""
+    number under that name than the value it returns (detached, they share their memory), it is
+    logged beside it as `reported_loss`."""
     reported = stats.get("loss")
     if reported is None or (isinstance(reported, Tensor) and reported.data_ptr() == value.data_ptr()):
         return stats
@@ -465,10 +462,9 @@ def reads_entropy(loss: object) -> bool:
 
 
 def row_mean(values: Tensor, shared: SharedContext, *, length_normalize: bool, normalizer: Normalizer) -> Tensor:
-    """Mean of per-token values [B, T - 1] over the actions: by row, its sum or (length_normalize)
-    its mean, then over rows; or, with
-    `normalizer="tokens"`, over all action tokens of the batch at once (DAPO, arXiv:2503.14476,
-    eq. 8)."""
+    """Mean of per-token values [B, T - 1] over the actions: by row, its sum or
+    (length_normalize) its mean, then over rows; or, with `normalizer="tokens"`, over all action
+    tokens of the batch at once (DAPO, arXiv:2503.14476, eq. 8)."""
     sums = masked(values, shared.token_mask).sum(dim=1)
     if normalizer == "tokens":
         return sums.sum() / shared.token_mask.sum().clamp(min=1.0)

@@ -35,8 +35,8 @@ class LossTerm:
 @dataclass
 class CompositeLoss:
     """L = sum_k weight_k L_k. Every term sees the same log-probabilities, computed once, and is
-    scaled by its own normalizer's share of the
-    mini-batch, so that means over samples and means over tokens can stand in one sum.
+    scaled by its own normalizer's share of the mini-batch, so that means over samples and means
+    over tokens can stand in one sum.
 
     Statistics: `loss` (the total), and for each term `{name}/loss` (its own value), `{name}/weight`
     and its other statistics.

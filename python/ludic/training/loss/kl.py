@@ -60,8 +60,8 @@ class TokenKLLoss:
 @dataclass
 class KLLoss:
     """L = coeff * mean_b k(l_b - l_b^old), l_b the log-probability of sequence b; k1 is the
-    default, as in TokenKLLoss. With
-    `length_normalize` both are means over tokens. l_b^old is a constant."""
+    default, as in TokenKLLoss. With `length_normalize` both are means over tokens. l_b^old is a
+    constant."""
 
     coeff: float = 1.0
     old_logp_key: str = "old_logp_action"
@@ -87,8 +87,8 @@ class KLLoss:
 @dataclass
 class EntropyBonus:
     """L = -coeff * (sum of H_t over the actions) / (number of actions), H_t the entropy of the
-    distribution that token t was drawn
-    from. A mean over all action tokens of the mini-batch; 0 when there is none."""
+    distribution that token t was drawn from. A mean over all action tokens of the mini-batch; 0
+    when there is none."""
 
     coeff: float = 0.01
 

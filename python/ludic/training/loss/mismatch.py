@@ -34,8 +34,8 @@ LONGEST_LOG_RATIO = 20.0
 
 def mismatch_sums(shared: SharedContext) -> Stats:
     """Of one micro-batch, as detached scalars on its device. Nothing where the batch has no
-    log-probabilities of the sampler, or where
-    the loss did not ask for the policy's: none are computed for this."""
+    log-probabilities of the sampler, or where the loss did not ask for the policy's: none are
+    computed for this."""
     if "actor_logps" not in shared.batch or not shared.knows_logp:
         return {}
     mask = shared.token_mask

@@ -25,8 +25,7 @@ SQUARED_MARGINS = "squared_margins"
 @dataclass
 class BradleyTerryLoss:
     """L = mean_p -[y log sigma(z) + (1 - y) log sigma(-z)] + lambda |s_c - s_r| + lambda_s mean_p
-    (s_c^2 + s_r^2),
-    with z = beta (s_c - s_r) and y = label (1 - eps) + eps / 2.
+    (s_c^2 + s_r^2), with z = beta (s_c - s_r) and y = label (1 - eps) + eps / 2.
 
     Bradley and Terry 1952; as a loss of reward models Ouyang et al. 2022 (arXiv:2203.02155), eq. 1.
     s_c and s_r are the scores of the chosen and the rejected sample: the model's one logit, or with
@@ -116,10 +115,9 @@ class BradleyTerryLoss:
         return scores[chosen], scores[rejected], scores.new_tensor(labels)
 
     def _norm(self, difference: Tensor, shared: SharedContext) -> Tensor:
-        """This micro-batch's part of the norm over the mini-batch, divided by its share, by which
-        the loss will be multiplied. The parts
-        of sum_i |d_i| are plain; of n = sqrt(sum_i d_i^2) a part is sum_k d_k^2 / n, whose
-        gradient must be d_k / n."""
+        """This micro-batch's part of the norm over the mini-batch, divided by its share, by
+        which the loss will be multiplied. The parts of sum_i |d_i| are plain; of n = sqrt(sum_i
+        d_i^2) a part is sum_k d_k^2 / n, whose gradient must be d_k / n."""
         share = shared.share(self.normalizer)
         if self.regularization_type == "l1":
             return difference.abs().sum() / share

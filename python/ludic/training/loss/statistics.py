@@ -46,8 +46,7 @@ def spread(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 def k3(log_ratio: Tensor) -> Tensor:
     """r - log r - 1: an estimate of KL(actor || policy) from the actor's samples that is never
-    negative (Schulman, "Approximating
-    KL divergence", 2020)."""
+    negative (Schulman, "Approximating KL divergence", 2020)."""
     log_ratio = log_ratio.detach()
     return torch.expm1(log_ratio) - log_ratio
 

@@ -25,9 +25,9 @@ _told: WeakSet[nn.Module] = WeakSet()
 
 def with_supported_packing(cfg: TrainerConfig, model: nn.Module) -> TrainerConfig:
     """`cfg`, whose `packing` is "optimal" instead of "padding_free" where the model could not be
-    trained on that, or only at a cost
-    quadratic in the tokens of a micro-batch; one warning says why. A model with sdpa is given an
-    attention that takes the sequences one by one (`packed_attention`)."""
+    trained on that, or only at a cost quadratic in the tokens of a micro-batch; one warning says
+    why. A model with sdpa is given an attention that takes the sequences one by one
+    (`packed_attention`)."""
     if cfg.packing != "padding_free":
         return cfg
     reason = _prepare(model, cfg)
@@ -64,8 +64,7 @@ def _prepare(model: nn.Module, cfg: TrainerConfig) -> str | None:
 @torch.no_grad()
 def _influences(model: nn.Module, cfg: TrainerConfig) -> tuple[float, float]:
     """How much the logits of a sequence change with its place in the row and with what stands
-    before it, and how much with its own first
-    token."""
+    before it, and how much with its own first token."""
 
     def logits(*ids: int) -> Tensor:
         row = torch.tensor([ids], device=cfg.model_device)

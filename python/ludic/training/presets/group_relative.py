@@ -97,8 +97,8 @@ def make_dapo(
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
     """DAPO (arXiv:2503.14476): GRPO with a higher upper clip, one mean over all tokens of the
-    batch, groups
-    without variance left out, and a penalty on answers that come close to their limit.
+    batch, groups without variance left out, and a penalty on answers that come close to their
+    limit.
 
     The penalty is `OverlongPenalty(max_completion_tokens, overlong_buffer_tokens,
     overlong_factor)`: there is none without `max_completion_tokens`, the `max_tokens` of sampling.

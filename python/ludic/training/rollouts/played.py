@@ -46,8 +46,8 @@ class EpisodeFailure:
 
 def ran_out_of_steps(rollouts: Sequence[Rollout]) -> bool:
     """Whether every episode was cut by `max_steps` after an action that its environment took and
-    went on from. An episode whose last
-    answer never reached the environment says nothing about that."""
+    went on from. An episode whose last answer never reached the environment says nothing about
+    that."""
     answered = [rollout for rollout in rollouts if rollout.steps and not rollout.steps[-1].info.get("parse_error")]
     return bool(answered) and all(rollout.meta.get("truncation_reason") == "max_steps" for rollout in answered)
 

@@ -48,9 +48,9 @@ def batch_from_rollouts(
 
 
 def reward_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Mean and population standard deviation of the rewards of all rollouts; where there are groups
-    of several, also the share of
-    them whose members all earned the same, which group-relative credit learns nothing from."""
+    """Mean and population standard deviation of the rewards of all rollouts; where there are
+    groups of several, also the share of them whose members all earned the same, which
+    group-relative credit learns nothing from."""
     rewards = [rollout.total_reward for rollout in rollouts]
     groups: dict[Any, list[float]] = {}
     for rollout in rollouts:
@@ -104,8 +104,7 @@ def step_facts(rollout: Rollout, step: Step) -> dict[str, Any]:
 
 def trace_of(rollout: Rollout, step: Step) -> TokenTrace:
     """The step's tokens. Raises DataError for a step that cannot be trained on: without them,
-    without the log-probabilities that were
-    asked for, or with a reward that is not finite."""
+    without the log-probabilities that were asked for, or with a reward that is not finite."""
     where = f"rollout {rollout.id}, step {step.index}"
     if not math.isfinite(step.reward):
         raise DataError(f"the reward of {where} is {step.reward}; rewards must be finite")

@@ -46,8 +46,8 @@ class ChatTokenizer:
     tokenizer: Any
     turns: AssistantTurns = "all"
     """Which assistant messages are trained: all of them in one sample; the last; or each in a
-    sample of its own that ends with it, which
-    holds for templates that rewrite earlier turns, too."""
+    sample of its own that ends with it, which holds for templates that rewrite earlier turns,
+    too."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
     """Passed to the template, for example `enable_thinking`."""
 
@@ -128,9 +128,8 @@ class _Rendering:
     def _spans_of(
         self, messages: Sequence[Message], spoken: Sequence[int], spans: Sequence[tuple[int, int]]
     ) -> Sequence[tuple[int, int]]:
-        """The spans of the messages `spoken`. Where those are some of the assistant's, the template
-        must mark each of its messages once;
-        spans that touch count as one."""
+        """The spans of the messages `spoken`. Where those are some of the assistant's, the
+        template must mark each of its messages once; spans that touch count as one."""
         every = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
         if len(every) == len(spoken):
             return spans
@@ -214,8 +213,8 @@ def apply_template(tokenizer: Any, messages: Sequence[Message], *, prompt: bool,
 
 def end_of_turn(tokenizer: Any, ids: Sequence[int], start: int) -> int:
     """Where the assistant's message that begins at `start` ends: after its end token. What
-    templates put behind that, a line break
-    for example, is never sampled. Without an end token, the end of `ids`."""
+    templates put behind that, a line break for example, is never sampled. Without an end token,
+    the end of `ids`."""
     eos = getattr(tokenizer, "eos_token_id", None)
     return next((index + 1 for index in range(len(ids) - 1, start - 1, -1) if ids[index] == eos), len(ids))
 

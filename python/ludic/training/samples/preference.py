@@ -58,9 +58,9 @@ class PreferenceItems:
 
     def of_row(self, row: Row, where: str, *, pair_id: str | int, label: float = 1.0) -> tuple[SAWItem, SAWItem]:
         """(chosen, rejected) samples with `pair_id`, `role` and `label` in their `meta`. Raises
-        DataError, naming the row, for one that is
-        none of the forms above; RowError for one that has an empty response, two that are the
-        same tokens, or a prompt that leaves no room for a response."""
+        DataError, naming the row, for one that is none of the forms above; RowError for one that
+        has an empty response, two that are the same tokens, or a prompt that leaves no room for
+        a response."""
         label = check_label(label, where)
         chosen, rejected = row.get("chosen"), row.get("rejected")
         if isinstance(chosen, str) and isinstance(rejected, str):
@@ -135,9 +135,8 @@ class CutTokens:
 def conversation_tokens(
     tokenizer: Any, prompt: Sequence[Message], answer: Sequence[Message], where: str, *, tools: Any = None, **template_args: Any
 ) -> ChatTokens:
-    """The conversation up to the end token of the last message of `answer`, by the chat template;
-    the action is what the assistant says in
-    `answer`."""
+    """The conversation up to the end token of the last message of `answer`, by the chat
+    template; the action is what the assistant says in `answer`."""
     if not answer or answer[-1].get("role") != "assistant":
         raise DataError(f"{where}: a response must end with an assistant message")
     chat = ChatTokenizer(tokenizer, "all", template_args)

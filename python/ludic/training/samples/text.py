@@ -21,10 +21,9 @@ def ended(tokenizer: Any, ids: list[int]) -> list[int]:
 
 
 def prompt_and_completion(tokenizer: Any, prompt: str, completion: str, where: str) -> ChatTokens:
-    """Prompt, completion and end token, of which the latter two are the action. Where the tokenizer
-    merges across the border, the two
-    are tokenised apart: the policy, too, sees the prompt alone. Raises RowError, naming the row,
-    for an empty completion."""
+    """Prompt, completion and end token, of which the latter two are the action. Where the
+    tokenizer merges across the border, the two are tokenised apart: the policy, too, sees the
+    prompt alone. Raises RowError, naming the row, for an empty completion."""
     before, joint = text_ids(tokenizer, prompt), text_ids(tokenizer, prompt + completion)
     after = joint[len(before) :] if joint[: len(before)] == before else text_ids(tokenizer, completion)
     if not after:

@@ -23,8 +23,8 @@ NAME = HEADER.lower().encode()
 
 class ClientTagMiddleware:
     """Takes the tag from the header, else from the body's `client_tag`, and puts it into the header
-    of the answer and, where that is a
-    JSON object, into its `metadata` and that of each of its `choices`, `results` and `outputs`.
+    of the answer and, where that is a JSON object, into its `metadata` and that of each of its
+    `choices`, `results` and `outputs`.
 
     Streams of events get the header alone. Requests without a tag pass untouched, as does the news
     that a client went away.

@@ -29,8 +29,8 @@ def weight_flags(backend: WeightBackend | None) -> list[tuple[str, str | None]]:
 
 def changing_variables(arguments: Sequence[str]) -> dict[str, str]:
     """What a server with these arguments needs in its environment so that what it serves can be
-    changed: the endpoints for that exist
-    nowhere but in development mode. Nothing where it takes neither weights nor adapters."""
+    changed: the endpoints for that exist nowhere but in development mode. Nothing where it takes
+    neither weights nor adapters."""
     flags = {argument.split("=")[0] for argument in arguments}
     adapters = "--enable-lora" in flags
     changing = adapters or not flags.isdisjoint(["--worker-extension-cls", "--weight-transfer-config"])

@@ -60,8 +60,8 @@ def _is_of_this_machine(origin: str) -> bool:
 
 def _is_open(path: str) -> bool:
     """A route of the server also takes its path with a line feed behind it: `$` of a regular
-    expression matches before one. So what is
-    not printable is another spelling of some path, and open in none."""
+    expression matches before one. So what is not printable is another spelling of some path, and
+    open in none."""
     if not path.isprintable():
         return False
     return path in OPEN_PATHS or (path.startswith(OPEN_FOLDERS) and path.rstrip("/") not in CLOSED_PATHS)

@@ -129,9 +129,8 @@ class WeightReceiver:
         kind: str = "gloo",
     ) -> None:
         """Join the trainer's group, and leave that of another. `kind` is gloo or nccl. Waits at
-        most `timeout_s` for the trainer's
-        store, as long for the group, and as long in every later transfer. Raises
-        WeightTransferError where there is no store."""
+        most `timeout_s` for the trainer's store, as long for the group, and as long in every
+        later transfer. Raises WeightTransferError where there is no store."""
         self.close()
         timeout = timedelta(seconds=timeout_s)
         store = _store_at(master_address, master_port, world_size, timeout_s)
@@ -247,8 +246,7 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 def process_group(store: Any, rank: int, size: int, *, timeout: timedelta, kind: str, loopback: bool) -> Any:
     """A group of its own, beside whatever groups this process has. Gloo uses the interface that
-    GLOO_SOCKET_IFNAME names, or the host's
-    own; on loopback nothing else."""
+    GLOO_SOCKET_IFNAME names, or the host's own; on loopback nothing else."""
     if kind == "nccl":
         return _nccl_group(store, rank, size, timeout)
     if not loopback:
@@ -276,9 +274,9 @@ def _nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def broadcast(group: Any, tensor: Tensor, root: int = 0, *, refused: Callable[[], bool] | None = None) -> None:
-    """Send or take one tensor; waits until it is there. Raises RuntimeError where the other side is
-    gone or too slow, or `refused` the
-    transfer: a broadcast that nobody takes would wait for its deadline."""
+    """Send or take one tensor; waits until it is there. Raises RuntimeError where the other side
+    is gone or too slow, or `refused` the transfer: a broadcast that nobody takes would wait for
+    its deadline."""
     options = c10d.BroadcastOptions()
     options.rootRank = root
     work = group.broadcast([tensor], options)
@@ -293,9 +291,8 @@ def broadcast(group: Any, tensor: Tensor, root: int = 0, *, refused: Callable[[]
 
 def leave(groups: list[Any]) -> None:
     """Empty the list of one, which must hold the only reference. A group closes its connections
-    when it is freed; that waits for what
-    it still does, and happens aside. The end of the process waits for it: a group that is freed
-    while Python ends aborts the process."""
+    when it is freed; that waits for what it still does, and happens aside. The end of the
+    process waits for it: a group that is freed while Python ends aborts the process."""
     groups[0].abort()
     leaving = threading.Thread(target=groups.clear, name="ludic-leave-group", daemon=True)
     leaving.start()
@@ -315,8 +312,8 @@ def _wait_until_left() -> None:
 
 def _store_at(address: str, port: int, size: int, timeout_s: float) -> Any:
     """The trainer's store. torch's own deadline does not hold where somebody listens and says
-    nothing, so that it is kept here; the
-    attempt goes on in a thread of its own until that connection ends."""
+    nothing, so that it is kept here; the attempt goes on in a thread of its own until that
+    connection ends."""
     found: Future[Any] = Future()
 
     def connect() -> None:

@@ -233,8 +233,7 @@ class WeightWorker:
 
 def _without_padding(served: Any, shape: list[int]) -> Any:
     """The weight as it was sent, if this worker holds it whole. A vocabulary may have rows of
-    padding; on a CPU the weights of linear
-    layers are repacked, and what is left here is empty."""
+    padding; on a CPU the weights of linear layers are repacked, and what is left here is empty."""
     own = list(served.shape)
     if not served.numel() or len(own) != len(shape) or own[1:] != shape[1:] or own[0] < shape[0]:
         return None
