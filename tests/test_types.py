@@ -20,7 +20,7 @@ from ludic.training.types import (
     SAWItem,
     has_actor_logps,
 )
-from ludic.types import ChatResponse, Rollout, Snapshot, Step, StepOutcome, TokenTrace
+from ludic.types import ChatResponse, Rollout, Snapshot, Step, StepOutcome, TokenTrace, group_of
 
 TOKENIZER = make_byte_tokenizer()
 ids = st.lists(st.integers(0, 2**31 - 1))
@@ -165,3 +165,8 @@ def test_a_request_asks_for_one_episode_with_open_seeds():
     request = RolloutRequest(EnvSpec("qa"), ProtocolSpec("single"))
     assert (request.env_seed, request.sampling_seed, request.inference, request.num_episodes) == (None, None, None, 1)
     assert request.meta == request.env.kwargs == request.protocol.kwargs == {}
+
+
+def test_the_group_is_that_of_the_request_and_none_where_there_is_none():
+    assert group_of({"request_meta": {"group_id": "g1"}, "group_id": "other"}) == "g1"
+    assert [group_of(meta) for meta in ({}, {"request_meta": None}, {"request_meta": {}})] == [None, None, None]

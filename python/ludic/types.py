@@ -22,6 +22,18 @@ Observation = str
 Info = dict[str, Any]
 """What an environment or a client says beside the observation. Values are JSON."""
 
+TRACE_KEYS = frozenset({"prompt_token_ids", "completion_token_ids", "completion_logprobs"})
+"""Keys of a client's info whose content travels in the step's `TokenTrace` instead."""
+
+
+def group_of(meta: Mapping[str, Any]) -> Any:
+    """The group of a rollout or a sample, read from its meta; None if it has none.
+
+    Members of a group answer the same prompt. Example: `{"request_meta": {"group_id": "g1"}}` is of
+    group `"g1"`.
+    """
+    return (meta.get("request_meta") or {}).get("group_id")
+
 
 @dataclass(frozen=True)
 class TokenTrace:

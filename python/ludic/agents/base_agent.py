@@ -12,12 +12,11 @@ from ludic.errors import InferenceError
 from ludic.inference.client import ChatClient
 from ludic.inference.request import ChatCompletionRequest, InferenceSpec, ToolRequest
 from ludic.parsers import Parser, ParseResult
-from ludic.types import ChatResponse, Info, Message, TokenTrace
+from ludic.types import TRACE_KEYS, ChatResponse, Info, Message, TokenTrace
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TRACE_KEYS = frozenset({"prompt_token_ids", "completion_token_ids", "completion_logprobs"})
 INCOMPLETE_FEEDBACK = "Your answer reached the token limit before it was complete. Please answer more briefly."
 
 

@@ -25,7 +25,7 @@ from ludic.training.loss.base import (
 )
 from ludic.training.loss.mismatch import mismatch_sums
 from ludic.training.types import CreditAssigner, SAWBatch, SAWItem, is_float_array
-from ludic.types import is_list_of
+from ludic.types import group_of, is_list_of
 
 __all__ = [
     "Batch",
@@ -178,19 +178,15 @@ def filter_zero_variance_groups(saw_batch: SAWBatch, *, eps: float = 1e-6) -> SA
         raise ConfigError(f"eps must be >= 0, got {eps}")
     weights: dict[Any, list[float]] = {}
     for item in saw_batch.items:
-        group = _group_id(item)
+        group = group_of(item.meta)
         if group is not None:
             weights.setdefault(group, []).append(item.weight)
     if not weights:
         return saw_batch
     dropped = {group for group, values in weights.items() if len(values) > 1 and float(np.std(values, ddof=1)) <= eps}
-    saw_batch.items = [item for item in saw_batch.items if _group_id(item) not in dropped]
+    saw_batch.items = [item for item in saw_batch.items if group_of(item.meta) not in dropped]
     saw_batch.meta["zvp_filter_frac"] = len(dropped) / len(weights)
     return saw_batch
-
-
-def _group_id(item: SAWItem) -> Any:
-    return (item.meta.get("request_meta") or {}).get("group_id")
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ludic.errors import ConfigError, DataError
 from ludic.training.types import CreditAssigner, RolloutStepKey
-from ludic.types import Rollout, Step
+from ludic.types import Rollout, Step, group_of
 
 Weights = dict[RolloutStepKey, float]
 """(rollout id, step index) -> weight."""
@@ -209,7 +209,7 @@ def _groups(rollouts: Sequence[Rollout], group_size: int, *, allow_partial: bool
     `meta["agent_id"]` are a group of their own."""
     groups: dict[tuple[object, object], list[int]] = {}
     for position, rollout in enumerate(rollouts):
-        group = (rollout.meta.get("request_meta") or {}).get("group_id")
+        group = group_of(rollout.meta)
         if group is None:
             raise DataError(
                 f"rollout {rollout.id} is missing group_id in meta['request_meta']; expand requests with GRPORequestStrategy"

@@ -21,7 +21,7 @@ from typing import Any
 from ludic.envs.prompt_env import prompt_shown
 from ludic.errors import ConfigError, DataError, GradingError, LudicError, RolloutError, place_of
 from ludic.interaction.containment import message_of
-from ludic.types import Message, Rollout
+from ludic.types import Message, Rollout, group_of
 
 RewardFunction = Callable[..., Any]
 Reward = float | None | Exception
@@ -216,7 +216,8 @@ class _Asked:
         self.completion = completion_of(rollout, conversational=isinstance(self.row["prompt"], list))
         traces = [step.trace for step in rollout.steps]
         self.completion_ids = [token for trace in traces if trace is not None for token in trace.completion_token_ids]
-        self.group = (rollout.meta.get("request_meta") or {}).get("group_id", rollout.id)
+        group = group_of(rollout.meta)
+        self.group = rollout.id if group is None else group
 
 
 def row_of(rollout: Rollout) -> Mapping[str, Any]:

@@ -25,6 +25,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
 from ludic.training.loss.base import as_collated
 from ludic.training.types import SAWItem
+from ludic.types import group_of
 
 Rows = NDArray[np.int64]
 """Indices of samples."""
@@ -112,7 +113,7 @@ def grouped(keys: Iterable[Hashable]) -> list[list[int]]:
 
 def atom(item: SAWItem, row: int) -> tuple[str, Any]:
     """What `item` belongs to."""
-    group = (item.meta.get("request_meta") or {}).get("group_id")
+    group = group_of(item.meta)
     if group is not None:
         return "group", group
     for key in ("pair_id", "rollout_id"):

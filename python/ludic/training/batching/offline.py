@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 from ludic.errors import ConfigError, DataError
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.rollouts.log import read_rollouts
-from ludic.training.rollouts.to_samples import TRACE_KEYS, step_facts
+from ludic.training.rollouts.to_samples import step_facts
 from ludic.training.samples.conversations import apply_template, end_of_turn
 from ludic.training.types import CreditAssigner, SampleFilter, SAWBatch, SAWItem
-from ludic.types import Rollout, Step
+from ludic.types import TRACE_KEYS, Rollout, Step
 
 StepToItem = Callable[[Rollout, Step, float], SAWItem]
 """(rollout, step, weight) -> sample. `samples.sample_from_step` takes the tokens of the trace;

@@ -18,9 +18,7 @@ from ludic.training.types import (
     SAWBatch,
     SAWItem,
 )
-from ludic.types import Rollout, Step, TokenTrace
-
-TRACE_KEYS = frozenset({"prompt_token_ids", "completion_token_ids", "completion_logprobs"})
+from ludic.types import TRACE_KEYS, Rollout, Step, TokenTrace, group_of
 
 
 def batch_from_rollouts(
@@ -54,7 +52,7 @@ def reward_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:
     rewards = [rollout.total_reward for rollout in rollouts]
     groups: dict[Any, list[float]] = {}
     for rollout in rollouts:
-        group = (rollout.meta.get("request_meta") or {}).get("group_id")
+        group = group_of(rollout.meta)
         if group is not None:
             groups.setdefault(group, []).append(rollout.total_reward)
     facts = {"avg_total_reward": _mean(rewards), "reward_std": pstdev(rewards) if rewards else 0.0}
