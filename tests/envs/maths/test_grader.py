@@ -97,8 +97,8 @@ def test_a_comparison_that_hangs_is_ended_and_the_next_is_graded(grader, monkeyp
 
 def test_a_comparison_without_a_parent_ends_itself(tmp_path):
     """The limit that travels with the request ends the process, though nobody waits for it."""
+    from ludic.envs.line_process import LineProcess
     from ludic.envs.maths.grader import WORKER
-    from ludic.envs.maths.process import LineProcess
 
     process = LineProcess([sys.executable, "-P", str(WORKER), "4096"])
     with pytest.raises(GradingError, match=r"failed \(exit status -14\): EOFError: it ended"):

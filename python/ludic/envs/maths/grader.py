@@ -15,7 +15,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from ludic.envs.maths.process import LineProcess
+from ludic.envs.line_process import LineProcess
 from ludic.errors import ConfigError, GradingError, MissingExtraError
 
 WORKER = Path(__file__).with_name("worker.py")
