@@ -61,6 +61,14 @@ class RolloutError(LudicError, RuntimeError):
     """Episodes failed and no batch could be made of the rest."""
 
 
+class RequestsExhausted(LudicError, RuntimeError):
+    """No request is left: training ends here."""
+
+
+class StopRequested(LudicError, RuntimeError):
+    """Somebody asked the run to stop, by Ctrl-C for one; no further batch is given."""
+
+
 class GradingError(LudicError, RuntimeError):
     """An answer that could not be graded: what should have judged it failed or took too long. It
     has no reward, not one of 0."""

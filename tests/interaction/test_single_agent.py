@@ -12,9 +12,9 @@ from ludic.context import FullDialog
 from ludic.envs import LudicEnv, SingleAgentEnv
 from ludic.errors import ConfigError, RolloutError
 from ludic.interaction import SingleAgentProtocol, TraceCollector, merge_step_info
-from ludic.interaction.base import derived_seed
 from ludic.interaction.single_agent import SingleAgentSyncProtocol, _has_async_env_methods
 from ludic.parsers import ParseResult
+from ludic.seeds import derived_seed
 from ludic.types import Step, StepOutcome
 
 

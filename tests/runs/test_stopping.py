@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from ludic.errors import StopRequested
 from ludic.runs.stopping import EveryFew, PhaseLogger, StoppableSource, StopRequest, Stopwatch
-from ludic.training.rollouts.requests import RequestsExhausted
 from ludic.training.types import SAWBatch
 
 
@@ -56,7 +56,7 @@ async def test_a_source_runs_dry_once_a_stop_was_asked_for() -> None:
         source.load_state_dict({"at": 5})
         assert inner.loaded == {"at": 5}
         os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(RequestsExhausted):
+        with pytest.raises(StopRequested):
             await source.next_batch()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from training_samples import ListSource, assert_same_tensors, cpu_config, sorting_items, tiny_model, weights_of
 
-from ludic.errors import ConfigError, EmptyBatchError, NonFiniteError
+from ludic.errors import ConfigError, EmptyBatchError, NonFiniteError, StopRequested
 from ludic.training import (
     ActorTokenLogps,
     CISPOLoss,
@@ -602,16 +602,17 @@ def test_train_without_a_number_ends_when_the_requests_do():
                 raise self.end
             return await super().next_batch()
 
-    for end in (RequestsExhausted("done"), StopAsyncIteration()):
+    for end in (RequestsExhausted("done"), StopRequested("stop"), StopAsyncIteration()):
         source = Ending(sorting_items(4))
         source.end = end
         trainer = trainer_of(source=source)
         trainer.train_sync()
         assert trainer.current_step == 3
-    source = Ending(sorting_items(4))
-    source.end = RequestsExhausted("done")
-    with pytest.raises(RequestsExhausted):
-        trainer_of(source=source).train_sync(5)
+    for end in (RequestsExhausted("done"), StopRequested("stop")):
+        source = Ending(sorting_items(4))
+        source.end = end
+        with pytest.raises(type(end)):
+            trainer_of(source=source).train_sync(5)
 
 
 def test_log_fn_gets_every_nth_step_and_may_be_a_coroutine():

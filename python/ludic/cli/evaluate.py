@@ -199,8 +199,8 @@ def _problems(recipe: Recipe, settings: EvalSettings, task: EpisodicTask, consol
 
 def _requests(recipe: Recipe, task: EpisodicTask, problems: Sequence[Episode]) -> list[RolloutRequest]:
     """One for each problem; its seed follows from the recipe's and its place."""
-    from ludic.interaction.base import derived_seed
     from ludic.runs.rollouts import evaluation_inference, request_for
+    from ludic.seeds import derived_seed
 
     inference = evaluation_inference(recipe.rollout, task, greedy=False)
     return [

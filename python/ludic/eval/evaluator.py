@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ludic.eval.core import Metrics, Record, RolloutGenerator, run_eval
 from ludic.event_loop import awaited
 from ludic.training.stats import Reducer
-from ludic.training.types import RolloutRequest
-
-RequestsFn = Callable[[], Sequence[RolloutRequest] | Awaitable[Sequence[RolloutRequest]]]
+from ludic.training.types import RequestsFn, RolloutRequest
 
 
 class Evaluator(Protocol):

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from ludic.errors import ConfigError
 from ludic.eval.core import Metrics, Record, RolloutGenerator, reduced_records
-from ludic.eval.evaluator import RequestsFn
 from ludic.eval.tally import PROBLEM_KEY, SAMPLE_KEY, Measurement, RolloutValue, measure
 from ludic.event_loop import awaited
-from ludic.interaction.base import derived_seed
+from ludic.seeds import derived_seed
 from ludic.training.stats import Reducer
-from ludic.training.types import RolloutRequest
+from ludic.training.types import RequestsFn, RolloutRequest
 from ludic.types import Rollout
 
 

@@ -6,10 +6,7 @@ from abc import ABC, abstractmethod
 
 from ludic.envs.env import LudicEnv
 from ludic.inference.request import InferenceSpec
-from ludic.seeds import derived_seed
 from ludic.types import Rollout
-
-__all__ = ["InteractionProtocol", "derived_seed"]
 
 
 class InteractionProtocol(ABC):

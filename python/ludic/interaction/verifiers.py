@@ -9,7 +9,8 @@ from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError
 from ludic.inference.client import ChatClient
 from ludic.inference.request import InferenceSpec, ReturnSpec
-from ludic.interaction.base import InteractionProtocol, derived_seed
+from ludic.interaction.base import InteractionProtocol
+from ludic.seeds import derived_seed
 from ludic.types import Rollout
 
 

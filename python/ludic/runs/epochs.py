@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ludic.cli.training_command import TrainingRun
+from ludic.errors import StopRequested
 from ludic.recipes.build import seed_phase
 from ludic.recipes.model import keep_base, plain_place, save_policy
 from ludic.runs.continuation import end_with_best, keep_checkpoint, latest_checkpoint, set_back
@@ -14,7 +15,6 @@ from ludic.runs.stopping import Interrupted, StoppableSource
 from ludic.runs.tracking import run_logger
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.checkpoint import CheckpointConfig
-from ludic.training.rollouts.requests import RequestsExhausted
 from ludic.training.trainer import Trainer
 
 T = TypeVar("T", bound=Trainer)
@@ -51,7 +51,7 @@ async def take_steps(run: TrainingRun, trainer_of: Callable[..., T], source: Ite
         set_back(directory, phase, trainer, note=run.screen.note)
         try:
             await trainer.train(parts.steps - trainer.current_step)
-        except RequestsExhausted:  # a stop was asked for, and steps are left that no evaluation has called off
+        except StopRequested:  # steps are left, and no evaluation has ended them early
             is_stopped = True
         keep_checkpoint(trainer)
         if not is_stopped:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ludic.errors import CheckpointError
+from ludic.errors import CheckpointError, StopRequested
 from ludic.inference.local import LocalChatClient
 from ludic.models.adapters import has_adapters
 from ludic.models.state_files import read_model
@@ -53,7 +53,6 @@ from ludic.training.loggers import TrainingLogger
 from ludic.training.preflight.check import Preflight
 from ludic.training.presets import make_sft
 from ludic.training.rollouts.engine import RolloutEngine
-from ludic.training.rollouts.requests import RequestsExhausted
 from ludic.training.stats import SAMPLED_REWARD, default_reducers
 from ludic.training.trainer import Trainer
 
@@ -301,7 +300,7 @@ class Run:
         at the end of the reinforcement: before its policy takes the place of the one that it
         began with."""
         with self.watch.measure(phase):
-            with suppress(RequestsExhausted):  # a stop was asked for between two steps
+            with suppress(StopRequested):  # between two steps
                 await trainer.train(steps - trainer.current_step)
             if self.stop or phase == REINFORCE:
                 keep_checkpoint(trainer)

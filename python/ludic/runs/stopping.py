@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from ludic.errors import StopRequested
 from ludic.training.loggers import TrainingLogger
-from ludic.training.rollouts.requests import RequestsExhausted
 from ludic.training.types import SAWBatch, shards_across_ranks
 
 
@@ -68,8 +68,8 @@ class StopRequest:
 
 
 class StoppableSource:
-    """A batch source that runs dry once a stop was asked for. Its state is that of the source
-    inside."""
+    """A batch source that raises StopRequested once a stop was asked for. Its state is that of the
+    source inside."""
 
     def __init__(self, inner: Any, stop: StopRequest) -> None:
         self._inner, self._stop = inner, stop
@@ -79,7 +79,7 @@ class StoppableSource:
 
     async def next_batch(self) -> SAWBatch:
         if self._stop:
-            raise RequestsExhausted("a stop was asked for")
+            raise StopRequested("the run was asked to stop")
         batch: SAWBatch = await self._inner.next_batch()
         return batch
 

@@ -1,3 +1,4 @@
+from ludic.errors import RequestsExhausted as RequestsExhausted
 from ludic.models.lora import (
     LoraSettings as LoraSettings,
     apply_lora as apply_lora,
@@ -129,7 +130,6 @@ from ludic.training.rollouts.groups import (
     RequestStrategy as RequestStrategy,
 )
 from ludic.training.rollouts.requests import (
-    RequestsExhausted as RequestsExhausted,
     make_dataset_queue_requests_fn as make_dataset_queue_requests_fn,
     make_dataset_sequence_requests_fn as make_dataset_sequence_requests_fn,
     make_requests_fn_from_queue as make_requests_fn_from_queue,

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ludic.distributed.interfaces import LearningPublisher
-from ludic.errors import CheckpointError, ConfigError, EmptyBatchError
+from ludic.errors import CheckpointError, ConfigError, EmptyBatchError, RequestsExhausted, StopRequested
 from ludic.event_loop import EventLoop, awaited
 from ludic.models.lora import LoraSettings, apply_lora
 from ludic.models.published import ParamFilter
@@ -44,7 +44,6 @@ from ludic.training.loss.base import reads_shared_only, zero_weight_is_zero_grad
 from ludic.training.preflight.check import Preflight
 from ludic.training.preflight.packing import with_supported_packing
 from ludic.training.rng import preserved_rng
-from ludic.training.rollouts.requests import RequestsExhausted
 from ludic.training.stats import Reducer, check_reducers, default_reducers, distinct_rollouts, group_keys
 from ludic.training.types import BatchSource, SAWBatch, SAWItem
 
@@ -173,7 +172,7 @@ class Trainer:
         log_fn: LogFn | None = None,
         eval_log_fn: LogFn | None = None,
     ) -> None:
-        """Take `num_steps` steps; None: until the source raises RequestsExhausted or
+        """Take `num_steps` steps; None: until the source raises RequestsExhausted, StopRequested or
         StopAsyncIteration.
 
         `log_fn` gets the statistics of every `log_every`-th step, `eval_log_fn` those of each
@@ -190,7 +189,7 @@ class Trainer:
         while not await self._evaluated_enough(eval_log_fn) and (last is None or self._step < last):
             try:
                 stats = await self.train_step()
-            except (RequestsExhausted, StopAsyncIteration):
+            except (RequestsExhausted, StopRequested, StopAsyncIteration):
                 if last is None:
                     return
                 raise

@@ -16,7 +16,7 @@ credit 0.5:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
@@ -70,6 +70,10 @@ class RolloutRequest:
     num_episodes: int = 1
     meta: dict[str, Any] = field(default_factory=dict)
     """Copied to the rollout's meta; `group_id` makes a group."""
+
+
+RequestsFn = Callable[[], Sequence[RolloutRequest] | Awaitable[Sequence[RolloutRequest]]]
+"""Returns the requests of the next batch or evaluation. A plain or a coroutine function."""
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,4 @@
+from ludic.errors import RequestsExhausted as RequestsExhausted
 from ludic.training.batching.micro_batching import (
     MicroBatch as MicroBatch,
     collate_micro_batches as collate_micro_batches,
@@ -26,7 +27,6 @@ from ludic.training.rollouts.groups import (
     RequestStrategy as RequestStrategy,
 )
 from ludic.training.rollouts.requests import (
-    RequestsExhausted as RequestsExhausted,
     make_dataset_queue_requests_fn as make_dataset_queue_requests_fn,
     make_dataset_sequence_requests_fn as make_dataset_sequence_requests_fn,
     make_requests_fn_from_queue as make_requests_fn_from_queue,

@@ -1,7 +1,7 @@
 """The documented path of `ludic.training.rollouts.requests`."""
 
+from ludic.errors import RequestsExhausted
 from ludic.training.rollouts.requests import (
-    RequestsExhausted,
     make_dataset_queue_requests_fn,
     make_dataset_sequence_requests_fn,
     make_requests_fn_from_queue,

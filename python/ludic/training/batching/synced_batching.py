@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.rollouts.engine import RolloutEngine, credit_of
-from ludic.training.types import CreditAssigner, RolloutRequest, SampleFilter, SAWBatch
-
-AnyRequestsFn = Callable[[], Sequence[RolloutRequest] | Awaitable[Sequence[RolloutRequest]]]
+from ludic.training.types import CreditAssigner, RequestsFn, SampleFilter, SAWBatch
 
 
 class RolloutBatchSource:
@@ -37,18 +35,18 @@ class RolloutBatchSource:
         *,
         orchestrator: RolloutEngine | None = None,
         credit_assigner: CreditAssigner | None = None,
-        requests_fn: AnyRequestsFn | None = None,
+        requests_fn: RequestsFn | None = None,
         max_steps: int = 1,
         timeout_s: float | None = None,
         concurrency: int = 8,
         sample_filter: SampleFilter | None = None,
         engine: RolloutEngine | None = None,
-        request_fn: AnyRequestsFn | None = None,
+        request_fn: RequestsFn | None = None,
         algorithm: RLAlgorithm | None = None,
         shards_across_ranks: bool = False,
     ) -> None:
         self.engine: RolloutEngine = _one(orchestrator, engine, "orchestrator", "engine")
-        self.requests_fn: AnyRequestsFn = _one(requests_fn, request_fn, "requests_fn", "request_fn")
+        self.requests_fn: RequestsFn = _one(requests_fn, request_fn, "requests_fn", "request_fn")
         self.credit_assigner = credit_of(algorithm, credit_assigner)
         self.max_steps = max_steps
         self.timeout_s = timeout_s

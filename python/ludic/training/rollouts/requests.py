@@ -5,9 +5,9 @@ from __future__ import annotations
 import queue
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from ludic.errors import ConfigError, LudicError
+from ludic.errors import ConfigError, RequestsExhausted
 from ludic.inference.request import InferenceSpec
 from ludic.training.rollouts.groups import GRPORequestStrategy, IdentityStrategy, RequestStrategy
 from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest
@@ -17,16 +17,6 @@ Row = tuple[int, Any]
 OnEmpty = Literal["raise", "return_empty"]
 
 
-class RequestsExhausted(LudicError, RuntimeError):
-    """No request is left: training ends here."""
-
-
-class RequestsFn(Protocol):
-    """Gives the requests of the next batch."""
-
-    def __call__(self) -> list[RolloutRequest]: ...
-
-
 def make_requests_fn_from_queue(
     q: queue.Queue[Any],
     *,
@@ -34,7 +24,7 @@ def make_requests_fn_from_queue(
     build_request: Callable[[Any], RolloutRequest],
     strategy: RequestStrategy | None = None,
     on_empty: OnEmpty = "raise",
-) -> RequestsFn:
+) -> Callable[[], list[RolloutRequest]]:
     """Take up to `batch_size` entries of the queue a call; the last batch may be smaller.
 
     Raises RequestsExhausted when the queue is empty, or returns [] with `on_empty="return_empty"`.
@@ -72,7 +62,7 @@ def make_dataset_queue_requests_fn(
     sampling_seed_fn: Callable[[int, Any], int] | None = None,
     group_size: int = 1,
     on_empty: OnEmpty = "raise",
-) -> RequestsFn:
+) -> Callable[[], list[RolloutRequest]]:
     """Requests from a queue of `(index, sample)`. Each sample becomes a group of `group_size`
     requests.
 
