@@ -27,6 +27,7 @@ from ludic.models.adapters import has_adapters, require_peft, without_adapters
 from ludic.models.heads import head_parts, is_classifier, outside_of_backbone
 from ludic.models.names import HEAD_NAMES
 from ludic.models.published import unwrapped
+from ludic.models.sharding import is_sharded
 from ludic.models.state_files import ADAPTER, write_model
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def apply_lora(model: nn.Module, settings: LoraSettings | LoraConfig | None = No
     peft = require_peft()
     if has_adapters(model):
         raise ConfigError(f"{type(model).__name__} has adapters already; give a model without, or leave the LoRA config out")
-    if hasattr(model, "set_requires_gradient_sync"):
+    if is_sharded(model):
         raise ConfigError("adapters are put in before the model is sharded; call apply_lora first, then fully_shard")
     given = LoraSettings() if settings is None else settings
     config = given.config() if isinstance(given, LoraSettings) else copy.deepcopy(given)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.models.adapters import has_adapters, without_adapters
+from ludic.models.sharding import gather_tensor
 
 ParamFilter = Callable[[str, Tensor], bool]
 """Whether a parameter of this name is published."""
@@ -43,7 +44,5 @@ def published_weights(
 
 
 def _exported(parameter: Tensor, device: torch.device | str | None) -> Tensor:
-    whole = parameter.detach()
-    if hasattr(whole, "full_tensor"):  # sharded: a collective, taken by every rank
-        whole = whole.full_tensor()
+    whole = gather_tensor(parameter.detach())
     return whole if device is None else whole.to(device)

@@ -12,10 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ludic.errors import CheckpointError, DataError
 from ludic.models.published import unwrapped
+from ludic.models.sharding import gather_state, gather_tensor, is_sharded, scatter_state, shard_like
 
 INDEX, MODEL, ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -62,7 +62,7 @@ def write_model(model: nn.Module, folder: Path | None) -> None:
     without it as model.safetensors with a config.json that names its class. Without a folder
     only the collectives of a sharded model are taken."""
     inner: Any = unwrapped(model)
-    state = model_state(inner)
+    state = gather_state(inner)
     if folder is None:
         return
     if hasattr(inner, "save_pretrained"):
@@ -70,16 +70,6 @@ def write_model(model: nn.Module, folder: Path | None) -> None:
         return
     save_file(_without_aliases(state), folder / MODEL, metadata={"format": "pt"})
     write_json(folder / "config.json", {"model_class": type(inner).__name__})
-
-
-def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """The whole state dict; of a sharded model it is gathered, by all ranks together."""
-    if not hasattr(model, "set_requires_gradient_sync"):
-        return model.state_dict()
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    state: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    return state
 
 
 def _without_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -103,13 +93,9 @@ def read_model(model: nn.Module, folder: Path) -> None:
         _read_adapter(model, folder)
         return
     state: dict[str, Any] = dict(_stored(folder))
-    if hasattr(model, "set_requires_gradient_sync"):
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
-        return
-    _check_names(model, state, folder)
-    model.load_state_dict(state, strict=False)
+    if not is_sharded(model):
+        _check_names(model, state, folder)
+    scatter_state(model, state)
 
 
 def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -182,12 +168,7 @@ def _read_adapter(model: nn.Module, folder: Path) -> None:
     stored = read_tensors(folder / ADAPTER)
     _check_adapter(model, stored, places, folder)
     state: dict[str, Any] = {places[name]: tensor for name, tensor in stored.items()}
-    if hasattr(model, "set_requires_gradient_sync"):
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
-        return
-    model.load_state_dict(state, strict=False)
+    scatter_state(model, state)
 
 
 def _adapter_places(model: nn.Module) -> dict[str, str]:
@@ -236,7 +217,7 @@ def write_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: 
             if not isinstance(value, Tensor):
                 values.setdefault(str(parameter), {})[name] = value
                 continue
-            whole = _whole(value)
+            whole = gather_tensor(value)
             if folder is not None:
                 tensors[f"{parameter}/{name}"] = whole.detach().cpu().contiguous()
     if folder is None:
@@ -244,11 +225,6 @@ def write_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: 
     save_file(tensors, folder / "optimizer.safetensors")
     groups = [{name: _plain(value) for name, value in group.items()} for group in state["param_groups"]]
     write_json(folder / "optimizer.json", {"class": type(optimizer).__name__, "values": values, "param_groups": groups})
-
-
-def _whole(value: Tensor) -> Tensor:
-    """All of a tensor that may be sharded."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _plain(value: Any) -> Any:
@@ -272,20 +248,12 @@ def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: P
     for key, tensor in read_tensors(folder / "optimizer.safetensors").items():
         parameter, name = key.rsplit("/", 1)
         number = numbers[parameter]
-        state.setdefault(number, {})[name] = _placed_like(tensor, stepped[number])
+        state.setdefault(number, {})[name] = shard_like(tensor, stepped[number])
     groups = [
         {**_typed_like(group, like), "params": [numbers[str(key)] for key in group["params"]]}
         for group, like in zip(stored["param_groups"], optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _placed_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, where it belongs to a sharded parameter. A count of
-    steps is of no part."""
-    if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
-        return tensor
-    return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _check_groups(stored: list[Any], current: list[Any], folder: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ from ludic.inference.current_episode import Episode
 from ludic.inference.local.prefixes import Match, Prefix, PrefixCache, Snapshot, is_plain, joined
 from ludic.inference.local.sampler import Sampler, stream_key
 from ludic.inference.sampling import SamplingParams
+from ludic.models.evaluation_mode import evaluation_mode
 
 
 @dataclass
@@ -103,7 +103,7 @@ def decode(
     module by module. With `prefixes`, a request of an episode goes on from what the model read in
     its turns before.
     """
-    with evaluating(model), torch.no_grad():  # what inference mode made could not be part of a later backward pass
+    with evaluation_mode(model), torch.no_grad():  # what inference mode made could not be part of a later backward pass
         if prefixes is None or not any(request.episode for request in requests):
             return _Decoding(model, requests, eos_ids, pad_id).run()
         prefixes.hold_to(model)
@@ -119,19 +119,6 @@ def decode(
                     prefixes.keep(episode, prefix)
                 prefixes.shrink()
         return [answers[i] for i in range(len(requests))]
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; every module as it was after."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _keywords(model: Any) -> frozenset[str]:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from ludic import _core
 from ludic.errors import ConfigError, DataError, InferenceError
-from ludic.inference.local.decode import evaluating
 from ludic.inference.local.threads import in_own_thread
 from ludic.inference.local.weights import copy_weights
 from ludic.inference.prompts.vocabulary import reads_same_ids
 from ludic.inference.reward_types import PoolingType, RewardModelTrainingMode, ScoringRequest, ScoringResponse, scoring_input
 from ludic.inference.reward_weights import trained_weights
+from ludic.models.evaluation_mode import evaluation_mode
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class LocalRewardModel:
         plan = _core.plan_optimal(lengths, max(self._budget, int(lengths.max())))
         found: dict[int, Tensor] = {}
         try:
-            with self._busy, evaluating(self.model), torch.no_grad():
+            with self._busy, evaluation_mode(self.model), torch.no_grad():
                 for rows in plan.to_lists():
                     found.update(zip(rows, self._forward([sequences[row] for row in rows], pooling).float().cpu(), strict=True))
         except RuntimeError as error:

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ludic.errors import ConfigError, NonFiniteError
-from ludic.inference.local.decode import evaluating
 from ludic.inference.local.sampler import nucleus
+from ludic.models.evaluation_mode import evaluation_mode
 from ludic.models.published import ParamFilter, published_weights
+from ludic.models.sharding import gather_tensor, is_sharded, set_gradient_sync
 from ludic.models.state_files import read_model, read_optimizer, write_model, write_optimizer
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_logits
@@ -32,6 +33,7 @@ from ludic.training.backend.master_weights import MasterWeights, check_precision
 from ludic.training.backend.memory import MemoryProfile
 from ludic.training.backend.nonfinite import nonfinite_report
 from ludic.training.backend.parameter_groups import parameter_groups
+from ludic.training.backend.precision import autocast
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals, SharedContext
@@ -135,7 +137,7 @@ class TorchBackend:
     ) -> None:
         """`optimizer_factory` is called once the model is on its device; without it, AdamW."""
         self.cfg, self.algo = cfg, algo
-        self.model = model if _is_sharded(model) else model.to(cfg.model_device)
+        self.model = model if is_sharded(model) else model.to(cfg.model_device)
         if enable_gradient_checkpointing:
             enable_checkpointing(self.model)
         check_precision(self.model)
@@ -143,7 +145,7 @@ class TorchBackend:
         self._masters = MasterWeights(self.optimizer, enabled=cfg.master_weights)
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
-        self._averages = _is_sharded(model) or isinstance(model, DistributedDataParallel)
+        self._averages = is_sharded(model) or isinstance(model, DistributedDataParallel)
         self._gradient_scale = float(ranks.world_size()) if self._averages else 1.0
         self._pending: list[tuple[MicroBatches, BatchTotals | None]] = []
         self._loss: Tensor | None = None
@@ -179,7 +181,7 @@ class TorchBackend:
         if totals is None or not needs_first_pass(loss) or (len(batch) == 1 and not ranks.is_distributed()):
             return totals
         sums: dict[str, Tensor] = {}
-        with preserved_rng(), self._autocast():
+        with preserved_rng(), autocast(self.cfg):
             for micro_batch in batch:
                 found = loss.first_pass(forward_logits(self.model, micro_batch.tensors), micro_batch.tensors)
                 sums = {name: sums.get(name, 0.0) + value for name, value in found.items()}
@@ -190,7 +192,7 @@ class TorchBackend:
     def _backward(self, micro_batch: MicroBatch, totals: BatchTotals | None) -> tuple[Tensor, dict[str, Any]]:
         """Add the gradient of one micro-batch; its loss, and its statistics."""
         profile = MemoryProfile.start(self.cfg)
-        with self._autocast():
+        with autocast(self.cfg):
             loss, stats = self.algo.compute_loss(
                 self.model, micro_batch.tensors, cast_logits_to_fp32=self.cfg.cast_logits_to_fp32, totals=totals, **self._policy
             )
@@ -204,18 +206,12 @@ class TorchBackend:
         that an older `compute_loss` serves."""
         return {} if self.cfg.temperature == 1.0 else {"temperature": self.cfg.temperature}
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.cfg.mixed_precision_dtype is None:
-            return nullcontext()
-        return torch.autocast(torch.device(self.cfg.model_device).type, dtype=torch.bfloat16)
-
     def _gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
         """Ranks exchange gradients with the last micro-batch only."""
-        model: Any = self.model
-        if _is_sharded(model):
-            model.set_requires_gradient_sync(last)
-        elif isinstance(model, DistributedDataParallel) and not last:
-            return model.no_sync()
+        if is_sharded(self.model):
+            set_gradient_sync(self.model, last)
+        elif isinstance(self.model, DistributedDataParallel) and not last:
+            return self.model.no_sync()
         return nullcontext()
 
     def optim_step(self, *, lr_factor: float = 1.0) -> TrainFuture[dict[str, float]]:
@@ -243,8 +239,8 @@ class TorchBackend:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(parameter.grad)
         limit = float("inf") if self.cfg.max_grad_norm is None else self.cfg.max_grad_norm
-        norm: Any = nn.utils.clip_grad_norm_([parameter for parameter in stepped if parameter.grad is not None], limit)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        norm = nn.utils.clip_grad_norm_([parameter for parameter in stepped if parameter.grad is not None], limit)
+        return float(gather_tensor(norm))
 
     def _clear_gradients(self) -> None:
         """Also of parameters that the optimizer does not step, which would add up for ever."""
@@ -270,7 +266,7 @@ class TorchBackend:
 
     @torch.no_grad()
     def _forward_logprobs(self, batch: MicroBatch, temperature: float | None, top_p: float) -> Tensor:
-        with evaluating(self.model), self._autocast():
+        with evaluation_mode(self.model), autocast(self.cfg):
             logits = forward_logits(self.model, batch.tensors)
             chosen = self.cfg.temperature if temperature is None else temperature
             if top_p < 1.0:
@@ -304,8 +300,3 @@ def _within_nucleus(logits: Tensor, temperature: float, top_p: float) -> Tensor:
     of tokens that reaches `top_p`."""
     rows = [nucleus(torch.log_softmax(row.float() / temperature, dim=-1), torch.tensor(top_p)) for row in logits]
     return torch.stack(rows)
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 holds the model, which then stays where it is."""
-    return hasattr(model, "set_requires_gradient_sync")

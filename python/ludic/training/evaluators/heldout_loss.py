@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from ludic.errors import ConfigError
-from ludic.inference.local.decode import evaluating
+from ludic.models.evaluation_mode import evaluation_mode
 from ludic.training.algorithm import forward_logits
+from ludic.training.backend.precision import autocast
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.base import SharedContext
@@ -39,7 +40,7 @@ class HeldOutLoss:
     def measure(self) -> dict[str, float]:
         """`loss`, `perplexity`, and the `tokens` that they were measured on."""
         self._cfg = with_supported_packing(self._cfg, self._model)
-        with evaluating(self._model):
+        with evaluation_mode(self._model):
             total, tokens = self._sums()
         loss = total / tokens
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": float(tokens)}
@@ -54,13 +55,9 @@ class HeldOutLoss:
         """Sum of -log pi over the action tokens, in float64, and their number."""
         total, tokens = 0.0, 0
         for micro_batch in MiniBatch(self._batch, np.arange(len(self._batch.items)), self._cfg):
-            with self._autocast():
+            with autocast(self._cfg):
                 shared = SharedContext(forward_logits(self._model, micro_batch.tensors), micro_batch.tensors)
                 nll = -shared.token_logp
             total += float(torch.where(shared.token_mask > 0, nll, 0.0).double().sum())
             tokens += int(shared.token_mask.sum())
         return total, tokens
-
-    def _autocast(self) -> torch.autocast:
-        enabled = self._cfg.mixed_precision_dtype is not None
-        return torch.autocast(torch.device(self._cfg.model_device).type, dtype=torch.bfloat16, enabled=enabled)

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from ludic.errors import ConfigError
-from ludic.inference.local.decode import evaluating
+from ludic.models.evaluation_mode import evaluation_mode
 from ludic.training import ranks
 from ludic.training.algorithm import forward_logits
+from ludic.training.backend.precision import autocast
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.pair_batches import LEFT_OUT, PreferenceMacroBatch
 from ludic.training.classification_metrics import Floats, PreferenceMetrics, preference_loss
@@ -89,17 +90,11 @@ def score_batch(model: nn.Module, batch: MacroBatch, cfg: TrainerConfig, *, scor
     mine = np.arange(len(batch.items))[ranks.rank() :: ranks.world_size()]
     mini_batch = MiniBatch(batch, mine, cfg)
     scores = np.zeros(len(batch.items))
-    with evaluating(model):
+    with evaluation_mode(model):
         for index, micro_batch in enumerate(mini_batch):
-            with _autocast(cfg):
+            with autocast(cfg):
                 shared = SharedContext(forward_logits(model, micro_batch.tensors), micro_batch.tensors)
                 found = preference_scores(shared, score_type)
             rows = mini_batch.rows_of(index)
             scores[rows] = found[: len(rows)].double().cpu().numpy()
     return np.array(ranks.sum_over_ranks(scores.tolist(), cfg.model_device))
-
-
-def _autocast(cfg: TrainerConfig) -> torch.autocast:
-    return torch.autocast(
-        torch.device(cfg.model_device).type, dtype=torch.bfloat16, enabled=cfg.mixed_precision_dtype is not None
-    )

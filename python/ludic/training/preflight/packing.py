@@ -9,9 +9,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from ludic.inference.local.decode import evaluating
+from ludic.models.evaluation_mode import evaluation_mode
 from ludic.models.packed_attention import PACKED, attention_of, set_attention
 from ludic.training.algorithm import forward_logits
+from ludic.training.backend.precision import autocast
 from ludic.training.config import TrainerConfig
 
 logger = logging.getLogger(__name__)
@@ -72,8 +73,7 @@ def _influences(model: nn.Module, cfg: TrainerConfig) -> tuple[float, float]:
         bounds = torch.tensor([0, 3, 6], dtype=torch.int32, device=row.device)
         return forward_logits(model, {"input_ids": row, "position_ids": positions, "cu_seqlens": bounds})[0].float()
 
-    enabled = cfg.mixed_precision_dtype is not None
-    with evaluating(model), torch.autocast(torch.device(cfg.model_device).type, dtype=torch.bfloat16, enabled=enabled):
+    with evaluation_mode(model), autocast(cfg):
         twice, behind_another, other_first = logits(1, 2, 1, 1, 2, 1), logits(2, 1, 2, 1, 2, 1), logits(1, 2, 1, 2, 2, 1)
     moved = max((twice[3:] - twice[:3]).abs().max(), (behind_another[3:] - twice[3:]).abs().max())
     return float(moved), float((other_first[4:] - twice[4:]).abs().max())
