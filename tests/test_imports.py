@@ -61,8 +61,6 @@ LAYERS = [
 UPWARD = {
     "ludic.inference.vllm.client imports ludic.distributed.adapters.vllm",  # its documented push_policy_update
     "ludic.inference.vllm.scoring imports ludic.distributed.adapters.vllm",
-    "ludic.recipes.rm.data imports ludic.runs.directory",
-    "ludic.recipes.sft.data imports ludic.runs.directory",
     "ludic.runs.epochs imports ludic.cli.training_command",
     "ludic.tasks.judged imports ludic.recipes.model",
     "ludic.training.loop.run_state imports ludic.training.trainer",

@@ -6,7 +6,8 @@ from rank_processes import on_two_ranks
 from safetensors.torch import load_file, save_file
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model, weights_of
 
-from ludic.models.state_files import read_json, read_optimizer, write_json
+from ludic.files.atomic import read_json, write_json
+from ludic.models.state_files import read_optimizer
 from ludic.training import CheckpointConfig, CheckpointManager, Trainer, make_sft, ranks
 
 

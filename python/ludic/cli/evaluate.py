@@ -278,7 +278,8 @@ async def _only_model(client: Any) -> str:
 def _make_folder(recipe: Recipe, model_name: str) -> Path:
     """`output/name`; without a name one is made of the recipe, the model and the seed, and of
     the time if that exists."""
-    from ludic.runs.directory import new_folder, write_text
+    from ludic.files.atomic import write_text
+    from ludic.runs.directory import new_folder
 
     label = Path(model_name).parent.name if Path(model_name).name in ("model", "adapter") else Path(model_name).name
     path = new_folder(recipe.output, recipe.name, f"eval-{recipe.recipe}-{label}-seed{recipe.seed}")

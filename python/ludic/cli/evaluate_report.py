@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludic.runs.directory import write_text
+from ludic.files.atomic import write_text
 from ludic.tasks.judged import is_scored
 from ludic.tasks.measures import measures_of
 

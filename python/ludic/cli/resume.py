@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ludic.errors import ConfigError
+from ludic.files.atomic import write_text
 from ludic.recipes.compose import parse_override, plain_values, to_yaml
-from ludic.runs.directory import DONE, Progress, RunDirectory, write_text
+from ludic.runs.directory import DONE, Progress, RunDirectory
 
 _FREE = (
     *("name", "output", "log_every", "report_to", "rollout.log_every", "checkpoint."),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, DataError
+from ludic.files.atomic import read_json, write_json
 from ludic.models.published import unwrapped
 from ludic.models.sharding import gather_state, gather_tensor, is_sharded, scatter_state, shard_like
 
@@ -22,30 +21,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 EMBEDDINGS = ("embed_tokens", "lm_head")
 """Layers that share a vocabulary, by PEFT's names."""
 PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model.pt")
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write aside and rename, so that a reader sees the old file or the new one."""
-    try:
-        text = json.dumps(content, indent=2, allow_nan=True)
-    except TypeError as error:
-        raise CheckpointError(f"{path.name} must hold plain JSON values: {error}; a state_dict must be made of those") from error
-    aside = path.with_name(f".{path.name}.unfinished")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
-    return content
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

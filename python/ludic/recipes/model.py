@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ludic.errors import ConfigError
+from ludic.files.atomic import read_json
 from ludic.files.folders import written_aside
 from ludic.models.adapters import has_adapters
 from ludic.models.byte_tokenizer import make_byte_tokenizer, make_line_tokenizer
 from ludic.models.lora import load_adapter, save_adapter, save_merged
 from ludic.models.places import check_place
-from ludic.models.state_files import ADAPTER_CONFIG, holds_whole_weights, read_json
+from ludic.models.state_files import ADAPTER_CONFIG, holds_whole_weights
 from ludic.recipes.lora import adapter_beside, base_beside
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from ludic.errors import CheckpointError, ConfigError
+from ludic.files.atomic import write_text
 from ludic.recipes.compose import plain_values, to_yaml
 from ludic.runs.lock import RunLock
 from ludic.runs.versions import versions
@@ -251,10 +252,3 @@ def _candidates(path: Path) -> Iterator[Path]:
     later = path.with_name(f"{path.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     yield later
     yield from (later.with_name(f"{later.name}-{number}") for number in range(2, 1000))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Whole or not at all: written aside, then renamed."""
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)

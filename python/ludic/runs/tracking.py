@@ -11,7 +11,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from ludic.errors import ConfigError
-from ludic.runs.directory import RunDirectory, write_text
+from ludic.files.atomic import write_text
+from ludic.runs.directory import RunDirectory
 from ludic.runs.screen import Screen
 from ludic.runs.stopping import PhaseLogger
 from ludic.training.loggers import (

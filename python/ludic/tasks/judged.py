@@ -13,10 +13,11 @@ from safetensors import SafetensorError, safe_open
 
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError
+from ludic.files.atomic import read_json
 from ludic.inference.local.reward import LocalRewardModel
 from ludic.models.lora import load_adapter
 from ludic.models.names import WRAPPING
-from ludic.models.state_files import ADAPTER, ADAPTER_CONFIG, read_json
+from ludic.models.state_files import ADAPTER, ADAPTER_CONFIG
 from ludic.parsers import Parser
 from ludic.recipes.model import base_of, check_dtype, load_tokenizer, place_of
 from ludic.tasks import Episode, EpisodicTask

@@ -27,8 +27,9 @@ import torch
 from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError
+from ludic.files.atomic import read_json, write_json
 from ludic.files.folders import clear_unfinished, delete_folder, written_aside
-from ludic.models.state_files import read_json, read_model, read_optimizer, write_json, write_model, write_optimizer
+from ludic.models.state_files import read_model, read_optimizer, write_model, write_optimizer
 from ludic.training import ranks
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ import numpy as np
 
 from ludic.data.sources import read_table
 from ludic.errors import ConfigError
+from ludic.files.atomic import write_text
 from ludic.recipes.build import build_task
 from ludic.recipes.sft.schema import SFTRecipe, paths_of
-from ludic.runs.directory import write_text
 from ludic.tasks import as_episodic
 from ludic.training.samples.conversations import AssistantTurns
 from ludic.training.samples.sft import Row, SFTItems

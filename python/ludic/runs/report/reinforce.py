@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludic.runs.directory import Progress, RunDirectory, write_text
+from ludic.files.atomic import write_text
+from ludic.runs.directory import Progress, RunDirectory
 from ludic.runs.held_out import Answer, Evaluation, compared
 from ludic.runs.report.conclusion import Facts, conclude, count_idle, facts_of
 from ludic.runs.report.curve import text_curve, write_picture

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ludic.runs.directory import write_text
+from ludic.files.atomic import write_text
 from ludic.runs.report.curve import write_picture
 from ludic.runs.report.provenance import provenance
 from ludic.runs.report.reinforce import memory_line, padding_line, padding_of, phases_of, seconds_line, show_files

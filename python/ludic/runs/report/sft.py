@@ -6,8 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ludic.files.atomic import write_text
 from ludic.inference.local.client import end_token_ids
-from ludic.runs.directory import DONE, write_text
+from ludic.runs.directory import DONE
 from ludic.runs.report.curve import text_curve, write_picture
 from ludic.runs.report.provenance import provenance
 from ludic.runs.report.reinforce import memory_line, padding_line, padding_of, phases_of, seconds_line, show_files

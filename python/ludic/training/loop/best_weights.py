@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ludic.files.atomic import read_json, write_json
 from ludic.files.folders import written_aside
-from ludic.models.state_files import read_json, read_model, write_json, write_model
+from ludic.models.state_files import read_model, write_model
 from ludic.training import ranks
 
 BEST = "best"

@@ -1,0 +1,42 @@
+"""Text and JSON files that a reader sees whole: as they were, or as they are now."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ludic.errors import CheckpointError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the file at once: write beside it, flush to disk, rename."""
+    aside = path.with_name(f".{path.name}.unfinished")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace the file by `content`, indented. Raises CheckpointError for what JSON has no form
+    for."""
+    try:
+        text = json.dumps(content, indent=2, allow_nan=True)
+    except TypeError as error:
+        raise CheckpointError(f"{path.name} must hold plain JSON values: {error}; a state_dict must be made of those") from error
+    write_text(path, text + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in the file. Raises CheckpointError for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object")
+    return content

@@ -1,0 +1,43 @@
+"""Files that are replaced as a whole."""
+
+import os
+
+import pytest
+
+from ludic.errors import CheckpointError
+from ludic.files.atomic import read_json, write_json, write_text
+
+
+def test_a_write_that_is_cut_off_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "progress.json"
+    write_text(path, "first\n")
+
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        write_text(path, "second, and longer\n")
+    assert path.read_text() == "first\n"
+
+
+def test_a_file_is_on_disk_before_it_takes_its_name(tmp_path, monkeypatch):
+    order = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: order.append("flush"))
+    rename = os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: (order.append("rename"), rename(old, new)))
+    write_json(tmp_path / "latest.json", {"step": 3})
+    assert order == ["flush", "rename"]
+    assert [path.name for path in tmp_path.iterdir()] == ["latest.json"]
+    assert read_json(tmp_path / "latest.json") == {"step": 3}
+
+
+def test_what_is_no_json_object_is_refused_on_both_ways(tmp_path):
+    path = tmp_path / "state.json"
+    with pytest.raises(CheckpointError, match="plain JSON values"):
+        write_json(path, {"state": object()})
+    assert not path.exists()
+    for text, message in (("[1]", "must hold a JSON object"), ("{", "is not JSON")):
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match=message):
+            read_json(path)
