@@ -59,8 +59,7 @@ LAYERS = [
     ["ludic.cli"],
 ]
 UPWARD = {
-    "ludic.inference.vllm.client imports ludic.distributed.adapters.vllm",  # its documented push_policy_update
-    "ludic.inference.vllm.scoring imports ludic.distributed.adapters.vllm",
+    "ludic.inference.vllm.weight_push imports ludic.distributed.adapters.vllm",  # the clients' documented sync_weights
     "ludic.runs.epochs imports ludic.cli.training_command",
     "ludic.tasks.judged imports ludic.recipes.model",
     "ludic.training.loop.run_state imports ludic.training.trainer",

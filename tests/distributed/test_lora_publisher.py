@@ -33,7 +33,9 @@ def test_each_version_has_a_name_of_its_own_and_old_ones_are_unloaded(start, mod
     servers = [start(), start()]
     told = []
     client = SimpleNamespace(
-        server_urls=[server.url for server in servers], served_names={}, weights_changed=lambda version: told.append(version)
+        server_urls=[server.url for server in servers],
+        served_names={},
+        weights_changed=lambda version, lost: told.append(version),
     )
     publisher = create_lora_publisher(client, model, directory=tmp_path / "adapters")
     for version in (1, 2, 3):

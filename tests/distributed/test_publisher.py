@@ -12,6 +12,7 @@ from ludic.distributed import (
     Rank0OnlyPublisher,
     TensorCommunicator,
 )
+from ludic.inference.publishing import Publisher
 
 
 class Recorder:
@@ -78,6 +79,31 @@ def test_without_a_process_group_this_process_is_rank_zero():
     recorder = Recorder()
     Rank0OnlyPublisher(lambda: recorder).publish({"w": torch.zeros(1)}, 1)
     assert recorder.calls == [("publish", ["w"], 1)]
+
+
+def test_rank_zero_passes_on_what_the_inner_publisher_is_told():
+    told = []
+
+    class Inner(Publisher):
+        timings = {"transfer_s": 0.5}  # noqa: RUF012  read only
+
+        def expect_change(self, expected):
+            told.append(expected)
+
+        def publish(self, state_dict, version=None):
+            told.append(version)
+
+        def close(self):
+            told.append("closed")
+
+    publisher = Rank0OnlyPublisher(Inner)
+    publisher.close()
+    publisher.expect_change(False)
+    assert (told, publisher.timings) == ([], {})
+    publisher.publish({}, 1)
+    publisher.close()
+    assert told == [False, 1, "closed"]
+    assert publisher.timings == {"transfer_s": 0.5}
 
 
 def test_the_local_publisher_hands_weights_to_its_client():

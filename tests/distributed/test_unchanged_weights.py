@@ -23,35 +23,56 @@ def publisher(*servers, **options):
     return create_vllm_publisher([server.url for server in servers], **{"timeout_s": 5.0, **options})
 
 
+def made(unchanged, fingerprints, version, still_served=True):
+    """`push` or `rename`: what the weights of this version need."""
+    calls = []
+    unchanged.publish(
+        fingerprints,
+        version,
+        push=lambda: calls.append("push"),
+        rename=lambda: calls.append("rename"),
+        still_served=lambda: still_served,
+    )
+    return calls[0]
+
+
 def pushes(server):
     return server.paths().count(SENT)
 
 
 def test_the_first_push_the_same_version_again_and_new_marks_are_pushed():
     unchanged = UnchangedWeights("weights")
-    assert not unchanged.are(MARKS, 1)
-    unchanged.published(MARKS, 1)
-    assert not unchanged.are(MARKS, 1)
-    assert unchanged.are(MARKS, 2)
-    assert not unchanged.are({**MARKS, "b": "3"}, 2)
-    unchanged.forget()
-    assert not unchanged.are(MARKS, 2)
+    assert made(unchanged, MARKS, 1) == "push"
+    assert made(unchanged, MARKS, 1) == "push"
+    assert made(unchanged, MARKS, 2) == "rename"
+    assert made(unchanged, {**MARKS, "b": "3"}, 3) == "push"
+    assert made(unchanged, {**MARKS, "b": "3"}, 4, still_served=False) == "push"
+
+
+def test_after_a_push_that_failed_the_same_weights_are_pushed():
+    def fail():
+        raise PublishError("lost")
+
+    unchanged = UnchangedWeights("weights")
+    assert made(unchanged, MARKS, 1) == "push"
+    with pytest.raises(PublishError, match="lost"):
+        unchanged.publish({"a": "9"}, 2, push=fail, rename=fail, still_served=lambda: True)
+    assert made(unchanged, MARKS, 3) == "push"
 
 
 @given(st.lists(st.sampled_from(["changed", "unchanged", "nothing to learn"]), max_size=80))
 def test_it_is_an_error_exactly_when_so_many_in_a_row_brought_nothing_although_there_was_a_gradient(pushed):
     unchanged, mark, in_a_row = UnchangedWeights("weights"), 0, 0
-    unchanged.published({"a": "0"}, "first")
+    made(unchanged, {"a": "0"}, "first")
     for version, kind in enumerate(pushed):
         mark += kind == "changed"
         in_a_row = 0 if kind == "changed" else in_a_row + (kind == "unchanged")
         unchanged.change_expected = kind != "nothing to learn"
         if in_a_row == MOST_IN_A_ROW:
             with pytest.raises(PublishError, match=f"20 pushes in a row, up to version {version}, brought the weights"):
-                unchanged.are({"a": str(mark)}, version)
+                made(unchanged, {"a": str(mark)}, version)
             return
-        assert unchanged.are({"a": str(mark)}, version) == (kind != "changed")
-        unchanged.published({"a": str(mark)}, version)
+        assert made(unchanged, {"a": str(mark)}, version) == ("push" if kind == "changed" else "rename")
 
 
 def test_unchanged_weights_are_served_on_under_the_new_version_and_said(start, caplog):

@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from stub_weight_server import Refused, StubWeightServer, refuse, same, weights
 
 from ludic.distributed import BroadcastPolicyPublisher, VllmControlPlane, VllmTensorCommunicator, create_vllm_publisher
-from ludic.distributed.adapters.vllm import VllmPublisherAdapter, server_urls
+from ludic.distributed.adapters.vllm import VllmPublisherAdapter
 from ludic.distributed.push import link as server_link
+from ludic.distributed.push.target import push_target
 from ludic.distributed.unchanged import MOST_IN_A_ROW
 from ludic.errors import LudicError, PublishError
 from ludic.inference.servers.server_secret import drop_secret, keep_secret
@@ -330,7 +331,7 @@ def test_ctrl_c_leaves_the_old_version_everywhere_or_the_new(start, step, served
     servers = [start() for _ in range(count)]
     push = publisher(*servers)
     push.publish(weights(1), version=1)
-    endpoints = push.inner.control.links[-1].endpoints
+    endpoints = push.control.links[-1].endpoints
     call, calls = getattr(endpoints, step), []
 
     def interrupted(*given, **more):
@@ -352,7 +353,7 @@ def test_ctrl_c_leaves_the_old_version_everywhere_or_the_new(start, step, served
 def test_a_second_ctrl_c_is_raised_at_once(start):
     server = start()
     push = publisher(server)
-    link = push.inner.control.links[0]
+    link = push.control.links[0]
     commit, held = link.commit, threading.Event()
 
     def slow(*given):
@@ -488,10 +489,11 @@ def test_with_rank0_only_nothing_is_touched_before_the_first_push(start, monkeyp
 
 
 def test_a_clients_servers():
-    assert server_urls("http://a") == ["http://a"]
-    assert server_urls(SimpleNamespace(server_url="http://a")) == ["http://a"]
-    assert server_urls(SimpleNamespace(server_url="http://a", server_urls=["http://a", "http://b"])) == ["http://a", "http://b"]
-    assert server_urls([SimpleNamespace(server_url="http://a"), "http://b"]) == ["http://a", "http://b"]
+    assert push_target("http://a").server_urls == ["http://a"]
+    assert push_target(SimpleNamespace(server_url="http://a")).server_urls == ["http://a"]
+    both = SimpleNamespace(server_url="http://a", server_urls=["http://a", "http://b"])
+    assert push_target(both).server_urls == ["http://a", "http://b"]
+    assert push_target([SimpleNamespace(server_url="http://a"), "http://b"]).server_urls == ["http://a", "http://b"]
 
 
 def test_two_trainers_may_take_turns(start):
@@ -508,7 +510,7 @@ def test_a_client_is_told_what_is_served_and_whom_not_to_ask(start):
     told = []
     servers = [start(), start()]
     client = SimpleNamespace(server_urls=[server.url for server in servers])
-    client.weights_changed = lambda version, lost: told.append((version, client._weight_control.drained))
+    client.weights_changed = lambda version, lost: told.append((version, lost))
     push = create_vllm_publisher(client, tolerate_lost_servers=True, timeout_s=5.0)
     push.publish(weights(1), version=1)
     servers[1].faults["/finish_weight_update"] = refuse("")
@@ -532,9 +534,21 @@ def test_a_server_that_hears_neither_pause_nor_resume_is_named_and_gets_no_reque
     servers[1].faults.clear()
     servers[1].paused = "keep"
     push.publish(weights(2), version=2)
-    assert told[1:] == [("2", ())]
+    assert told[1:] == [("2", [])]
     for server in servers:
         serves(server, "2", 2)
+
+
+def test_a_publisher_that_is_closed_has_no_connection_and_opens_one_for_the_next_push(start):
+    server = start()
+    push = publisher(server)
+    push.publish(weights(1), version=1)
+    push.close()
+    with pytest.raises(PublishError, match="no connection for weights"):
+        VllmTensorCommunicator(push.control)
+    serves(server, "1", 1)
+    push.publish(weights(2), version=2)
+    serves(server, "2", 2)
 
 
 def test_a_push_without_a_version_gets_one(start):

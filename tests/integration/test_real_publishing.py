@@ -219,7 +219,7 @@ def test_frozen_weights_keep_their_values_and_a_tied_head_follows_its_embedding(
             partial.publish({trained: model.get_parameter(trained)}, version=3)
         assert worst(new, server) < CLOSE
         assert worst(model, server) > CHANGED
-        (link,) = partial.inner.control.links
+        (link,) = partial.control.links
         send = link.send
 
         def dies_mid_push(tensor):

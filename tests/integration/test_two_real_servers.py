@@ -47,7 +47,7 @@ def impatient(monkeypatch):
 
     def make(client):
         publisher = create_vllm_publisher(client, timeout_s=5.0)
-        for link in publisher.inner.control.links:
+        for link in publisher.control.links:
             link.endpoints.timeout_s = 8.0
         return publisher
 
@@ -109,7 +109,7 @@ def test_a_server_that_is_slow_for_a_moment_gets_the_push_all_the_same(servers, 
         tell(slow, signal.SIGSTOP)
         awake.start()
 
-    before(publisher.inner.control.links[1], step, sleep)
+    before(publisher.control.links[1], step, sleep)
     publisher.publish(weights(model), version=2)
     awake.join()
     for server in servers:
@@ -125,7 +125,7 @@ def hung(servers, client, impatient):
     def push(step):
         publisher = impatient(client)
         model = changed(servers[1].model, seed=23)
-        before(publisher.inner.control.links[1], step, lambda: tell(servers[1], signal.SIGSTOP))
+        before(publisher.control.links[1], step, lambda: tell(servers[1], signal.SIGSTOP))
         try:
             with pytest.raises(PublishError, match=servers[1].url) as raised:
                 publisher.publish(weights(model), version=3)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
+
+from ludic.inference.publishing import PolicyPublisher as PolicyPublisher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,22 +45,6 @@ class AbandoningControlPlane(ControlPlane, Protocol):
     """Can take back an announcement, so that receivers go on with what they have."""
 
     def abandon_update(self) -> None: ...
-
-
-@runtime_checkable
-class PolicyPublisher(Protocol):
-    """Makes new weights those that are sampled from."""
-
-    def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None: ...
-
-
-@runtime_checkable
-class LearningPublisher(PolicyPublisher, Protocol):
-    """Is told what was learnt, so that it knows what weights mean that did not change."""
-
-    def expect_change(self, expected: bool) -> None:
-        """Whether there was a gradient since the last push. Called before each `publish`."""
-        ...
 
 
 WeightPublisher = PolicyPublisher

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ludic.distributed.interfaces import (
     AbandoningControlPlane,
     ControlPlane,
-    LearningPublisher,
     PolicyPublisher,
     TensorCommunicator,
     WeightMetadata,
 )
+from ludic.inference.publishing import Publisher, Version, as_publisher
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class BroadcastPolicyPublisher:
+class BroadcastPolicyPublisher(Publisher):
     """Announces the tensors, broadcasts them in the order of their names, and waits until all have
     them.
 
@@ -30,7 +30,7 @@ class BroadcastPolicyPublisher:
         self.comm = comm
         self.src_rank = src_rank
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
+    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
         names = sorted(state_dict)
         metadata: list[WeightMetadata] = [
             {"name": name, "dtype": str(state_dict[name].dtype), "shape": list(state_dict[name].shape)} for name in names
@@ -47,28 +47,36 @@ class BroadcastPolicyPublisher:
             raise
 
 
-class Rank0OnlyPublisher:
+class Rank0OnlyPublisher(Publisher):
     """Publishes on rank 0 alone. The inner publisher is made there, at the first use; other
     ranks never make one."""
 
     def __init__(self, make_inner: Callable[[], PolicyPublisher], *, enabled: bool = True) -> None:
         self._make_inner = make_inner
         self._enabled = enabled
-        self._inner: PolicyPublisher | None = None
+        self._inner: Publisher | None = None
         self._change_expected = True
 
+    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> Awaitable[None] | None:
+        if self._enabled and not _is_rank_zero():
+            return None
+        if self._inner is None:
+            self._inner = as_publisher(self._make_inner())
+        self._inner.expect_change(self._change_expected)
+        return self._inner.publish(state_dict, version=version)
+
     def expect_change(self, expected: bool) -> None:
-        """Told to the inner publisher with the next push."""
+        """Passed on with the next push: before the first there is no inner publisher."""
         self._change_expected = expected
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
-        if self._enabled and not _is_rank_zero():
-            return
-        if self._inner is None:
-            self._inner = self._make_inner()
-        if isinstance(self._inner, LearningPublisher):
-            self._inner.expect_change(self._change_expected)
-        self._inner.publish(state_dict, version=version)
+    def close(self) -> None:
+        """Close the inner publisher, if there is one."""
+        if self._inner is not None:
+            self._inner.close()
+
+    @property
+    def timings(self) -> Mapping[str, float]:
+        return {} if self._inner is None else self._inner.timings
 
 
 def _is_rank_zero() -> bool:

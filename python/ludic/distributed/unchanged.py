@@ -1,12 +1,13 @@
-"""Pushes that bring nothing new: what is served already is called by their version, and too many
-of them in a row are an error."""
+"""The rule for pushes that bring nothing new: the servers call what they serve by the new version,
+and too many such pushes in a row are an error."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ludic.errors import PublishError
+from ludic.inference.publishing import Version
 
 logger = logging.getLogger(__name__)
 
@@ -16,28 +17,49 @@ counted where the trainer says so."""
 
 
 class UnchangedWeights:
-    """What was published last, by its fingerprints.
+    """Decides for each push whether the weights have to be sent, by the fingerprints of the push
+    before it.
 
     >>> unchanged = UnchangedWeights("weights")
-    >>> if not unchanged.are(marks, version=17):
-    ...     unchanged.forget()  # until the push has succeeded, nobody knows what is served
-    ...     push()
-    >>> unchanged.published(marks, version=17)
+    >>> unchanged.publish(fingerprints, 17, push=push, rename=rename, still_served=lambda: True)
     """
 
     def __init__(self, what: str, *, allowed: bool = False) -> None:
-        """`what` is their name in messages. `allowed`: they are pushed like any others."""
+        """`what` is their name in messages. `allowed`: unchanged weights are pushed like any
+        others."""
         self.what = what
         self.allowed = allowed
         self.change_expected = True
-        """Whether there was a gradient since the last push; a publisher that is not told
-        supposes so."""
+        """Whether there was a gradient since the last push. A publisher that is not told assumes
+        so."""
         self._last: tuple[str, dict[str, str]] | None = None
         self._in_a_row = 0
 
-    def are(self, marks: Mapping[str, str], version: str | int | None, *, dtype: str = "dtype") -> bool:
-        """Whether these are the weights of the last push under another version, with a warning;
-        `dtype` is what they are published in.
+    def publish(
+        self,
+        fingerprints: Mapping[str, str],
+        version: Version,
+        *,
+        push: Callable[[], None],
+        rename: Callable[[], None],
+        still_served: Callable[[], bool],
+        dtype: str = "dtype",
+    ) -> None:
+        """Call `rename` if these are the weights of the last push and the servers still have
+        them, else `push`.
+
+        After a push that failed, the next one is made whatever it brings: what is served then is
+        not known. `dtype` is what the weights are published in, for the message.
+        """
+        if self.is_repeat(fingerprints, version, dtype=dtype) and still_served():
+            rename()
+        else:
+            self._last = None
+            push()
+        self._last = (str(version), dict(fingerprints))
+
+    def is_repeat(self, fingerprints: Mapping[str, str], version: Version, *, dtype: str = "dtype") -> bool:
+        """Whether these are the weights of the last push under another version, with a warning.
         Under the same version, as after a resume, they are published again.
 
         Raises PublishError where that is so for the twentieth time in a row: nothing that is
@@ -45,10 +67,10 @@ class UnchangedWeights:
         """
         if self.allowed or self._last is None:
             return False
-        earlier, same = self._last
-        if str(version) == earlier:
+        last_version, last_fingerprints = self._last
+        if str(version) == last_version:
             return False
-        if marks != same:
+        if fingerprints != last_fingerprints:
             self._in_a_row = 0
             return False
         self._in_a_row += self.change_expected
@@ -67,15 +89,7 @@ class UnchangedWeights:
             "the %s of version %s are those of version %s, which is served on under the new number (%s)",
             self.what,
             version,
-            earlier,
+            last_version,
             why,
         )
         return True
-
-    def published(self, marks: Mapping[str, str], version: str | int | None) -> None:
-        """Take note of what is served now."""
-        self._last = (str(version), dict(marks))
-
-    def forget(self) -> None:
-        """The next push is made whatever it brings."""
-        self._last = None

@@ -11,7 +11,7 @@ from ludic.types import ChatResponse
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ChatClient", "ChatResponse", "VersionedClient", "WeightPublisher"]
+__all__ = ["ChatClient", "ChatResponse", "VersionedClient"]
 
 
 class ChatClient(Protocol):
@@ -32,10 +32,3 @@ class VersionedClient(ChatClient, Protocol):
     async def get_policy_version(self) -> int:
         """The version last committed by `sync_weights`."""
         raise NotImplementedError(f"{type(self).__name__} does not know its version")
-
-
-class WeightPublisher(Protocol):
-    """Makes new weights those that are sampled from, as `ludic.distributed.PolicyPublisher`
-    does."""
-
-    def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None: ...

@@ -189,7 +189,7 @@ async def _connected(
             yield Sampler(client, None, served[0], remote=True)
             return
         by_folder = folder.parent / "pushed" if recipe.inference.weights == "disk" else None
-        publisher: Any = await asyncio.to_thread(
+        publisher = await asyncio.to_thread(
             lambda: create_vllm_publisher(
                 client, directory=by_folder, master_address=recipe.inference.trainer_address, timeout_s=recipe.inference.timeout_s
             )
@@ -197,7 +197,7 @@ async def _connected(
         try:
             yield Sampler(client, publisher, served[0], remote=True)
         finally:
-            await asyncio.to_thread(publisher.inner.control.close)
+            await asyncio.to_thread(publisher.close)
 
 
 def _urls(section: InferenceSection) -> list[str]:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from ludic.distributed.interfaces import LearningPublisher
 from ludic.errors import CheckpointError, ConfigError, EmptyBatchError, RequestsExhausted, StopRequested
 from ludic.event_loop import EventLoop, awaited
+from ludic.inference.publishing import Publisher, as_publisher
 from ludic.models.lora import LoraSettings, apply_lora
 from ludic.models.published import ParamFilter
 from ludic.training import ranks
@@ -395,20 +395,18 @@ class Trainer:
 
     async def publish(self, timer: PhaseTimer | None = None) -> None:
         """Hand the weights to the publisher as version `current_step`."""
-        publisher: Any = self.publisher  # its publish may be a coroutine function
-        if publisher is None:
+        if self.publisher is None:
             raise ConfigError("there is no PolicyPublisher to publish with; pass publisher= to Trainer")
         with (timer or PhaseTimer()).phase("publish"):
             weights = await self.backend.export_weights(param_filter=self.param_filter).result()
             if ranks.rank() == 0:
-                await self._push(publisher, weights)
+                await self._push(as_publisher(self.publisher), weights)
             ranks.barrier()
         self._publish_first = False
 
-    async def _push(self, publisher: Any, weights: Mapping[str, torch.Tensor]) -> None:
+    async def _push(self, publisher: Publisher, weights: Mapping[str, torch.Tensor]) -> None:
         """To the publisher; in a thread while batches are generated, which go on meanwhile."""
-        if isinstance(publisher, LearningPublisher):
-            publisher.expect_change(self._gradient_came)
+        publisher.expect_change(self._gradient_came)
         self._gradient_came = False
         push = functools.partial(publisher.publish, weights, version=self._step)
         await awaited(await asyncio.to_thread(push) if self._overlaps else push())

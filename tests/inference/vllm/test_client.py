@@ -515,7 +515,6 @@ def test_weights_are_pushed_by_a_publisher_and_the_version_is_known_at_once(serv
     from ludic.distributed.adapters import vllm as adapter
 
     class Control:
-        drained: tuple[str, ...] = ()
         closed = False
 
         def close(self):
@@ -525,7 +524,7 @@ def test_weights_are_pushed_by_a_publisher_and_the_version_is_known_at_once(serv
 
     def create(client, **settings):
         made.append(settings)
-        client._weight_control = control
+        client.hold_connections(control)
         return SimpleNamespace(publish=lambda params, version: pushed.append((params, version)))
 
     monkeypatch.setattr(adapter, "create_vllm_publisher", create)
@@ -548,8 +547,7 @@ def test_a_server_that_a_push_lost_gets_no_more_requests():
 
         async def whole():
             async with VLLMChatClient(urls=[first.url, second.url], tokenizer=tiny_tokenizer()) as client:
-                client._weight_control = SimpleNamespace(drained=[second.url])
-                client.weights_changed(3)
+                client.weights_changed(3, lost=[second.url])
                 await asyncio.gather(*(client.complete(rl(seed=seed)) for seed in range(4)))
                 return client.metrics()["live"]
 

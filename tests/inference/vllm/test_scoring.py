@@ -212,9 +212,8 @@ def pushed(monkeypatch):
     seen = []
 
     def make(urls, **settings):
-        control = SimpleNamespace(close=lambda: seen.append("closed"))
         push = lambda params, version: seen.append((urls, settings, sorted(params), version))  # noqa: E731
-        return SimpleNamespace(publish=push, inner=SimpleNamespace(control=control))
+        return SimpleNamespace(publish=push, close=lambda: seen.append("closed"))
 
     monkeypatch.setattr("ludic.distributed.adapters.vllm.create_vllm_publisher", make)
     return seen

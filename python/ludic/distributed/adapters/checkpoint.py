@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ludic.distributed.adapters.vllm import VllmControlPlane, create_vllm_publisher
-from ludic.distributed.interfaces import PolicyPublisher
 from ludic.distributed.push.fan_out import failed_servers, on_each, urls
 from ludic.distributed.push.folder import CheckpointFolder, folder_marks
 from ludic.distributed.push.manifest import ServerManifest, checkpoint_names, fitted
 from ludic.distributed.unchanged import UnchangedWeights
 from ludic.errors import ConfigError, InferenceError, PublishError
+from ludic.inference.publishing import Publisher, Version
 from ludic.inference.sglang import SGLangClient, SGLangEndpoints
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 Policy = Literal["all", "any"]
 
 
-class SGLangPublisher:
+class SGLangPublisher(Publisher):
     """Writes each version into a folder beside the model's config, and has all servers read it.
     Where one cannot, all go back to the version before."""
 
@@ -60,22 +60,27 @@ class SGLangPublisher:
     def expect_change(self, expected: bool) -> None:
         self._unchanged.change_expected = expected
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
+    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
         from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
 
         if version is None:
             raise ConfigError("a checkpoint needs a version to be named by; publish(weights, version=...)")
         weights = fitted(checkpoint_names(state_dict), self._manifest, partial=False)
-        marks = fingerprint(weights)
-        if self._unchanged.are(marks, version, dtype=self._manifest.dtype) and self._is_served():
-            self._rename(str(version))
-        else:
-            self._unchanged.forget()
+
+        def push() -> None:
             folder = self._folders.write(weights, version)
             self._reload(folder, str(version))
             self._served = folder, str(version)
             self._folders.prune(folder)
-        self._unchanged.published(marks, version)
+
+        self._unchanged.publish(
+            fingerprint(weights),
+            version,
+            dtype=self._manifest.dtype,
+            push=push,
+            rename=lambda: self._rename(str(version)),
+            still_served=self._is_served,
+        )
         self.client.weights_changed(version)
 
     def _is_served(self) -> bool:
@@ -133,7 +138,7 @@ def _manifest_of(model: Path) -> ServerManifest:
 
 def create_checkpoint_publisher(
     client: Any, directory: str | Path, *, model: str | Path | None = None, **options: Any
-) -> PolicyPublisher:
+) -> Publisher:
     """A publisher that passes weights through folders in `directory`, which the servers see under
     the same path.
 
@@ -187,12 +192,7 @@ class VLLMEngine:
     def _update(self, folder: Path) -> dict[str, Any]:
         control = VllmControlPlane(self.base_url, timeout_s=self.timeout, partial=self.partial, by_folder=True)
         control.expect(*folder_marks(folder, control.prepare(), partial=self.partial))
-        try:
-            control.announce_folder(folder, folder.name)
-            control.finalize_update(folder.name)
-        except BaseException:
-            control.abandon_update()
-            raise
+        control.push_folder(folder, folder.name)
         return {"success": True, "message": f"{control.version} is served"}
 
 

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ludic.inference.client import ChatClient
+from ludic.inference.publishing import Publisher, Version
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class LocalPublisher:
+class LocalPublisher(Publisher):
     """Hands weights to a client's `sync_weights`. Where the client samples from the trainer's
     own model, nothing is copied."""
 
@@ -19,5 +20,5 @@ class LocalPublisher:
         self.client = client
         self.timeout_s = timeout_s
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
+    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
         self.client.sync_weights(state_dict, timeout_s=self.timeout_s, version=version)

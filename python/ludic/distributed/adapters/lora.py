@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludic.distributed.adapters.vllm import request_headers, server_urls
 from ludic.distributed.push.fan_out import failed_servers, on_each
 from ludic.distributed.push.folder import CheckpointFolder
+from ludic.distributed.push.target import push_target
 from ludic.distributed.unchanged import UnchangedWeights
 from ludic.errors import ConfigError, PublishError
+from ludic.inference.publishing import Publisher, Version
 from ludic.inference.vllm.endpoints import VllmEndpoints
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class LoraPublisher:
+class LoraPublisher(Publisher):
     """Publishes the adapters of a model to vLLM servers that see the same folder."""
 
     def __init__(
@@ -43,9 +44,9 @@ class LoraPublisher:
         `name` is what requests ask for."""
         if keep < 1:
             raise ConfigError(f"keep ({keep}) must be >= 1; the version that is served stays")
-        headers = request_headers(client)
-        self.servers = [VllmEndpoints(url, headers=headers) for url in server_urls(client)]
-        self.client, self.model, self.name, self.timeout_s = client, model, name, timeout_s
+        self.target = push_target(client)
+        self.servers = [VllmEndpoints(url, headers=self.target.request_headers) for url in self.target.server_urls]
+        self.model, self.name, self.timeout_s = model, name, timeout_s
         self._unchanged = UnchangedWeights("adapters", allowed=allow_unchanged)
         self._folders = CheckpointFolder(directory, keep=keep)
         self._folder: Path | None = None
@@ -64,7 +65,7 @@ class LoraPublisher:
         """The `model` of requests for the newest version; None before the first."""
         return self._loaded[-1] if self._loaded else None
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
+    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
         """Load the model's adapters as `<name>@<version>` on all servers, or on none. They are
         taken from the model: in `state_dict` they are merged. Adapters that did not change are
         served on under the name that they have."""
@@ -73,17 +74,16 @@ class LoraPublisher:
 
         if version is None:
             raise ConfigError("an adapter needs a version to be named by; publish(weights, version=...)")
-        marks = fingerprint(adapter_weights(self.model))
-        if not (self._unchanged.are(marks, version) and self._is_served()):
-            self._unchanged.forget()
-            self._replace(version)
-        self._unchanged.published(marks, version)
+        self._unchanged.publish(
+            fingerprint(adapter_weights(self.model)),
+            version,
+            push=lambda: self._replace(version),
+            rename=lambda: None,  # the adapter keeps its name
+            still_served=self._is_served,
+        )
         on_each(self.servers, lambda server: server.set_weight_version(str(version)))
-        names = getattr(self.client, "served_names", None)
-        if names is not None:
-            names[self.name] = self.served_name
-        if hasattr(self.client, "weights_changed"):
-            self.client.weights_changed(version)
+        self.target.adapter_changed(self.name, self._loaded[-1])
+        self.target.weights_changed(version)
         self._unload_old()
         if self._folder is not None:
             self._folders.prune(self._folder)

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ludic.distributed.interfaces import PolicyPublisher
 from ludic.distributed.publisher import Rank0OnlyPublisher
+from ludic.inference.publishing import Publisher, Version
 from ludic.inference.reward_types import RewardModelTrainingMode
 from ludic.inference.reward_weights import trained_weights
 
@@ -30,7 +30,7 @@ class RewardWeightsClient(Protocol):
     ) -> Any: ...
 
 
-class RMPublisherAdapter:
+class RMPublisherAdapter(Publisher):
     """Sends the weights that `training_mode` changes, and nothing else: what is left out is left
     out here, before anything is announced, so that the receiver never waits for a tensor that
     does not come. `debug` logs the names."""
@@ -46,7 +46,7 @@ class RMPublisherAdapter:
         self.training_mode = RewardModelTrainingMode(training_mode)
         self.debug = debug
 
-    def publish(self, state_dict: Mapping[str, Tensor], version: str | int | None = None) -> None:
+    def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
         """Raises ConfigError where `training_mode` changes none of the weights."""
         chosen = trained_weights(state_dict, self.training_mode)
         if self.debug:
@@ -61,7 +61,7 @@ def create_rm_publisher(
     training_mode: RewardModelTrainingMode | str = RewardModelTrainingMode.FULL,
     debug: bool = False,
     rank0_only: bool = False,
-) -> PolicyPublisher:
+) -> Publisher:
     """A publisher for `RMTrainer`. With `rank0_only` the client is first touched when rank 0
     publishes, and by no other rank."""
     mode = RewardModelTrainingMode(training_mode)

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ludic.errors import InferenceError
-from ludic.inference.client import WeightPublisher
 from ludic.inference.prompts.tokens import PromptTokens
+from ludic.inference.publishing import Publisher, PushTarget
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
 from ludic.inference.servers.answers import without_nulls
@@ -52,6 +52,7 @@ from ludic.inference.vllm.server_queries import (
     server_url,
 )
 from ludic.inference.vllm.token_endpoints import CHAT, COMPLETIONS, TokenEndpoints
+from ludic.inference.vllm.weight_push import make_publisher
 from ludic.types import ChatResponse, TokenTrace
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ VERSION_AGE_S = 1.0
 TOKEN_FIELDS = SAMPLING_FIELDS | {"vllm_xargs"}
 
 
-class VLLMChatClient:
+class VLLMChatClient(PushTarget):
     """Chat completions and token continuations from one or more vLLM servers that serve the same
     model.
 
@@ -112,15 +113,11 @@ class VLLMChatClient:
     _tag: ClientTag | None = None
     _clipper: PromptClipper | None = None
     _vocab_size: int | None = None
-    _publisher: WeightPublisher | None = None
-    _weight_control: Any = None
-    """Set by a publisher to these servers: it has their connections, and `drained`, those that
-    it took out of service."""
+    _publisher: Publisher | None = None
     _version = 0
     _version_read_at = float("-inf")
     enable_weight_updates = False
     server_url = ""
-    server_urls: Sequence[str] = ()
 
     def __init__(
         self,
@@ -277,31 +274,34 @@ class VLLMChatClient:
                 "were started to take them (`ludic serve --weights`)"
             )
         if self._publisher is None:
-            from ludic.distributed.adapters.vllm import create_vllm_publisher
-
-            settings = {"timeout_s": timeout_s, "allow_unchanged": True, **self._publisher_settings}
-            self._publisher = create_vllm_publisher(self, **settings)
+            self._publisher = make_publisher(self, timeout_s=timeout_s, settings=self._publisher_settings)
         committed = str(self._version + 1 if version is None else version)
         self._publisher.publish(params, version=committed)
         self.weights_changed(committed)
         return committed
 
     def weights_changed(self, version: str | int | None, *, lost: Sequence[str] = ()) -> None:
-        """Told by whoever pushed to these servers: what they serve from now on. Servers that the
-        push lost get no more requests."""
+        """Called after a push: `version` is served now, and the servers at the URLs `lost` get no
+        more requests."""
         number = version_number(version)
         if number is not None:
             self._version, self._version_read_at = number, time.monotonic()
-        drained = {*lost, *getattr(self._weight_control, "drained", ())}
         for server in self._servers().servers:
-            if server.url in drained:
+            if server.url in lost:
                 self._servers().drain(server, "its last push of weights could not be completed")
 
+    def adapter_changed(self, name: str, served_name: str) -> None:
+        self.served_names[name] = served_name
+
+    @property
+    def request_headers(self) -> Mapping[str, str]:
+        return {} if self._session is None else dict(self._session.headers)
+
     def close_communicator(self) -> None:
-        """Give up the connections over which weights are pushed, if there are any."""
-        control, self._weight_control, self._publisher = self._weight_control, None, None
-        if control is not None:
-            control.close()
+        """Close the connections over which weights are pushed, if there are any."""
+        connections, self.connections, self._publisher = self.connections, None, None
+        if connections is not None:
+            connections.close()
 
     def reset_prefix_cache(self) -> None:
         """Make every server forget what it computed of earlier prompts. Raises InferenceError

@@ -24,6 +24,7 @@ from msgspec import Struct, field
 
 from ludic.errors import ConfigError, DataError, InferenceError, ServerError
 from ludic.inference.prompts.vocabulary import reads_same_ids
+from ludic.inference.publishing import Publisher
 from ludic.inference.reward_types import PoolingType, RewardModelTrainingMode, ScoringInput, ScoringRequest, ScoringResponse
 from ludic.inference.reward_weights import trained_weights
 from ludic.inference.servers.answers import ModelList, WeightInfo
@@ -32,6 +33,7 @@ from ludic.inference.servers.loop_thread import run_blocking
 from ludic.inference.servers.pool import Server, ServerPool
 from ludic.inference.servers.retries import Persistence
 from ludic.inference.servers.weight_versions import version_number
+from ludic.inference.vllm.weight_push import make_publisher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,7 +100,7 @@ class VLLMScoringClient:
         self.model, self.tokenizer, self.pooling_type = model, tokenizer, pooling_type
         self._add_special_tokens = add_special_tokens
         self._publisher_settings = dict(publisher_settings or {})
-        self._publishers: dict[bool, Any] = {}
+        self._publishers: dict[bool, Publisher] = {}
         """By whether they may leave weights out."""
         self._version = 0
 
@@ -189,23 +191,22 @@ class VLLMScoringClient:
         Exactly these are announced and sent. Without a version it is one more than the last. Raises
         ConfigError where there are none, and what the publisher raises.
         """
-        from ludic.distributed.adapters.vllm import create_vllm_publisher
-
         chosen = trained_weights(params, training_mode)
         partial = RewardModelTrainingMode(training_mode) is not RewardModelTrainingMode.FULL
         if partial not in self._publishers:
-            settings = {"timeout_s": timeout_s, "allow_unchanged": True, **self._publisher_settings}
-            self._publishers[partial] = create_vllm_publisher(self.server_urls, partial=partial, **settings)
+            self._publishers[partial] = make_publisher(
+                self.server_urls, timeout_s=timeout_s, settings=self._publisher_settings, partial=partial
+            )
         committed = str(self._version + 1 if version is None else version)
         self._publishers[partial].publish(chosen, version=committed)
         self._version = version_number(committed) or self._version
         return committed
 
     def close_communicator(self) -> None:
-        """Give up the connections over which weights are pushed; the servers keep their weights."""
+        """Close the connections over which weights are pushed; the servers keep their weights."""
         publishers, self._publishers = self._publishers, {}
         for publisher in publishers.values():
-            publisher.inner.control.close()
+            publisher.close()
 
     async def aclose(self) -> None:
         """Close the connections of this event loop."""

@@ -1,0 +1,248 @@
+"""The control plane of a push to vLLM servers: each step, on every server of the push at once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ludic.distributed.interfaces import WeightMetadata
+from ludic.distributed.push.fan_out import failed_servers, on_each, to_the_end, urls
+from ludic.distributed.push.link import ServerLink
+from ludic.distributed.push.manifest import ServerManifest, check_fit
+from ludic.distributed.push.target import push_target
+from ludic.errors import ConfigError, PublishError, PublishTimeoutError
+from ludic.inference.publishing import Version
+from ludic.inference.vllm.endpoints import VllmEndpoints
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+ABANDONED = "the push was abandoned, and no server loaded anything of it"
+STAY_PAUSED = "these may stay paused, and then answer nothing until the next push"
+
+
+class VllmControlPlane:
+    """Tells the servers what comes, and makes it what they serve.
+
+    >>> control = VllmControlPlane(client)
+    >>> control.prepare()
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        *,
+        master_address: str = "127.0.0.1",
+        timeout_s: float = 60.0,
+        tolerate_lost_servers: bool = False,
+        partial: bool = False,
+        by_folder: bool = False,
+    ) -> None:
+        """`master_address` is where the servers reach the trainer; `timeout_s` limits each
+        transfer.
+
+        tolerate_lost_servers: go on with the others where a server fails; it is taken out of
+        service. By default that is an error. partial: weights may be missing in a push: frozen
+        ones, whose values the server has. by_folder: weights go through folders that the servers
+        see; no connection is opened.
+        """
+        self.target = push_target(client)
+        self.links = [
+            ServerLink(
+                VllmEndpoints(url, headers=self.target.request_headers),
+                master_address=master_address,
+                timeout_s=timeout_s,
+                by_folder=by_folder,
+            )
+            for url in self.target.server_urls
+        ]
+        if not self.links:
+            raise ConfigError("there is no server to publish to; give a client with server_url, or URLs")
+        self.tolerate_lost_servers = tolerate_lost_servers
+        self.partial = partial
+        self.timings: dict[str, float] = {}
+        """Seconds of the last push: `transfer_s`, during which generation waits, and `paused_s`,
+        from pause to resume."""
+        self.version: str | None = None
+        """The last that was loaded."""
+        self._live: list[ServerLink] = []
+        self._open = False
+        self._began_at = 0.0
+        self._sent: dict[str, str] = {}
+        self._served: dict[str, str] = {}
+        self.target.hold_connections(self)  # where VllmTensorCommunicator(client) finds them
+
+    @property
+    def live(self) -> list[ServerLink]:
+        """The servers of the push that is going on."""
+        return self._live
+
+    @property
+    def drained(self) -> list[str]:
+        """Servers that were taken out of service."""
+        return [link.url for link in self.links if link.drained]
+
+    def prepare(self) -> ServerManifest:
+        """Connect to every server where that is needed; what their model looks like."""
+        self._live = list(self.links)
+        self._each(ServerLink.prepare, "no push was begun")
+        manifest, *others = [link.manifest for link in self._live]
+        assert manifest is not None
+        if any(other != manifest for other in others):
+            raise PublishError(
+                f"the servers {urls(self._live)} serve models of different shapes or dtypes; serve the same on all"
+            )
+        return manifest
+
+    def expect(self, sent: Mapping[str, str], served: Mapping[str, str] | None = None) -> None:
+        """Fingerprints of the next push, and of what each server must hold once it is loaded,
+        where that is another dtype."""
+        self._sent, self._served = dict(sent), dict(sent if served is None else served)
+
+    def serves(self, marks: Mapping[str, str]) -> bool:
+        """Whether every server still has what was pushed with these fingerprints: none was
+        restarted, or given others."""
+        version = str(self.version)
+        return not on_each(self._live, lambda link: link.check_held(version, marks, marks))
+
+    def rename(self, version: Version) -> None:
+        """Call what is served `version`, without a push."""
+        name = _name_of(version)
+        self._each(lambda link: link.endpoints.set_weight_version(name), f"version {version} was not published")
+        self.version, self.timings = name, {}
+        self._notify_client()
+
+    def announce_update_batch(self, metadata: list[WeightMetadata], version: Version = None) -> None:
+        """Begin a push of these tensors, which follow in this order."""
+        for link in self._live:
+            assert link.manifest is not None
+            check_fit(metadata, link.manifest, partial=self.partial)
+        update_info = {
+            "names": [entry["name"] for entry in metadata],
+            "dtype_names": [str(entry["dtype"]).removeprefix("torch.") for entry in metadata],
+            "shapes": [list(entry["shape"]) for entry in metadata],
+        }
+        self._begin(update_info, version)
+
+    def announce_folder(self, folder: Path, version: Version = None) -> None:
+        """Begin a push of the safetensors in a folder that the servers see under the same path."""
+        self._begin({"path": str(folder)}, version)
+
+    def push_folder(self, folder: Path, version: Version = None) -> None:
+        """Have every server read the folder and serve it. On a failure before that, the servers
+        go on with what they have."""
+        try:
+            self.announce_folder(folder, version)
+            self.finalize_update(version)
+        except BaseException:
+            self.abandon_update()
+            raise
+
+    def _begin(self, update_info: Mapping[str, Any], version: Version) -> None:
+        self._open, self._began_at = True, time.perf_counter()
+        self._each(lambda link: link.begin(update_info), _not_published(version))
+
+    def send(self, tensor: Tensor) -> None:
+        """Broadcast a tensor to every server of the push."""
+        self._each(lambda link: link.send(tensor), ABANDONED)
+
+    def wait_staged(self) -> None:
+        """Until every server has all of the push."""
+        self._each(ServerLink.wait_staged, ABANDONED)
+
+    def finalize_update(self, version: Version = None) -> None:
+        """Load what came on every server, under this version. From pause to resume, Ctrl-C waits
+        until it is done."""
+        self.wait_staged()
+        self.timings = {"transfer_s": time.perf_counter() - self._began_at}
+        self._open = False  # whatever is raised here, there is nothing to take back while servers load
+        to_the_end(lambda: self._switch(version), what="the push")
+
+    def _switch(self, version: Version) -> None:
+        """Pause, load, resume. A server resumes with what it had or with what was sent, and with
+        nothing cached of other weights."""
+        name = _name_of(version)
+        paused_at = time.perf_counter()
+        self._pause(version)
+        failures = on_each(self._live, lambda link: link.commit(name, self._sent, self._served))
+        failures |= on_each([link for link in self._live if link not in failures], ServerLink.resume)
+        on_each(list(failures), ServerLink.drain)
+        self.timings["paused_s"] = time.perf_counter() - paused_at
+        self._live = [link for link in self._live if link not in failures]
+        self.version = name if self._live else self.version
+        self._notify_client()
+        if failures:
+            self._report_lost(name, failures)
+
+    def _pause(self, version: Version) -> None:
+        """Pause all, or let all go on and raise."""
+        try:
+            self._each(ServerLink.pause, _not_published(version))
+        except PublishError as error:
+            self._open = True
+            stuck = on_each(self._live, ServerLink.resume)
+            if stuck:
+                self._notify_client(lost=[link.url for link in stuck])
+                raise _publish_error(f"{error}; {STAY_PAUSED}: {failed_servers(stuck)}", stuck) from error
+            raise
+
+    def _notify_client(self, lost: Sequence[str] = ()) -> None:
+        """Tell the client which version is served now, and which servers to ask nothing."""
+        if self.version is not None or lost:
+            self.target.weights_changed(self.version, lost=[*self.drained, *lost])
+
+    def _report_lost(self, version: str, failures: Mapping[ServerLink, Exception]) -> None:
+        message = (
+            f"version {version} is served by {urls(self._live)}; taken out of service: {failed_servers(failures)}. Restart those: they "
+            "answer nothing until then"
+        )
+        if not (self.tolerate_lost_servers and self._live):
+            raise _publish_error(message, failures)
+        logger.error("%s", message)
+
+    def abandon_update(self) -> None:
+        """Take back a push that is not loaded anywhere."""
+        if self._open:
+            self._open = False
+            failures = on_each(self._live, ServerLink.abandon)
+            if failures:
+                logger.warning("the push was not taken back everywhere: %s", failed_servers(failures))
+
+    def close(self) -> None:
+        """Leave all groups; the servers keep their weights."""
+        for link in self.links:
+            link.close()
+
+    def _each(self, step: Callable[[ServerLink], Any], otherwise: str) -> None:
+        """Take a step on all servers of the push. Where one fails, it is lost or the push is, as
+        was asked for."""
+        failures = on_each(self._live, step)
+        if not failures:
+            return
+        remaining = [link for link in self._live if link not in failures]
+        if not (self.tolerate_lost_servers and remaining):
+            raise _publish_error(f"{otherwise}: {failed_servers(failures)}", failures)
+        logger.error("going on without %s", failed_servers(failures))
+        on_each(list(failures), ServerLink.drain)
+        self._live = remaining
+
+
+def _publish_error(message: str, failures: Mapping[ServerLink, Exception]) -> PublishError:
+    """With the first failure as its cause."""
+    causes = list(failures.values())
+    error = PublishTimeoutError(message) if all(isinstance(cause, TimeoutError) for cause in causes) else PublishError(message)
+    error.__cause__ = causes[0]
+    return error
+
+
+def _name_of(version: Version) -> str:
+    return f"vllm-{time.time_ns()}" if version is None else str(version)
+
+
+def _not_published(version: Version) -> str:
+    return f"version {version} was not published, and no server loaded anything of it"

@@ -1,0 +1,54 @@
+"""The servers that a push goes to, from whatever a user names them by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ludic.inference.publishing import Connections, PushTarget, Version
+
+
+class _Urls(PushTarget):
+    """Servers without a client."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.server_urls = list(urls)
+
+
+class _UserClient(PushTarget):
+    """A client of the user's own: `server_url` or `server_urls`, and whatever else of a
+    `PushTarget` it has. Headers are those of its `_session`."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        several = getattr(client, "server_urls", None)
+        self.server_urls = [str(url) for url in several] if several else [str(client.server_url)]
+        self.connections = getattr(client, "_connections", None)
+
+    @property
+    def request_headers(self) -> Mapping[str, str]:
+        session = getattr(self._client, "_session", None)
+        return {} if session is None else dict(session.headers)
+
+    def hold_connections(self, connections: Connections) -> None:
+        self.connections = self._client._connections = connections
+
+    def weights_changed(self, version: Version, *, lost: Sequence[str] = ()) -> None:
+        if hasattr(self._client, "weights_changed"):
+            self._client.weights_changed(version, lost=lost)
+
+    def adapter_changed(self, name: str, served_name: str) -> None:
+        names = getattr(self._client, "served_names", None)
+        if names is not None:
+            names[name] = served_name
+
+
+def push_target(client: PushTarget | str | Sequence[Any] | Any) -> PushTarget:
+    """The servers of a client, of a URL, or of several clients or URLs."""
+    if isinstance(client, PushTarget):
+        return client
+    if isinstance(client, str):
+        return _Urls([client])
+    if isinstance(client, Sequence):
+        return _Urls([url for one in client for url in push_target(one).server_urls])
+    return _UserClient(client)
