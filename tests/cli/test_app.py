@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
-from ludic.models.device import said_device
+from ludic.models.device import describe_device
 from ludic.recipes.compose import compose
 from ludic.recipes.model import make_small_model
 from ludic.recipes.sft.data import why_none
@@ -78,7 +78,7 @@ def test_a_run_and_an_evaluation_say_where_the_model_is(tiny, tmp_path):
 
 def test_a_device_is_said_of_the_model_and_not_of_the_setting():
     model = make_small_model(compose(["network.hidden_size=16", "network.num_heads=2", "network.num_kv_heads=1"]).network)
-    assert said_device(model.bfloat16().to("meta")) == "meta, bfloat16"
+    assert describe_device(model.bfloat16().to("meta")) == "meta, bfloat16"
 
 
 @pytest.mark.parametrize("section", ["trainer", "warmup.trainer"])

@@ -17,10 +17,8 @@ from training_samples import TOKENIZER, tiny_model
 
 from ludic.cli.machine_faults import known_fault
 from ludic.errors import ConfigError
-from ludic.recipes.model import load_model, load_tokenizer
+from ludic.models.loading import load_classifier, load_model, load_tokenizer
 from ludic.recipes.plain_yaml import MOST_VALUES, check_yaml
-from ludic.recipes.rm import model as rm_model
-from ludic.tasks import judged as reward_model
 
 SFT = ["threads=1", "rows=40", "batch_size=8", "steps=2", *NETWORK]
 
@@ -110,8 +108,7 @@ def model_with_code(folder: Path, *, known: bool) -> Path:
 LOADS = {
     "model": lambda place: load_model(place, "float32"),
     "tokenizer": load_tokenizer,
-    "reward model": lambda place: rm_model._loaded(place, "float32"),
-    "judge": lambda place: reward_model._loaded(place, "float32", "it"),
+    "classifier": lambda place: load_classifier(place, "float32", description="it"),
 }
 
 

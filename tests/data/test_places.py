@@ -7,7 +7,7 @@ import pytest
 from ludic.data import load_data
 from ludic.data.places import is_local
 from ludic.errors import ConfigError, DataError
-from ludic.recipes.model import load_model
+from ludic.models.loading import load_model
 from ludic.tasks.judged import load_reward_model
 
 LOCAL = [

@@ -10,7 +10,7 @@ from served_weights import CHANGED, CLOSE, differences, version, worst
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
-from ludic.recipes.model import load_model
+from ludic.models.loading import load_model
 
 pytestmark = pytest.mark.integration
 assert mean_id  # what the runs name as their reward

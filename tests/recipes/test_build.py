@@ -7,12 +7,12 @@ from random import Random
 import pytest
 from chat_tokenizers import merging_tokenizer
 
-from ludic.cli.app import app as cli
+from ludic.cli import app as cli
 from ludic.errors import ConfigError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.build import build_algorithm, build_task, build_trainer_config, check_numbers
 from ludic.recipes.compose import compose
-from ludic.recipes.model import make_policy, make_small_model
+from ludic.recipes.model import build_policy, make_small_model
 from ludic.recipes.schema import TaskSection
 from ludic.runs.reinforce import Parts
 from ludic.tasks import DigitSort
@@ -110,7 +110,7 @@ def test_a_network_whose_heads_do_not_divide_it_is_refused() -> None:
 def test_the_small_model_reads_the_tokens_of_the_tokenizer_that_is_named(tmp_path: Path) -> None:
     merging_tokenizer().save_pretrained(tmp_path)
     recipe = compose([f"tokenizer={tmp_path}"])
-    model, tokenizer = make_policy(recipe)
+    model, tokenizer = build_policy(recipe)
     assert len(tokenizer) != len(make_byte_tokenizer())
     assert model.get_input_embeddings().num_embeddings == len(tokenizer)
     assert (model.config.pad_token_id, model.config.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)

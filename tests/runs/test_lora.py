@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from ludic.cli.app import app
 from ludic.errors import ConfigError
-from ludic.recipes.model import load_model, load_tokenizer
+from ludic.models.loading import load_model, load_tokenizer
 
 IDS = torch.tensor([[52, 53, 54, 65]])
 SFT = ["threads=1", "rows=40", "batch_size=8", "epochs=1", "heldout=0.1"]
@@ -81,7 +81,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with adapters on a small model, which no test may change."""
     folder = tmp_path_factory.mktemp("module")
     shown = ludic("train", *arguments(folder), *LORA)
-    assert "LoRA: 832 weights are trained, 7,360 stay as they are" in shown  # 2 x 2 x (q 32, k 24, v 24, o 32, mlp 3 x 32)
+    assert "LoRA: 832 weights are trained, 7,360 are frozen" in shown  # 2 x 2 x (q 32, k 24, v 24, o 32, mlp 3 x 32)
     return folder / "run"
 
 

@@ -18,7 +18,7 @@ from ludic.data.sources import Draw
 from ludic.errors import DataError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.rm.data import RMData
-from ludic.recipes.rm.model import with_own_padding
+from ludic.recipes.rm.model import choose_padding_token
 from ludic.recipes.rm.schema import compose_rm
 from ludic.runs.report import reward_model as report
 
@@ -319,8 +319,8 @@ def test_a_reward_model_does_not_pad_with_the_token_that_ends_a_response() -> No
     """A classifier reads its score from the last token that is not padding."""
     tokenizer = make_byte_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
-    assert with_own_padding(tokenizer).pad_token == "<bos>"
-    assert with_own_padding(make_byte_tokenizer()).pad_token == "<pad>"
+    assert choose_padding_token(tokenizer).pad_token == "<bos>"
+    assert choose_padding_token(make_byte_tokenizer()).pad_token == "<pad>"
 
 
 def test_without_held_out_pairs_only_the_training_pairs_are_measured(tiny: list[str], tmp_path: Path) -> None:

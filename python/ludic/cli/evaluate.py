@@ -242,22 +242,22 @@ def _local_client(recipe: Recipe) -> LocalChatClient:
 
     from ludic.inference.local.client import LocalChatClient
     from ludic.recipes.build import build_trainer_config
-    from ludic.recipes.model import make_policy
+    from ludic.recipes.model import build_policy
 
     quiet_libraries()
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
-    model, tokenizer = make_policy(recipe)
+    model, tokenizer = build_policy(recipe)
     device = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed).model_device
     return LocalChatClient(model.to(device).eval(), tokenizer, max_batch_size=recipe.rollout.concurrency)
 
 
 def _device_of(client: ChatClient) -> str:
     from ludic.inference.local.client import LocalChatClient
-    from ludic.models.device import said_device
+    from ludic.models.device import describe_device
 
     assert isinstance(client, LocalChatClient), "without a server the model is in this process"
-    return said_device(client.model)
+    return describe_device(client.model)
 
 
 def _api_key(variable: str | None) -> str:

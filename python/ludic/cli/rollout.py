@@ -90,13 +90,13 @@ def _play(recipe: Recipe, keep: Keep | None, episodes: int, out: Path, counts: T
 async def _play_batches(
     recipe: Recipe, parts: Parts, keep: Keep | None, episodes: int, out: Path, counts: Tally, console: Console
 ) -> None:
-    from ludic.recipes.model import place_of
+    from ludic.models.loading import locate_model
     from ludic.runs.sampler import open_sampler
 
     parts.model.to(parts.trainer_cfg.model_device)
     log = out.with_name(f"{out.name}.server.log")
     note = partial(console.print, highlight=False, markup=False)
-    folder = Path(place_of(str(recipe.model)))
+    folder = Path(locate_model(str(recipe.model)))
     async with open_sampler(recipe, parts.model, parts.tokenizer, folder, log=log, note=note, pushes=False) as sampler:
         await _play_with(sampler, recipe, parts, keep, episodes, out, counts, console)
 

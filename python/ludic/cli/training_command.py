@@ -140,7 +140,7 @@ def _built(command: TrainingCommand[D, R], recipe: Any, console: Console) -> tup
 
 
 def _set_up(command: TrainingCommand[D, R], recipe: Any, parts: Any, directory: D, screen: Screen, *, is_new: bool) -> R:
-    from ludic.models.device import said_device
+    from ludic.models.device import describe_device
     from ludic.runs.stopping import StopRequest
 
     run = command.run(recipe, parts, directory, screen, StopRequest(screen.note))
@@ -148,7 +148,7 @@ def _set_up(command: TrainingCommand[D, R], recipe: Any, parts: Any, directory: 
     whole, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
     of_which = f", {trained:,} of them trained" if trained < whole else ""
     screen.note(f"{run.title}: {whole:,} parameters{of_which}, seed {recipe.seed}, writing to {run.directory.path}/")
-    screen.note(f"On {said_device(run.parts.model)}")
+    screen.note(f"On {describe_device(run.parts.model)}")
     if not is_new:
         _note_state(run)
     return run

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-def said_device(model: Any) -> str:
+def describe_device(model: Any) -> str:
     """Such as `cpu, 2 threads, float32` or `cuda:0 (NVIDIA H100), bfloat16`, of the model's
     first parameter."""
     parameter = next(model.parameters())

@@ -237,3 +237,9 @@ def load_adapter(base: nn.Module, folder: str | Path, *, trainable: bool = False
 def save_merged(model: Any, folder: str | Path) -> None:
     """The model with its adapters merged, in Hugging Face layout; the model is left as it is."""
     model.get_base_model().save_pretrained(folder, state_dict=without_adapters(model, model.state_dict()))
+
+
+def describe_trained_share(model: nn.Module) -> str:
+    """How many weights of the model are trained, in words."""
+    sizes = {flag: sum(p.numel() for p in model.parameters() if p.requires_grad is flag) for flag in (True, False)}
+    return f"LoRA: {sizes[True]:,} weights are trained, {sizes[False]:,} are frozen"

@@ -1,4 +1,5 @@
-"""What is meant by a name that can be a place on this machine or an id of the hub."""
+"""Where a model lies: names that can be a path of this machine or an id of the hub, and the folders
+beside a run's model."""
 
 from __future__ import annotations
 
@@ -10,21 +11,33 @@ from ludic.errors import ConfigError
 
 
 def check_place(source: str, setting: str = "", *, files: bool = False) -> None:
-    """Raise ConfigError for a path of this machine where nothing lies, so that the hub is not asked
-    for it; and for a file, unless `files` will do. `setting` is what named it, if that is known.
-    `data.places.is_local` says what is a path.
+    """Raise ConfigError for a local path that does not exist, so that the hub is not asked for it,
+    and for a file unless `files` are allowed.
+
+    `setting` is the setting that named it, for the error. `data.places.is_local` decides what is a
+    path.
     """
-    path, said = Path(source).expanduser(), f"{setting} ({source})" if setting else source
+    path, name = Path(source).expanduser(), f"{setting} ({source})" if setting else source
     if path.is_file() and not files:
-        raise ConfigError(f"{said} is a file; give the folder that it lies in, in Hugging Face layout, or a hub id")
+        raise ConfigError(f"{name} is a file; give the folder that it lies in, in Hugging Face layout, or a hub id")
     if path.exists():
         return
     if is_local(source):
-        here = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = get_close_matches(path.name, here, n=1)
+        entries = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = get_close_matches(path.name, entries, n=1)
         remedy = (
             f"did you mean {path.parent / near[0]}?"
             if near
             else "give a folder with config.json, or a hub id such as Qwen/Qwen2.5-0.5B"
         )
-        raise ConfigError(f"{said} does not exist; {remedy}")
+        raise ConfigError(f"{name} does not exist; {remedy}")
+
+
+def adapter_beside(model_folder: Path) -> Path:
+    """Where the adapters of the model in that folder lie."""
+    return model_folder.with_name("adapter")
+
+
+def base_beside(model_folder: Path) -> Path:
+    """Where a run keeps the model that its adapters adapt, if that lies nowhere else."""
+    return model_folder.with_name("base")

@@ -3,7 +3,6 @@ lie on disk."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from ludic.recipes.schema import LoraSection
 from ludic.training.rng import preserved_rng
 
 
-def lora_settings(section: LoraSection) -> LoraSettings | None:
+def build_lora_settings(section: LoraSection) -> LoraSettings | None:
     """None where every weight is trained."""
     if section.rank:
         return LoraSettings(section.rank, section.alpha, section.dropout, section.target_modules)
@@ -23,10 +22,10 @@ def lora_settings(section: LoraSection) -> LoraSettings | None:
     return None
 
 
-def with_adapters(model: Any, section: LoraSection, *, seed: int) -> Any:
+def add_adapters(model: Any, section: LoraSection, *, seed: int) -> Any:
     """The model with adapters whose first weights follow from the seed alone, or as it is where
     the section asks for none."""
-    settings = lora_settings(section)
+    settings = build_lora_settings(section)
     if settings is None:
         return model
     with preserved_rng():
@@ -38,18 +37,3 @@ def with_adapters(model: Any, section: LoraSection, *, seed: int) -> Any:
         except ValueError as error:  # PEFT's own, for names that no layer has
             said = " ".join(str(error).split())[:300]
             raise ConfigError(f"lora.target_modules ({section.target_modules or 'all'}): {said}") from error
-
-
-def adapter_beside(model_folder: Path) -> Path:
-    return model_folder.with_name("adapter")
-
-
-def base_beside(model_folder: Path) -> Path:
-    """Where a run keeps what its adapters adapt, if that lies nowhere else."""
-    return model_folder.with_name("base")
-
-
-def trained_share(model: Any) -> str:
-    """How much of the model is trained, in words."""
-    sizes = {flag: sum(p.numel() for p in model.parameters() if p.requires_grad is flag) for flag in (True, False)}
-    return f"LoRA: {sizes[True]:,} weights are trained, {sizes[False]:,} stay as they are"

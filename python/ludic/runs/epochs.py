@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 from ludic.cli.training_command import TrainingRun
 from ludic.errors import StopRequested
+from ludic.models.loading import find_whole_model
+from ludic.models.saving import save_missing_base, save_policy
 from ludic.recipes.build import seed_phase
-from ludic.recipes.model import keep_base, plain_place, save_policy
 from ludic.runs.continuation import end_with_best, keep_checkpoint, latest_checkpoint, set_back
 from ludic.runs.stopping import Interrupted, StoppableSource
 from ludic.runs.tracking import run_logger
@@ -28,7 +29,7 @@ async def take_steps(run: TrainingRun, trainer_of: Callable[..., T], source: Ite
     the plain lines show.
     """
     recipe, parts, directory, phase = run.recipe, run.parts, run.directory, run.directory.first_phase
-    keep_base(parts.model, recipe.model, directory.base)
+    save_missing_base(parts.model, recipe.model, directory.base)
     with (
         run_logger(recipe, directory, run.screen, phase, keys=keys, spark_key="loss", last_step=parts.steps) as logger,
         run.watch.measure("train"),
@@ -57,7 +58,7 @@ async def take_steps(run: TrainingRun, trainer_of: Callable[..., T], source: Ite
         if not is_stopped:
             end_with_best(trainer, run.progress, note=run.screen.note)
     run.progress.steps = trainer.current_step
-    save_policy(parts.model, parts.tokenizer, directory.model, base=plain_place(recipe.model))
+    save_policy(parts.model, parts.tokenizer, directory.model, base=find_whole_model(recipe.model))
     if is_stopped:
         directory.write_progress(run.progress)
         raise Interrupted

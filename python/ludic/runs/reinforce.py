@@ -11,6 +11,9 @@ from typing import Any
 from ludic.errors import CheckpointError, StopRequested
 from ludic.inference.local import LocalChatClient
 from ludic.models.adapters import has_adapters
+from ludic.models.loading import find_whole_model, load_model
+from ludic.models.lora import describe_trained_share
+from ludic.models.saving import save_missing_base, save_policy
 from ludic.models.state_files import read_model
 from ludic.recipes.build import (
     build_algorithm,
@@ -22,8 +25,8 @@ from ludic.recipes.build import (
     with_reward_model,
 )
 from ludic.recipes.inference_section import convention
-from ludic.recipes.lora import lora_settings, trained_share, with_adapters
-from ludic.recipes.model import keep_base, load_model, make_policy, plain_place, save_policy
+from ludic.recipes.lora import add_adapters, build_lora_settings
+from ludic.recipes.model import build_policy
 from ludic.recipes.schema import Recipe
 from ludic.runs.continuation import end_with_best, keep_checkpoint, latest_checkpoint, set_back
 from ludic.runs.directory import DONE, RunDirectory
@@ -81,12 +84,12 @@ class Parts:
         algorithm = build_algorithm(recipe, max_completion_tokens=recipe.rollout.max_new_tokens or task.max_new_tokens)
         check_rollouts(recipe, task)
         seed_everything(recipe)
-        lora_settings(recipe.lora)  # a wrong one costs nothing
-        model, tokenizer = make_policy(recipe)
+        build_lora_settings(recipe.lora)  # a wrong one costs nothing
+        model, tokenizer = build_policy(recipe)
         check_prompts(recipe, task, tokenizer)
         task = with_reward_model(recipe, task, tokenizer)
         if recipe.model is not None:
-            model = with_adapters(model, recipe.lora, seed=recipe.seed)
+            model = add_adapters(model, recipe.lora, seed=recipe.seed)
         check_inference(recipe, model)
         spoken = convention(recipe.rollout.temperature, recipe.rollout.top_p)
         derived = {"pad_token_id": tokenizer.pad_token_id, "seed": recipe.seed}
@@ -110,7 +113,7 @@ class Run:
         self.recipe, self.parts, self.directory, self.screen, self.stop = recipe, parts, directory, screen, stop
         self.progress = directory.read_progress()
         self.watch = Stopwatch(self.progress.seconds)
-        keep_base(parts.model, recipe.model, directory.base)
+        save_missing_base(parts.model, recipe.model, directory.base)
         if self.progress.phase == REINFORCE:
             parts.model = self._warmed_up()
         parts.model.to(parts.trainer_cfg.model_device)
@@ -185,8 +188,8 @@ class Run:
         if not recipe.lora.rank:
             return
         if not has_adapters(parts.model):
-            parts.model = with_adapters(parts.model, recipe.lora, seed=recipe.seed)
-        self.screen.note(trained_share(parts.model))
+            parts.model = add_adapters(parts.model, recipe.lora, seed=recipe.seed)
+        self.screen.note(describe_trained_share(parts.model))
 
     async def _reinforce(self) -> None:
         recipe, parts = self.recipe, self.parts
@@ -347,4 +350,4 @@ class Run:
 
     def save_model(self) -> None:
         """Model and tokenizer, in Hugging Face layout."""
-        save_policy(self.parts.model, self.parts.tokenizer, self.directory.model, base=plain_place(self.recipe.model))
+        save_policy(self.parts.model, self.parts.tokenizer, self.directory.model, base=find_whole_model(self.recipe.model))

@@ -11,9 +11,9 @@ from typing import Any
 from ludic.errors import ConfigError
 from ludic.eval.preference_picture import draw_margins, draw_reliability
 from ludic.recipes.build import build_config, seed_everything
-from ludic.recipes.model import tokenizer_of
+from ludic.recipes.model import build_tokenizer
 from ludic.recipes.rm.data import RMData
-from ludic.recipes.rm.model import reward_model_of, with_own_padding
+from ludic.recipes.rm.model import build_reward_model, choose_padding_token
 from ludic.recipes.rm.schema import RMRecipe
 from ludic.runs.directory import DONE, RMDirectory
 from ludic.runs.epochs import take_steps
@@ -47,7 +47,7 @@ class RMParts:
         """Seeds every generator first (`seed_everything`). `note` is told what is not as it was
         asked for."""
         seed_everything(recipe)
-        tokenizer = with_own_padding(tokenizer_of(recipe))
+        tokenizer = choose_padding_token(build_tokenizer(recipe))
         algorithm = make_bradley_terry(**vars(recipe.loss))
         cfg = build_config(RMTrainerConfig, recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
         data = RMData.read(recipe, tokenizer, note=note)
@@ -55,7 +55,7 @@ class RMParts:
             raise ConfigError(
                 "trainer.eval_every_n_steps needs held-out pairs; raise heldout, or give heldout_data or heldout_split"
             )
-        model = reward_model_of(recipe, tokenizer).to(cfg.model_device)
+        model = build_reward_model(recipe, tokenizer).to(cfg.model_device)
         steps = recipe.epochs * _source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
         return cls(model, tokenizer, data, algorithm, cfg, steps)
 

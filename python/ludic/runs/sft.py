@@ -9,8 +9,8 @@ from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.recipes.build import build_trainer_config, seed_everything
-from ludic.recipes.lora import with_adapters
-from ludic.recipes.model import model_of, tokenizer_of
+from ludic.recipes.lora import add_adapters
+from ludic.recipes.model import build_model, build_tokenizer
 from ludic.recipes.sft.data import SFTData, write_demonstrations
 from ludic.recipes.sft.schema import SFTRecipe
 from ludic.runs.directory import DONE, SFTDirectory
@@ -46,7 +46,7 @@ class SFTParts:
         tokenizer = _tokenizer(recipe)
         data = SFTData.read(recipe, tokenizer)
         cfg = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
-        model = with_adapters(model_of(recipe, tokenizer).to(cfg.model_device), recipe.lora, seed=recipe.seed)
+        model = add_adapters(build_model(recipe, tokenizer).to(cfg.model_device), recipe.lora, seed=recipe.seed)
         steps = recipe.epochs * _source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
         heldout = HeldOutLoss(model, data.heldout, cfg) if data.heldout else None
         if heldout is None and (cfg.eval_every_n_steps or cfg.eval_at_start):
@@ -101,7 +101,7 @@ def _source(data: SFTData, recipe: SFTRecipe) -> ItemBatchSource:
 
 
 def _tokenizer(recipe: SFTRecipe) -> Any:
-    tokenizer = tokenizer_of(recipe)
+    tokenizer = build_tokenizer(recipe)
     if recipe.chat_template is not None:
         path = Path(recipe.chat_template).expanduser()
         if not path.is_file():

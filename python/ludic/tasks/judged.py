@@ -15,11 +15,11 @@ from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError
 from ludic.files.atomic import read_json
 from ludic.inference.local.reward import LocalRewardModel
+from ludic.models.loading import check_dtype, find_adapter_base, find_adapters, load_classifier, load_tokenizer
 from ludic.models.lora import load_adapter
 from ludic.models.names import WRAPPING
 from ludic.models.state_files import ADAPTER, ADAPTER_CONFIG
 from ludic.parsers import Parser
-from ludic.recipes.model import base_of, check_dtype, load_tokenizer, place_of
 from ludic.tasks import Episode, EpisodicTask
 from ludic.tasks.episodic import Played, Shown, Turn, share
 from ludic.training.reward_credit import CombineMode
@@ -164,7 +164,7 @@ def load_reward_model(
     adapters of one, which would score by chance.
     """
     check_dtype(dtype)
-    folder = _adapter_folder(source)
+    folder = find_adapters(source)
     base, model = (source, _classifier(source, dtype)) if folder is None else _merged(source, folder, dtype)
     return LocalRewardModel(
         model.requires_grad_(False).to(device).eval(), load_tokenizer(base), micro_token_budget=micro_token_budget, name=source
@@ -176,7 +176,7 @@ _REMEDY = "name a reward model, such as the folder of a `ludic train-rm` run"
 
 def _classifier(source: str, dtype: str) -> Any:
     """A model whose folder has its head."""
-    model, missing = _loaded(source, dtype, f"reward_model ({source})")
+    model, missing = load_classifier(source, dtype, description=f"reward_model ({source})")
     if missing:
         kind = " or ".join(model.config.architectures or [model.config.model_type])
         raise ConfigError(f"reward_model ({source}) is a {kind} and has no weights for {_some(missing)}; {_REMEDY}")
@@ -188,13 +188,13 @@ def _classifier(source: str, dtype: str) -> Any:
 def _merged(source: str, adapters: Path, dtype: str) -> tuple[str, Any]:
     """What the adapters were trained on, and that with them in it. The head is theirs or their
     base's."""
-    base = base_of(adapters)
+    base = find_adapter_base(adapters)
     kind = read_json(adapters / ADAPTER_CONFIG).get("task_type")
     if kind == "CAUSAL_LM":
         raise ConfigError(
             f"reward_model ({source}) holds adapters of a language model ({kind}), which has no head for rewards; {_REMEDY}"
         )
-    model, missing = _loaded(base, dtype, f"the base of reward_model ({source}), {base},", num_labels=1)
+    model, missing = load_classifier(base, dtype, description=f"the base of reward_model ({source}), {base},", num_labels=1)
     try:
         with safe_open(adapters / ADAPTER, framework="pt") as stored:
             theirs = {name.removeprefix(WRAPPING) for name in stored.keys()}  # noqa: SIM118  it is no mapping
@@ -211,23 +211,5 @@ def _merged(source: str, adapters: Path, dtype: str) -> tuple[str, Any]:
         raise ConfigError(f"the adapters of reward_model ({source}) do not fit {base}: {said[:300]}") from error
 
 
-def _loaded(source: str, dtype: str, called: str, **options: Any) -> tuple[Any, set[str]]:
-    """The classifier, and the names of the weights that its files do not have."""
-    from transformers import AutoModelForSequenceClassification
-
-    try:
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            place_of(source), dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{called} could not be loaded: {error}") from error
-    return model, set(loading["missing_keys"])
-
-
 def _some(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)[:3])
-
-
-def _adapter_folder(source: str) -> Path | None:
-    folder = Path(source).expanduser()
-    return next((place for place in (folder, folder / "model") if (place / ADAPTER_CONFIG).is_file()), None)

@@ -6,12 +6,13 @@ from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.models.adapters import base_names, has_adapters
-from ludic.recipes.lora import with_adapters
-from ludic.recipes.model import check_dtype, place_of, small_config, small_dtype
+from ludic.models.loading import load_classifier
+from ludic.recipes.lora import add_adapters
+from ludic.recipes.model import small_config, small_dtype
 from ludic.recipes.rm.schema import RMRecipe
 
 
-def reward_model_of(recipe: RMRecipe, tokenizer: Any) -> Any:
+def build_reward_model(recipe: RMRecipe, tokenizer: Any) -> Any:
     """The model that the recipe names, or a small one, with one score for a sequence, that of its
     last token before the tokenizer's padding.
 
@@ -19,10 +20,14 @@ def reward_model_of(recipe: RMRecipe, tokenizer: Any) -> Any:
     caller. LoRA's adapters, if the recipe asks for any, are in place. Raises ConfigError where they
     would leave other weights that were drawn as they are.
     """
-    model, drawn = _loaded(recipe.model, recipe.dtype) if recipe.model is not None else (_small(recipe, tokenizer), set())
+    drawn = set[str]()
+    if recipe.model is None:
+        model = _make_small_classifier(recipe, tokenizer)
+    else:
+        model, drawn = load_classifier(recipe.model, recipe.dtype, description=f"model ({recipe.model})", num_labels=1)
     model.config.pad_token_id = tokenizer.pad_token_id  # by which a classifier finds the last token
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    adapted = with_adapters(model, recipe.lora, seed=recipe.seed)
+    adapted = add_adapters(model, recipe.lora, seed=recipe.seed)
     frozen = sorted(drawn & _frozen(adapted))
     if frozen:
         raise ConfigError(
@@ -39,7 +44,7 @@ def _frozen(model: Any) -> set[str]:
     return {plain for plain, name in names.items() if not parameters[name].requires_grad}
 
 
-def with_own_padding(tokenizer: Any) -> Any:
+def choose_padding_token(tokenizer: Any) -> Any:
     """The tokenizer, padding with another token than the one that ends a response, if it has one
     that ends nothing.
 
@@ -59,25 +64,9 @@ def with_own_padding(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def _small(recipe: RMRecipe, tokenizer: Any) -> Any:
+def _make_small_classifier(recipe: RMRecipe, tokenizer: Any) -> Any:
     from transformers import Qwen2ForSequenceClassification
 
     config = small_config(recipe.network, tokenizer)
     config.num_labels = 1
     return Qwen2ForSequenceClassification(config).to(small_dtype(recipe.dtype))
-
-
-def _loaded(source: str, dtype: str) -> tuple[Any, set[str]]:
-    """The model, and the names of the weights that its files do not have. They are read from
-    safetensors only, never from pickle."""
-    from transformers import AutoModelForSequenceClassification
-
-    check_dtype(dtype)
-    place = place_of(source)
-    try:
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            place, num_labels=1, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"model ({source}) could not be loaded with a scalar head: {error}") from error
-    return model, set(loading["missing_keys"])

@@ -1,12 +1,13 @@
-"""Models and tokenizers that a recipe names."""
+"""Models and tokenizers by folder or name."""
 
 from pathlib import Path
 
 import pytest
+from training_samples import tiny_model
 
 from ludic.errors import ConfigError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
-from ludic.recipes.model import load_model, load_tokenizer
+from ludic.models.loading import load_classifier, load_model, load_tokenizer
 
 
 def test_a_tokenizer_may_lie_in_a_folder_without_a_model(tmp_path: Path) -> None:
@@ -23,3 +24,13 @@ def test_a_folder_with_neither_says_what_is_missing(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
     with pytest.raises(ConfigError, match=r"has no config\.json and no adapter_config\.json; give a folder"):
         load_model(str(tmp_path), "float32")
+
+
+def test_a_classifier_without_a_head_says_which_weights_are_missing(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    model, missing = load_classifier(str(tmp_path), "float32", description="model", num_labels=1)
+    assert missing == {"score.weight"}
+    assert model.config.num_labels == 1
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="the judge could not be loaded with a head for scores"):
+        load_classifier(str(tmp_path), "float32", description="the judge")

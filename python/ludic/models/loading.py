@@ -1,0 +1,126 @@
+"""Models and tokenizers from a folder or the hub. Weights are read from safetensors, never from
+pickle, and no code that comes with a model is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ludic.errors import ConfigError
+from ludic.files.atomic import read_json
+from ludic.models.lora import load_adapter
+from ludic.models.places import base_beside, check_place
+from ludic.models.state_files import ADAPTER_CONFIG
+
+DTYPES = ("float32", "bfloat16", "float16", "auto")
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise `ConfigError` for a name that is no dtype of weights."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")
+
+
+def locate_model(source: str, *files: str) -> str:
+    """The folder that `source` names: itself, or `model` in it for the folder of a run. Any other
+    name is a hub id and is returned as it is.
+
+    A folder counts if it has one of `files`, by default the config of a model or of adapters.
+    Raises ConfigError for a folder without them and for a path that does not exist.
+    """
+    files = files or ("config.json", ADAPTER_CONFIG)
+    folder = Path(source).expanduser()
+    for place in (folder, folder / "model"):
+        if any((place / file).is_file() for file in files):
+            return str(place)
+    check_place(source)
+    if folder.is_dir():
+        raise ConfigError(
+            f"{source} has no {' and no '.join(files)}; give a folder in Hugging Face layout or a hub id such as Qwen/Qwen2.5-0.5B"
+        )
+    return source
+
+
+def load_model(source: str, dtype: str) -> Any:
+    """A causal language model. `source` is a folder in Hugging Face layout, the folder of a run, a
+    folder of PEFT adapters, which are merged, or a hub id."""
+    check_dtype(dtype)
+    place = locate_model(source)
+    if holds_only_adapters(place):
+        return load_adapter(load_model(find_adapter_base(Path(place)), dtype), place).merge_and_unload()
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(place, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model ({source}) could not be loaded: {error}") from error
+
+
+def load_classifier(source: str, dtype: str, *, description: str, **options: Any) -> tuple[Any, set[str]]:
+    """(model for sequence classification, names of the weights that its files do not have).
+
+    `options` go to `from_pretrained`, such as `num_labels`; errors call the model by its
+    `description`.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    check_dtype(dtype)
+    place = locate_model(source)
+    try:
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            place, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{description} could not be loaded with a head for scores: {error}") from error
+    return model, set(loading["missing_keys"])
+
+
+def load_tokenizer(source: str) -> Any:
+    """The tokenizer of `source`. One without a padding token pads with its end token. Raises
+    ConfigError for one without an end token."""
+    from transformers import AutoTokenizer
+
+    place = locate_model(source, "tokenizer_config.json", "config.json", ADAPTER_CONFIG)
+    if holds_only_adapters(place) and not (Path(place) / "tokenizer_config.json").is_file():
+        return load_tokenizer(find_adapter_base(Path(place)))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the tokenizer of {source} could not be loaded: {error}; set tokenizer=PATH") from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer of {source} has no end token; the policy could never end an answer")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def holds_only_adapters(place: str) -> bool:
+    """Whether the folder has adapters and no whole model."""
+    return (Path(place) / ADAPTER_CONFIG).is_file() and not (Path(place) / "config.json").is_file()
+
+
+def find_adapters(source: str) -> Path | None:
+    """The folder of adapters that `source` names: itself, or `model` in it; None without any."""
+    folder = Path(source).expanduser()
+    return next((place for place in (folder, folder / "model") if (place / ADAPTER_CONFIG).is_file()), None)
+
+
+def find_adapter_base(adapter: Path) -> str:
+    """The model that the adapters adapt: the one that their config names, or the folder `base`
+    beside them where that path is gone because the run was moved."""
+    named = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+    beside = base_beside(adapter)
+    if not named or (Path(named).is_absolute() and not Path(named).is_dir()):
+        if not beside.is_dir():
+            raise ConfigError(f"the adapters in {adapter} name {named} as their base, which does not exist, nor does {beside}")
+        return str(beside)
+    return str(named)
+
+
+def find_whole_model(source: str | None) -> str | None:
+    """Where `source` lies if it is a model without adapters, which adapters can name as their
+    base; else None."""
+    place = None if source is None else locate_model(source)
+    if place is None or holds_only_adapters(place):
+        return None
+    return str(Path(place).resolve()) if Path(place).is_dir() else place

@@ -1,0 +1,43 @@
+"""A policy and its tokenizer in Hugging Face layout; of a model with adapters also the adapters and
+what they adapt, in folders beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ludic.files.folders import written_aside
+from ludic.models.adapters import has_adapters
+from ludic.models.loading import find_whole_model
+from ludic.models.lora import save_adapter, save_merged
+from ludic.models.places import adapter_beside, base_beside
+from ludic.models.state_files import holds_whole_weights
+
+
+def save_policy(model: Any, tokenizer: Any, folder: Path, *, base: str | None = None) -> None:
+    """Write model and tokenizer. Adapters are merged in `folder`, and are written alone to
+    `adapter` beside it; they name `base` as what they adapt, or without it the folder `base` beside
+    them."""
+    with written_aside(folder) as aside:
+        tokenizer.save_pretrained(aside)
+        if has_adapters(model):
+            save_merged(model, aside)
+        else:
+            model.save_pretrained(aside)
+    if has_adapters(model):
+        model.peft_config["default"].base_model_name_or_path = base or str(base_beside(folder).resolve())
+        with written_aside(adapter_beside(folder)) as aside:
+            save_adapter(model, aside)
+            tokenizer.save_pretrained(aside)
+
+
+def save_missing_base(model: Any, source: str | None, folder: Path) -> None:
+    """Write the model that the adapters adapt to `folder`, if `source` is no such model and the
+    folder does not hold all of one. Without adapters nothing is written.
+
+    Call it before the first step and before a checkpoint is read: until then the adapters change
+    nothing, and the merged weights are those of the base.
+    """
+    if has_adapters(model) and find_whole_model(source) is None and not holds_whole_weights(folder):
+        with written_aside(folder) as aside:
+            save_merged(model, aside)
