@@ -40,7 +40,6 @@ from ludic.training.loss import (
     TokenClippedSurrogateLoss,
     TokenKLLoss,
 )
-from ludic.training.loss.base import zero_weight_is_zero_gradient
 
 LOSSES = {
     "reinforce": ReinforceLoss(length_normalize=True),
@@ -102,7 +101,7 @@ def test_the_gradient_is_that_of_the_unsplit_batch(name, order, budget, packing,
     expected, expected_loss = unsplit_gradient(name)
     cfg = cpu_config(max_seq_len=20, micro_token_budget=budget, packing=packing, overhead_tokens=overhead_tokens)
     macro = MacroBatch.ingest([samples()[index] for index in order], cfg.max_seq_len)
-    skips = skip and zero_weight_is_zero_gradient(LOSSES[name])
+    skips = skip and LOSSES[name].zero_weight_is_zero_gradient
     mini_batch = MiniBatch(macro, np.arange(COUNT), cfg, skip_zero_weight=skips)
     backend = TorchBackend(model(), cfg, algo=algorithm(name))
     model().zero_grad(set_to_none=True)
@@ -145,7 +144,7 @@ def test_the_gradient_of_merged_turns_is_that_of_one_row_a_turn(name, episodes, 
         items = items[::-1]
     cfg = cpu_config(max_seq_len=70, micro_token_budget=budget, packing=packing)
     macro = MacroBatch.ingest(items, cfg.max_seq_len, merge_turns=True)
-    skips = skip and zero_weight_is_zero_gradient(LOSSES[name])
+    skips = skip and LOSSES[name].zero_weight_is_zero_gradient
     mini_batch = MiniBatch(macro, np.arange(len(items)), cfg, skip_zero_weight=skips)
     micro_batches = list(mini_batch)
     assert all(batch.tensors["input_ids"].numel() <= budget for batch in micro_batches)

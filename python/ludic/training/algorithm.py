@@ -12,17 +12,9 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataError, DataTypeError
 from ludic.models.packed_attention import packed_keywords, transformer_of
-from ludic.training.loss.base import (
-    Batch,
-    BatchTotals,
-    Correction,
-    Loss,
-    SharedContext,
-    Stats,
-    reads_entropy,
-    reads_shared_only,
-    scaled_loss,
-)
+from ludic.training.loss.base import Loss, as_loss, loss_name, scaled_loss
+from ludic.training.loss.batch import Batch, BatchTotals, Correction, Stats
+from ludic.training.loss.context import SharedContext
 from ludic.training.loss.mismatch import mismatch_sums
 from ludic.training.types import CreditAssigner, SAWBatch, SAWItem, is_float_array
 from ludic.types import group_of, is_list_of
@@ -55,10 +47,11 @@ class RLAlgorithm:
     that read the logits through their shared context alone."""
 
     def __post_init__(self) -> None:
-        if self.correction is not None and not reads_shared_only(self.loss):
+        self.loss = as_loss(self.loss)
+        if self.correction is not None and not self.loss.reads_shared_only:
             raise ConfigError(
                 f"a correction ({type(self.correction).__name__}) weighs the log-probabilities of the shared context, and "
-                f"{type(self.loss).__name__} reads the logits past it; use a loss that reads them through `shared`, or no correction"
+                f"{loss_name(self.loss)} reads the logits past it; use a loss that reads them through `shared`, or no correction"
             )
 
     def compute_loss(
@@ -83,9 +76,9 @@ class RLAlgorithm:
             logits,
             batch,
             totals=totals,
-            consume_logits=reads_shared_only(self.loss),
+            consume_logits=self.loss.reads_shared_only,
             wide=cast_logits_to_fp32,
-            with_entropy=reads_entropy(self.loss),
+            with_entropy=self.loss.reads_entropy,
             temperature=temperature,
             correction=self.correction,
         )

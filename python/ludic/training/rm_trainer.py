@@ -29,8 +29,7 @@ from ludic.training.batching.preference import (
 )
 from ludic.training.classification_metrics import PreferenceMetrics
 from ludic.training.evaluators.preferences import PreferenceEvaluator
-from ludic.training.loss.base import Loss, normalizer_of
-from ludic.training.loss.preference import ScoreType
+from ludic.training.loss.base import Loss, loss_name
 from ludic.training.rm_config import RMTrainerConfig as RMTrainerConfig
 from ludic.training.trainer import Trainer
 from ludic.training.types import BatchSource, SAWItem
@@ -173,28 +172,23 @@ class RMTrainer(Trainer):
 
     @staticmethod
     def _evaluator_of(model: nn.Module, loss: Loss, cfg: RMTrainerConfig, items: Sequence[SAWItem]) -> PreferenceEvaluator:
-        return PreferenceEvaluator(model, items, cfg, metrics=_metrics(loss, cfg), score_type=_score_type(loss))
-
-
-def _score_type(loss: Loss) -> ScoreType:
-    found: ScoreType = getattr(loss, "score_type", "reward")
-    return found
+        return PreferenceEvaluator(model, items, cfg, metrics=_metrics(loss, cfg), score_type=loss.score_type)
 
 
 def _metrics(loss: Loss, cfg: RMTrainerConfig) -> PreferenceMetrics:
     return PreferenceMetrics(
         cfg.rm_calibration_bins,
         cfg.rm_eval_thresholds,
-        getattr(loss, "beta", 1.0),
+        loss.beta,
         thresholds_on="responses" if cfg.rm_log_per_response_metrics else "pairs",
         both_orders=True,
     )
 
 
 def _check_loss(loss: Loss, cfg: RMTrainerConfig) -> None:
-    if not cfg.rm_pair_aware and normalizer_of(loss) == "pairs":
+    if not cfg.rm_pair_aware and loss.normalizer == "pairs":
         raise ConfigError(
-            f"{type(loss).__name__} compares the two samples of a pair, which must go through the model together; leave rm_pair_aware "
+            f"{loss_name(loss)} compares the two samples of a pair, which must go through the model together; leave rm_pair_aware "
             "on, or pass a loss of single samples"
         )
 
@@ -217,7 +211,7 @@ def _check_source(source: BatchSource, cfg: RMTrainerConfig) -> None:
 def _check_model(model: Any, loss: Loss, cfg: RMTrainerConfig) -> None:
     """A classifier of transformers reads its score at the last token that is not its padding."""
     model = getattr(model, "module", model)
-    if _score_type(loss) != "reward" or not is_classifier(model):
+    if loss.score_type != "reward" or not is_classifier(model):
         return
     config: Any = model.config
     if config.num_labels != 1:

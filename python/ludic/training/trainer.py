@@ -40,7 +40,6 @@ from ludic.training.loop.signal_watch import SignalWatch
 from ludic.training.loop.step_record import StepRecord
 from ludic.training.loop.timings import PhaseTimer
 from ludic.training.loop.trainer_checks import check_evaluator, check_lag, check_publisher, check_ranks, warn_of_endless_schedule
-from ludic.training.loss.base import reads_shared_only, zero_weight_is_zero_gradient
 from ludic.training.preflight.check import Preflight
 from ludic.training.preflight.packing import with_supported_packing
 from ludic.training.rng import preserved_rng
@@ -303,11 +302,11 @@ class Trainer:
 
     @property
     def _skips_zero_weight(self) -> bool:
-        return self.cfg.skip_zero_weight and zero_weight_is_zero_gradient(self.algo.loss)
+        return self.cfg.skip_zero_weight and self.algo.loss.zero_weight_is_zero_gradient
 
     @property
     def _merges_turns(self) -> bool:
-        return self.cfg.merge_turns and reads_shared_only(self.algo.loss)
+        return self.cfg.merge_turns and self.algo.loss.reads_shared_only
 
     async def _next_batch(self, timer: PhaseTimer) -> tuple[SAWBatch, MacroBatch]:
         """A batch with something to train on."""

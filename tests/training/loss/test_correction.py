@@ -22,7 +22,7 @@ from ludic.training.loss import (
     TruncatedImportanceSampling,
     correction_of,
 )
-from ludic.training.loss.base import SharedContext
+from ludic.training.loss.context import SharedContext
 
 LOG_RATIOS = torch.tensor([[0.1, 0.5, 1.0, 1.9, 2.1, 6.0]]).log()
 MASK = torch.ones(1, 6)

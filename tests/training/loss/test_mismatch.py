@@ -18,7 +18,7 @@ from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.loop.proximal import with_proximal_logps
 from ludic.training.loss import EntropyBonus, TruncatedImportanceSampling
-from ludic.training.loss.base import SharedContext, as_collated, of_actions
+from ludic.training.loss.context import SharedContext, collate_actions, split_actions
 from ludic.training.loss.functional import compute_token_entropy, compute_token_logp
 from ludic.training.loss.mismatch import mismatch_of, mismatch_sums
 from ludic.training.stats import aggregate_stats
@@ -148,10 +148,10 @@ def test_log_probabilities_of_the_beginning_come_back_to_their_tokens(packing, m
 def test_values_of_actions_go_back_to_their_places():
     batch = padded(rows(4, seed=9))
     values = SharedContext(torch.zeros(*batch["input_ids"].shape, 3), batch).actor_logps_shifted
-    laid_out = as_collated(of_actions(values, batch), batch)
+    laid_out = collate_actions(split_actions(values, batch), batch)
     torch.testing.assert_close(laid_out[:, 1:], batch["actor_logps"][:, 1:])
     assert laid_out[:, 0].abs().max() == 0
-    assert as_collated([None] * 4, batch).abs().max() == 0
+    assert collate_actions([None] * 4, batch).abs().max() == 0
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])

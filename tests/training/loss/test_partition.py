@@ -27,7 +27,6 @@ from ludic.training.loss import (
     TokenClippedSurrogateLoss,
     TokenKLLoss,
 )
-from ludic.training.loss.base import zero_weight_is_zero_gradient
 
 LOSSES = {
     "reinforce": ReinforceLoss(length_normalize=True),
@@ -102,7 +101,7 @@ def test_samples_of_weight_zero_can_stay_out_where_the_loss_says_so(name, drawn)
     loss = LOSSES[name]
     kept = [[s for s in part if s["weight"] != 0] for part in parts]
     kept = [part for part in kept if part]
-    if not kept or not zero_weight_is_zero_gradient(loss):
+    if not kept or not loss.zero_weight_is_zero_gradient:
         return
     whole, _ = gradient(loss, [samples], padded)
     without, _ = gradient(loss, kept, padded, totals_of(samples))
@@ -110,7 +109,7 @@ def test_samples_of_weight_zero_can_stay_out_where_the_loss_says_so(name, drawn)
 
 
 def test_the_losses_that_need_samples_of_weight_zero_say_so():
-    needing = {name for name, loss in LOSSES.items() if not zero_weight_is_zero_gradient(loss)}
+    needing = {name for name, loss in LOSSES.items() if not loss.zero_weight_is_zero_gradient}
     assert needing == {"baseline", "normalised baseline", "kl by token", "kl by sequence", "entropy", "composite"}
 
 
@@ -185,7 +184,7 @@ def test_the_gradient_does_not_depend_on_how_pairs_are_split(name, drawn, layout
     whole, value = gradient(loss, [samples], with_meta(padded))
     collate = with_meta(packed if layout == "padding-free" else padded)
     totals = replace(totals_of(samples), num_pairs=len(samples) / 2)
-    if getattr(loss, "needs_first_pass", False):
+    if loss.needs_first_pass:
         model = Bigram()
         found = [loss.first_pass(model(batch["input_ids"]), batch) for batch in map(collate, parts)]
         totals = replace(totals, measured={"squared_margins": sum(sums["squared_margins"] for sums in found).detach()})

@@ -37,7 +37,6 @@ from ludic.training.backend.precision import autocast
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals, SharedContext
-from ludic.training.loss.base import needs_first_pass
 from ludic.training.rng import preserved_rng
 
 
@@ -177,8 +176,8 @@ class TorchBackend:
     def _with_first_pass(self, batch: MicroBatches, totals: BatchTotals | None) -> BatchTotals | None:
         """`totals` with what the loss must measure on every sample before its gradient on any.
         Dropout draws the same masks as in the pass with gradient."""
-        loss: Any = self.algo.loss
-        if totals is None or not needs_first_pass(loss) or (len(batch) == 1 and not ranks.is_distributed()):
+        loss = self.algo.loss
+        if totals is None or not loss.needs_first_pass or (len(batch) == 1 and not ranks.is_distributed()):
             return totals
         sums: dict[str, Tensor] = {}
         with preserved_rng(), autocast(self.cfg):

@@ -23,7 +23,7 @@ from ludic.training import ranks
 from ludic.training.batching.micro_batching import MicroBatch, cut_item, to_tensors
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
-from ludic.training.loss.base import as_collated
+from ludic.training.loss.context import collate_actions
 from ludic.training.types import SAWItem
 from ludic.types import group_of
 
@@ -238,7 +238,7 @@ class MiniBatch:
         names = tuple(self.batch.name(row) for row in rows)
         tensors = to_tensors(columns, self.cfg.model_device)
         if self.batch.proximal is not None:
-            tensors["proximal_logps"] = as_collated([self.batch.proximal.get(int(row)) for row in rows], tensors)
+            tensors["proximal_logps"] = collate_actions([self.batch.proximal.get(int(row)) for row in rows], tensors)
         return MicroBatch(tensors, len(rows), names)
 
     def padding(self) -> dict[str, float]:

@@ -18,8 +18,9 @@ from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.pair_batches import LEFT_OUT, PreferenceMacroBatch
 from ludic.training.classification_metrics import Floats, PreferenceMetrics, preference_loss
 from ludic.training.config import TrainerConfig
-from ludic.training.loss.base import SharedContext
-from ludic.training.loss.preference import ScoreType, preference_scores
+from ludic.training.loss.base import ScoreType
+from ludic.training.loss.context import SharedContext
+from ludic.training.loss.preference import preference_scores
 from ludic.training.rm_config import RMTrainerConfig
 from ludic.training.types import SAWItem
 

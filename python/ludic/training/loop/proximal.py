@@ -18,7 +18,7 @@ from torch import Tensor
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.config import TrainerConfig
-from ludic.training.loss.base import of_actions
+from ludic.training.loss.context import split_actions
 
 ForwardLogps = Callable[[MicroBatch], Awaitable[Tensor]]
 
@@ -31,6 +31,6 @@ async def with_proximal_logps(
     found: dict[int, Tensor] = {}
     for index, micro_batch in enumerate(whole):
         logps = await forward(micro_batch)
-        rows = of_actions(logps, micro_batch.tensors)
+        rows = split_actions(logps, micro_batch.tensors)
         found.update(zip(map(int, whole.rows_of(index)), rows, strict=False))  # a row that only fills up is nobody's
     return replace(batch, proximal=found)

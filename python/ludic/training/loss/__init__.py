@@ -1,17 +1,11 @@
-"""Losses, one formula a class."""
+"""Losses: one class for each formula."""
 
-from ludic.training.loss.base import (
-    Batch,
-    BatchTotals,
-    Correction,
-    Loss,
-    Normalizer,
-    SharedContext,
-    scaled_loss,
-)
+from ludic.training.loss.base import Loss, as_loss, scaled_loss
+from ludic.training.loss.batch import Batch, BatchTotals, Correction, Normalizer
 from ludic.training.loss.cispo import CISPOLoss
 from ludic.training.loss.clipped import ClippedSurrogateLoss, TokenClippedSurrogateLoss
 from ludic.training.loss.composite import CompositeLoss, LossTerm
+from ludic.training.loss.context import SharedContext
 from ludic.training.loss.correction import (
     IcePop,
     MaskedImportanceSampling,
@@ -56,6 +50,7 @@ __all__ = [
     "TokenClippedSurrogateLoss",
     "TokenKLLoss",
     "TruncatedImportanceSampling",
+    "as_loss",
     "compute_logp_action",
     "compute_token_entropy",
     "compute_token_logp",

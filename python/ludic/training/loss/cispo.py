@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from ludic.training.loss.base import (
-    Batch,
-    Normalizer,
-    SharedContext,
-    Stats,
-    check_clip,
-    check_token_normalizer,
-    row_mean,
-)
+from ludic.training.loss.base import Loss, check_clip, check_token_normalizer, row_mean
+from ludic.training.loss.batch import Normalizer, Stats
+from ludic.training.loss.context import SharedContext
 from ludic.training.loss.statistics import masked_stats, outside, policy_stats
 
 
 @dataclass
-class CISPOLoss:
+class CISPOLoss(Loss):
     """L = -mean_b mean_t sg(clip(r_bt, 1 - low, 1 + high)) A_b log pi_bt.
 
     MiniMax-M1 (arXiv:2506.13585, eq. 4 and 5). The clipped ratio is detached: every token keeps its
@@ -34,15 +27,14 @@ class CISPOLoss:
     length_normalize: bool = True
     normalizer: Normalizer = "samples"
 
-    zero_weight_is_zero_gradient: ClassVar[bool] = True
-    reads_shared_only: ClassVar[bool] = True
+    zero_weight_is_zero_gradient = True
+    reads_shared_only = True
 
     def __post_init__(self) -> None:
         check_clip(None, self.clip_eps_high)
         check_token_normalizer(self.normalizer, self.length_normalize)
 
-    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
-        shared = shared or SharedContext(logits, batch)
+    def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         advantage = shared.weight
         ratio = shared.ratio.detach()
         bounded = ratio.clamp(1.0 - self.clip_eps_low, 1.0 + self.clip_eps_high)

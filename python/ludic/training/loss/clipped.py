@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass
-from typing import ClassVar
 from warnings import warn
 
 import torch
 from torch import Tensor
 
-from ludic.training.loss.base import (
-    Batch,
-    Normalizer,
-    SharedContext,
-    Stats,
-    check_clip,
-    check_ratio_clip,
-    check_token_normalizer,
-    row_mean,
-)
+from ludic.training.loss.base import Loss, check_clip, check_ratio_clip, check_token_normalizer, row_mean
+from ludic.training.loss.batch import Normalizer, Stats
+from ludic.training.loss.context import SharedContext
 from ludic.training.loss.functional import capped_exp
 from ludic.training.loss.statistics import capped, k3, masked_stats, outside, policy_stats, spread
 
 
 @dataclass
-class ClippedSurrogateLoss:
+class ClippedSurrogateLoss(Loss):
     """L = -mean_b min(r_b A_b, clip(r_b, 1 - low, 1 + high) A_b), r_b the ratio of sequence b.
 
     GSPO (arXiv:2507.18071, eq. 5 to 7): with `length_normalize`, r_b is the geometric mean of the
@@ -40,9 +32,8 @@ class ClippedSurrogateLoss:
     ratio_clip: float | None = None
     clip_eps: InitVar[float | None] = None
 
-    normalizer: ClassVar[Normalizer] = "samples"
-    zero_weight_is_zero_gradient: ClassVar[bool] = True
-    reads_shared_only: ClassVar[bool] = True
+    zero_weight_is_zero_gradient = True
+    reads_shared_only = True
 
     def __post_init__(self, clip_eps: float | None) -> None:
         if clip_eps is not None:
@@ -51,8 +42,7 @@ class ClippedSurrogateLoss:
         check_clip(self.clip_eps_low, self.clip_eps_high)
         check_ratio_clip(self.ratio_clip)
 
-    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
-        shared = shared or SharedContext(logits, batch)
+    def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         advantage = shared.weight
         logp = shared.logp_action(length_normalize=self.length_normalize)
         log_ratio = logp - shared.old_logp_action(self.old_logp_key, length_normalize=self.length_normalize)
@@ -73,7 +63,7 @@ class ClippedSurrogateLoss:
 
 
 @dataclass
-class TokenClippedSurrogateLoss:
+class TokenClippedSurrogateLoss(Loss):
     """L = -mean_b sum_t min(r_bt A_b, clip(r_bt, 1 - low, 1 + high) A_b), r_bt the ratio of token
     t.
 
@@ -89,16 +79,15 @@ class TokenClippedSurrogateLoss:
     ratio_clip: float | None = None
     normalizer: Normalizer = "samples"
 
-    zero_weight_is_zero_gradient: ClassVar[bool] = True
-    reads_shared_only: ClassVar[bool] = True
+    zero_weight_is_zero_gradient = True
+    reads_shared_only = True
 
     def __post_init__(self) -> None:
         check_clip(self.clip_eps_low, self.clip_eps_high)
         check_ratio_clip(self.ratio_clip)
         check_token_normalizer(self.normalizer, self.length_normalize)
 
-    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
-        shared = shared or SharedContext(logits, batch)
+    def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         advantage = shared.weight
         ratio = shared.ratio if self.ratio_clip is None else capped_exp(shared.log_ratio, self.ratio_clip)
         objective = clipped_objective(ratio, advantage[:, None], self.clip_eps_low, self.clip_eps_high)

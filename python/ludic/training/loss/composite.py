@@ -4,39 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from ludic.errors import ConfigError
-from ludic.training.loss.base import (
-    Batch,
-    Loss,
-    SharedContext,
-    Stats,
-    call_loss,
-    needs_first_pass,
-    normalizer_of,
-    reads_entropy,
-    reads_shared_only,
-    zero_weight_is_zero_gradient,
-)
+from ludic.training.loss.base import Loss, as_loss, compute_checked
+from ludic.training.loss.batch import Batch, Stats
+from ludic.training.loss.context import SharedContext
 
 
 @dataclass
 class LossTerm:
-    """One part of a composite; `name` prefixes its statistics."""
+    """One term of a composite."""
 
     name: str
+    """Prefix of its statistics."""
     loss: Loss
+    """Any loss that `as_loss` takes."""
     weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.loss = as_loss(self.loss)
 
 
 @dataclass
-class CompositeLoss:
-    """L = sum_k weight_k L_k. Every term sees the same log-probabilities, computed once, and is
-    scaled by its own normalizer's share of the mini-batch, so that means over samples and means
-    over tokens can stand in one sum.
+class CompositeLoss(Loss):
+    """L = sum_k weight_k L_k. All terms see the same log-probabilities, computed once. Each is
+    scaled by its own normalizer's share of the mini-batch, so means over samples and means over
+    tokens can be added.
 
     Statistics: `loss` (the total), and for each term `{name}/loss` (its own value), `{name}/weight`
     and its other statistics.
@@ -45,48 +40,45 @@ class CompositeLoss:
     terms: Sequence[LossTerm]
 
     scales_itself = True
-    """`scaled_loss` leaves the result as it is."""
 
     def __post_init__(self) -> None:
         if not self.terms:
             raise ConfigError("CompositeLoss needs at least one LossTerm")
 
     @property
-    def zero_weight_is_zero_gradient(self) -> bool:
-        """Only if that holds for every term."""
-        return all(zero_weight_is_zero_gradient(term.loss) for term in self.terms)
+    def zero_weight_is_zero_gradient(self) -> bool:  # type: ignore[override]  # follows from the terms
+        """True if it holds for every term."""
+        return all(term.loss.zero_weight_is_zero_gradient for term in self.terms)
 
     @property
-    def reads_shared_only(self) -> bool:
-        """Only if that holds for every term."""
-        return all(reads_shared_only(term.loss) for term in self.terms)
+    def reads_shared_only(self) -> bool:  # type: ignore[override]
+        """True if it holds for every term."""
+        return all(term.loss.reads_shared_only for term in self.terms)
 
     @property
-    def reads_entropy(self) -> bool:
-        """If any term does."""
-        return any(reads_entropy(term.loss) for term in self.terms)
+    def reads_entropy(self) -> bool:  # type: ignore[override]
+        """True if it holds for any term."""
+        return any(term.loss.reads_entropy for term in self.terms)
 
     @property
-    def needs_first_pass(self) -> bool:
-        """If any term does."""
-        return any(needs_first_pass(term.loss) for term in self.terms)
+    def needs_first_pass(self) -> bool:  # type: ignore[override]
+        """True if it holds for any term."""
+        return any(term.loss.needs_first_pass for term in self.terms)
 
     def first_pass(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """What all terms measure; one name is one quantity."""
+        """The sums of all terms; one name is one quantity."""
         sums: dict[str, Tensor] = {}
         for term in self.terms:
-            if needs_first_pass(term.loss):
-                measuring: Any = term.loss
-                sums |= measuring.first_pass(logits, batch)
+            if term.loss.needs_first_pass:
+                sums |= term.loss.first_pass(logits, batch)
         return sums
 
-    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
-        shared = shared or SharedContext(logits, batch, with_entropy=self.reads_entropy)
+    def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         total: Tensor | None = None
         stats: Stats = {}
         for term in self.terms:
-            value, term_stats = call_loss(term.loss, logits, batch, shared)
-            share = 1.0 if getattr(term.loss, "scales_itself", False) else shared.share(normalizer_of(term.loss))
+            value, term_stats = compute_checked(term.loss, shared.logits, shared.batch, shared)
+            share = 1.0 if term.loss.scales_itself else shared.share(term.loss.normalizer)
             scaled = term.weight * share * value
             total = scaled if total is None else total + scaled
             stats.update({f"{term.name}/{key}": stat for key, stat in term_stats.items()})

@@ -26,7 +26,7 @@ from typing import Literal
 from torch import Tensor
 
 from ludic.errors import ConfigError
-from ludic.training.loss.base import Correction
+from ludic.training.loss.batch import Correction
 from ludic.training.loss.functional import capped_exp
 
 Level = Literal["token", "sequence"]

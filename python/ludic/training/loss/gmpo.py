@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ludic.training.loss.base import Batch, Normalizer, SharedContext, Stats, check_clip, check_ratio_clip
+from ludic.training.loss.base import Loss, check_clip, check_ratio_clip
+from ludic.training.loss.batch import Stats
+from ludic.training.loss.context import SharedContext
 from ludic.training.loss.functional import capped_exp
 from ludic.training.loss.statistics import capped, masked_stats, outside, policy_stats, spread
 
 
 @dataclass
-class GMPOLoss:
+class GMPOLoss(Loss):
     """L = -mean_b R_b A_b with log R_b = mean_t s_b g_bt, where s_b = sign(A_b) and
     g_bt = min(s_b log r_bt, clip(s_b log r_bt, -low, high)), r_bt the ratio of token t.
 
@@ -30,16 +31,14 @@ class GMPOLoss:
     length_normalize: bool = True
     ratio_clip: float | None = None
 
-    normalizer: ClassVar[Normalizer] = "samples"
-    zero_weight_is_zero_gradient: ClassVar[bool] = True
-    reads_shared_only: ClassVar[bool] = True
+    zero_weight_is_zero_gradient = True
+    reads_shared_only = True
 
     def __post_init__(self) -> None:
         check_clip(self.clip_eps_low, self.clip_eps_high)
         check_ratio_clip(self.ratio_clip)
 
-    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
-        shared = shared or SharedContext(logits, batch)
+    def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         sign = shared.weight.sign()[:, None]
         log_ratio = shared.log_ratio
         if self.ratio_clip is not None:

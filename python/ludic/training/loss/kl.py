@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ludic.errors import ConfigError
-from ludic.training.loss.base import Batch, Normalizer, SharedContext, Stats, row_mean
+from ludic.training.loss.base import Loss, row_mean
+from ludic.training.loss.batch import Stats
+from ludic.training.loss.context import SharedContext
 from ludic.training.loss.functional import masked
 from ludic.training.loss.statistics import masked_stats, spread
 
@@ -20,7 +22,7 @@ log_ratio^2 / 2; k3: exp(-log_ratio) - 1 + log_ratio, as in GRPO."""
 
 
 @dataclass
-class TokenKLLoss:
+class TokenKLLoss(Loss):
     """L = coeff * mean_b mean_t k(log pi_bt - log pi_bt^actor).
 
     Schulman, "Approximating KL divergence" (2020), for the three estimators; k1 is the default.
@@ -32,15 +34,12 @@ class TokenKLLoss:
     length_normalize: bool = True
     estimator: Estimator = "k1"
 
-    normalizer: ClassVar[Normalizer] = "samples"
-    zero_weight_is_zero_gradient: ClassVar[bool] = False
-    reads_shared_only: ClassVar[bool] = True
+    reads_shared_only = True
 
     def __post_init__(self) -> None:
         _check_estimator(self.estimator)
 
-    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
-        shared = shared or SharedContext(logits, batch)
+    def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         mask, kl = shared.token_mask, estimate(shared.log_ratio, self.estimator)
         by_row = masked(kl, mask).sum(dim=1)
         if self.length_normalize:
@@ -58,7 +57,7 @@ class TokenKLLoss:
 
 
 @dataclass
-class KLLoss:
+class KLLoss(Loss):
     """L = coeff * mean_b k(l_b - l_b^old), l_b the log-probability of sequence b; k1 is the
     default, as in TokenKLLoss. With `length_normalize` both are means over tokens. l_b^old is a
     constant."""
@@ -68,15 +67,12 @@ class KLLoss:
     length_normalize: bool = False
     estimator: Estimator = "k1"
 
-    normalizer: ClassVar[Normalizer] = "samples"
-    zero_weight_is_zero_gradient: ClassVar[bool] = False
-    reads_shared_only: ClassVar[bool] = True
+    reads_shared_only = True
 
     def __post_init__(self) -> None:
         _check_estimator(self.estimator)
 
-    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
-        shared = shared or SharedContext(logits, batch)
+    def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         logp = shared.logp_action(length_normalize=self.length_normalize)
         old = shared.old_logp_action(self.old_logp_key, length_normalize=self.length_normalize)
         kl = estimate(logp - old, self.estimator)
@@ -85,20 +81,18 @@ class KLLoss:
 
 
 @dataclass
-class EntropyBonus:
+class EntropyBonus(Loss):
     """L = -coeff * (sum of H_t over the actions) / (number of actions), H_t the entropy of the
     distribution that token t was drawn from. A mean over all action tokens of the mini-batch; 0
     when there is none."""
 
     coeff: float = 0.01
 
-    normalizer: ClassVar[Normalizer] = "tokens"
-    zero_weight_is_zero_gradient: ClassVar[bool] = False
-    reads_shared_only: ClassVar[bool] = True
-    reads_entropy: ClassVar[bool] = True
+    normalizer = "tokens"
+    reads_shared_only = True
+    reads_entropy = True
 
-    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
-        shared = shared or SharedContext(logits, batch)
+    def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         entropy = row_mean(shared.entropy, shared, length_normalize=False, normalizer="tokens")
         loss = -self.coeff * entropy
         return loss, {"loss": loss.detach(), "entropy_mean": entropy.detach()}

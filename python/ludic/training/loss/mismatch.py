@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from ludic.training.loss.base import SharedContext, Stats
+from ludic.training.loss.batch import Stats
+from ludic.training.loss.context import SharedContext
 from ludic.training.loss.functional import masked
 
 PREFIX = "mismatch/"
@@ -34,12 +35,12 @@ LONGEST_LOG_RATIO = 20.0
 
 def mismatch_sums(shared: SharedContext) -> Stats:
     """Of one micro-batch, as detached scalars on its device. Nothing where the batch has no
-    log-probabilities of the sampler, or where the loss did not ask for the policy's: none are
-    computed for this."""
-    if "actor_logps" not in shared.batch or not shared.knows_logp:
+    log-probabilities of the sampler, or where
+    the loss did not ask for the policy's: none are computed for this."""
+    if "actor_logps" not in shared.batch or not shared.has_computed_logp:
         return {}
     mask = shared.token_mask
-    difference = masked(shared.proximal_logp - shared.behaviour_logp, mask).detach()
+    difference = masked(shared.proximal_logp - shared.sampler_logp, mask).detach()
     bounded = difference.clamp(-LONGEST_LOG_RATIO, LONGEST_LOG_RATIO)
     ratio = bounded.exp() * mask
     sums = {

@@ -5,25 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ludic.errors import ConfigError, DataError
-from ludic.training.loss.base import Batch, Normalizer, SharedContext, Stats, num_rows
+from ludic.training.loss.base import Loss, ScoreType
+from ludic.training.loss.batch import Batch, Stats, num_rows
+from ludic.training.loss.context import SharedContext
 
 logger = logging.getLogger(__name__)
 
-ScoreType = Literal["reward", "logprob"]
 RegularizationType = Literal["l2", "l1"]
 
 SQUARED_MARGINS = "squared_margins"
 
 
 @dataclass
-class BradleyTerryLoss:
+class BradleyTerryLoss(Loss):
     """L = mean_p -[y log sigma(z) + (1 - y) log sigma(-z)] + lambda |s_c - s_r| + lambda_s mean_p
     (s_c^2 + s_r^2), with z = beta (s_c - s_r) and y = label (1 - eps) + eps / 2.
 
@@ -53,8 +54,7 @@ class BradleyTerryLoss:
     score_regularization_lambda: float = 0.0
     """Weight of the squared scores, which Bradley-Terry leaves free to drift together."""
 
-    normalizer: ClassVar[Normalizer] = "pairs"
-    zero_weight_is_zero_gradient: ClassVar[bool] = False
+    normalizer = "pairs"
 
     def __post_init__(self) -> None:
         check_score_type(self.score_type)
@@ -69,13 +69,13 @@ class BradleyTerryLoss:
             raise ConfigError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
 
     @property
-    def reads_shared_only(self) -> bool:
-        """Log-probabilities are; rewards are the logits themselves."""
+    def reads_shared_only(self) -> bool:  # type: ignore[override]  # follows from the settings
+        """True for log-probabilities; rewards are the logits themselves."""
         return self.score_type == "logprob"
 
     @property
-    def needs_first_pass(self) -> bool:
-        """The root of a sum over all pairs is no sum over micro-batches."""
+    def needs_first_pass(self) -> bool:  # type: ignore[override]
+        """True for an l2 norm: the root of a sum over all pairs is no sum over micro-batches."""
         return self.regularization_lambda > 0 and self.regularization_type == "l2"
 
     def first_pass(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -83,11 +83,10 @@ class BradleyTerryLoss:
         chosen, rejected, _ = self._scored(SharedContext(logits, batch))
         return {SQUARED_MARGINS: (chosen - rejected).square().sum()}
 
-    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
-        shared = shared or SharedContext(logits, batch)
+    def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         chosen, rejected, label = self._scored(shared)
         if not len(label):
-            return self._nothing(chosen, logits)
+            return self._zero_loss(chosen, shared.logits)
         margin = self.beta * (chosen - rejected)
         target = label * (1 - self.label_smoothing) + self.label_smoothing / 2
         loss = -(target * logsigmoid(margin) + (1 - target) * logsigmoid(-margin)).mean()
@@ -136,12 +135,12 @@ class BradleyTerryLoss:
             )
         return own.detach()
 
-    def _nothing(self, none: Tensor, logits: Tensor) -> tuple[Tensor, Stats]:
+    def _zero_loss(self, no_scores: Tensor, logits: Tensor) -> tuple[Tensor, Stats]:
         """0, with a gradient of 0 in every logit, for a batch without a complete pair."""
         names = ["loss", "accuracy", "chosen_score", "rejected_score", "margin", "num_pairs"]
         names += ["score_reg"] if self.score_regularization_lambda > 0 else []
-        zero = none.new_zeros(())
-        return logits.to(none.dtype).sum() * 0.0, dict.fromkeys(names, zero)
+        zero = no_scores.new_zeros(())
+        return logits.to(no_scores.dtype).sum() * 0.0, dict.fromkeys(names, zero)
 
 
 def check_score_type(score_type: str) -> None:

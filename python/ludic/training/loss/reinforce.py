@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from ludic.training.loss.base import Batch, Normalizer, SharedContext, Stats, check_ratio_clip
+from ludic.training.loss.base import Loss, check_ratio_clip
+from ludic.training.loss.batch import Stats
+from ludic.training.loss.context import SharedContext
 from ludic.training.loss.functional import capped_exp
 from ludic.training.loss.statistics import k3, spread
 
 
 @dataclass
-class ReinforceLoss:
+class ReinforceLoss(Loss):
     """L = -mean_b[ sg(r_b) A_b l_b ], with l_b = log pi(action_b), r_b = exp(l_b - l_b^old), A_b
     the weight.
 
@@ -28,20 +29,18 @@ class ReinforceLoss:
     old_logp_key: str = "old_logp_action"
     ratio_clip: float | None = None
 
-    normalizer: ClassVar[Normalizer] = "samples"
-    zero_weight_is_zero_gradient: ClassVar[bool] = True
-    reads_shared_only: ClassVar[bool] = True
+    zero_weight_is_zero_gradient = True
+    reads_shared_only = True
 
     def __post_init__(self) -> None:
         check_ratio_clip(self.ratio_clip)
 
-    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
-        shared = shared or SharedContext(logits, batch)
+    def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         return importance_weighted(self, shared, shared.weight)
 
 
 @dataclass
-class ReinforceBaselineLoss:
+class ReinforceBaselineLoss(Loss):
     """ReinforceLoss with A_b = w_b - mean(w), divided by (std(w) + 1e-8) if `normalize`.
 
     Mean and population standard deviation are those of the mini-batch (`BatchTotals`), so that they
@@ -54,15 +53,12 @@ class ReinforceBaselineLoss:
     old_logp_key: str = "old_logp_action"
     ratio_clip: float | None = None
 
-    normalizer: ClassVar[Normalizer] = "samples"
-    zero_weight_is_zero_gradient: ClassVar[bool] = False
-    reads_shared_only: ClassVar[bool] = True
+    reads_shared_only = True
 
     def __post_init__(self) -> None:
         check_ratio_clip(self.ratio_clip)
 
-    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
-        shared = shared or SharedContext(logits, batch)
+    def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         totals = shared.totals
         advantage = shared.weight - totals.weight_mean
         if self.normalize:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ludic.errors import ConfigError
-from ludic.training.loss.base import Batch, Normalizer, SharedContext, Stats, check_token_normalizer, row_mean
+from ludic.training.loss.base import Loss, check_token_normalizer, row_mean
+from ludic.training.loss.batch import Normalizer, Stats
+from ludic.training.loss.context import SharedContext
 from ludic.training.loss.statistics import masked_stats, policy_stats, spread
 
 
 @dataclass
-class SAPOLoss:
+class SAPOLoss(Loss):
     """L = -mean_b sum_t (4 / tau_b) sigmoid(tau_b (r_bt - 1)) A_b, r_bt the ratio of token t, tau_b
     = tau_pos if A_b > 0, else tau_neg.
 
@@ -30,8 +31,8 @@ class SAPOLoss:
     length_normalize: bool = False
     normalizer: Normalizer = "samples"
 
-    zero_weight_is_zero_gradient: ClassVar[bool] = True
-    reads_shared_only: ClassVar[bool] = True
+    zero_weight_is_zero_gradient = True
+    reads_shared_only = True
 
     def __post_init__(self) -> None:
         for name, tau in (("tau_pos", self.tau_pos), ("tau_neg", self.tau_neg)):
@@ -39,8 +40,7 @@ class SAPOLoss:
                 raise ConfigError(f"{name} must be positive, got {tau}")
         check_token_normalizer(self.normalizer, self.length_normalize)
 
-    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
-        shared = shared or SharedContext(logits, batch)
+    def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         advantage = shared.weight[:, None]
         tau = torch.where(advantage > 0, self.tau_pos, self.tau_neg)
         gate = torch.sigmoid(tau * (shared.ratio - 1.0))

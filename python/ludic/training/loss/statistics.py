@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ludic.training.loss.base import SharedContext, Stats
+from ludic.training.loss.batch import Stats
+from ludic.training.loss.context import SharedContext
 from ludic.training.loss.functional import masked
 
 

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from ludic.training.loss.base import (
-    Batch,
-    Normalizer,
-    SharedContext,
-    Stats,
-    check_token_normalizer,
-    row_mean,
-)
+from ludic.training.loss.base import Loss, check_token_normalizer, row_mean
+from ludic.training.loss.batch import Normalizer, Stats
+from ludic.training.loss.context import SharedContext
 from ludic.training.loss.statistics import masked_stats
 
 
 @dataclass
-class MaskedCausalLMCrossEntropyLoss:
+class MaskedCausalLMCrossEntropyLoss(Loss):
     """L = mean_b w_b mean_t -log pi_bt over the action tokens, in float32.
 
     Without `length_normalize` the mean over t is a sum; `normalizer="tokens"` takes one mean over
@@ -30,16 +24,15 @@ class MaskedCausalLMCrossEntropyLoss:
     length_normalize: bool = True
     normalizer: Normalizer = "samples"
 
-    zero_weight_is_zero_gradient: ClassVar[bool] = True
-    reads_shared_only: ClassVar[bool] = True
+    zero_weight_is_zero_gradient = True
+    reads_shared_only = True
 
     def __post_init__(self) -> None:
         check_token_normalizer(self.normalizer, self.length_normalize)
 
-    def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
-        shared = shared or SharedContext(logits, batch)
+    def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         nll = -shared.token_logp
-        weighted = nll * batch["weight"][:, None] if "weight" in batch else nll
+        weighted = nll * shared.weight[:, None] if "weight" in shared.batch else nll
         loss = row_mean(weighted, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
         stats: Stats = {
             "loss": loss.detach(),

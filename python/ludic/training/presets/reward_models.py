@@ -6,8 +6,9 @@ from ludic.errors import ConfigError
 from ludic.training.algorithm import RLAlgorithm, compose_preprocess
 from ludic.training.credit_assignment import ConstantCredit, GroupNormalizedReturn, HybridNormalizedReturn
 from ludic.training.loss import BradleyTerryLoss, CISPOLoss, TokenClippedSurrogateLoss
+from ludic.training.loss.base import ScoreType
 from ludic.training.loss.kl import Estimator
-from ludic.training.loss.preference import RegularizationType, ScoreType
+from ludic.training.loss.preference import RegularizationType
 from ludic.training.presets.clipped_weights import add_kl
 from ludic.training.presets.preprocess import check_ratios, filter_flat_groups
 from ludic.training.reward_credit import CombineMode, RewardModelCreditAssigner

@@ -1,0 +1,121 @@
+"""A collated micro-batch, and what a loss may know of the mini-batch that it is part of.
+
+Shapes: B samples, T tokens of a padded row, S tokens of a padding-free batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Batch = Mapping[str, Any]
+"""A collated micro-batch, in one of three layouts:
+
+- Padded: `input_ids`, `attention_mask`, `action_mask` [B, T], `weight` [B]; with the sampler's
+  log-probabilities also `actor_logps` [B, T] and `old_logp_action` [B].
+- Padding-free: the rows follow one another in [1, S]. `cu_seqlens` [B + 1] has the offset of each
+  row and the end; `max_seqlen` is an `int`.
+- Merged turns: several samples share a row. `turns` [B, 3] has the row, begin and end of each
+  sample's own tokens; it occurs with either layout above.
+
+Preference samples have `meta`: lists of B `pair_id`, `role` and `label`."""
+Stats = dict[str, Any]
+"""Detached scalars on the device of the logits."""
+Normalizer = Literal["samples", "tokens", "pairs"]
+"""What a loss is a mean over."""
+
+
+class Correction(Protocol):
+    """Weights tokens by how far trainer and sampler differ on them; see `loss.correction`."""
+
+    def weights(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        """[B, T - 1] weights of the tokens' gradients.
+
+        `log_ratio` [B, T - 1] is log pi_trainer - log pi_sampler, 0 off the actions; `mask`
+        [B, T - 1] is 1 on the actions.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class BatchTotals:
+    """Counts and moments of the whole mini-batch: all samples of one optimizer step, over all
+    ranks."""
+
+    num_samples: float
+    num_tokens: float
+    """Action tokens that are predicted: those at positions >= 1."""
+    weight_mean: float
+    weight_std: float
+    """Population standard deviation."""
+    num_pairs: float = 0.0
+    measured: Mapping[str, Tensor] = field(default_factory=dict)
+    """Sums that the loss's first pass measured, by name."""
+
+    @classmethod
+    def from_columns(cls, weights: NDArray[Any], target_counts: NDArray[Any], *, num_pairs: float = 0.0) -> BatchTotals:
+        """Totals from [N] weights and [N] predicted action tokens of all samples, those of weight 0
+        included."""
+        wide = np.asarray(weights, dtype=np.float64)
+        return cls(
+            num_samples=float(len(wide)),
+            num_tokens=float(np.asarray(target_counts, dtype=np.int64).sum()),
+            weight_mean=float(wide.mean()) if len(wide) else 0.0,
+            weight_std=float(wide.std()) if len(wide) else 0.0,
+            num_pairs=num_pairs,
+        )
+
+    @classmethod
+    def from_batch(cls, batch: Batch) -> BatchTotals:
+        """Totals of a batch that is not part of a larger one."""
+        weight = batch.get("weight")
+        wide = weight.detach().cpu().double() if isinstance(weight, Tensor) and weight.numel() > 0 else None
+        return cls(
+            num_samples=float(num_rows(batch)),
+            num_tokens=float(num_targets(batch)),
+            weight_mean=0.0 if wide is None else float(wide.mean()),
+            weight_std=0.0 if wide is None else float(wide.std(unbiased=False)),
+            num_pairs=num_pairs(batch),
+        )
+
+    def of(self, normalizer: Normalizer) -> float:
+        """The denominator of a mean over `normalizer`."""
+        return {"samples": self.num_samples, "tokens": self.num_tokens, "pairs": self.num_pairs}[normalizer]
+
+
+def num_rows(batch: Batch) -> int:
+    """Samples in a collated batch."""
+    if "turns" in batch:
+        return int(batch["turns"].shape[0])
+    if "cu_seqlens" in batch:
+        return int(batch["cu_seqlens"].shape[0]) - 1
+    return int(batch["input_ids"].shape[0])
+
+
+def num_pairs(batch: Batch) -> float:
+    """Pairs in a collated batch: ids in its `meta` that have both roles. Without `meta`, half the
+    number of samples."""
+    meta = batch.get("meta", {})
+    if "pair_id" not in meta or "role" not in meta:
+        return num_rows(batch) / 2
+    halves = {*zip(meta["pair_id"], meta["role"], strict=True)}
+    return float(sum((pair, "rejected") in halves for pair, role in halves if role == "chosen"))
+
+
+def num_targets(batch: Batch) -> Tensor:
+    """[] action tokens that have a token before them in their row. Stays on the device.
+
+    Example: rows [a b c] and [d e] padding-free, with cu_seqlens [0, 3, 5] and all five tokens
+    actions: a and d begin a row, so 5 - 2 = 3 tokens are predicted.
+    """
+    mask: Tensor = batch["action_mask"]
+    if "cu_seqlens" in batch:
+        starts = batch["cu_seqlens"][:-1].long()
+        return mask.sum(dtype=torch.int64) - mask[0, starts].sum(dtype=torch.int64)
+    return mask[:, 1:].sum(dtype=torch.int64)

@@ -1,0 +1,109 @@
+"""`Loss`, and what a user's loss becomes where it enters."""
+
+import inspect
+
+import pytest
+import torch
+from loss_batches import Bigram, padded, rows
+
+from ludic.errors import ConfigTypeError
+from ludic.training import CISPOLoss, CompositeLoss, ConstantCredit, Loss, LossTerm, RLAlgorithm
+from ludic.training.loss import as_loss
+from ludic.training.loss.base import AdaptedLoss, loss_name
+
+
+class Documented:
+    """Only the documented members."""
+
+    normalizer = "tokens"
+    zero_weight_is_zero_gradient = True
+
+    def compute(self, logits, batch):
+        loss = logits.square().mean()
+        return loss, {"loss": loss.detach()}
+
+
+def square(logits, batch):
+    loss = logits.square().mean()
+    return loss, {"loss": loss.detach()}
+
+
+def test_a_loss_is_passed_on_as_it_is():
+    loss = CISPOLoss()
+    assert as_loss(loss) is loss
+    assert RLAlgorithm("x", ConstantCredit(), loss).loss is loss
+    assert LossTerm("x", loss).loss is loss
+
+
+def test_an_object_with_the_documented_members_alone_becomes_a_loss_with_its_flags():
+    loss = RLAlgorithm("x", ConstantCredit(), Documented()).loss
+    assert isinstance(loss, Loss)
+    assert (loss.normalizer, loss.zero_weight_is_zero_gradient) == ("tokens", True)
+    assert (loss.reads_shared_only, loss.reads_entropy, loss.needs_first_pass, loss.scales_itself) == (False,) * 4
+    assert (loss.score_type, loss.beta) == ("reward", 1.0)
+    assert as_loss(loss) is loss
+
+
+def test_a_plain_function_is_a_loss():
+    batch = padded(rows(3, seed=1))
+    value, stats = RLAlgorithm("x", ConstantCredit(), square).compute_loss(Bigram(), batch)
+    wanted, _ = RLAlgorithm("x", ConstantCredit(), Documented()).compute_loss(Bigram(), batch)
+    assert value.item() == wanted.item() == stats["loss"].item() > 0
+    assert loss_name(as_loss(square)) == "square"
+
+
+def test_a_subclass_without_a_shared_argument_is_called_without_one():
+    class Own(Loss):
+        reads_entropy = True
+
+        def compute(self, logits, batch):
+            return square(logits, batch)
+
+    loss = as_loss(Own())
+    assert isinstance(loss, AdaptedLoss)
+    assert loss.reads_entropy
+    assert loss_name(loss) == "Own"
+    assert RLAlgorithm("x", ConstantCredit(), loss).compute_loss(Bigram(), padded(rows(2, seed=1)))[0] > 0
+
+
+def test_a_subclass_needs_compute_from_alone_and_works_without_a_context():
+    class MeanLogp(Loss):
+        reads_shared_only = True
+
+        def compute_from(self, shared):
+            loss = -shared.logp_action().mean()
+            return loss, {"loss": loss.detach()}
+
+    model, batch = Bigram(), padded(rows(3, seed=2))
+    alone, _ = MeanLogp().compute(model(batch["input_ids"]), batch)
+    within, _ = RLAlgorithm("x", ConstantCredit(), MeanLogp()).compute_loss(model, batch)
+    assert alone.item() == within.item() > 0
+
+
+def test_a_subclass_that_defines_neither_is_told_what_to_define():
+    with pytest.raises(NotImplementedError, match=r"Loss must define compute_from\(shared\) or compute\(logits, batch\)"):
+        Loss().compute(torch.zeros(1, 2, 3), {})
+
+
+def test_the_first_pass_of_an_adapted_loss_is_that_of_the_object():
+    class Measuring(Documented):
+        needs_first_pass = True
+
+        def first_pass(self, logits, batch):
+            return {"sum": logits.sum()}
+
+    composite = CompositeLoss([LossTerm("a", Measuring()), LossTerm("b", CISPOLoss())])
+    assert composite.needs_first_pass
+    assert composite.first_pass(torch.ones(1, 2, 3), {})["sum"].item() == 6.0
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "grpo"])
+def test_what_is_no_loss_is_refused_where_it_enters(wrong):
+    with pytest.raises(ConfigTypeError, match=r"loss \(\w+\) must have compute\(logits, batch\), or be such a function"):
+        RLAlgorithm("x", ConstantCredit(), wrong)
+
+
+def test_signatures_are_read_where_a_loss_enters_and_not_for_each_micro_batch(monkeypatch):
+    algorithm = RLAlgorithm("x", ConstantCredit(), CompositeLoss([LossTerm("a", Documented()), LossTerm("b", CISPOLoss())]))
+    monkeypatch.setattr(inspect, "signature", lambda *_: pytest.fail("a signature was read again"))
+    algorithm.compute_loss(Bigram(), padded(rows(2, seed=1)))
