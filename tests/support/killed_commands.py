@@ -1,7 +1,7 @@
 """Commands that are killed, by a real SIGKILL, at the n-th of the moments at which a run changes
 what is on disk.
 
-Each runs in a process of its own, forked from one that has torch loaded already.
+Each runs in a process of its own, forked from one that has loaded everything that a run imports.
 """
 
 import multiprocessing
@@ -11,7 +11,12 @@ import sys
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["ludic.cli.app", "ludic.runs.reinforce", "ludic.cli.train", "ludic.runs.sft"])
+_CONTEXT.set_forkserver_preload(
+    [
+        *("ludic.cli.app", "ludic.cli.train", "ludic.runs.reinforce", "ludic.runs.sft"),
+        *("transformers.models.qwen2.modeling_qwen2", "peft", "matplotlib.backends.backend_agg"),
+    ]
+)
 
 
 def killed_at(moment, command, *arguments):
