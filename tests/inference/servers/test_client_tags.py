@@ -79,7 +79,7 @@ def test_when_nothing_is_left_it_is_an_error():
 
 def test_an_answer_without_a_tag_is_an_error_that_says_what_the_server_needs_or_is_counted():
     with pytest.raises(
-        ClientTagError, match=r"--middleware ludic\.inference\.servers\.client_tag_middleware\.ClientTagMiddleware"
+        ClientTagError, match=r"--middleware ludic\.inference\.vllm\.in_server\.client_tag_middleware\.ClientTagMiddleware"
     ):
         ClientTag("a", "require_echo").mine({"choices": [group()]})
     lenient = ClientTag("a", "lenient")

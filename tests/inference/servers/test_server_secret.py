@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ludic.errors import ConfigError
-from ludic.inference.servers import server_secret
 from ludic.inference.servers.server_secret import HEADER, drop_secret, keep_secret, secret_file, secret_headers, secret_of
+from ludic.inference.vllm.in_server import secret
 from ludic.inference.vllm.in_server.secret_middleware import OPEN_FOLDERS, OPEN_PATHS, SecretMiddleware
 
 SECRET = "s3cret-of-this-run-and-no-other"
@@ -199,7 +199,7 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_that_names_another(folde
 
 def test_homes_that_machines_share_hold_a_file_for_each(folder, monkeypatch):
     first = secret_file(8000)
-    monkeypatch.setattr(server_secret.socket, "gethostname", lambda: "another")
+    monkeypatch.setattr(secret.socket, "gethostname", lambda: "another")
     assert secret_file(8000) != first
 
 

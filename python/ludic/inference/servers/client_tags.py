@@ -16,14 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ludic.errors import ClientTagError, ConfigError
+from ludic.inference.vllm.in_server.client_tag_middleware import FIELD, HEADER, OUTER_LISTS
 
 TagPolicy = Literal["require_echo", "lenient"]
-HEADER = "X-VLLM-Client-Tag"
-FIELD = "client_tag"
 PLACES = ("metadata", "meta", "context", "extra", "request")
 """Where an object may say its tag, if it does not at its top."""
-OUTER_LISTS = ("results", "choices")
-"""Where an answer has its groups; each may have `outputs`."""
 DEPTH = 5
 BREADTH = 8
 """How far down, and how many elements of a list, a tag is looked for."""

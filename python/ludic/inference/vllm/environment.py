@@ -9,14 +9,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 import ludic
 from ludic.errors import ConfigError
+from ludic.inference.vllm.in_server.flags import default_variables
+from ludic.inference.vllm.in_server.server import PYTHON_VARIABLE, without_vllm
 
-PYTHON_VARIABLE = "LUDIC_VLLM_PYTHON"
 VENV = ".venv-vllm"
 """What `make vllm` builds."""
 LOOK_S = 60.0
@@ -48,10 +49,7 @@ def check_has_vllm(python: str) -> None:
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"{python} did not say within {LOOK_S:g} s whether it has vLLM; name another interpreter") from error
     if missing:
-        raise ConfigError(
-            f"{python} has no vLLM; build an environment with it by `make vllm` in a clone, or by pip install 'vllm>=0.32' in a virtual "
-            f"environment of its own, and name its interpreter by {PYTHON_VARIABLE}=PATH, --python PATH or inference.python=PATH"
-        )
+        raise ConfigError(without_vllm(python))
 
 
 def is_cpu_build(python: str) -> bool:
@@ -81,23 +79,14 @@ def package_root() -> str:
 
 
 def server_variables(
-    python: str, *, cpu: bool, given: Mapping[str, str] | None = None, changing: Mapping[str, str] | None = None
+    python: str, *, cpu: bool, given: Mapping[str, str] | None = None, arguments: Sequence[str] = ()
 ) -> dict[str, str]:
-    """The environment that a server gets: ours, with defaults that ours and `given` may set
-    otherwise. `changing` are those with which what it serves can be changed."""
+    """The environment that a server with these arguments gets: ours, and the defaults that
+    neither ours nor `given` sets."""
     env = dict(os.environ)
     own = env.get("PYTHONPATH") if python == sys.executable else None  # what fits this interpreter fits no other
     env.pop("PYTHONHOME", None)
-    defaults = {
-        "VLLM_USE_V1": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        **(changing or {}),
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",  # longer than any client's, so that no request meets a connection that is being closed
-        **({"TORCHDYNAMO_DISABLE": "1"} if cpu else {}),
-    }
-    for name, value in defaults.items():
+    for name, value in default_variables(arguments, cpu=cpu).items():
         env.setdefault(name, value)
     env.update(given or {})
     paths = [package_root(), (given or {}).get("PYTHONPATH"), own]

@@ -29,7 +29,6 @@ from ludic.inference.vllm.in_server.flags import (
     TAG_MIDDLEWARE,
     THINK_PROCESSOR,
     WeightBackend,
-    changing_variables,
     missing_flags,
     weight_flags,
 )
@@ -113,7 +112,7 @@ def start_vllm_server(
     command = [interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *missing_flags(flags, given)]
     command += ["--middleware", TAG_MIDDLEWARE] if client_tags else []  # may be given several times
     command += ["--middleware", SECRET_MIDDLEWARE, *given]
-    variables = server_variables(interpreter, cpu=cpu, given=env, changing=changing_variables(command))
+    variables = server_variables(interpreter, cpu=cpu, given=env, arguments=command)
     with _secret_for(port, variables) as secret:
         proc = _start(command, {**variables, VARIABLE: secret}, stream_output=stream_output, log_path=log_path)
         _SECRETS[proc] = port, secret

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import ludic
+from ludic.inference.vllm.in_server.flags import default_variables
 from ludic.inference.vllm.in_server.server import port_of, server_command
 from ludic.inference.vllm.in_server.think_limits import ThinkLimits, heeded, thought_limit
 
@@ -119,6 +120,7 @@ def test_the_servers_own_flags_win_and_the_rest_is_what_training_needs():
     assert command[command.index("--host") + 1] == "127.0.0.1"
     assert "VLLM_BATCH_INVARIANT" not in variables
     assert variables["VLLM_SERVER_DEV_MODE"] == "1"
+    assert default_variables(["--weight-transfer-config"]).items() <= variables.items()  # as `ludic serve` has them
     assert command[command.index("--middleware") + 1] == "ludic.inference.vllm.in_server.secret_middleware.SecretMiddleware"
     assert variables["LUDIC_SERVER_SECRET"] not in " ".join(command)
 

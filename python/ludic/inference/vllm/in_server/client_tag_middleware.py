@@ -13,7 +13,10 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from ludic.inference.servers.client_tags import FIELD, HEADER, OUTER_LISTS
+HEADER = "X-VLLM-Client-Tag"
+FIELD = "client_tag"
+OUTER_LISTS = ("results", "choices")
+"""Where an answer has its groups; each may have `outputs`."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

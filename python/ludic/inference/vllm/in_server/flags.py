@@ -1,5 +1,5 @@
-"""Flags of vLLM's that training needs, and what of ours a server loads. It runs in the server's
-environment too: standard library alone."""
+"""The flags and environment variables of vLLM that training needs, and what of ours a server
+loads."""
 
 from __future__ import annotations
 
@@ -18,19 +18,35 @@ DEFAULT_FLAGS: list[tuple[str, str | None]] = [
 ]
 """Flag and value; a flag without a value stands alone."""
 WORKER_EXTENSION = "ludic.inference.vllm.in_server.worker.WeightWorker"
+KEEP_ALIVE_S = 60
+"""Longer than any client's, so that no request meets a connection that is being closed."""
 
 
 def weight_flags(backend: WeightBackend | None) -> list[tuple[str, str | None]]:
-    """What makes a server take weights while it serves."""
+    """The flags with which a server takes weights while it serves."""
     if backend is None:
         return []
     return [("--worker-extension-cls", WORKER_EXTENSION), ("--weight-transfer-config", json.dumps({"backend": backend}))]
 
 
-def changing_variables(arguments: Sequence[str]) -> dict[str, str]:
-    """What a server with these arguments needs in its environment so that what it serves can be
-    changed: the endpoints for that exist nowhere but in development mode. Nothing where it takes
-    neither weights nor adapters."""
+def default_variables(arguments: Sequence[str], *, cpu: bool = False) -> dict[str, str]:
+    """The environment variables of a server with these arguments, for those that its user does
+    not set. `cpu` is for vLLM's build for CPUs."""
+    return {
+        "VLLM_USE_V1": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
+        **({"TORCHDYNAMO_DISABLE": "1"} if cpu else {}),
+        **_changing_variables(arguments),
+    }
+
+
+def _changing_variables(arguments: Sequence[str]) -> dict[str, str]:
+    """The variables without which what a server serves cannot be changed: vLLM has the endpoints
+    for that in development mode alone. Empty for a server that takes neither weights nor
+    adapters."""
     flags = {argument.split("=")[0] for argument in arguments}
     adapters = "--enable-lora" in flags
     changing = adapters or not flags.isdisjoint(["--worker-extension-cls", "--weight-transfer-config"])
@@ -38,11 +54,11 @@ def changing_variables(arguments: Sequence[str]) -> dict[str, str]:
     return variables | ({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if adapters else {})
 
 
-def missing_flags(defaults: Sequence[tuple[str, str | None]], given: Sequence[str]) -> list[str]:
-    """The defaults that are not given, as arguments; of a flag that is among them twice, the
-    first."""
+def missing_flags(defaults: Sequence[tuple[str, str | None]], explicit: Sequence[str]) -> list[str]:
+    """The defaults that are not among the explicit arguments, as arguments. Of a flag that is
+    among the defaults twice, the first counts."""
     arguments: list[str] = []
-    taken = {argument.split("=")[0] for argument in given}
+    taken = {argument.split("=")[0] for argument in explicit}
     for flag, value in defaults:
         if flag not in taken:
             taken.add(flag)

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from ludic.inference.servers.server_secret import HEADER, VARIABLE, is_this_machine, secret_of
+from ludic.inference.vllm.in_server.secret import HEADER, VARIABLE, is_this_machine, secret_of
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
