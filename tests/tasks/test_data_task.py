@@ -13,6 +13,7 @@ from ludic.recipes.build import build_task
 from ludic.recipes.compose import compose
 from ludic.recipes.schema import TaskSection
 from ludic.runs.rollouts import PassRequests
+from ludic.tasks import as_episodic
 from ludic.tasks.data_task import DataTask
 from ludic.tasks.rewards import build_rewards
 
@@ -93,7 +94,7 @@ def test_conversations_are_asked_whole(tmp_path):
 
 def requests_of(task, batches, seed=0, prompts_a_batch=3):
     section = compose(["data", f"rollout.prompts={prompts_a_batch}", "rollout.group_size=2"]).rollout
-    return PassRequests(task, section, seed=seed)
+    return PassRequests(as_episodic(task), task, section, seed=seed)
 
 
 def asked(requests, batches):

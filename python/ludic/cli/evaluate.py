@@ -156,10 +156,9 @@ def _evaluator(
     solved_at: float | None,
 ) -> ProblemEvaluator:
     from ludic.eval import ProblemEvaluator
-    from ludic.tasks.measures import measures_of
     from ludic.training.reward_scorer import TASK_REWARD_INFO
 
-    numbers = [name for name in measures_of(task) if name != TASK_REWARD_INFO]  # that is the reward, which is measured anyway
+    numbers = [name for name in task.measures if name != TASK_REWARD_INFO]  # that is the reward, which is measured anyway
 
     return ProblemEvaluator(
         engine=engine,

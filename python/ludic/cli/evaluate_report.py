@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.files.atomic import write_text
-from ludic.tasks.judged import is_scored
-from ludic.tasks.measures import measures_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -125,10 +123,10 @@ def _rows(found: Found) -> dict[str, Interval]:
     if found.solved_at is not None:
         rows[f"accuracy (avg@{k})" if k > 1 else "accuracy"] = measurement.accuracy
         rows |= {f"pass@{k}": interval for k, interval in measurement.pass_at_k.items() if k > 1}
-    rows["score as rewarded" if is_scored(found.task) else "reward"] = measurement.reward
+    rows["score as rewarded" if found.task.reward_is_score else "reward"] = measurement.reward
     labels = {
         **found.task.facts,
-        **measures_of(found.task),
+        **found.task.measures,
         "cut_off": "reached the token limit",
         "answer_tokens": "tokens of an answer",
     }

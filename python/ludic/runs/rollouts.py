@@ -17,13 +17,12 @@ from ludic.inference.prompts.tokens import PromptTokens
 from ludic.interaction import SingleAgentProtocol
 from ludic.recipes.schema import Recipe, RolloutSection
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
-from ludic.tasks.data_task import DataProblem, DataTask
-from ludic.tasks.episodic import OneTurn
-from ludic.tasks.judged import JudgedTask
+from ludic.tasks.adapters import prompt_messages
+from ludic.tasks.base import ProblemList
 from ludic.training.batching.synced_batching import RolloutBatchSource
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.rollouts.groups import GRPORequestStrategy
-from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest, RolloutScorer, SAWBatch
+from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest, SAWBatch
 
 ENV_KIND, PROTOCOL_KIND = "task", "single_agent"
 
@@ -44,8 +43,7 @@ def make_engine(
     trained on, and rewarded by the task's reward model if it has one. Without a `system_prompt`
     the task's own is used. `settings` are more of the engine's own, such as `max_retries`."""
     played = as_episodic(task)
-    own: RolloutScorer | None = getattr(played, "scorer", None)
-    scorer = getattr(played, "training_scorer", own) if trained else own
+    scorer = played.training_scorer if trained else played.scorer
 
     def make_protocol() -> SingleAgentProtocol:
         agent = Agent(
@@ -53,7 +51,7 @@ def make_engine(
             model=model_name,
             ctx=GivenDialog(system_prompt=system_prompt or played.system_prompt),
             parser=played.parser,
-            reject_incomplete_completions=not getattr(played, "sees_cut_off_answers", scorer is not None),
+            reject_incomplete_completions=not played.sees_cut_off_answers,
             incomplete_completion_penalty=played.cut_off_reward,
         )
         return SingleAgentProtocol(agent=agent, stop_on_parse_error=played.max_turns > 1)
@@ -81,27 +79,27 @@ def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
 def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> None:
     """Raise `ConfigError` where the tokenizer cannot write the prompts of a data set, or where
     none leaves an answer any room."""
-    data = _data_task(task)
-    if data is None or recipe.steps == 0:
+    problems = task.problem_list
+    if problems is None or recipe.steps == 0:
         return
     tokens, limit = PromptTokens(tokenizer), recipe.trainer.max_seq_len
 
-    def length(problem: DataProblem) -> int:
+    def length(problem: Episode) -> int:
         context = GivenDialog(recipe.rollout.system_prompt or task.system_prompt)
-        context.on_env_reset(*data.make_env(problem).env_reset())
+        context.on_env_reset(*task.make_env(problem).env_reset())
         return len(tokens.encode(context.on_before_act()))
 
-    first_chat = next((problem for problem in data.training if isinstance(problem["row"]["prompt"], list)), None)
+    first_chat = next((problem for problem in problems.training if prompt_messages(problem) is not None), None)
     if first_chat is not None:
         length(first_chat)
     shortest = 0
-    for problem in data.training:
+    for problem in problems.training:
         found = length(problem)
         if found < limit:
             return
         shortest = min(shortest or found, found)
     raise ConfigError(
-        f"trainer.max_seq_len ({limit}) leaves none of {len(data.training)} prompts room for an answer: the shortest has {shortest} "
+        f"trainer.max_seq_len ({limit}) leaves none of {len(problems.training)} prompts room for an answer: the shortest has {shortest} "
         "tokens; raise it"
     )
 
@@ -208,13 +206,13 @@ class PassRequests(TrainingRequests):
     """The same for a task with a list of problems, `training`: every one is asked once before
     any is asked again, in an order that depends on the seed and the pass."""
 
-    def __init__(self, task: DataTask, section: RolloutSection, *, seed: int) -> None:
-        super().__init__(as_episodic(task), section, seed=seed)
-        self._data = task
+    def __init__(self, task: EpisodicTask, problems: ProblemList, section: RolloutSection, *, seed: int) -> None:
+        super().__init__(task, section, seed=seed)
+        self._data = problems
         self._pass, self._order = -1, list[int]()
 
     def __call__(self) -> Sequence[RolloutRequest]:
-        self._data.scorer.trainer_state.global_step = self.batches
+        self._data.begin_batch(self.batches)
         return super().__call__()
 
     def _problem(self, rng: Random, position: int) -> Episode:
@@ -242,14 +240,8 @@ class PassRequests(TrainingRequests):
 
 def training_requests(task: Task | EpisodicTask, section: RolloutSection, *, seed: int) -> TrainingRequests:
     """Draws for a task that makes its problems, passes for one that has a list of them."""
-    data = _data_task(task)
-    if data is not None:
-        return PassRequests(data, section, seed=seed)
-    return TrainingRequests(as_episodic(task), section, seed=seed)
-
-
-def _data_task(task: Task | EpisodicTask) -> DataTask | None:
-    """The data set that is inside, if there is one."""
-    inner = task.task if isinstance(task, JudgedTask) else task
-    inner = inner.task if isinstance(inner, OneTurn) else inner
-    return inner if isinstance(inner, DataTask) else None
+    played = as_episodic(task)
+    problems = played.problem_list
+    if problems is None:
+        return TrainingRequests(played, section, seed=seed)
+    return PassRequests(played, problems, section, seed=seed)

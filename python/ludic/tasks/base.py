@@ -1,5 +1,5 @@
-"""What a built-in task offers: problems to train on, problems held out, an imperfect teacher, an
-environment that verifies."""
+"""The interface of a task of one turn: problems to train on, held-out problems, an imperfect
+teacher, and an environment that verifies answers."""
 
 from __future__ import annotations
 
@@ -20,38 +20,57 @@ class Problem(TypedDict):
     question: str
     """The prompt, verbatim."""
     answer: str
-    """What the verifier compares with."""
+    """The verifier's reference."""
 
 
 class Task(Protocol):
-    """A source of problems and the environment that scores them. Stateless: every draw comes
-    from the caller's `rng`."""
+    """A source of problems and the environment that scores the answers. Stateless: every draw
+    comes from the caller's `rng`.
+
+    A task may also have the attributes `system_prompt`, `success_reward` (1 by default), `measures`
+    and `scorer` of `EpisodicTask`.
+    """
 
     @property
     def max_new_tokens(self) -> int:
-        """Enough bytes for every answer of the teacher and the end token, with a little to
-        spare."""
+        """Enough tokens for every answer of the teacher and the end token, with a small margin."""
 
     @property
     def reward_sees(self) -> str:
-        """What the reward looks at, in words, for the report."""
+        """What the reward depends on, in words, for the report."""
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """Booleans of the step's info that are logged beside the reward and earn nothing: key to
+        """Booleans of the step's info to log beside the reward; they earn nothing. Key to
         meaning."""
 
     def draw(self, rng: Random) -> Problem:
-        """A problem to train on; never one that is held out."""
+        """A problem to train on; never a held-out one."""
 
     def heldout(self) -> Sequence[Problem]:
-        """The problems kept for evaluation: the same in every run, whatever its seed."""
+        """The problems for evaluation: the same in every run, whatever its seed."""
 
     def demonstrate(self, problem: Problem, rng: Random) -> str:
         """An answer of the imperfect teacher."""
 
     def make_env(self, problem: Problem) -> SingleAgentEnv:
-        """One episode on `problem`: one answer, reward 1 or 0."""
+        """The environment of one episode: one answer, reward 1 or 0."""
+
+
+class ProblemList(Protocol):
+    """A finite list of problems, such as a data set. Training passes through it instead of
+    drawing from it."""
+
+    @property
+    def training(self) -> Sequence[Problem]:
+        """The problems to train on."""
+
+    @property
+    def digest(self) -> str:
+        """Changes when the content of the list changes."""
+
+    def begin_batch(self, number: int) -> None:
+        """Called before batch `number`, the first is 0, is requested."""
 
 
 def check_share(name: str, value: float) -> None:

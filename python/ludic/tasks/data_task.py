@@ -11,7 +11,7 @@ from typing import Any
 from ludic.data import DataSet, Row, load_data
 from ludic.envs.prompt_env import PromptEnv, prompt_shown
 from ludic.errors import ConfigError, DataError
-from ludic.tasks import Problem
+from ludic.tasks.base import Problem
 from ludic.tasks.rewards import NoRewards, build_rewards, is_one_verifier
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction")
@@ -89,10 +89,8 @@ class DataTask:
 
     @property
     def system_prompt(self) -> str | None:
-        """What the first function that has one suggests, for prompts and recipes without a
-        system prompt."""
-        prompts = (getattr(function, "system_prompt", None) for function in self.scorer.functions)
-        return next((prompt for prompt in prompts if prompt), None)
+        """Suggested by a reward function, for prompts and recipes without a system prompt."""
+        return self.scorer.system_prompt
 
     @property
     def facts(self) -> Mapping[str, str]:
@@ -103,6 +101,14 @@ class DataTask:
         """Numbers of the step's info that are averaged where they are there: what each of
         several functions returned."""
         return {f"rewards/{name}": f"{name}, its mean" for name in self.scorer.names} if len(self.scorer.names) > 1 else {}
+
+    @property
+    def problem_list(self) -> DataTask:
+        return self
+
+    def begin_batch(self, number: int) -> None:
+        """Tell the reward functions the number of the batch."""
+        self.scorer.trainer_state.global_step = number
 
     def draw(self, rng: Random) -> Problem:
         return rng.choice(self.training)
@@ -126,14 +132,12 @@ class DataTask:
     def _problems(self, loaded: DataSet, prefix: str) -> list[DataProblem]:
         """Raises DataError that names the row for one that a reward function cannot judge."""
         self.scorer.check_columns([name for name in loaded.columns if name not in ("prompt", "completion")])
-        checks = [function.check_row for function in self.scorer.functions if hasattr(function, "check_row")]
         problems = []
         for index, row in enumerate(loaded.rows):
-            for check in checks:
-                try:
-                    check(row)
-                except DataError as error:
-                    raise DataError(f"{loaded.where(index)}: {error}") from error
+            try:
+                self.scorer.check_row(row)
+            except DataError as error:
+                raise DataError(f"{loaded.where(index)}: {error}") from error
             shown = next((str(row[name]) for name in ANSWER_COLUMNS if row.get(name) is not None), "")
             problems.append(DataProblem(id=f"{prefix}{index}", question=prompt_shown(row["prompt"]), answer=shown, row=row))
         return problems

@@ -8,7 +8,9 @@ from typing import Any
 
 from ludic.context import GivenDialog
 from ludic.inference.prompts.template import ChatTemplate
-from ludic.tasks import EpisodicTask, Task, Turn, as_episodic
+from ludic.tasks.adapters import as_episodic
+from ludic.tasks.base import Task
+from ludic.tasks.episodic import EpisodicTask, Turn
 from ludic.training.types import SAWBatch, SAWItem
 from ludic.types import Message
 

@@ -1,19 +1,20 @@
-"""What a task of several turns offers, and how a task of one turn is seen as one."""
+"""The interface of a task whose episodes have one or several turns."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from random import Random
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.parsers import Parser, ParseResult
-from ludic.tasks.base import Task
+from ludic.tasks.base import ProblemList
+from ludic.training.types import RolloutScorer
 from ludic.types import Message, Rollout
 
 Episode = Mapping[str, Any]
-"""What an environment is made of: `id`, and whatever the task needs. JSON values. The
+"""What an environment is built from: `id`, and whatever the task needs, as JSON values. The
 environment's seed decides the rest."""
 
 
@@ -26,7 +27,7 @@ class Turn(NamedTuple):
     observation: str
     action: str
     messages: Sequence[Message] | None = None
-    """The conversation that the first turn begins with, in place of the observation."""
+    """First turn only: the messages that begin the conversation, instead of the observation."""
 
 
 class Shown(NamedTuple):
@@ -38,154 +39,118 @@ class Shown(NamedTuple):
     expected: str
 
 
-@runtime_checkable
-class EpisodicTask(Protocol):
+class EpisodicTask(ABC):
     """A source of episodes and the environments that score them. Stateless: every draw comes
-    from the caller's `rng`."""
+    from the caller's `rng`.
+
+    A task of your own may subclass it, or just have the members that are listed here; then only
+    `measures`, `scorer` and what follows them may be left out.
+    """
 
     @property
+    @abstractmethod
     def max_turns(self) -> int:
-        """Actions of the longest episode."""
+        """Number of actions in the longest episode."""
 
     @property
+    @abstractmethod
     def max_new_tokens(self) -> int:
-        """Enough tokens for every action of the teacher and the end of the turn, with a little
-        to spare."""
+        """Enough tokens for every action of the teacher and the end of the turn, with a small
+        margin."""
 
     @property
-    def system_prompt(self) -> str | None:
-        """Where the recipe sets none."""
-
-    @property
-    def parser(self) -> Parser:
-        """From the model's text to the environment's action. A text that it refuses ends the
-        episode."""
-
-    @property
-    def cut_off_reward(self) -> float:
-        """Reward of an action that ran into the token limit, which ends the episode."""
-
-    @property
-    def success_reward(self) -> float | None:
-        """Total reward from which an episode is a success; None: the task does not know."""
-
-    @property
+    @abstractmethod
     def reward_sees(self) -> str:
-        """What the reward looks at, in words, for the report."""
+        """What the reward depends on, in words, for the report."""
 
-    @property
-    def facts(self) -> Mapping[str, str]:
-        """Booleans of a step's info, true at one step of an episode at most, that are logged
-        beside the reward: key to meaning."""
-
-    @property
-    def rates(self) -> Mapping[str, str]:
-        """What `measure` gives: key to meaning, the telling ones first."""
-
+    @abstractmethod
     def draw(self, rng: Random) -> Episode:
         """An episode to train on."""
 
+    @abstractmethod
     def demonstrations(self, count: int, rng: Random) -> Sequence[Sequence[Turn]]:
-        """Whole episodes of the imperfect teacher."""
+        """`count` whole episodes of the imperfect teacher."""
 
+    @abstractmethod
     def make_env(self, episode: Episode) -> SingleAgentEnv:
         """The environment of one episode."""
 
+    @abstractmethod
     def suites(self) -> Mapping[str, Sequence[Episode]]:
-        """What is measured, by name: the same in every run, whatever its seed. The first is also
-        played greedily."""
+        """The episodes for evaluation by name of the suite: the same in every run, whatever its
+        seed. The first suite is also played greedily."""
 
+    @abstractmethod
     def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
         """Rates of the sampled episodes of each suite."""
 
+    @abstractmethod
     def show(self, episode: Episode, rollout: Rollout) -> Shown:
-        """One episode to look at."""
-
-
-@dataclass(frozen=True)
-class OneTurn:
-    """A task of one turn as a task of episodes."""
-
-    task: Task
-
-    max_turns: ClassVar[int] = 1
-    cut_off_reward: ClassVar[float] = 0.0
-
-    @property
-    def success_reward(self) -> float | None:
-        """1, unless the task says something else."""
-        reward: float | None = getattr(self.task, "success_reward", 1.0)
-        return reward
-
-    @property
-    def max_new_tokens(self) -> int:
-        return self.task.max_new_tokens
-
-    @property
-    def parser(self) -> Parser:
-        return verbatim
-
-    @property
-    def reward_sees(self) -> str:
-        return self.task.reward_sees
-
-    @property
-    def facts(self) -> Mapping[str, str]:
-        return self.task.facts
-
-    @property
-    def measures(self) -> Mapping[str, str]:
-        """Keys of the step's info that hold numbers, and what they mean; a task need not have
-        any."""
-        measures: Mapping[str, str] = getattr(self.task, "measures", {})
-        return measures
-
-    @property
-    def rates(self) -> Mapping[str, str]:
-        return {**self.task.facts, **self.measures}
+        """One episode for people to read."""
 
     @property
     def system_prompt(self) -> str | None:
-        prompt: str | None = getattr(self.task, "system_prompt", None)
-        return prompt
+        """Used where the recipe sets none."""
+        return None
 
     @property
-    def scorer(self) -> Any:
-        """What rewards the answers in the environment's place; None: the environment does."""
-        return getattr(self.task, "scorer", None)
+    def parser(self) -> Parser:
+        """Turns the model's text into the environment's action. A text that it rejects ends the
+        episode."""
+        return verbatim
 
-    def draw(self, rng: Random) -> Episode:
-        return self.task.draw(rng)
+    @property
+    def cut_off_reward(self) -> float:
+        """Reward of an action that reached the token limit, which ends the episode."""
+        return 0.0
 
-    def demonstrations(self, count: int, rng: Random) -> Sequence[Sequence[Turn]]:
-        problems = [self.task.draw(rng) for _ in range(count)]
-        return [[Turn(problem["question"], self.task.demonstrate(problem, rng), _given(problem))] for problem in problems]
+    @property
+    def success_reward(self) -> float | None:
+        """Total reward from which an episode is a success; None: the task does not say."""
+        return None
 
-    def make_env(self, episode: Episode) -> SingleAgentEnv:
-        return self.task.make_env(episode)  # type: ignore[arg-type]
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """Booleans of a step's info to log beside the reward, true at one step of an episode at
+        most. Key to meaning."""
+        return {}
 
-    def suites(self) -> Mapping[str, Sequence[Episode]]:
-        return {"held out": self.task.heldout()}
+    @property
+    def rates(self) -> Mapping[str, str]:
+        """What `measure` returns: key to meaning, the most telling first."""
+        return {**self.facts, **self.measures}
 
-    def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
-        [answers] = played.values()
-        infos = [rollout.steps[-1].info for _, rollout in answers]
-        facts = {name: share(bool(info.get(name, False)) for info in infos) for name in self.task.facts}
-        return {**facts, **{name: share(info[name] for info in infos if name in info) for name in self.measures}}
+    @property
+    def measures(self) -> Mapping[str, str]:
+        """Numbers of the step's info to log beside the reward: key to meaning."""
+        return {}
 
-    def show(self, episode: Episode, rollout: Rollout) -> Shown:
-        return Shown(episode["question"], rollout.steps[0].action, episode["answer"])
+    @property
+    def scorer(self) -> RolloutScorer | None:
+        """What rewards the episodes instead of the environment; None: the environment does."""
+        return None
 
+    @property
+    def training_scorer(self) -> RolloutScorer | None:
+        """The same for the episodes that are trained on."""
+        return self.scorer
 
-def _given(problem: Mapping[str, Any]) -> Sequence[Message] | None:
-    """The messages of a row of conversations; None where the prompt is one text."""
-    prompt = problem["row"]["prompt"] if "row" in problem else None
-    return prompt if isinstance(prompt, list) else None
+    @property
+    def sees_cut_off_answers(self) -> bool:
+        """Whether an answer that reached the token limit is scored like any other instead of
+        earning `cut_off_reward`."""
+        return self.scorer is not None
 
+    @property
+    def reward_is_score(self) -> bool:
+        """Whether held-out answers are rewarded by the score of a reward model, because nothing
+        else rewards them."""
+        return False
 
-def as_episodic(task: Task | EpisodicTask) -> EpisodicTask:
-    """The task itself, or a task of one turn in the form of one of many."""
-    return task if isinstance(task, EpisodicTask) else OneTurn(task)
+    @property
+    def problem_list(self) -> ProblemList | None:
+        """The problems to pass through in training; None: they are drawn."""
+        return None
 
 
 def verbatim(text: str) -> ParseResult:
@@ -200,6 +165,6 @@ def share(truths: Iterable[bool | float]) -> float:
 
 
 def transcript(rollout: Rollout) -> str:
-    """Actions, and between them what the environment answered, on one line."""
+    """The actions, with the environment's answers between them, on one line."""
     parts = [part for step in rollout.steps for part in (step.action, step.next_obs or "")]
     return " ".join(" ".join(parts[:-1]).split())

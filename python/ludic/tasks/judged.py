@@ -1,17 +1,15 @@
-"""Reinforcement against a reward model: what `reward_model` of a recipe names, and the task
-whose training it rewards."""
+"""Reinforcement learning against a reward model: loads the `reward_model` of a recipe, and wraps
+the task that it rewards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError
 from ludic.files.atomic import read_json
 from ludic.inference.local.reward import LocalRewardModel
@@ -19,70 +17,52 @@ from ludic.models.loading import check_dtype, find_adapter_base, find_adapters, 
 from ludic.models.lora import load_adapter
 from ludic.models.names import WRAPPING
 from ludic.models.state_files import ADAPTER, ADAPTER_CONFIG
-from ludic.parsers import Parser
-from ludic.tasks import Episode, EpisodicTask
-from ludic.tasks.episodic import Played, Shown, Turn, share
+from ludic.tasks.adapters import WrappedTask
+from ludic.tasks.episodic import EpisodicTask, Played, share
+from ludic.tasks.rewards import NoRewards
 from ludic.training.reward_credit import CombineMode
 from ludic.training.reward_scorer import SCORE_INFO, TASK_REWARD_INFO, RewardModelReward, RewardModelScorer
-from ludic.training.types import RolloutScorer
-from ludic.types import Rollout
 
 
-class JudgedTask:
-    """A task whose training is rewarded by a reward model. Everything else is the task's own,
-    its reward in held-out measurement above all: what the model is trained on and what is wanted
-    of it are two numbers, and both are reported."""
+class JudgedTask(WrappedTask):
+    """A task whose training is rewarded by a reward model. Everything else stays the task's own.
+
+    Held-out answers keep the task's own reward: what the model is trained on and what is wanted of
+    it are two numbers, and both are reported.
+    """
 
     def __init__(self, task: EpisodicTask, reward: RewardModelReward, *, source: str) -> None:
-        self.task = task
+        super().__init__(task)
         self._source = source
-        own: RolloutScorer | None = getattr(task, "scorer", None)
-        self.training_scorer = replace(reward, before=own)
+        self._training_scorer = replace(reward, before=task.scorer)
+        notes_score = replace(reward, before=task.scorer, mode="bonus", rm_coeff=0.0)
+        self._scorer = self._training_scorer if is_unrewarded(task) else notes_score
+
+    @property
+    def training_scorer(self) -> RewardModelReward:
         """Makes the score the reward, or a part of it, as `reward_model_args.mode` says."""
-        self.scorer = self.training_scorer if is_unrewarded(task) else replace(reward, before=own, mode="bonus", rm_coeff=0.0)
-        """Leaves the reward as it is and notes the score; where there is no reward but the
-        score, the same as in training."""
-        self.sees_cut_off_answers = own is not None
+        return self._training_scorer
 
     @property
-    def max_turns(self) -> int:
-        return self.task.max_turns
+    def scorer(self) -> RewardModelReward:
+        """Notes the score and leaves the reward as it is. The same as in training for a task that
+        has no other reward."""
+        return self._scorer
 
     @property
-    def max_new_tokens(self) -> int:
-        return self.task.max_new_tokens
-
-    @property
-    def system_prompt(self) -> str | None:
-        return self.task.system_prompt
-
-    @property
-    def parser(self) -> Parser:
-        return self.task.parser
-
-    @property
-    def cut_off_reward(self) -> float:
-        return self.task.cut_off_reward
-
-    @property
-    def success_reward(self) -> float | None:
-        return self.task.success_reward
-
-    @property
-    def facts(self) -> Mapping[str, str]:
-        return self.task.facts
+    def reward_is_score(self) -> bool:
+        return is_unrewarded(self.task)
 
     @property
     def reward_sees(self) -> str:
-        if is_unrewarded(self.task):
+        if self.reward_is_score:
             return f"the score of {self._source} for the whole answer"
         return f"the score of {self._source} in training; held-out rewards are the task's own: {self.task.reward_sees}"
 
     @property
     def measures(self) -> Mapping[str, str]:
-        own: Mapping[str, str] = getattr(self.task, "measures", {})
-        scored = {**own, SCORE_INFO: "score of the reward model, its mean"}
-        return scored if is_unrewarded(self.task) else {**scored, TASK_REWARD_INFO: "the task's own reward, its mean"}
+        own_reward = {} if self.reward_is_score else {TASK_REWARD_INFO: "the task's own reward, its mean"}
+        return {**self.task.measures, SCORE_INFO: "score of the reward model, its mean", **own_reward}
 
     @property
     def rates(self) -> Mapping[str, str]:
@@ -90,35 +70,14 @@ class JudgedTask:
 
     def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
         """The task's rates, and the mean score of the first suite's rollouts."""
-        first: Sequence[tuple[Episode, Any]] = next(iter(played.values()))
-        infos = [rollout.steps[-1].info for _, rollout in first]
+        first_suite = next(iter(played.values()))
+        infos = [rollout.steps[-1].info for _, rollout in first_suite]
         return {**self.task.measure(played), SCORE_INFO: share(info[SCORE_INFO] for info in infos if SCORE_INFO in info)}
 
-    def draw(self, rng: Random) -> Episode:
-        return self.task.draw(rng)
 
-    def demonstrations(self, count: int, rng: Random) -> Sequence[Sequence[Turn]]:
-        return self.task.demonstrations(count, rng)
-
-    def make_env(self, episode: Episode) -> SingleAgentEnv:
-        return self.task.make_env(episode)
-
-    def suites(self) -> Mapping[str, Sequence[Episode]]:
-        return self.task.suites()
-
-    def show(self, episode: Episode, rollout: Rollout) -> Shown:
-        return self.task.show(episode, rollout)
-
-
-def is_unrewarded(task: Any) -> bool:
+def is_unrewarded(task: EpisodicTask) -> bool:
     """Whether only a reward model can say how good an answer is."""
-    return getattr(getattr(task, "scorer", None), "names", None) == []
-
-
-def is_scored(task: Any) -> bool:
-    """Whether held-out answers are rewarded by the score of a reward model, because there is
-    nothing else."""
-    return isinstance(task, JudgedTask) and is_unrewarded(task.task)
+    return isinstance(task.scorer, NoRewards)
 
 
 def judged_by(

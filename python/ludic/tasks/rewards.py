@@ -16,18 +16,34 @@ from ludic.types import Rollout
 BUILT_IN = {"gsm8k": gsm8k_reward, "math": math_reward}
 
 
-class NoRewards(RewardFunctions):
-    """No reward function at all: the reward is 0 until somebody else gives one."""
+class DataRewards(RewardFunctions):
+    """Reward functions of a data set, with the optional members that a function may have."""
+
+    def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float] | None = None, *, timeout_s: float) -> None:
+        super().__init__(functions, weights, timeout_s=timeout_s)
+        prompts = (getattr(function, "system_prompt", None) for function in functions)
+        self.system_prompt: str | None = next((prompt for prompt in prompts if prompt), None)
+        """That of the first function that has one."""
+        self._row_checks = [function.check_row for function in functions if hasattr(function, "check_row")]
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise DataError for a row that some function cannot judge."""
+        for check in self._row_checks:
+            check(row)
+
+
+class NoRewards(DataRewards):
+    """No reward function: the reward is 0 until a reward model gives one."""
 
     def __init__(self) -> None:
-        super().__init__(lambda completions: [0.0] * len(completions))
+        super().__init__([lambda completions: [0.0] * len(completions)], timeout_s=1.0)
         self.functions, self.weights, self.names = [], [], []
 
     async def score(self, rollouts: Sequence[Rollout]) -> dict[str, Exception]:
         return {}
 
 
-def build_rewards(reward: Any, weights: Any, *, timeout_s: float) -> RewardFunctions:
+def build_rewards(reward: Any, weights: Any, *, timeout_s: float) -> DataRewards:
     """`reward`: one name, several, or names with their weights. A name is `module:function` or
     that of a built-in verifier."""
     if isinstance(reward, Mapping):
@@ -37,7 +53,7 @@ def build_rewards(reward: Any, weights: Any, *, timeout_s: float) -> RewardFunct
     names = [reward] if isinstance(reward, str) else reward
     if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"reward ({reward!r}) must be module:function, {' or '.join(BUILT_IN)}, or a list of such names")
-    return RewardFunctions([_function(name) for name in names], _numbers(weights), timeout_s=timeout_s)
+    return DataRewards([_function(name) for name in names], _numbers(weights), timeout_s=timeout_s)
 
 
 def is_one_verifier(reward: Any) -> bool:

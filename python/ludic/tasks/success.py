@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ludic.errors import ConfigError
-from ludic.tasks import EpisodicTask
-from ludic.tasks.judged import is_scored
+from ludic.tasks.episodic import EpisodicTask
 
 REMEDY = "say from which reward on an answer is right with {}=NUMBER"
 
@@ -45,6 +44,6 @@ def success_of(task: EpisodicTask, solved_at: float | None) -> Success:
         if not math.isfinite(solved_at):
             raise ConfigError(f"solved_at ({solved_at}) must be a finite reward, such as 1 or 0.5")
         return Success(solved_at)
-    if is_scored(task):
+    if task.reward_is_score:
         return Success(None)
     return Success(1.0, is_assumed=True) if task.success_reward is None else Success(task.success_reward)

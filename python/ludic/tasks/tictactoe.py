@@ -32,7 +32,7 @@ from ludic.envs.tictactoe.text import RULES
 from ludic.errors import ConfigError
 from ludic.parsers import Parser, xml_tag_parser
 from ludic.tasks.base import check_share
-from ludic.tasks.episodic import Episode, Played, Shown, Turn, share, transcript, verbatim
+from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Turn, share, transcript, verbatim
 from ludic.types import Rollout
 
 FORMATS = ("moves", "chat")
@@ -41,7 +41,7 @@ _MAX_TURNS = 5  # X has five moves where the board fills up
 
 
 @dataclass(frozen=True)
-class TicTacToe:
+class TicTacToe(EpisodicTask):
     """Win 1, draw 0.5, loss 0; a move that is not legal -1, and the game is over."""
 
     opponent_perfect: float = 0.4

@@ -18,9 +18,8 @@ from random import Random
 from ludic.envs.key_value import KEYS, TOOL_RULES, KeyValueEnv, StoreText, TaggedText, TerseText
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError
-from ludic.parsers import Parser
 from ludic.tasks.base import check_share
-from ludic.tasks.episodic import Episode, Played, Shown, Turn, share, transcript, verbatim
+from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Turn, share, transcript
 from ludic.types import Rollout
 
 FORMATS = ("terse", "chat")
@@ -29,7 +28,7 @@ _EPISODES = 500  # of the measurement, evenly over the held-out pairs
 
 
 @dataclass(frozen=True)
-class Tools:
+class Tools(EpisodicTask):
     """90 pairs of a start key and another that it holds; reward 1 for the right answer, else 0."""
 
     right: float = 0.16
@@ -47,8 +46,10 @@ class Tools:
     """`terse`: a character or two a turn. `chat`: rules, sentences, and calls between tags."""
 
     def __post_init__(self) -> None:
-        for name in ("right", "guess", "wrong_key", "wrong_answer"):
-            check_share(name, getattr(self, name))
+        check_share("right", self.right)
+        check_share("guess", self.guess)
+        check_share("wrong_key", self.wrong_key)
+        check_share("wrong_answer", self.wrong_answer)
         check_share("right + guess + wrong_key + wrong_answer", self.right + self.guess + self.wrong_key + self.wrong_answer)
         if not 1 <= self.num_heldout <= 45:
             raise ConfigError(
@@ -68,14 +69,6 @@ class Tools:
     @property
     def system_prompt(self) -> str | None:
         return None if self.format == "terse" else TOOL_RULES
-
-    @property
-    def parser(self) -> Parser:
-        return verbatim
-
-    @property
-    def cut_off_reward(self) -> float:
-        return 0.0
 
     @property
     def success_reward(self) -> float:

@@ -15,7 +15,6 @@ from ludic.runs.report.conclusion import Facts, conclude, count_idle, facts_of
 from ludic.runs.report.curve import text_curve, write_picture
 from ludic.runs.report.provenance import lost_episodes, lost_line, provenance
 from ludic.runs.report.sampling import mismatch_of, overlap_of, weight_sync_of
-from ludic.tasks.judged import is_scored
 from ludic.tasks.measures import logged_names
 from ludic.tasks.success import success_of
 from ludic.training.backend.memory import memory_peaks
@@ -133,7 +132,7 @@ def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, 
         asked_steps=recipe.steps,
         steps=progress.steps,
         idle_steps=count_idle(every_line),
-        reward_is_score=is_scored(task),
+        reward_is_score=task.reward_is_score,
         clip_fraction=sum(clipped) / len(clipped) if clipped else None,
     )
     summary = Summary(
@@ -287,7 +286,7 @@ def _rates_table(outcome: Outcome, before: Evaluation, after: Evaluation | None)
 
 def label_of(task: EpisodicTask, name: str) -> str:
     """What a held-out rate is called where people read it."""
-    if is_scored(task) and name in ("sampled_reward", "greedy_reward"):
+    if task.reward_is_score and name in ("sampled_reward", "greedy_reward"):
         return f"held-out score as rewarded, {name.split('_')[0]}"
     return _RATE_NAMES.get(name) or task.rates.get(name, name)
 

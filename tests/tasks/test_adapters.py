@@ -1,0 +1,108 @@
+"""What a user may give as a task, as the runs see it."""
+
+from random import Random
+from types import MappingProxyType, SimpleNamespace
+
+import pytest
+
+from ludic.envs import DatasetQAEnv
+from ludic.parsers import ParseResult
+from ludic.tasks import DigitSort, EpisodicTask, Tools, as_episodic
+from ludic.tasks.adapters import WrappedTask
+from ludic.tasks.measures import logged_names, task_reducers
+from ludic.tasks.success import Success, success_of
+
+
+class OwnEpisodes:
+    """Has the members that `EpisodicTask` requires or lists, and subclasses nothing."""
+
+    max_turns = 2
+    max_new_tokens = 8
+    system_prompt = "Count."
+    cut_off_reward = -0.5
+    success_reward = 3.0
+    reward_sees = "the count"
+    facts = rates = MappingProxyType({"counted": "it counted"})
+
+    def parser(self, text):
+        return ParseResult(text.strip(), 0.0, None)
+
+    def draw(self, rng):
+        return {"id": str(rng.randrange(5))}
+
+    def demonstrations(self, count, rng):
+        return []
+
+    def make_env(self, episode):
+        return DatasetQAEnv({"question": episode["id"], "answer": "1"})
+
+    def suites(self):
+        return {"all": [{"id": "0"}]}
+
+    def measure(self, played):
+        return {"counted": 1.0}
+
+    def show(self, episode, rollout):
+        return ("0", "1", "1")
+
+
+class OwnProblems:
+    """Has the members that `Task` requires, and nothing else."""
+
+    max_new_tokens = 4
+    reward_sees = "the number"
+    facts = MappingProxyType({})
+
+    def draw(self, rng):
+        return {"id": "1", "question": "1+", "answer": "2"}
+
+    def heldout(self):
+        return [{"id": "2", "question": "2+", "answer": "3"}]
+
+    def demonstrate(self, problem, rng):
+        return problem["answer"]
+
+    def make_env(self, problem):
+        return DatasetQAEnv(problem)
+
+
+def test_a_class_with_the_listed_members_is_a_task_of_episodes_without_subclassing():
+    own = OwnEpisodes()
+    task = as_episodic(own)
+    assert isinstance(task, EpisodicTask)
+    names = ("max_turns", "max_new_tokens", "system_prompt", "cut_off_reward", "success_reward", "reward_sees", "facts", "rates")
+    assert [getattr(task, name) for name in names] == [getattr(own, name) for name in names]
+    assert task.parser(" 3 ").action == "3"
+    assert (task.draw(Random(1)), task.suites(), task.measure({})) == (own.draw(Random(1)), own.suites(), {"counted": 1.0})
+    assert task.show({"id": "0"}, SimpleNamespace()) == ("0", "1", "1")
+
+
+@pytest.mark.parametrize("own", [OwnEpisodes(), OwnProblems()])
+def test_members_that_may_be_left_out_have_their_defaults(own):
+    task = as_episodic(own)
+    assert (task.measures, task.scorer, task.training_scorer, task.problem_list) == ({}, None, None, None)
+    assert (task.sees_cut_off_answers, task.reward_is_score) == (False, False)
+    assert logged_names(task) == list(own.facts) == list(task_reducers(task))
+
+
+def test_a_problem_of_ones_own_is_solved_by_a_reward_of_one():
+    task = as_episodic(OwnProblems())
+    assert (task.system_prompt, task.parser("x").action, task.cut_off_reward) == (None, "x", 0.0)
+    assert success_of(task, None) == Success(1.0)
+
+
+def test_optional_members_are_read_where_they_are_there():
+    own, scorer = OwnEpisodes(), object()
+    own.measures, own.scorer = {"length": "its length"}, scorer
+    task = as_episodic(own)
+    assert (task.measures, task.scorer, task.training_scorer) == ({"length": "its length"}, scorer, scorer)
+    assert task.sees_cut_off_answers
+
+
+@pytest.mark.parametrize("task", [Tools(), as_episodic(DigitSort()), as_episodic(OwnEpisodes())])
+def test_a_wrapped_task_passes_every_member_on(task):
+    wrapped = WrappedTask(task)
+    methods = {"draw", "demonstrations", "make_env", "suites", "measure", "show"}
+    for name in {name for name in dir(EpisodicTask) if not name.startswith("_")} - methods:
+        assert getattr(wrapped, name) == getattr(task, name), name
+    assert wrapped.draw(Random(2)) == task.draw(Random(2))
