@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from ludic.errors import BudgetError, ConfigError
-from ludic.training.batching.preference import PREFERENCE_KEYS
 from ludic.training.config import TrainerConfig, config_dataclass
+from ludic.training.samples.pair_facts import PREFERENCE_KEYS
 
 
 @config_dataclass

@@ -190,7 +190,7 @@ def test_a_row_of_a_packed_micro_batch_is_its_sample():
     assert row.sample_names == ("c",)
 
 
-def test_the_dearest_micro_batch_of_a_mini_batch_comes_first():
+def test_the_costliest_micro_batch_of_a_mini_batch_comes_first():
     # Lengths 4, 4, 6, 6, 12 in a budget of 12, no overhead: padded tokens 12 (one row of 12), 12
     # (two of 6), 8 (two of 4).
     lengths = (4, 6, 12, 4, 6)

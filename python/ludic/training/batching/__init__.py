@@ -1,4 +1,8 @@
-"""From requests to micro-batches. Every name is imported when it is first asked for."""
+"""Batch sources and packing: from samples to mini-batches and micro-batches.
+
+This package imports `training.rollouts` and `training.samples`; they do not import it. The names it
+re-exports are imported on first use.
+"""
 
 from ludic._lazy import lazy_exports
 

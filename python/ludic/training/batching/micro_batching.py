@@ -1,8 +1,8 @@
-"""Samples to micro-batches: cut, pack, pad. The work is done by `ludic._core`; here are the items
-and the tensors.
+"""Samples to micro-batches: truncate, pack, pad. `ludic._core` does the work; this module has the
+samples and the tensors.
 
-`mini_batches` plans what the trainer runs; these functions are the parts, and the whole for code
-that has a loop of its own.
+`mini_batches` is what the trainer runs. These functions are its parts, for code with a training
+loop of its own.
 """
 
 from __future__ import annotations
@@ -26,37 +26,47 @@ from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
 class MicroBatch:
     """Samples that go through the model together.
 
-    >>> MicroBatch({"input_ids": ids_BT, "attention_mask": ..., "action_mask": ..., "weight": weight_B}, num_items=4)
+    >>> tensors = {"input_ids": ids_BT, "attention_mask": ..., "action_mask": ..., "weight": weight_B}
+    >>> MicroBatch(tensors, num_items=4)
     """
 
     tensors: dict[str, Any]
-    """Padded `[B, T]`, or padding-free `[1, S]` with `cu_seqlens` `[B + 1]` and `max_seqlen`, an
-    `int`. Where samples share a row, `turns` `[N, 3]` has the row, begin and end of each.
+    """Padded `[B, T]`, or padding-free `[1, S]` with `cu_seqlens` `[B + 1]` and the `int`
+    `max_seqlen`. If samples share a row, `turns` `[N, 3]` has the row, begin and end of each.
     Preference samples have a `meta` beside their tensors."""
     num_items: int
-    """N: samples, as many as rows unless some share one."""
+    """N: number of samples; equal to the number of rows unless samples share one."""
     sample_names: tuple[str, ...] = ()
     """`rollout_id/step_index` of each sample, for error messages; may be empty."""
 
     def parts(self) -> Iterator[MicroBatch]:
-        """The least that a loss can be computed on, one after another: here each sample alone."""
+        """The smallest parts that a loss can be computed on, one after another: single samples."""
         return (self.row(index) for index in range(self.num_items))
 
     def row(self, index: int) -> MicroBatch:
-        """The sample at `index` alone."""
+        """The sample at `index` alone.
+
+        Example with shared rows: `turns` [[0, 2, 3], [0, 4, 5]] are two samples in row 0. Sample 1
+        is row 0 with an action mask that is zero outside tokens 4..5, and `turns` [[0, 4, 5]].
+        """
         names = self.sample_names[index : index + 1]
         if "turns" not in self.tensors:
-            return MicroBatch(_row(self.tensors, index, index), 1, names)
+            return MicroBatch(_select_row(self.tensors, index, index), 1, names)
         row, begin, end = self.tensors["turns"][index].tolist()
-        alone = _row({name: value for name, value in self.tensors.items() if name != "turns"}, row, index)
+        alone = _select_row({name: value for name, value in self.tensors.items() if name != "turns"}, row, index)
         mask = alone["action_mask"].clone()
         mask[:, :begin], mask[:, end:] = 0.0, 0.0
         turns = self.tensors["turns"].new_tensor([[0, begin, end]])
         return MicroBatch({**alone, "action_mask": mask, "turns": turns}, 1, names)
 
 
-def _row(tensors: Mapping[str, Any], row: int, sample: int) -> dict[str, Any]:
-    """One row of what has a value a token, one sample of what has a value a sample."""
+def _select_row(tensors: Mapping[str, Any], row: int, sample: int) -> dict[str, Any]:
+    """Row `row` of the tensors with a value per token, entry `sample` of those with a value per
+    sample.
+
+    Padding-free example: `cu_seqlens` [0, 3, 5] are rows of 3 and 2 tokens. Row 1 is tokens 3..5 of
+    `[1, 5]`, with `cu_seqlens` [0, 2] and `max_seqlen` 2.
+    """
     if "cu_seqlens" not in tensors:
         return {name: value[row : row + 1] if value.ndim == 2 else value[sample : sample + 1] for name, value in tensors.items()}
     bounds = tensors["cu_seqlens"]
@@ -70,26 +80,31 @@ def _row(tensors: Mapping[str, Any], row: int, sample: int) -> dict[str, Any]:
 
 
 def to_tensors(columns: Mapping[str, NDArray[Any] | int], device: torch.device | str) -> dict[str, Any]:
-    """The core's arrays as tensors that share their memory, moved to `device` if that is another
-    one; a count stays an `int`."""
+    """The core's arrays as tensors. They share the arrays' memory on the CPU and are copied to any
+    other `device`; an `int` stays an `int`."""
     on_cpu = torch.device(device).type == "cpu"
 
-    def converted(column: NDArray[Any] | int) -> Tensor | int:
+    def to_tensor(column: NDArray[Any] | int) -> Tensor | int:
         if isinstance(column, int):
             return column
         tensor = torch.from_numpy(column)
         return tensor if on_cpu else tensor.to(device, non_blocking=True)
 
-    return {name: converted(column) for name, column in columns.items()}
+    return {name: to_tensor(column) for name, column in columns.items()}
+
+
+def token_lengths(items: Sequence[SAWItem]) -> NDArray[np.int32]:
+    """[N] tokens of each sample."""
+    return np.fromiter((len(item.input_ids) for item in items), dtype=np.int32, count=len(items))
 
 
 def collate_saw_items(items: Sequence[SAWItem], *, pad_token_id: int, device: torch.device | str) -> dict[str, Tensor]:
     """Right-padded `input_ids`, `attention_mask` int64, `action_mask` float32 `[B, T]`, `weight`
     float32 `[B]`.
 
-    If the items carry log-probs, also `actor_logps` float32 `[B, T]`, 0 off the actions, and
-    `old_logp_action` `[B]`, their sums. Some with and some without is a `DataError`, as is another
-    number of them than of action tokens.
+    If the items carry log-probabilities, also `actor_logps` float32 `[B, T]`, 0 outside the
+    actions, and `old_logp_action` `[B]`, their sums. Raises DataError if only some items carry
+    them, or if an item does not have one for each action token.
     """
     if not items:
         raise DataError("cannot collate an empty list of items")
@@ -98,75 +113,83 @@ def collate_saw_items(items: Sequence[SAWItem], *, pad_token_id: int, device: to
 
 
 def truncate_item(item: SAWItem, max_seq_len: int) -> SAWItem:
-    """The item cut on the right to `max_seq_len` tokens, its metadata saying so; the same object
-    if it is short enough."""
+    """The item cut on the right to `max_seq_len` tokens, with the cut recorded in its metadata; the
+    same object if it is short enough.
+
+    Example, `max_seq_len=3`: ids [5, 6, 7, 8] with action mask [0, 1, 1, 1] become [5, 6, 7] and
+    [0, 1, 1]; two actions remain, so only the first two of the three log-probabilities do.
+    """
     total = len(item.input_ids)
-    _check_masks(item, total)
+    _check_mask_length("attention_mask", item.attention_mask, total)
+    _check_mask_length("action_mask", item.action_mask, total)
     if total <= max_seq_len:
         return item
     mask = item.action_mask[:max_seq_len]
+    num_actions = int(sum(mask))
     return replace(
         item,
         input_ids=item.input_ids[:max_seq_len],
         attention_mask=item.attention_mask[:max_seq_len],
         action_mask=mask,
-        meta=_truncated_meta(item.meta, total, max_seq_len, int(sum(mask))),
-        attachments=_truncated_attachments(item.attachments, int(sum(mask))),
+        meta=_truncated_meta(item.meta, total, max_seq_len, num_actions),
+        attachments=_truncated_attachments(item.attachments, num_actions),
     )
 
 
-_truncate_item = truncate_item
+_truncate_item = truncate_item  # its documented name
 
 
-def cut_item(item: SAWItem, max_seq_len: int) -> SAWItem:
-    """`truncate_item`, with `seq_len_truncated` in the metadata whether it was cut or not. The
-    item itself is left as it is."""
-    cut = truncate_item(item, max_seq_len)
-    return cut if "seq_len_truncated" in cut.meta else replace(cut, meta={**cut.meta, "seq_len_truncated": False})
+def truncate_and_flag(item: SAWItem, max_seq_len: int) -> SAWItem:
+    """`truncate_item`, with `seq_len_truncated` in the metadata of every sample: False if it was
+    not cut. `item` itself is not changed."""
+    truncated = truncate_item(item, max_seq_len)
+    if "seq_len_truncated" in truncated.meta:
+        return truncated
+    return replace(truncated, meta={**truncated.meta, "seq_len_truncated": False})
 
 
-def _check_masks(item: SAWItem, total: int) -> None:
-    for name in ("attention_mask", "action_mask"):
-        length = len(getattr(item, name))
-        if length != total:
-            raise DataError(f"{name} has {length} entries, input_ids has {total}; they must have the same length")
+def _check_mask_length(name: str, mask: Sequence[int], total: int) -> None:
+    if len(mask) != total:
+        raise DataError(f"{name} has {len(mask)} entries, input_ids has {total}; they must have the same length")
 
 
-def _truncated_meta(meta: Mapping[str, Any], total: int, kept: int, actions: int) -> dict[str, Any]:
-    cut = {
+def _truncated_meta(meta: Mapping[str, Any], total: int, retained: int, num_actions: int) -> dict[str, Any]:
+    truncated = {
         **meta,
         "seq_len_truncated": True,
         "seq_len_original": total,
-        "seq_len_retained": kept,
-        "seq_len_retained_frac": kept / total,
+        "seq_len_retained": retained,
+        "seq_len_retained_frac": retained / total,
         "truncated": True,
     }
-    if cut.get("truncation_reason") is None:
-        cut["truncation_reason"] = "max_seq_len"
-    if "completion_length" in cut:
-        cut["completion_length"] = actions
-    if "prompt_length" in cut:
-        cut["prompt_length"] = kept - actions
-    return cut
+    if truncated.get("truncation_reason") is None:
+        truncated["truncation_reason"] = "max_seq_len"
+    if "completion_length" in truncated:
+        truncated["completion_length"] = num_actions
+    if "prompt_length" in truncated:
+        truncated["prompt_length"] = retained - num_actions
+    return truncated
 
 
-def _truncated_attachments(attachments: SampleAttachments, actions: int) -> SampleAttachments:
+def _truncated_attachments(attachments: SampleAttachments, num_actions: int) -> SampleAttachments:
     logps = attachments.actor_logps
     if logps is None:
         return attachments
-    return replace(attachments, actor_logps=ActorTokenLogps(logps.token_logps[:actions]))
+    return replace(attachments, actor_logps=ActorTokenLogps(logps.token_logps[:num_actions]))
 
 
 def split_items_by_token_budget(items: Sequence[SAWItem], *, micro_token_budget: int, max_seq_len: int) -> list[list[SAWItem]]:
-    """Greedy micro-batches: cut to `max_seq_len`, sort by length (stable), open a new one when
-    `longest * rows` would exceed the budget."""
+    """Greedy micro-batches: cut to `max_seq_len`, sort by length (stable), start a new one when
+    `longest * rows` would exceed the budget.
+
+    Example: lengths 4, 1, 2 and a budget of 4 give [[1, 2], [4]], with 2*2 and 4*1 tokens.
+    """
     check_limits(micro_token_budget, max_seq_len)
     if not items:
         return []
-    cut = [truncate_item(item, max_seq_len) for item in items]
-    lengths = np.fromiter((len(item.input_ids) for item in cut), dtype=np.int32, count=len(cut))
-    plan = _core.plan_greedy(lengths, micro_token_budget)
-    return [[cut[index] for index in indices] for indices in plan.to_lists()]
+    truncated = [truncate_item(item, max_seq_len) for item in items]
+    plan = _core.plan_greedy(token_lengths(truncated), micro_token_budget)
+    return [[truncated[index] for index in indices] for indices in plan.to_lists()]
 
 
 def collate_micro_batches(
@@ -188,8 +211,8 @@ def collate_micro_batches(
 
 
 def check_limits(micro_token_budget: int, max_seq_len: int) -> None:
-    """Raise ConfigError unless both are positive, and BudgetError unless a sample of full length
-    fits."""
+    """Raise ConfigError unless both are positive, and BudgetError unless a sample of `max_seq_len`
+    tokens fits into the budget."""
     for name, value in (("micro_token_budget", micro_token_budget), ("max_seq_len", max_seq_len)):
         if value <= 0:
             raise ConfigError(f"{name} ({value}) must be > 0")

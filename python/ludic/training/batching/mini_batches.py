@@ -1,9 +1,10 @@
-"""A macro-batch as the trainer runs it: ingested once, cut, divided into mini-batches, each planned
-into micro-batches.
+"""A macro-batch as the trainer runs it: read once, truncated, divided into mini-batches, each
+planned into micro-batches.
 
-A **mini-batch** is what one optimizer step sees; groups and pairs are never divided between two. A
-**micro-batch** is what goes through the model at once; it is collated when it is asked for, so that
-only one of them exists at a time.
+A **mini-batch** is what one optimizer step sees; a group or pair is never divided between two. A
+**micro-batch** is what goes through the model at once; it is collated when the loop reaches it, so
+that only one exists at a time. A **line** is one sequence of a micro-batch: a sample, or the turns
+of one episode that share their prefix (`merge_turns`). **Rows** are indices of samples.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ludic import _core
 from ludic.training import ranks
-from ludic.training.batching.micro_batching import MicroBatch, cut_item, to_tensors
+from ludic.training.batching.micro_batching import MicroBatch, to_tensors, truncate_and_flag
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
 from ludic.training.loss.context import collate_actions
@@ -33,7 +34,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class MacroBatch:
-    """Samples of one batch that have something to train, as items for the metadata and as columns
+    """The samples of a batch that have something to train: as items for the metadata, as columns
     for the numbers.
 
     >>> batch = MacroBatch.ingest(items, max_seq_len=1024)
@@ -41,50 +42,55 @@ class MacroBatch:
     """
 
     items: list[SAWItem]
-    """Cut to the limit, their metadata saying whether they were."""
+    """Truncated; `seq_len_truncated` in their metadata says whether they were cut."""
     table: _core.SampleTable
     """The same samples, row by row."""
     truncated_empty: int
     """Samples dropped because the cut left no action token to predict."""
     without_actions: int
-    """Samples dropped because they never had one."""
+    """Samples dropped because they had none from the start."""
     dropped: list[SAWItem] = field(default_factory=list)
-    """Those samples, as they were cut: what reducers say of a step, such as how often samples
-    were cut, is said of them too."""
+    """The dropped samples, truncated. Reducers count them too, for example in the rate of truncated
+    samples."""
     proximal: Mapping[int, Tensor] | None = None
-    """By row: log-probabilities [A] of the sample's action tokens under the weights that the
-    step began with. Known where a correction needs them in more than one optimizer step."""
+    """Log-probabilities [A] of each sample's action tokens under the weights at the start of the
+    step, by row. Set only if a correction needs them in more than one optimizer step."""
 
     @classmethod
     def ingest(cls, items: Sequence[SAWItem], max_seq_len: int, *, merge_turns: bool = False) -> MacroBatch:
-        """Read the items once, cut them, and drop those with no action token that a model could
-        predict. With `merge_turns`, items that continue the item before them will share its row."""
+        """Read the items once, truncate them, and drop those without an action token that a model
+        could predict. With `merge_turns`, items that continue the item before them share its
+        line."""
         table = _core.SampleTable.from_items(items)
         table = (table.chained() if merge_turns else table).truncate(max_seq_len)
-        cut = np.asarray(table.original_lengths > table.lengths)
-        kept = [cut_item(item, max_seq_len) for item in items]
+        truncated = np.asarray(table.original_lengths > table.lengths)
+        retained = [truncate_and_flag(item, max_seq_len) for item in items]
         trained = np.asarray(table.target_counts > 0)
         dropped: list[SAWItem] = []
         if not trained.all():
             rows = np.flatnonzero(trained)
-            dropped = [kept[index] for index in np.flatnonzero(~trained)]
-            kept, table = [kept[index] for index in rows], table.select(rows)
-        return cls(kept, table, int((cut & ~trained).sum()), int((~cut & ~trained).sum()), dropped)
+            dropped = [retained[row] for row in np.flatnonzero(~trained)]
+            retained, table = [retained[row] for row in rows], table.select(rows)
+        return cls(retained, table, int((truncated & ~trained).sum()), int((~truncated & ~trained).sum()), dropped)
 
     def counts(self) -> dict[str, float]:
-        """What was dropped on the way in, by the key that is logged."""
+        """How many samples `ingest` dropped, by the key under which it is logged."""
         return {"seq_len_truncated_empty": float(self.truncated_empty), "samples_without_actions": float(self.without_actions)}
 
     def groups(self) -> list[list[int]]:
-        """Rows that belong together, in order of first appearance: a group, a pair, or the steps
-        of one rollout."""
-        return grouped(atom(item, row) for row, item in enumerate(self.items))
+        """Rows that must stay together (a group, a pair, or the steps of one rollout), in order of
+        first appearance."""
+        return rows_by_key(unit_key(item, row) for row, item in enumerate(self.items))
 
     def divide(self, count: int, *, seed: int, step: int, epoch: int) -> list[Rows]:
-        """Rows of each of `count` mini-batches, of as equal size as whole groups allow.
+        """Rows of each of `count` mini-batches, as equal in size as whole groups allow.
 
-        The order of groups is drawn from (seed, step, epoch) alone. One mini-batch keeps the order
-        of the batch. With fewer groups than mini-batches some are empty.
+        The order of groups is drawn from (seed, step, epoch) alone; a single mini-batch keeps the
+        order of the batch. With fewer groups than mini-batches, some are empty.
+
+        Example, `count=2`: groups [0, 1], [2], [3] drawn in the order [2], [0, 1], [3] begin after
+        0, 1 and 3 of 4 samples, and go to parts 0*2//4 = 0, 1*2//4 = 0 and 3*2//4 = 1: the
+        mini-batches are [2, 0, 1] and [3].
         """
         if count == 1:
             return [np.arange(len(self.items))]
@@ -103,16 +109,18 @@ class MacroBatch:
         return f"{meta.get('rollout_id', f'sample {row}')}/{meta.get('step_index', 0)}"
 
 
-def grouped(keys: Iterable[Hashable]) -> list[list[int]]:
-    """Rows with one key, in order of first appearance."""
+def rows_by_key(keys: Iterable[Hashable]) -> list[list[int]]:
+    """The rows that have the same key, in order of first appearance. Example: keys a b a give
+    [[0, 2], [1]]."""
     groups: dict[Hashable, list[int]] = {}
     for row, key in enumerate(keys):
         groups.setdefault(key, []).append(row)
     return list(groups.values())
 
 
-def atom(item: SAWItem, row: int) -> tuple[str, Any]:
-    """What `item` belongs to."""
+def unit_key(item: SAWItem, row: int) -> tuple[str, Any]:
+    """The unit that `item` belongs to, which no mini-batch divides: its group, pair or rollout, or
+    the sample itself."""
     group = group_of(item.meta)
     if group is not None:
         return "group", group
@@ -123,7 +131,8 @@ def atom(item: SAWItem, row: int) -> tuple[str, Any]:
 
 
 class Packing(Protocol):
-    """Which samples go through the model together. `_core.Plan` is one."""
+    """Which lines go through the model together, micro-batch by micro-batch. `_core.Plan` is
+    one."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Rows: ...
@@ -133,10 +142,12 @@ class Packing(Protocol):
     def padded_tokens(self) -> int: ...
 
 
-class DearestFirst:
-    """The micro-batches of a plan in falling order of `costs`, the earlier of equal ones first:
-    what does not fit into memory shows in the first pass, and ranks that wait for each other
-    pass by pass have alike ones at once."""
+class CostliestFirst:
+    """The micro-batches of a plan by falling `costs`; of equal costs, the earlier first.
+
+    A micro-batch that does not fit into memory then fails in the first pass, and ranks that wait
+    for each other after every pass run similar ones at the same time.
+    """
 
     def __init__(self, plan: Packing, costs: Sequence[tuple[int, ...]]) -> None:
         self._plan = plan
@@ -158,8 +169,7 @@ class DearestFirst:
 
 
 class MiniBatch:
-    """The micro-batches of one optimizer step, the dearest first. It can be run through more than
-    once.
+    """The micro-batches of one optimizer step, the costliest first. Can be iterated more than once.
 
     >>> for micro_batch in MiniBatch(batch, rows, cfg):
     ...     loss, stats = algo.compute_loss(model, micro_batch.tensors, totals=mini_batch.totals)
@@ -170,23 +180,23 @@ class MiniBatch:
         self.rows = rows[batch.table.weights[rows] != 0] if skip_zero_weight else rows
         """Samples that go through the model."""
         self.num_skipped = len(rows) - len(self.rows)
-        """Samples of weight zero that do not."""
+        """Samples of weight zero, which do not."""
         self.skipped_tokens = int(batch.table.target_counts[rows].sum() - batch.table.target_counts[self.rows].sum())
-        """Their action tokens."""
+        """Action tokens of the skipped samples."""
         self.totals = self._totals(rows)
-        """Of all samples, the skipped ones and other ranks' among them."""
+        """Over all samples, including the skipped ones and those of other ranks."""
         self.collate_s = 0.0
         """Seconds spent on collation so far."""
-        self.lines = _lines(batch.table.chains[self.rows])
-        """Where each row of the model begins in `rows`, and the end of the last."""
-        self.lengths = np.ascontiguousarray(batch.table.lengths[self.rows[self.lines[1:] - 1]])
-        """Tokens of each row of the model: those of its last sample."""
-        self.plan: Packing | None = self._ordered(self._planned()) if len(self.rows) else None
-        # Where every sample weighs zero and is left out, one weightless row stands for them: the
-        # optimizer steps as it would.
+        self.line_bounds = find_line_bounds(batch.table.chains[self.rows])
+        """[L + 1] where each line begins in `rows`, and where the last one ends."""
+        self.lengths = np.ascontiguousarray(batch.table.lengths[self.rows[self.line_bounds[1:] - 1]])
+        """[L] tokens of each line: those of its last sample, which contains the others."""
+        self.plan: Packing | None = self._sort_by_cost(self._plan_lines()) if len(self.rows) else None
+        # If every sample has weight zero and is skipped, one weightless row stands for them, so
+        # that the optimizer still takes its step.
         own = len(self.plan) if self.plan is not None else min(1, len(rows))
         self.num_micro_batches = int(ranks.max_over_ranks([own], cfg.model_device)[0])
-        """The same on every rank; a rank with fewer fills up with rows that weigh nothing."""
+        """The same on every rank; a rank with fewer runs weightless rows in the others."""
 
     def __len__(self) -> int:
         return self.num_micro_batches
@@ -199,35 +209,40 @@ class MiniBatch:
             yield micro_batch
 
     def rows_of(self, index: int) -> Rows:
-        """The samples of a micro-batch, in its order; none for one that only keeps this rank in
-        step."""
+        """The samples of a micro-batch, in its order; none for a weightless one that only keeps
+        this rank in step.
+
+        Example: `rows` [7, 8, 9] with `line_bounds` [0, 2, 3] are the lines [7, 8] and [9]. A
+        micro-batch of lines 1 and 0 has begins [2, 0] and counts [1, 2], so that positions
+        [0, 1, 2] are shifted by [2 - 0, 0 - 1, 0 - 1] to [2, 0, 1]: samples [9, 7, 8].
+        """
         if self.plan is None or index >= len(self.plan):
             return np.zeros(0, dtype=np.int64)
-        begins = self.lines[self.plan[index]]
-        counts = self.lines[self.plan[index] + 1] - begins
+        begins = self.line_bounds[self.plan[index]]
+        counts = self.line_bounds[self.plan[index] + 1] - begins
         return self.rows[np.arange(counts.sum()) + np.repeat(begins - (counts.cumsum() - counts), counts)]
 
     def _totals(self, rows: Rows) -> BatchTotals:
         return batch_totals(self.batch.table, rows, self.cfg.model_device)
 
-    def _ordered(self, plan: Packing) -> DearestFirst:
-        """By computed tokens, then by the longest row, to which attention is quadratic."""
-        rows = [self.lengths[plan[index]] for index in range(len(plan))]
+    def _sort_by_cost(self, plan: Packing) -> CostliestFirst:
+        """By computed tokens, then by the longest line, in which attention is quadratic. Example:
+        lines of 2 and 3 tokens compute 3*2 = 6 tokens padded, 2+3 = 5 padding-free."""
+        lengths = [self.lengths[plan[index]] for index in range(len(plan))]
         padded = self.cfg.packing != "padding_free"
-        computed = [int(lengths.max()) * len(lengths) if padded else int(lengths.sum()) for lengths in rows]
-        return DearestFirst(plan, [(tokens, int(lengths.max())) for tokens, lengths in zip(computed, rows, strict=True)])
+        computed = [int(each.max()) * len(each) if padded else int(each.sum()) for each in lengths]
+        return CostliestFirst(plan, [(tokens, int(each.max())) for tokens, each in zip(computed, lengths, strict=True)])
 
-    def _planned(self) -> Packing:
-        """How the rows of the model are packed."""
-        return plan(self.lengths, self.cfg)
+    def _plan_lines(self) -> Packing:
+        return plan_lines(self.lengths, self.cfg)
 
-    def _planned_greedily(self) -> Packing:
-        """For comparison."""
+    def _plan_lines_greedily(self) -> Packing:
+        """The greedy plan, which statistics compare the configured one with."""
         return _core.plan_greedy(self.lengths, self.cfg.micro_token_budget)
 
     def _collate(self, index: int) -> MicroBatch:
         rows = self.rows_of(index)
-        return self._micro_batch(rows) if len(rows) else _weightless(self._micro_batch(np.zeros(1, dtype=np.int64)))
+        return self._micro_batch(rows) if len(rows) else _make_weightless(self._micro_batch(np.zeros(1, dtype=np.int64)))
 
     def _micro_batch(self, rows: Rows) -> MicroBatch:
         table = self.batch.table
@@ -242,18 +257,19 @@ class MiniBatch:
         return MicroBatch(tensors, len(rows), names)
 
     def padding(self) -> dict[str, float]:
-        """Tokens: real ones, computed ones, and what would be computed by the greedy plan and by
-        padding all to the longest."""
+        """`PADDING_KEYS`: tokens that are real, are computed, would be computed by the greedy plan,
+        and would be by padding all samples to the longest; and the number of micro-batches."""
         if self.plan is None:
             return dict.fromkeys(PADDING_KEYS, 0.0)
-        greedy = self._planned_greedily()
+        greedy = self._plan_lines_greedily()
         unpacked = len(self.lengths) * int(self.lengths.max())
         counts = (self.plan.num_tokens, self.plan.padded_tokens, greedy.padded_tokens, unpacked, len(self.plan))
         return dict(zip(PADDING_KEYS, map(float, counts), strict=True))
 
 
-def _lines(chains: NDArray[np.int32]) -> Rows:
-    """Bounds of the runs of one chain; a sample outside any chain is a run of its own."""
+def find_line_bounds(chains: NDArray[np.int32]) -> Rows:
+    """[L + 1] bounds of the runs of equal chain numbers; a sample outside any chain (-1) is a run
+    of its own. Example: chains [4, 4, -1, -1] give [0, 2, 3, 4]."""
     begins = np.flatnonzero((chains[1:] != chains[:-1]) | (chains[1:] < 0)) + 1
     return np.concatenate([[0], begins, [len(chains)]]) if len(chains) else np.zeros(1, dtype=np.int64)
 
@@ -267,8 +283,8 @@ PADDING_KEYS = (
 )
 
 
-def plan(lengths: NDArray[np.int32], cfg: TrainerConfig) -> _core.Plan:
-    """The configured packing of samples of these lengths."""
+def plan_lines(lengths: NDArray[np.int32], cfg: TrainerConfig) -> _core.Plan:
+    """Pack lines of these lengths as `cfg.packing` says."""
     if cfg.packing == "padding_free":
         return _core.plan_padding_free(lengths, cfg.micro_token_budget)
     if cfg.packing == "greedy":
@@ -279,8 +295,8 @@ def plan(lengths: NDArray[np.int32], cfg: TrainerConfig) -> _core.Plan:
 def batch_totals(
     table: _core.SampleTable, rows: Rows, device: torch.device | str, *, num_pairs: float | None = None
 ) -> BatchTotals:
-    """Totals of the samples at `rows`, summed over ranks. Without `num_pairs` two samples are
-    one."""
+    """Totals over the samples at `rows`, summed over ranks. Without `num_pairs`, two samples count
+    as a pair."""
     pairs = len(rows) / 2 if num_pairs is None else num_pairs
     weights, targets = table.weights[rows], table.target_counts[rows]
     if not ranks.is_distributed():
@@ -293,11 +309,11 @@ def batch_totals(
     return BatchTotals(sums[0], sums[1], weight_mean=mean, weight_std=deviation, num_pairs=sums[3])
 
 
-def _weightless(micro_batch: MicroBatch) -> MicroBatch:
-    """A row that keeps this rank in step and adds nothing: no action, no weight, and no item in
-    any count."""
-    silent = {"action_mask", "weight", "actor_logps", "old_logp_action"}
+def _make_weightless(micro_batch: MicroBatch) -> MicroBatch:
+    """The micro-batch without actions, weights and items: it keeps this rank in step and adds
+    nothing to losses and counts."""
+    zeroed = {"action_mask", "weight", "actor_logps", "old_logp_action"}
     tensors: dict[str, Any] = {
-        name: torch.zeros_like(value) if name in silent else value for name, value in micro_batch.tensors.items()
+        name: torch.zeros_like(value) if name in zeroed else value for name, value in micro_batch.tensors.items()
     }
     return MicroBatch(tensors, 0, micro_batch.sample_names)

@@ -1,19 +1,16 @@
-"""Preference pairs as samples: found by their metadata, checked, split into micro-batches and
-collated.
+"""Preference pairs: find them by their metadata, check, split into micro-batches and collate.
 
-Each sample says in its `meta` which pair it belongs to (`pair_id`, a text or a whole number),
-whether it is the `chosen` or the `rejected` one (`role`), and `label`, the probability that the
-chosen one is the better: 1.0 where it was preferred. A pair goes through the model together: two
-rows as long as the longer sample, so that a micro-batch of P pairs costs `2 * longest * P` tokens.
+`samples.pair_facts` says what each sample has in its `meta`. A pair goes through the model
+together, as two rows that are padded to the longer sample: a micro-batch of P pairs computes
+`2 * longest * P` tokens.
 
-`pair_batches` is what the trainer runs; these functions are the parts, and the whole for code that
-has a loop of its own.
+`pair_batches` is what the trainer runs. These functions are its parts, for code with a training
+loop of its own.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,16 +19,15 @@ import torch
 from numpy.typing import NDArray
 
 from ludic import _core
-from ludic.errors import DataError, DataKeyError
-from ludic.training.batching.micro_batching import check_limits, collate_saw_items, truncate_item
+from ludic.errors import DataError
+from ludic.training.batching.micro_batching import check_limits, collate_saw_items, token_lengths, truncate_item
+from ludic.training.samples.pair_facts import PREFERENCE_KEYS, check_label, meta_value, same_tokens, shorten_names
 from ludic.training.types import SAWItem
 
 logger = logging.getLogger(__name__)
 
-PREFERENCE_KEYS = ("pair_id", "role", "label")
-"""What every preference sample has in its `meta`."""
 PreferencePair = tuple[SAWItem | None, SAWItem | None]
-"""(chosen, rejected). One of them is None only where incomplete pairs were asked for."""
+"""(chosen, rejected). One is None only if the caller asked to keep incomplete pairs."""
 
 
 def group_preference_pairs(
@@ -39,22 +35,26 @@ def group_preference_pairs(
 ) -> list[PreferencePair]:
     """(chosen, rejected) of each pair, in order of first appearance.
 
-    A pair with one sample only is dropped with a warning, or refused if not `drop_incomplete`.
-    Without `require_complete` it is kept, after the complete ones, with None for the other sample.
-    Raises DataKeyError for a sample without `pair_id` or `role`, DataError for another role than
-    the two, for two samples of one role, and for a pair that is refused.
+    A pair with only one sample is dropped with a warning, or refused if not `drop_incomplete`.
+    Without `require_complete` it is kept, after the complete pairs, with None for the missing
+    sample. Raises DataKeyError for a sample without `pair_id` or `role`; DataError for any other
+    role, for two samples of one role, and for a refused pair.
     """
-    pairs, lone = pairs_of(items, require_complete=require_complete, drop_incomplete=drop_incomplete)
+    pairs, lone = find_pair_rows(items, require_complete=require_complete, drop_incomplete=drop_incomplete)
     complete: list[PreferencePair] = [(items[chosen], items[rejected]) for chosen, rejected in pairs]
     singles = (items[row] for row in lone)
     return complete + [(item, None) if item.meta["role"] == "chosen" else (None, item) for item in singles]
 
 
-def pairs_of(
+def find_pair_rows(
     items: Sequence[SAWItem], *, require_complete: bool = True, drop_incomplete: bool = True
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """`group_preference_pairs` on rows: [P, 2] rows of (chosen, rejected), and the rows that are
-    alone and kept."""
+    """`group_preference_pairs` as indices: [P, 2] rows of (chosen, rejected), and [L] rows of
+    samples without a partner that are kept.
+
+    Example: items of pairs a b a, the last and the second being `chosen`, give pairs [[2, 0]] and,
+    without `require_complete`, lone rows [1].
+    """
     ids = [meta_value(item, row, "pair_id") for row, item in enumerate(items)]
     roles = [meta_value(item, row, "role") for row, item in enumerate(items)]
     pairs, incomplete = _core.group_pairs(ids, roles, drop_incomplete or not require_complete)
@@ -62,37 +62,40 @@ def pairs_of(
         return pairs, np.zeros(0, dtype=np.int64)
     if not require_complete:
         return pairs, np.setdiff1d(np.arange(len(items)), pairs)
-    logger.warning("dropped %d incomplete preference pairs: %s", len(incomplete), shortened(incomplete))
+    logger.warning("dropped %d incomplete preference pairs: %s", len(incomplete), shorten_names(incomplete))
     return pairs, np.zeros(0, dtype=np.int64)
 
 
 def split_preference_pairs_by_token_budget(
     pairs: Sequence[PreferencePair], *, micro_token_budget: int, max_seq_len: int
 ) -> list[list[SAWItem]]:
-    """Greedy micro-batches of whole pairs: cut to `max_seq_len`, sorted by the longer sample
-    (stable), a new one opened when `2 * longest * pairs` would exceed the budget. Chosen and
-    rejected are neighbours.
+    """Greedy micro-batches of whole pairs, chosen and rejected side by side.
 
-    Pairs that the cut makes equal are dropped with a warning. A sample without its other half
-    counts as one row; such samples are in micro-batches of their own. Raises BudgetError where the
-    longest pair alone exceeds the budget.
+    Samples are cut to `max_seq_len` and pairs sorted by their longer sample (stable); a new
+    micro-batch starts when `2 * longest * pairs` would exceed the budget. Example: pairs of lengths
+    (1, 3), (2, 2), (1, 1) and a budget of 8 give [(1, 1), (2, 2)] at 2*2*2 = 8 tokens and [(1, 3)]
+    at 2*3*1 = 6.
+
+    Pairs that the cut makes equal are dropped with a warning. A sample without its partner counts
+    as one row and goes into a micro-batch without pairs. Raises BudgetError if the longest pair
+    alone exceeds the budget.
     """
     check_limits(micro_token_budget, max_seq_len)
-    given = [[item for item in pair if item is not None] for pair in pairs]
-    cut = [[truncate_item(item, max_seq_len) for item in pair] for pair in given]
-    whole = [pair for pair in cut if len(pair) == 2]
-    told_apart = [pair for pair, before in zip(cut, given, strict=True) if len(pair) == 2 and not _cut_made_equal(pair, before)]
-    if len(told_apart) < len(whole):
+    full = [[item for item in pair if item is not None] for pair in pairs]
+    cut = [[truncate_item(item, max_seq_len) for item in pair] for pair in full]
+    complete = [(after, before) for after, before in zip(cut, full, strict=True) if len(after) == 2]
+    distinct = [after for after, before in complete if same_tokens(*before) or not same_tokens(*after)]
+    if len(distinct) < len(complete):
         logger.warning(
             "dropped %d preference pairs whose samples are equal within max_seq_len (%d)",
-            len(whole) - len(told_apart),
+            len(complete) - len(distinct),
             max_seq_len,
         )
-    halves = [item for pair in told_apart for item in pair]
+    paired = [item for pair in distinct for item in pair]
     lone = [pair[0] for pair in cut if len(pair) == 1]
-    rows = np.arange(len(halves), dtype=np.int64).reshape(-1, 2)
-    plan = _core.plan_pairs(_lengths(halves), rows, micro_token_budget)
-    return plan.split(halves) + _core.plan_greedy(_lengths(lone), micro_token_budget).split(lone)
+    rows = np.arange(len(paired), dtype=np.int64).reshape(-1, 2)  # chosen, rejected: [[0, 1], [2, 3], ...]
+    plan = _core.plan_pairs(token_lengths(paired), rows, micro_token_budget)
+    return plan.split(paired) + _core.plan_greedy(token_lengths(lone), micro_token_budget).split(lone)
 
 
 def collate_preference_items(
@@ -102,8 +105,8 @@ def collate_preference_items(
     device: torch.device | str,
     meta_keys: Sequence[str] = PREFERENCE_KEYS,
 ) -> dict[str, Any]:
-    """`collate_saw_items`, and `meta`: for each of the keys the list of the items' values.
-    DataKeyError where an item lacks one."""
+    """`collate_saw_items`, and `meta`: a list of the items' values for each key. Raises
+    DataKeyError if an item lacks one."""
     meta = collate_meta(items, meta_keys)
     return {**collate_saw_items(items, pad_token_id=pad_token_id, device=device), "meta": meta}
 
@@ -114,14 +117,18 @@ def collate_meta(items: Sequence[SAWItem], meta_keys: Sequence[str] = PREFERENCE
 
 
 def compute_pair_loss_scale(num_pairs_in_micro: float, total_pairs: float) -> float:
-    """The share of a micro-batch's mean loss in that of all pairs; 0.0 where there are none."""
+    """What a micro-batch's mean loss is multiplied by so that the sum over micro-batches is the
+    mean over all pairs; 0.0 if there are no pairs. Example: 1 of 4 pairs gives 0.25."""
     return num_pairs_in_micro / total_pairs if total_pairs > 0 else 0.0
 
 
 def validate_preference_batch(items: Sequence[SAWItem], *, required_keys: Sequence[str] = PREFERENCE_KEYS) -> None:
-    """Raise DataKeyError for a sample that lacks a key, DataError for roles that are no pair's,
-    labels outside [0, 1], and pairs whose samples disagree on it. Whether incomplete pairs are
-    an error is `group_preference_pairs`' to say."""
+    """Check the metadata of preference samples.
+
+    Raises DataKeyError for a missing key; DataError for a role that is neither `chosen` nor
+    `rejected`, a label outside [0, 1], and a pair whose samples have different labels. Incomplete
+    pairs pass: `group_preference_pairs` decides about them.
+    """
     meta = collate_meta(items, required_keys)
     if "label" in meta:
         for row, label in enumerate(meta["label"]):
@@ -137,44 +144,6 @@ def validate_preference_batch(items: Sequence[SAWItem], *, required_keys: Sequen
 
 
 def count_pairs_in_items(items: Sequence[SAWItem]) -> int:
-    """Complete pairs."""
+    """Number of complete pairs."""
     meta = collate_meta(items, ("pair_id", "role"))
     return len(_core.group_pairs(meta["pair_id"], meta["role"])[0])
-
-
-def check_label(label: Any, where: str) -> float:
-    """The label as a float."""
-    number = isinstance(label, int | float | np.integer | np.floating)
-    if not number or not math.isfinite(label) or not 0 <= label <= 1:
-        raise DataError(
-            f"the label of {where} ({label!r}) must be in [0, 1]: the probability that the chosen response is the better"
-        )
-    return float(label)
-
-
-def meta_value(item: SAWItem, row: int, key: str) -> Any:
-    """`item.meta[key]`; DataKeyError where there is none."""
-    if key not in item.meta:
-        raise DataKeyError(
-            f"sample {row} has no {key!r} in its meta, which has {', '.join(map(str, item.meta)) or 'nothing'}; make preference samples "
-            "with create_preference_saw_items"
-        )
-    return item.meta[key]
-
-
-def _cut_made_equal(pair: Sequence[SAWItem], before: Sequence[SAWItem]) -> bool:
-    return same_tokens(*pair) and not same_tokens(*before)
-
-
-def same_tokens(one: SAWItem, other: SAWItem) -> bool:
-    """Whether two samples have the same ids."""
-    return len(one.input_ids) == len(other.input_ids) and bool(np.array_equal(one.input_ids, other.input_ids))
-
-
-def shortened(names: Sequence[object], most: int = 8) -> str:
-    """The first of them, for a message."""
-    return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _lengths(items: Sequence[SAWItem]) -> NDArray[np.int32]:
-    return np.fromiter((len(item.input_ids) for item in items), dtype=np.int32, count=len(items))

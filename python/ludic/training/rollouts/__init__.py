@@ -1,1 +1,5 @@
-"""Requests to samples: what is to be played, the engine that plays it, and its log."""
+"""Requests to samples: what to play, the engine that plays it, its log, and the samples of a
+rollout's steps.
+
+Imports go `rollouts` <- `samples` <- `batching`; this package imports neither of the other two.
+"""

@@ -1,12 +1,16 @@
 """Conversations as token ids, with a mask over what the assistant says.
 
-Two ways to know what is the assistant's. A template with `{% generation %}` says so itself: the
-conversation is rendered once, and the spans that the template marks are laid over the tokens'
-offsets, each up to its end token. A template without is rendered up to each assistant message and
-with it: what the second has more than the first is the message. That holds on token ids only, and
-only while each rendering begins with the one before; where it does not (a tokenizer that merges
-across the border, a template that writes earlier turns otherwise once later ones follow), a
-`DataError` says where, and no mask is made.
+There are two ways to find the assistant's tokens:
+
+- A template with `{% generation %}` marks them. The conversation is rendered once, and the marked
+  spans of characters are mapped to tokens by the tokenizer's offsets, each up to its end token.
+- Any other template is rendered twice for each assistant message, up to it and including it: the
+  extra tokens are the message. Each rendering must begin with the one before, on token ids. If it
+  does not (a tokenizer that merges across the border, a template that renders earlier turns
+  differently once later ones follow), a `DataError` says where, and no mask is made.
+
+    tokens   <user> hi <assistant> yo <eos> \\n
+    mask        0    0      0       1   1    0
 """
 
 from __future__ import annotations
@@ -27,27 +31,27 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class ChatTokens:
-    """One conversation. Example: `<user>hi<assistant>yo<eos>` of a byte-level model trains
-    `yo<eos>`."""
+    """One tokenised conversation. Of `<user>hi<assistant>yo<eos>`, `yo<eos>` is trained."""
 
     input_ids: list[int]
     """[T] ids of the rendered conversation."""
     action_mask: list[int]
-    """[T] 1 on what the assistant says."""
+    """[T] 1 on the assistant's tokens."""
 
 
 @dataclass(frozen=True)
 class ChatTokenizer:
     """Renders conversations with the chat template of a tokenizer.
 
-    >>> [tokens] = ChatTokenizer(tokenizer).tokenize([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}])
+    >>> messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    >>> [tokens] = ChatTokenizer(tokenizer).tokenize(messages)
     """
 
     tokenizer: Any
     turns: AssistantTurns = "all"
-    """Which assistant messages are trained: all of them in one sample; the last; or each in a
-    sample of its own that ends with it, which holds for templates that rewrite earlier turns,
-    too."""
+    """Which assistant messages are trained: `all` of them in one sample, only the `last`, or `each`
+    in a separate sample that ends with it. `each` also works with templates that rewrite earlier
+    turns."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
     """Passed to the template, for example `enable_thinking`."""
 
@@ -59,50 +63,56 @@ class ChatTokenizer:
         self, messages: Sequence[Message], *, tools: Any = None, first: int = 0, where: str = "the conversation"
     ) -> list[ChatTokens]:
         """One sample, or with `turns="each"` one for every assistant message. Messages before
-        number `first` are not trained.
+        index `first` are not trained. `where` names the row in errors.
 
-        `where` names the row in errors. Raises DataError for a conversation without an assistant
-        message to train.
+        Raises DataError for a conversation without an assistant message to train.
+
+        Example: in user, assistant, user, assistant the assistant's indices are 1 and 3. `all`
+        trains both, `last` trains 3, and `each` gives messages [0, 1] and [0, 1, 2, 3].
         """
-        spoken = [index for index, message in enumerate(messages) if message.get("role") == "assistant" and index >= first]
-        if not spoken:
+        assistant = [index for index, message in enumerate(messages) if message.get("role") == "assistant" and index >= first]
+        if not assistant:
             raise DataError(f"{where} has no assistant message to train on; each row needs one")
         rendering = _Rendering(self.tokenizer, {**self.template_args, **({"tools": tools} if tools else {})}, where)
-        if self.turns == "each":
-            return [self._one(rendering, messages[: index + 1], [index]) for index in spoken]
-        kept = spoken if self.turns == "all" else spoken[-1:]
-        return [self._one(rendering, messages if self.turns == "all" else messages[: kept[0] + 1], kept)]
-
-    def _one(self, rendering: _Rendering, messages: Sequence[Message], spoken: Sequence[int]) -> ChatTokens:
-        make = rendering.marked if rendering.marks_generation else rendering.compared
-        return make(messages, spoken)
+        if self.turns == "all":
+            return [rendering.tokenize(messages, assistant)]
+        ends = assistant if self.turns == "each" else assistant[-1:]
+        return [rendering.tokenize(messages[: index + 1], [index]) for index in ends]
 
 
 @dataclass(frozen=True)
 class _Rendering:
-    """The template of one tokenizer at work on one row."""
+    """Renders one row with the tokenizer's template. `trained` in its methods are the indices of
+    the assistant messages to train."""
 
     tokenizer: Any
     template_args: Mapping[str, Any]
     where: str
 
-    @property
-    def marks_generation(self) -> bool:
-        return bool(_GENERATION.search(template_of(self.tokenizer)))
+    def tokenize(self, messages: Sequence[Message], trained: Sequence[int]) -> ChatTokens:
+        """The rendered messages, with a mask over those at the indices `trained`."""
+        marks_generation = _GENERATION.search(template_of(self.tokenizer))
+        return self._mask_by_marks(messages, trained) if marks_generation else self._mask_by_prefixes(messages, trained)
 
-    def ids(self, messages: Sequence[Message], *, prompt: bool) -> list[int]:
-        """Ids of `messages`; with `prompt`, up to where the assistant begins to speak."""
+    def _ids(self, messages: Sequence[Message], *, prompt: bool) -> list[int]:
+        """Ids of `messages`; with `prompt`, also of the header of the assistant's next message."""
         return apply_template(self.tokenizer, messages, prompt=prompt, where=self.where, **self.template_args)
 
-    def compared(self, messages: Sequence[Message], spoken: Sequence[int]) -> ChatTokens:
-        """The mask from renderings that extend one another."""
-        full = self.ids(messages, prompt=False)
+    def _mask_by_prefixes(self, messages: Sequence[Message], trained: Sequence[int]) -> ChatTokens:
+        """The mask from renderings that each begin with the one before.
+
+        Example: the prompt renders to [1, 2, 3] and the conversation to [1, 2, 3, 7, 0, 9] with end
+        token 0: the message is tokens 3..5, and the 9 behind its end token is not trained.
+        """
+        full = self._ids(messages, prompt=False)
         mask = [0] * len(full)
-        for index in spoken:
-            upto = full if index == len(messages) - 1 else self.ids(messages[: index + 1], prompt=False)
-            self._check_extends(full, upto, f"the conversation up to message {index}", rewrites=True)
-            start = self._prompt_length(upto, messages, index)
-            end = end_of_turn(self.tokenizer, upto, start)
+        for index in trained:
+            up_to_here = full if index == len(messages) - 1 else self._ids(messages[: index + 1], prompt=False)
+            self._check_is_prefix(up_to_here, full, f"the conversation up to message {index}", rewrites=True)
+            prompt = self._ids(messages[:index], prompt=True)
+            self._check_is_prefix(prompt, up_to_here, f"the prompt of assistant message {index}", rewrites=False)
+            start = len(prompt)
+            end = end_of_turn(self.tokenizer, up_to_here, start)
             if end == start:
                 raise RowError(
                     f"{self.where}: assistant message {index} has no tokens; leave it out of the data", reason="empty_response"
@@ -110,59 +120,66 @@ class _Rendering:
             mask[start:end] = [1] * (end - start)
         return ChatTokens(full, mask)
 
-    def marked(self, messages: Sequence[Message], spoken: Sequence[int]) -> ChatTokens:
-        """The mask from the spans that the template marks, those of the messages `spoken`."""
+    def _mask_by_marks(self, messages: Sequence[Message], trained: Sequence[int]) -> ChatTokens:
+        """The mask from the spans of characters that the template marks.
+
+        Example: `<u>hi<a>yo!` with the span (8, 11) and tokens at (0, 5), (5, 8), (8, 10), (10, 11)
+        trains tokens 2 and 3.
+        """
         text, spans = _render_marked(self.tokenizer, messages, self.template_args, self.where)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
         mask = [0] * len(ids)
-        for span in self._spans_of(messages, spoken, spans):
-            rows = self._rows_of(span, offsets, text)
-            if rows:
-                end = end_of_turn(self.tokenizer, ids[: rows[-1] + 1], rows[0])
-                mask[rows[0] : end] = [1] * (end - rows[0])
+        for span in self._select_spans(messages, trained, spans):
+            tokens = self._tokens_in_span(span, offsets, text)
+            if tokens:
+                end = end_of_turn(self.tokenizer, ids[: tokens[-1] + 1], tokens[0])
+                mask[tokens[0] : end] = [1] * (end - tokens[0])
         if not any(mask):
             raise DataError(f"{self.where}: the template's {{% generation %}} blocks cover no token of this conversation")
         return ChatTokens(ids, mask)
 
-    def _spans_of(
-        self, messages: Sequence[Message], spoken: Sequence[int], spans: Sequence[tuple[int, int]]
+    def _select_spans(
+        self, messages: Sequence[Message], trained: Sequence[int], spans: Sequence[tuple[int, int]]
     ) -> Sequence[tuple[int, int]]:
-        """The spans of the messages `spoken`. Where those are some of the assistant's, the
-        template must mark each of its messages once; spans that touch count as one."""
-        every = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
-        if len(every) == len(spoken):
-            return spans
-        one_each = spans if len(spans) == len(every) else _joined(spans)
-        if len(one_each) != len(every):
-            raise DataError(
-                f"{self.where}: the template marks {len(one_each)} spans of {len(every)} assistant messages, which does not say which are "
-                "to be trained; train all (assistant_turns=all), or mark each message once with {% generation %}"
-            )
-        return [span for index, span in zip(every, one_each, strict=True) if index in spoken]
+        """The spans of the trained messages. If only some of the assistant's messages are trained,
+        the template must mark each message once; spans that touch count as one.
 
-    def _rows_of(self, span: tuple[int, int], offsets: Sequence[tuple[int, int]], text: str) -> list[int]:
-        """The tokens that lie in a span of characters, which must not lie across its border."""
+        Example: assistant messages 1 and 3 with the spans (5, 7) and (12, 14); `trained` [3] gives
+        [(12, 14)].
+        """
+        assistant = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+        if len(assistant) == len(trained):
+            return spans
+        one_each = spans if len(spans) == len(assistant) else _join_touching(spans)
+        if len(one_each) != len(assistant):
+            raise DataError(
+                f"{self.where}: the template marks {len(one_each)} spans of {len(assistant)} assistant messages, which does not say "
+                "which are to be trained; train all (assistant_turns=all), or mark each message once with {% generation %}"
+            )
+        return [span for index, span in zip(assistant, one_each, strict=True) if index in trained]
+
+    def _tokens_in_span(self, span: tuple[int, int], offsets: Sequence[tuple[int, int]], text: str) -> list[int]:
+        """Indices of the tokens in a span of characters. Raises DataError if one lies across its
+        border. Example: span (2, 5) and offsets (0, 2), (2, 4), (4, 5) give [1, 2]; offsets (1, 3)
+        would lie across."""
         start, end = span
-        rows = [row for row, (a, b) in enumerate(offsets) if a < end and b > start]
-        for row in rows:
-            a, b = offsets[row]
+        tokens = [token for token, (a, b) in enumerate(offsets) if a < end and b > start]
+        for token in tokens:
+            a, b = offsets[token]
             if a < start or b > end:
                 raise DataError(
-                    f"{self.where}: token {row} ({text[a:b]!r}) lies across the border of a {{% generation %}} block at character "
+                    f"{self.where}: token {token} ({text[a:b]!r}) lies across the border of a {{% generation %}} block at character "
                     f"{start if a < start else end}; put the border where the tokenizer splits"
                 )
-        return rows
+        return tokens
 
-    def _prompt_length(self, full: list[int], messages: Sequence[Message], index: int) -> int:
-        prompt = self.ids(messages[:index], prompt=True)
-        self._check_extends(full, prompt, f"the prompt of assistant message {index}", rewrites=False)
-        return len(prompt)
-
-    def _check_extends(self, full: list[int], beginning: list[int], what: str, *, rewrites: bool) -> None:
-        if full[: len(beginning)] == beginning:
+    def _check_is_prefix(self, prefix: list[int], full: list[int], what: str, *, rewrites: bool) -> None:
+        """Raise DataError at the first token that differs. Example: [1, 2, 3] in [1, 2, 4, 5] is
+        not a prefix from token 2 on."""
+        if full[: len(prefix)] == prefix:
             return
-        at = next((i for i, (a, b) in enumerate(zip(full, beginning, strict=False)) if a != b), len(full))
+        at = next((i for i, (a, b) in enumerate(zip(full, prefix, strict=False)) if a != b), len(full))
         remedy = (
             "the template writes earlier turns otherwise once later ones follow; set assistant_turns=each or last, or mark what the "
             "assistant says with {% generation %} in the template"
@@ -172,17 +189,18 @@ class _Rendering:
         )
         raise DataError(
             f"{self.where}: {what} must be a prefix of the whole on token ids, and is not from token {at} on "
-            f"({self._shown(beginning, at)} became {self._shown(full, at)}); {remedy}"
+            f"({self._excerpt(prefix, at)} became {self._excerpt(full, at)}); {remedy}"
         )
 
-    def _shown(self, ids: Sequence[int], at: int) -> str:
-        some = list(ids[at : at + 8])
+    def _excerpt(self, ids: Sequence[int], at: int) -> str:
+        """Eight tokens from `at` on, as text if the tokenizer decodes."""
+        excerpt = list(ids[at : at + 8])
         decode = getattr(self.tokenizer, "decode", None)
-        return repr(decode(some)) if decode is not None else str(some)
+        return repr(decode(excerpt)) if decode is not None else str(excerpt)
 
 
-def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans that touch, as one."""
+def _join_touching(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The spans, with those that touch joined: (0, 2), (2, 5), (6, 7) give (0, 5), (6, 7)."""
     result: list[tuple[int, int]] = []
     for start, end in spans:
         if result and result[-1][1] == start:
@@ -193,8 +211,8 @@ def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def template_of(tokenizer: Any) -> str:
-    """The chat template that renders; the one named `default` where there are several. Empty if
-    it cannot be looked at."""
+    """The tokenizer's chat template; of several, the one named `default`. Empty if the tokenizer
+    does not show it."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, Mapping):
         template = template.get("default")
@@ -202,19 +220,19 @@ def template_of(tokenizer: Any) -> str:
 
 
 def apply_template(tokenizer: Any, messages: Sequence[Message], *, prompt: bool, where: str, **template_args: Any) -> list[int]:
-    """Token ids of the rendered messages. What a template raises about a conversation becomes a
-    DataError that names the row."""
+    """Token ids of the rendered messages. Errors of the template become a DataError that names the
+    row."""
     try:
         rendered = tokenizer.apply_chat_template(list(messages), add_generation_prompt=prompt, tokenize=True, **template_args)
-    except Exception as error:  # a template is a programme of its own: it may raise anything
+    except Exception as error:  # a template is a program: it may raise anything
         raise _template_error(tokenizer, error, where) from error
     return list(rendered["input_ids"] if isinstance(rendered, Mapping) or hasattr(rendered, "keys") else rendered)
 
 
 def end_of_turn(tokenizer: Any, ids: Sequence[int], start: int) -> int:
-    """Where the assistant's message that begins at `start` ends: after its end token. What
-    templates put behind that, a line break for example, is never sampled. Without an end token,
-    the end of `ids`."""
+    """Where the assistant's message that begins at `start` ends: behind its last end token. What
+    templates put behind it, such as a line break, is never sampled. Without an end token, the end
+    of `ids`. Example: ids [1, 2, 7, 0, 9] with end token 0 and `start` 2 give 4."""
     eos = getattr(tokenizer, "eos_token_id", None)
     return next((index + 1 for index in range(len(ids) - 1, start - 1, -1) if ids[index] == eos), len(ids))
 
@@ -222,19 +240,21 @@ def end_of_turn(tokenizer: Any, ids: Sequence[int], start: int) -> int:
 def _render_marked(
     tokenizer: Any, messages: Sequence[Message], template_args: Mapping[str, Any], where: str
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text, and the spans of characters that lie in `{% generation %}` blocks."""
+    """The text, and the spans of characters in `{% generation %}` blocks."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     if not getattr(tokenizer, "is_fast", False):
-        raise ConfigError("a template with {% generation %} needs a fast tokenizer, which knows where in the text its tokens lie")
-    rest = {**tokenizer.special_tokens_map, **template_args}
+        raise ConfigError(
+            "a template with {% generation %} needs a fast tokenizer, which knows the position of its tokens in the text"
+        )
+    arguments = {**tokenizer.special_tokens_map, **template_args}
     try:
         texts, spans = render_jinja_template(
             conversations=[list(messages)],
-            tools=rest.pop("tools", None),
+            tools=arguments.pop("tools", None),
             chat_template=template_of(tokenizer),
             return_assistant_tokens_mask=True,
-            **rest,
+            **arguments,
         )
     except Exception as error:
         raise _template_error(tokenizer, error, where) from error

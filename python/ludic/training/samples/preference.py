@@ -1,16 +1,17 @@
 """Rows of preference data as pairs of samples.
 
-A row has a `chosen` and a `rejected` response, and is of one of TRL's forms
+A row has a `chosen` and a `rejected` response, in one of TRL's formats:
 
-    {"prompt": "2+2=", "chosen": "4", "rejected": "5"}                     plain text, no template
-    {"chosen": "2+2=4", "rejected": "2+2=5"}                               the prompt is what both begin with
-    {"prompt": [messages], "chosen": [messages], "rejected": [messages]}   conversations, by the chat template
-    {"chosen": [messages], "rejected": [messages]}                         likewise
+    {"prompt": "2+2=", "chosen": "4", "rejected": "5"}          plain text, no chat template
+    {"chosen": "2+2=4", "rejected": "2+2=5"}                    the common prefix is the prompt
+    {"prompt": [...], "chosen": [...], "rejected": [...]}       lists of messages, chat template
+    {"chosen": [...], "rejected": [...]}                        likewise
 
-A text that stands as `prompt` beside conversations repeats what they begin with, unless they begin
-with the assistant. Conversations may carry `tools`, which the template gets, and
-`chat_template_kwargs`. Both samples end with the end token of the response: what a template puts
-behind that is never sampled, and a reward model reads its score from the last token.
+If `prompt` is text and the responses are conversations, the text only repeats how they begin,
+unless they begin with the assistant. Conversations may also have `tools` and
+`chat_template_kwargs`, which are passed to the template. Both samples end with the end token of the
+response: what a template puts behind it is never sampled, and a reward model reads its score at the
+last token.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from ludic.errors import ConfigError, DataError, RowError
-from ludic.training.batching.preference import check_label, same_tokens
 from ludic.training.samples.conversations import ChatTokenizer, ChatTokens
-from ludic.training.samples.text import ended, prompt_and_completion, text_ids
+from ludic.training.samples.pair_facts import check_label, same_tokens
+from ludic.training.samples.text import append_eos, tokenize_prompt_completion, tokenize_text
 from ludic.training.types import SAWItem
 from ludic.types import Message
 
@@ -35,108 +36,123 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PreferenceItems:
-    """Makes pairs of rows.
+    """Makes pairs of samples from rows.
 
-    >>> chosen, rejected = PreferenceItems(tokenizer).of_row({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "row 1", pair_id="p1")
+    >>> row = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+    >>> chosen, rejected = PreferenceItems(tokenizer).of_row(row, "row 1", pair_id="p1")
     """
 
     tokenizer: Any
     use_chat_template: bool = False
-    """Text, too, goes through the template: the prompt as what the user says, the response as
-    the assistant's."""
+    """Render text with the template, too: the prompt as a user message, the response as the
+    assistant's."""
     system_prompt: str | None = None
-    """Begins conversations that have no system message."""
+    """Put before conversations that have no system message."""
     max_length: int | None = None
-    """Longer samples are cut. Text loses the beginning of its prompt; what the template wrote
-    loses the end of its response."""
+    """Cut longer samples to this many tokens: text at the beginning of its prompt, conversations at
+    the end of their response."""
     as_arrays: bool = False
-    """Tokens and masks are int32 arrays instead of lists: a seventh of the memory."""
+    """Tokens and masks are int32 arrays instead of lists, which take seven times the memory."""
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 1:
             raise ConfigError(f"max_length ({self.max_length}) must be >= 1")
 
     def of_row(self, row: Row, where: str, *, pair_id: str | int, label: float = 1.0) -> tuple[SAWItem, SAWItem]:
-        """(chosen, rejected) samples with `pair_id`, `role` and `label` in their `meta`. Raises
-        DataError, naming the row, for one that is none of the forms above; RowError for one that
-        has an empty response, two that are the same tokens, or a prompt that leaves no room for
-        a response."""
+        """(chosen, rejected) samples with `pair_id`, `role` and `label` in their `meta`.
+
+        Raises DataError, naming the row, if it has none of the formats above; RowError for an empty
+        response, for two responses with the same tokens, and for a prompt that leaves no room for a
+        response.
+        """
         label = check_label(label, where)
         chosen, rejected = row.get("chosen"), row.get("rejected")
         if isinstance(chosen, str) and isinstance(rejected, str):
-            tokens = self._texts(row, chosen, rejected, where)
+            samples = self._tokenize_texts(row, chosen, rejected, where)
         elif _are_messages(chosen) and _are_messages(rejected):
-            tokens = self._conversations(row, chosen, rejected, where)
+            samples = self._tokenize_conversations(row, chosen, rejected, where)
         else:
             raise DataError(
                 f"{where}: chosen and rejected must both be text or both be lists of messages, not {type(chosen).__name__} and "
                 f"{type(rejected).__name__}"
             )
-        told = {"pair_id": pair_id, "label": label, **_prompt_digest(row.get("prompt"))}
-        metas = ({**told, "role": role} for role in ("chosen", "rejected"))
-        one, other = (_item(cut, meta, as_arrays=self.as_arrays) for cut, meta in zip(tokens, metas, strict=True))
-        if same_tokens(one, other):
-            within = f" within max_length ({self.max_length})" if "truncation" in one.meta or "truncation" in other.meta else ""
+        meta = {"pair_id": pair_id, "label": label, **_prompt_digest(row.get("prompt"))}
+        metas = ({**meta, "role": role} for role in ("chosen", "rejected"))
+        first, second = (_make_item(sample, meta, as_arrays=self.as_arrays) for sample, meta in zip(samples, metas, strict=True))
+        if same_tokens(first, second):
+            was_cut = "truncation" in first.meta or "truncation" in second.meta
+            within = f" within max_length ({self.max_length})" if was_cut else ""
             message = f"{where}: chosen and rejected are the same{within}; such a pair says nothing"
-            raise RowError(message, reason="same_responses_when_cut" if within else "same_responses")
-        return one, other
+            raise RowError(message, reason="same_responses_when_cut" if was_cut else "same_responses")
+        return first, second
 
-    def _texts(self, row: Row, chosen: str, rejected: str, where: str) -> list[CutTokens]:
+    def _tokenize_texts(self, row: Row, chosen: str, rejected: str, where: str) -> list[TruncatedTokens]:
         prompt = row.get("prompt")
         if prompt is not None and not isinstance(prompt, str):
             raise DataError(f"{where}: prompt must be text where the responses are, not {type(prompt).__name__}")
         if self.use_chat_template:
             if not prompt:
                 raise DataError(
-                    f"{where} has no prompt, which use_chat_template needs: it does not see where in the text it ends"
+                    f"{where} has no prompt, which use_chat_template needs: without it, nothing says where in the text the prompt ends"
                 )
-            said = [_spoken(response, role, where) for response, role in ((chosen, "chosen"), (rejected, "rejected"))]
-            return [self._conversation(row, [{"role": "user", "content": prompt}], [message], where) for message in said]
+            answers = [_assistant_message(text, role, where) for text, role in ((chosen, "chosen"), (rejected, "rejected"))]
+            return [
+                self._tokenize_conversation(row, [{"role": "user", "content": prompt}], [answer], where) for answer in answers
+            ]
         if prompt:
-            made = [prompt_and_completion(self.tokenizer, prompt, text, where) for text in (chosen, rejected)]
+            both = [tokenize_prompt_completion(self.tokenizer, prompt, text, where) for text in (chosen, rejected)]
         else:
-            made = _split_where_they_part([ended(self.tokenizer, text_ids(self.tokenizer, text)) for text in (chosen, rejected)])
-        return [cut_from_the_left(tokens, self.max_length) for tokens in made]
+            ids = [append_eos(self.tokenizer, tokenize_text(self.tokenizer, text)) for text in (chosen, rejected)]
+            both = _split_common_prefix(ids)
+        return [truncate_left(tokens, self.max_length) for tokens in both]
 
-    def _conversations(self, row: Row, chosen: list[Message], rejected: list[Message], where: str) -> list[CutTokens]:
+    def _tokenize_conversations(
+        self, row: Row, chosen: list[Message], rejected: list[Message], where: str
+    ) -> list[TruncatedTokens]:
         prompt = row.get("prompt")
         if isinstance(prompt, str) and chosen[0].get("role") == "assistant":
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, list):
-            shared = common_messages(chosen, rejected)
+            shared = count_common_messages(chosen, rejected)
             prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-        return [self._conversation(row, prompt, answer, where) for answer in (chosen, rejected)]
+        return [self._tokenize_conversation(row, prompt, answer, where) for answer in (chosen, rejected)]
 
-    def _conversation(self, row: Row, prompt: Sequence[Message], answer: Sequence[Message], where: str) -> CutTokens:
-        begun = with_system(prompt, self.system_prompt)
+    def _tokenize_conversation(
+        self, row: Row, prompt: Sequence[Message], answer: Sequence[Message], where: str
+    ) -> TruncatedTokens:
+        prompt = with_system(prompt, self.system_prompt)
         template_args = row.get("chat_template_kwargs") or {}
-        tokens = conversation_tokens(self.tokenizer, begun, answer, where, tools=row.get("tools"), **template_args)
-        return cut_from_the_right(tokens, self.max_length, where)
+        tokens = conversation_tokens(self.tokenizer, prompt, answer, where, tools=row.get("tools"), **template_args)
+        return truncate_right(tokens, self.max_length, where)
 
 
 def _prompt_digest(prompt: object) -> dict[str, str]:
-    """What pairs of one prompt have in common, however their samples were cut; nothing where the
-    prompt is not given."""
+    """`prompt_digest`: the same for all pairs of a prompt, even if their samples were truncated
+    differently. Empty for a row without a prompt."""
     if not prompt:
         return {}
-    written = json.dumps(prompt, sort_keys=True, default=str).encode()
-    return {"prompt_digest": hashlib.blake2b(written, digest_size=16).hexdigest()}
+    encoded = json.dumps(prompt, sort_keys=True, default=str).encode()
+    return {"prompt_digest": hashlib.blake2b(encoded, digest_size=16).hexdigest()}
 
 
 @dataclass(frozen=True)
-class CutTokens:
-    """A sample that fits."""
+class TruncatedTokens:
+    """Tokens that fit `max_length`."""
 
     tokens: ChatTokens
     cut: dict[str, Any]
-    """What its `meta` says of the cut; empty where there was none."""
+    """What a sample's `meta` says about the cut; empty if nothing was cut."""
 
 
 def conversation_tokens(
     tokenizer: Any, prompt: Sequence[Message], answer: Sequence[Message], where: str, *, tools: Any = None, **template_args: Any
 ) -> ChatTokens:
-    """The conversation up to the end token of the last message of `answer`, by the chat
-    template; the action is what the assistant says in `answer`."""
+    """Prompt and answer rendered with the chat template, up to the end token of the last message of
+    `answer`; the action is the assistant's part of `answer`.
+
+    Example: mask [0, 0, 1, 1, 0], the last token being a line break of the template, is cut to
+    5 - 1 = 4 tokens: [0, 0, 1, 1].
+    """
     if not answer or answer[-1].get("role") != "assistant":
         raise DataError(f"{where}: a response must end with an assistant message")
     chat = ChatTokenizer(tokenizer, "all", template_args)
@@ -146,48 +162,52 @@ def conversation_tokens(
 
 
 def with_system(prompt: Sequence[Message], system_prompt: str | None) -> list[Message]:
-    """`prompt`, begun by the system prompt if it has none of its own."""
+    """`prompt` with the system prompt before it, unless it begins with one."""
     if system_prompt is None or (prompt and prompt[0].get("role") == "system"):
         return list(prompt)
     return [{"role": "system", "content": system_prompt}, *prompt]
 
 
-def common_messages(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
-    """How many messages both begin with; each keeps one."""
-    most = min(len(chosen), len(rejected)) - 1
-    return next((index for index in range(most) if chosen[index] != rejected[index]), most)
+def count_common_messages(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
+    """Number of messages that both begin with, leaving each at least one. Example: [u, a1] and
+    [u, a2] have 1 in common, and so have [u, a1] and [u, a1]."""
+    limit = min(len(chosen), len(rejected)) - 1
+    return next((index for index in range(limit) if chosen[index] != rejected[index]), limit)
 
 
-def cut_from_the_left(tokens: ChatTokens, max_length: int | None) -> CutTokens:
-    """The last `max_length` tokens: the prompt loses its beginning first, and the completion
-    only when it is too long by itself."""
-    total, actions = len(tokens.input_ids), sum(tokens.action_mask)
+def truncate_left(tokens: ChatTokens, max_length: int | None) -> TruncatedTokens:
+    """The last `max_length` tokens: the prompt loses its beginning first, and the completion only
+    if it is too long by itself. Example: [1, 2, 3, 4] with mask [0, 0, 1, 1] cut to 3 is [2, 3, 4]
+    with [0, 1, 1]."""
+    total, num_actions = len(tokens.input_ids), sum(tokens.action_mask)
     if max_length is None or total <= max_length:
-        return CutTokens(tokens, {})
-    kept = ChatTokens(tokens.input_ids[-max_length:], tokens.action_mask[-max_length:])
-    return CutTokens(kept, _cut_facts(total, max_length, prompt=actions < total, completion=actions > max_length))
+        return TruncatedTokens(tokens, {})
+    retained = ChatTokens(tokens.input_ids[-max_length:], tokens.action_mask[-max_length:])
+    facts = _truncation_facts(total, max_length, prompt=num_actions < total, completion=num_actions > max_length)
+    return TruncatedTokens(retained, facts)
 
 
-def cut_from_the_right(tokens: ChatTokens, max_length: int | None, where: str) -> CutTokens:
-    """The first `max_length` tokens. Raises RowError where no token of the completion is among
-    them."""
-    total, prompt = len(tokens.input_ids), tokens.action_mask.index(1)
+def truncate_right(tokens: ChatTokens, max_length: int | None, where: str) -> TruncatedTokens:
+    """The first `max_length` tokens. Raises RowError if none of them belongs to the completion.
+    Example: mask [0, 0, 1, 1] has a prompt of 2 tokens and can be cut to 3 tokens, not to 2."""
+    total, prompt_length = len(tokens.input_ids), tokens.action_mask.index(1)
     if max_length is None or total <= max_length:
-        return CutTokens(tokens, {})
-    if prompt >= max_length:
+        return TruncatedTokens(tokens, {})
+    if prompt_length >= max_length:
         message = (
-            f"{where}: its prompt has {prompt} tokens and fills max_length ({max_length}); raise max_length or leave the row out"
+            f"{where}: its prompt has {prompt_length} tokens and fills max_length ({max_length}); raise max_length or leave the row "
+            "out"
         )
         raise RowError(message, reason="prompt_too_long")
-    kept = ChatTokens(tokens.input_ids[:max_length], tokens.action_mask[:max_length])
-    return CutTokens(kept, _cut_facts(total, max_length, prompt=False, completion=True))
+    retained = ChatTokens(tokens.input_ids[:max_length], tokens.action_mask[:max_length])
+    return TruncatedTokens(retained, _truncation_facts(total, max_length, prompt=False, completion=True))
 
 
-def _cut_facts(total: int, kept: int, *, prompt: bool, completion: bool) -> dict[str, Any]:
+def _truncation_facts(total: int, retained: int, *, prompt: bool, completion: bool) -> dict[str, Any]:
     return {
         "truncation": {
             "original_len": total,
-            "truncated_len": kept,
+            "truncated_len": retained,
             "prompt_truncated": prompt,
             "completion_truncated": completion,
         },
@@ -195,19 +215,20 @@ def _cut_facts(total: int, kept: int, *, prompt: bool, completion: bool) -> dict
         "truncation_reason": "max_length",
         "seq_len_truncated": True,
         "seq_len_original": total,
-        "seq_len_retained": kept,
-        "seq_len_retained_frac": kept / total,
+        "seq_len_retained": retained,
+        "seq_len_retained_frac": retained / total,
     }
 
 
-def _split_where_they_part(both: list[list[int]]) -> list[ChatTokens]:
-    """The prompt is what both begin with, on token ids; each keeps one token."""
-    most = max(0, min(map(len, both)) - 1)
-    shared = next((index for index in range(most) if both[0][index] != both[1][index]), most)
+def _split_common_prefix(both: list[list[int]]) -> list[ChatTokens]:
+    """The prompt is the common prefix of the token ids, leaving each response at least one token.
+    Example: [5, 6, 7] and [5, 6, 8, 2] have the masks [0, 0, 1] and [0, 0, 1, 1]."""
+    limit = max(0, min(map(len, both)) - 1)
+    shared = next((index for index in range(limit) if both[0][index] != both[1][index]), limit)
     return [ChatTokens(ids, [0] * shared + [1] * (len(ids) - shared)) for ids in both]
 
 
-def _spoken(text: str, role: str, where: str) -> Message:
+def _assistant_message(text: str, role: str, where: str) -> Message:
     if not text:
         raise RowError(f"{where} has an empty {role} response; leave the row out", reason="empty_response")
     return {"role": "assistant", "content": text}
@@ -217,8 +238,8 @@ def _are_messages(value: Any) -> TypeGuard[list[Message]]:
     return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
 
 
-def _item(found: CutTokens, meta: dict[str, Any], *, as_arrays: bool) -> SAWItem:
-    ids, mask = found.tokens.input_ids, found.tokens.action_mask
+def _make_item(sample: TruncatedTokens, meta: dict[str, Any], *, as_arrays: bool) -> SAWItem:
+    ids, mask = sample.tokens.input_ids, sample.tokens.action_mask
     lengths = {"completion_length": sum(mask), "prompt_length": len(mask) - sum(mask)}
     column: Any = (lambda values: np.array(values, dtype=np.int32)) if as_arrays else list
     return SAWItem(
@@ -226,5 +247,5 @@ def _item(found: CutTokens, meta: dict[str, Any], *, as_arrays: bool) -> SAWItem
         attention_mask=column([1] * len(ids)),
         action_mask=column(mask),
         weight=1.0,
-        meta={**meta, **lengths, **found.cut},
+        meta={**meta, **lengths, **sample.cut},
     )

@@ -1,15 +1,19 @@
-"""Rows of a data file as samples for supervised fine-tuning. The loss is on what the model is to
-say, and on nothing else.
+"""Rows of a data file as samples for supervised fine-tuning. Only the model's answers are trained.
 
-A row is one of
+A row has one of these forms:
 
-    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}       loss on the assistant's messages
-    {"prompt": "2+2=", "completion": "4"}                        loss on the completion and the end token; plain text, no template
-    {"prompt": [messages], "completion": [messages]}             loss on the assistant's messages of the completion
-    {"id": "r0", "steps": [{..., "trace": {...}}]}               a rollout: loss on the tokens that were sampled, as they were sampled
-    {"input_ids": [...], "action_mask": [...]}                   tokens and mask, as they are
+    {"messages": [...]}
+        A conversation: the loss is on the assistant's messages.
+    {"prompt": "2+2=", "completion": "4"}
+        Plain text, no chat template: the loss is on the completion and the end token.
+    {"prompt": [...], "completion": [...]}
+        Lists of messages: the loss is on the assistant's messages in the completion.
+    {"id": "r0", "steps": [{..., "trace": {...}}]}
+        A rollout: the loss is on the tokens as they were sampled.
+    {"input_ids": [...], "action_mask": [...]}
+        Tokens and their mask, used as they are.
 
-Conversations may carry `tools`, which the template gets, and `chat_template_kwargs`.
+Conversations may also have `tools` and `chat_template_kwargs`, which are passed to the template.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from ludic.errors import DataError
 from ludic.training.rollouts.log import rollout_of
 from ludic.training.rollouts.to_samples import sample_from_step
 from ludic.training.samples.conversations import AssistantTurns, ChatTokenizer, ChatTokens
-from ludic.training.samples.text import prompt_and_completion
+from ludic.training.samples.text import tokenize_prompt_completion
 from ludic.training.types import SAWItem
 from ludic.types import is_list_of
 
@@ -33,88 +37,96 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class SFTItems:
-    """Makes samples of rows.
+    """Makes samples from rows.
 
     >>> items = SFTItems(tokenizer).of(read_jsonl("chats.jsonl"))
 
-    Samples are named by their row (`rollout_id`), hold their tokens in int32 arrays and have weight
-    1.
+    A sample is named by its row (`rollout_id`), has its tokens in int32 arrays, and weight 1.
     """
 
     tokenizer: Any
     assistant_turns: AssistantTurns = "all"
-    """Of conversations; see `ChatTokenizer`."""
+    """Which assistant messages of a conversation are trained; see `ChatTokenizer`."""
 
     def of(self, rows: Iterable[tuple[str, Row]]) -> list[SAWItem]:
-        """All samples of `(name, row)` pairs. Raises DataError, naming the row, for one that is
-        none of the kinds above."""
+        """The samples of all `(name, row)` pairs. Raises DataError, naming the row, if it has none
+        of the forms above."""
         return [item for where, row in rows for item in self.of_row(row, where)]
 
     def of_row(self, row: Row, where: str) -> list[SAWItem]:
-        for key, make in self._kinds().items():
+        """The samples of one row, which `where` names."""
+        tokenizers: dict[str, Callable[[Row, str], list[ChatTokens]]] = {
+            "messages": self._tokenize_messages,
+            "prompt": self._tokenize_prompt_completion,
+            "steps": _tokens_of_rollout,
+            "input_ids": _tokens_of_ids,
+        }
+        for key, tokenize in tokenizers.items():
             if row.get(key) is not None:
-                return [_item(tokens, where, index) for index, tokens in enumerate(make(row, where))]
+                return [_make_item(tokens, where, index) for index, tokens in enumerate(tokenize(row, where))]
         raise DataError(
             f"{where} has the keys {', '.join(row) or '(none)'}; a row has messages, prompt and completion, steps (a rollout), or "
             "input_ids and action_mask"
         )
 
-    def _kinds(self) -> dict[str, Callable[[Row, str], list[ChatTokens]]]:
-        return {"messages": self._chat, "prompt": self._pair, "steps": _traces, "input_ids": _as_given}
+    def _tokenize_messages(self, row: Row, where: str) -> list[ChatTokens]:
+        return self._tokenize_conversation(row["messages"], row, where)
 
-    def _chat(self, row: Row, where: str, messages: Any = None, first: int = 0) -> list[ChatTokens]:
-        messages = row["messages"] if messages is None else messages
+    def _tokenize_conversation(self, messages: Any, row: Row, where: str, first: int = 0) -> list[ChatTokens]:
+        """Tokens of a conversation; messages before index `first` are not trained."""
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise DataError(f'{where}: messages must be a list of {{"role": ..., "content": ...}}')
         chat = ChatTokenizer(self.tokenizer, self.assistant_turns, row.get("chat_template_kwargs") or {})
         return chat.tokenize(messages, tools=row.get("tools"), first=first, where=where)
 
-    def _pair(self, row: Row, where: str) -> list[ChatTokens]:
+    def _tokenize_prompt_completion(self, row: Row, where: str) -> list[ChatTokens]:
         prompt, completion = row["prompt"], row.get("completion")
         if isinstance(prompt, list) and isinstance(completion, list):
-            return self._chat(row, where, [*prompt, *completion], first=len(prompt))
+            return self._tokenize_conversation([*prompt, *completion], row, where, first=len(prompt))
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise DataError(
                 f"{where}: prompt and completion must both be text or both be lists of messages, not {type(prompt).__name__} and "
                 f"{type(completion).__name__}"
             )
-        return [prompt_and_completion(self.tokenizer, prompt, completion, where)]
+        return [tokenize_prompt_completion(self.tokenizer, prompt, completion, where)]
 
 
-def _traces(row: Row, where: str) -> list[ChatTokens]:
+def _tokens_of_rollout(row: Row, where: str) -> list[ChatTokens]:
     rollout = rollout_of(row, where)
     items = [sample_from_step(rollout, step, 1.0) for step in rollout.steps]
     return [ChatTokens(item.input_ids, item.action_mask) for item in items]
 
 
-def _as_given(row: Row, where: str) -> list[ChatTokens]:
+def _tokens_of_ids(row: Row, where: str) -> list[ChatTokens]:
     ids: Any = row["input_ids"]
     mask: Any = row.get("action_mask")
     if not is_list_of(ids, int) or not is_list_of(mask, int) or len(mask) != len(ids):
-        raise DataError(f"{where}: input_ids must be a list of whole numbers, and action_mask one of as many 0 and 1")
+        raise DataError(
+            f"{where}: input_ids must be a list of whole numbers, and action_mask a list of 0 and 1 of the same length"
+        )
     return [ChatTokens(ids, mask)]
 
 
-def _item(tokens: ChatTokens, where: str, index: int) -> SAWItem:
-    ids, mask = _column(tokens.input_ids, where), _column(tokens.action_mask, where)
-    actions = int(np.count_nonzero(mask))
-    if not actions:
+def _make_item(tokens: ChatTokens, where: str, index: int) -> SAWItem:
+    ids, mask = _to_array(tokens.input_ids, where), _to_array(tokens.action_mask, where)
+    num_actions = int(np.count_nonzero(mask))
+    if not num_actions:
         raise DataError(f"{where} has no token to train on")
     return SAWItem(
         input_ids=ids,
-        attention_mask=_column([1] * len(ids), where),
+        attention_mask=_to_array([1] * len(ids), where),
         action_mask=mask,
         weight=1.0,
         meta={
             "rollout_id": where,
             "step_index": index,
-            "completion_length": actions,
-            "prompt_length": len(ids) - actions,
+            "completion_length": num_actions,
+            "prompt_length": len(ids) - num_actions,
         },
     )
 
 
-def _column(values: Sequence[int], where: str) -> Any:
+def _to_array(values: Sequence[int], where: str) -> Any:
     try:
         return np.array(values, dtype=np.int32)
     except OverflowError as error:

@@ -1,4 +1,4 @@
-"""Plain text as token ids, without a template."""
+"""Plain text as token ids, without a chat template."""
 
 from __future__ import annotations
 
@@ -8,25 +8,32 @@ from ludic.errors import RowError
 from ludic.training.samples.conversations import ChatTokens
 
 
-def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """Ids of the text, and no others."""
+def tokenize_text(tokenizer: Any, text: str) -> list[int]:
+    """Ids of the text, without special tokens."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def ended(tokenizer: Any, ids: list[int]) -> list[int]:
-    """`ids` with the end token, which they may have already; as they are where the tokenizer has
-    none."""
-    end = getattr(tokenizer, "eos_token_id", None)
-    return ids if end is None or ids[-1:] == [end] else [*ids, end]
+def append_eos(tokenizer: Any, ids: list[int]) -> list[int]:
+    """`ids` ending with the end token: appended unless it is there; unchanged if the tokenizer has
+    none. Example: with end token 2, [5, 6] and [5, 6, 2] both give [5, 6, 2]."""
+    eos = getattr(tokenizer, "eos_token_id", None)
+    return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
 
 
-def prompt_and_completion(tokenizer: Any, prompt: str, completion: str, where: str) -> ChatTokens:
-    """Prompt, completion and end token, of which the latter two are the action. Where the
-    tokenizer merges across the border, the two are tokenised apart: the policy, too, sees the
-    prompt alone. Raises RowError, naming the row, for an empty completion."""
-    before, joint = text_ids(tokenizer, prompt), text_ids(tokenizer, prompt + completion)
-    after = joint[len(before) :] if joint[: len(before)] == before else text_ids(tokenizer, completion)
-    if not after:
+def tokenize_prompt_completion(tokenizer: Any, prompt: str, completion: str, where: str) -> ChatTokens:
+    """Prompt, completion and end token; the completion and the end token are the action.
+
+    If the tokenizer merges across the border, the two are tokenised separately, as the policy sees
+    the prompt by itself. Raises RowError, naming the row `where`, for an empty completion.
+
+    Example with end token 2: `2+` is [5, 6] and `2+2` is [5, 6, 5], so that the completion is [5]:
+    ids [5, 6, 5, 2], mask [0, 0, 1, 1]. Were `2+2` the single token [8], the completion `2` would
+    be tokenised by itself.
+    """
+    prompt_ids, joint_ids = tokenize_text(tokenizer, prompt), tokenize_text(tokenizer, prompt + completion)
+    is_prefix = joint_ids[: len(prompt_ids)] == prompt_ids
+    completion_ids = joint_ids[len(prompt_ids) :] if is_prefix else tokenize_text(tokenizer, completion)
+    if not completion_ids:
         raise RowError(f"{where} has an empty completion; leave the row out", reason="empty_response")
-    after = ended(tokenizer, after)
-    return ChatTokens([*before, *after], [0] * len(before) + [1] * len(after))
+    completion_ids = append_eos(tokenizer, completion_ids)
+    return ChatTokens([*prompt_ids, *completion_ids], [0] * len(prompt_ids) + [1] * len(completion_ids))

@@ -1,0 +1,60 @@
+"""One prompt and one completion through a chat template. `samples.conversations` takes
+conversations of any length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ludic.errors import DataError
+from ludic.training.samples.preference import conversation_tokens, truncate_right, with_system
+from ludic.types import Message
+
+
+@dataclass(frozen=True)
+class ChatTemplateResult:
+    """A conversation of two turns. Example: `<user>hi<assistant>yo<eos>` has `prompt_len` 4 with a
+    byte-level tokenizer whose roles are one token each."""
+
+    tokens: list[int]
+    """Ids up to the end token of the completion."""
+    text: str
+    """The rendered text up to the same end token; never cut."""
+    prompt_len: int
+    """Tokens before the completion."""
+    truncation_meta: dict[str, Any] | None
+    """What a sample's `meta` says about the cut; None if nothing was cut."""
+
+
+def tokenize_with_chat_template(
+    tokenizer: Any, prompt: str, completion: str, *, system_prompt: str | None = None, max_length: int | None = None
+) -> ChatTemplateResult:
+    """Ids of the conversation in which the user says `prompt` and the assistant `completion`, cut
+    on the right to `max_length`. Raises DataError for an empty completion, and for a prompt that
+    fills `max_length` by itself."""
+    question, answer = _turns(prompt, completion, system_prompt)
+    whole = conversation_tokens(tokenizer, question, answer, "the conversation")
+    truncated = truncate_right(whole, max_length, "the conversation")
+    text = format_chat_template_text(tokenizer, prompt, completion, system_prompt=system_prompt)
+    return ChatTemplateResult(truncated.tokens.input_ids, text, whole.action_mask.index(1), truncated.cut or None)
+
+
+def format_chat_template_text(tokenizer: Any, prompt: str, completion: str, *, system_prompt: str | None = None) -> str:
+    """The conversation as text, up to the end token of the completion: what to send to a server
+    that tokenises by itself.
+
+    Example: `<user>hi<assistant>yo<eos>\\n` ends after `<eos>`. An `<eos>` that only the prompt
+    contains is not an end.
+    """
+    question, answer = _turns(prompt, completion, system_prompt)
+    text: str = tokenizer.apply_chat_template([*question, *answer], tokenize=False, add_generation_prompt=False)
+    rendered_prompt: str = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    end = getattr(tokenizer, "eos_token", None)
+    place = text.rfind(end) if end else -1
+    return text[: place + len(end)] if end and place >= len(rendered_prompt) else text
+
+
+def _turns(prompt: str, completion: str, system_prompt: str | None) -> tuple[list[Message], list[Message]]:
+    if not completion:
+        raise DataError("the completion is empty; there is nothing to score")
+    return with_system([{"role": "user", "content": prompt}], system_prompt), [{"role": "assistant", "content": completion}]

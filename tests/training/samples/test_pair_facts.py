@@ -1,0 +1,40 @@
+"""What a preference sample says of itself, and what is refused."""
+
+import numpy as np
+import pytest
+
+from ludic.errors import DataError, DataKeyError
+from ludic.training.samples.pair_facts import check_label, meta_value, same_tokens, shorten_names
+from ludic.training.types import SAWItem
+
+
+def sample(ids, **meta):
+    return SAWItem(ids, [1] * len(ids), [1] * len(ids), 1.0, meta)
+
+
+@pytest.mark.parametrize("label", [0, 1.0, np.float32(0.5), np.int64(1)])
+def test_a_label_is_a_number_between_0_and_1(label):
+    assert check_label(label, "row 3") == float(label)
+
+
+@pytest.mark.parametrize("label", [-0.1, 1.5, float("nan"), "1", None])
+def test_any_other_label_is_refused_by_name(label):
+    with pytest.raises(DataError, match=r"label of row 3 .* must be in \[0, 1\]"):
+        check_label(label, "row 3")
+
+
+def test_a_missing_key_names_the_sample_and_what_there_is():
+    assert meta_value(sample([1], pair_id="a"), 0, "pair_id") == "a"
+    with pytest.raises(DataKeyError, match="sample 4 has no 'role' in its meta, which has pair_id"):
+        meta_value(sample([1], pair_id="a"), 4, "role")
+
+
+def test_samples_are_compared_by_their_token_ids_lists_and_arrays_alike():
+    assert same_tokens(sample([1, 2]), sample(np.array([1, 2], dtype=np.int32)))
+    assert not same_tokens(sample([1, 2]), sample([1, 3]))
+    assert not same_tokens(sample([1, 2]), sample([1, 2, 3]))
+
+
+def test_many_names_are_shortened():
+    assert shorten_names(["a", "b"]) == "a, b"
+    assert shorten_names(list("abcde"), limit=2) == "a, b and 3 more"
