@@ -14,7 +14,7 @@ from ludic.recipes.build import build_algorithm, build_task, build_trainer_confi
 from ludic.recipes.compose import compose
 from ludic.recipes.model import build_policy, make_small_model
 from ludic.recipes.schema import TaskSection
-from ludic.runs.reinforce import Parts
+from ludic.runs.reinforce import RLParts
 from ludic.tasks import DigitSort
 from ludic.training.credit_assignment import GroupNormalizedReturn, MonteCarloReturn, OverlongPenalty
 from ludic.training.presets import REGISTRY
@@ -50,7 +50,7 @@ def test_the_limit_of_an_answer_is_the_one_that_dapo_penalises() -> None:
     credit = build_algorithm(compose(["algorithm=dapo"]), max_completion_tokens=50).credit_assigner
     assert isinstance(credit, OverlongPenalty)
     assert (credit.max_tokens, credit.buffer_tokens) == (50, 10)
-    assert Parts.build(compose(["algorithm=dapo", "rollout.max_new_tokens=40"])).algorithm.credit_assigner.max_tokens == 40
+    assert RLParts.build(compose(["algorithm=dapo", "rollout.max_new_tokens=40"])).algorithm.credit_assigner.max_tokens == 40
 
 
 def test_a_task_of_ones_own_is_named_by_module_and_class() -> None:

@@ -16,11 +16,11 @@ from ludic.errors import ConfigError
 from ludic.recipes.compose import compose, to_yaml
 from ludic.recipes.inference_section import LogprobConvention, convention, kind_of
 from ludic.recipes.model import make_small_model
-from ludic.runs.reinforce import Parts
+from ludic.runs.reinforce import RLParts
 from ludic.runs.report.reinforce import phases_of
 from ludic.runs.report.sampling import mismatch_of, overlap_of, weight_sync_of
 from ludic.runs.sampler import _started, check_inference
-from ludic.runs.stopping import Stopwatch
+from ludic.training.loop.timings import PhaseTimer
 
 
 def train(*arguments):
@@ -126,7 +126,7 @@ def test_sampler_and_trainer_speak_of_one_distribution(temperature, top_p, expec
     assert convention(temperature, top_p) == expected
     algorithm = "grpo" if temperature else "reinforce"  # answers that are all the same cannot be compared with each other
     recipe = compose([f"rollout.temperature={temperature}", f"rollout.top_p={top_p}", "threads=1", f"algorithm={algorithm}"])
-    assert Parts.build(recipe).trainer_cfg.temperature == expected.temperature
+    assert RLParts.build(recipe).trainer_cfg.temperature == expected.temperature
 
 
 @pytest.mark.parametrize("sampling", [[], ["rollout.temperature=0.6"], ["rollout.temperature=0.7", "rollout.top_p=0.9"]])
@@ -151,7 +151,7 @@ def test_a_run_that_overlaps_trains_on_samples_one_version_old(tiny, tmp_path):
 def test_an_overlapped_run_that_is_stopped_goes_on_with_the_prompts_that_follow(tiny, tmp_path, monkeypatch):
     """Stopped after two of four steps, with a batch on its way that is never trained, then
     resumed."""
-    from ludic.runs.stopping import StoppableSource
+    from ludic.runs.stop_request import StoppableSource
 
     asked = []
     next_batch = StoppableSource.next_batch
@@ -185,10 +185,10 @@ def test_an_overlapped_run_that_is_stopped_goes_on_with_the_prompts_that_follow(
 async def test_the_start_of_a_server_is_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_VLLM_FACTS", str(tmp_path / "facts.json"))
     recipe = compose([f"inference.python={fake_vllm.install(tmp_path / 'venv')}"])
-    watch, notes = Stopwatch({}), []
-    async with _started(recipe, None, tmp_path, tmp_path / "log", notes.append, watch) as url:
+    timer, notes = PhaseTimer(), []
+    async with _started(recipe, None, tmp_path, tmp_path / "log", notes.append, timer) as url:
         assert httpx2.get(f"{url}/health", timeout=30).status_code == 200
-    assert watch.seconds["server_start"] > 0
+    assert timer.seconds("server_start") > 0
     assert len(notes) == 1
 
 

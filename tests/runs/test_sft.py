@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ludic.recipes.sft.data import split_by_prompt
 from ludic.recipes.sft.schema import compose_sft
-from ludic.runs.epochs import take_steps
+from ludic.runs.epochs import EpochsRun
+from ludic.runs.sft import SFTRun
 from ludic.training import SAWItem
 
 TINY = [*NETWORK, "threads=1", "rows=40", "batch_size=8", "epochs=1", "heldout=0.1"]
@@ -281,7 +282,7 @@ def test_a_run_that_its_evaluation_ended_stays_ended_when_resumed(
     given = [*tiny, *ENDED_BY_ITS_EVALUATION, f"checkpoint.every_n_steps={every}"]
     sft(*given, "name=whole")
     with monkeypatch.context() as patch:
-        patch.setattr("ludic.runs.sft.take_steps", _then_interrupted)
+        patch.setattr(SFTRun, "train", _train_and_be_interrupted)
         assert commands.exit_status("sft", *given, "name=parts") == 130
     sft("--resume", str(tmp_path / "parts"))
     whole, parts = (summary_of(tmp_path / name) for name in ("whole", "parts"))
@@ -289,8 +290,8 @@ def test_a_run_that_its_evaluation_ended_stays_ended_when_resumed(
     assert same_weights(tmp_path / "whole", tmp_path / "parts")
 
 
-async def _then_interrupted(*args: Any, **options: Any) -> None:
-    await take_steps(*args, **options)
+async def _train_and_be_interrupted(run: SFTRun, *args: Any, **options: Any) -> None:
+    await EpochsRun.train(run, *args, **options)
     raise KeyboardInterrupt
 
 

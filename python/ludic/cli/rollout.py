@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ludic.recipes.schema import Recipe
-    from ludic.runs.reinforce import Parts
+    from ludic.runs.reinforce import RLParts
     from ludic.runs.sampler import Sampler
     from ludic.types import Rollout
 
@@ -79,16 +79,16 @@ def _check(recipe: Recipe, out: Path) -> None:
 
 
 def _play(recipe: Recipe, keep: Keep | None, episodes: int, out: Path, counts: Tally, console: Console) -> None:
-    from ludic.runs.reinforce import Parts
+    from ludic.runs.reinforce import RLParts
 
     quiet_libraries()
-    parts = Parts.build(recipe)
+    parts = RLParts.build(recipe)
     out.parent.mkdir(parents=True, exist_ok=True)
     asyncio.run(_play_batches(recipe, parts, keep, episodes, out, counts, console))
 
 
 async def _play_batches(
-    recipe: Recipe, parts: Parts, keep: Keep | None, episodes: int, out: Path, counts: Tally, console: Console
+    recipe: Recipe, parts: RLParts, keep: Keep | None, episodes: int, out: Path, counts: Tally, console: Console
 ) -> None:
     from ludic.models.loading import locate_model
     from ludic.runs.sampler import open_sampler
@@ -104,7 +104,7 @@ async def _play_batches(
 async def _play_with(
     sampler: Sampler,
     recipe: Recipe,
-    parts: Parts,
+    parts: RLParts,
     keep: Keep | None,
     episodes: int,
     out: Path,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ludic.recipes.sft.schema import SFTRecipe
     from ludic.runs.screen import Screen
     from ludic.runs.sft import SFTParts, SFTRun
-    from ludic.runs.stopping import StopRequest
+    from ludic.runs.stop_request import StopRequest
 
 
 def sft_command(arguments: Sequence[str], *, resume: Path | None, json_only: bool, print_config: bool) -> int:

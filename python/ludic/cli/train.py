@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ludic.recipes.schema import Recipe
-    from ludic.runs.reinforce import Parts, Run
+    from ludic.runs.reinforce import RLParts, RLRun
     from ludic.runs.screen import Screen
-    from ludic.runs.stopping import StopRequest
+    from ludic.runs.stop_request import StopRequest
 
 
 def train_command(arguments: Sequence[str], *, resume: Path | None, json_only: bool, print_config: bool) -> int:
@@ -30,20 +30,20 @@ class _Train:
     def compose(self, arguments: Sequence[str]) -> Recipe:
         return compose(arguments)
 
-    def build(self, recipe: Recipe, screen: Screen) -> Parts:
-        from ludic.runs.reinforce import Parts
+    def build(self, recipe: Recipe, screen: Screen) -> RLParts:
+        from ludic.runs.reinforce import RLParts
 
-        return Parts.build(recipe)
+        return RLParts.build(recipe)
 
     def folder_name(self, recipe: Recipe) -> str:
         return f"{recipe.recipe}-{recipe.algorithm}-seed{recipe.seed}"
 
-    def run(self, recipe: Recipe, parts: Parts, directory: RunDirectory, screen: Screen, stop: StopRequest) -> Run:
-        from ludic.runs.reinforce import Run
+    def run(self, recipe: Recipe, parts: RLParts, directory: RunDirectory, screen: Screen, stop: StopRequest) -> RLRun:
+        from ludic.runs.reinforce import RLRun
 
-        return Run(recipe, parts, directory, screen, stop)
+        return RLRun(recipe, parts, directory, screen, stop)
 
-    def conclude(self, run: Run, console: Console) -> str:
+    def conclude(self, run: RLRun, console: Console) -> str:
         from ludic.runs.report.reinforce import draw_rewards, outcome_of, show_report
 
         outcome = outcome_of(run.progress, run.directory, run.parts.task, run.recipe, config_hash=config_hash(run.recipe))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ludic.recipes.rm.schema import RMRecipe
     from ludic.runs.reward_model import RMParts, RMRun
     from ludic.runs.screen import Screen
-    from ludic.runs.stopping import StopRequest
+    from ludic.runs.stop_request import StopRequest
 
 
 def train_rm_command(arguments: Sequence[str], *, resume: Path | None, json_only: bool, print_config: bool) -> int:

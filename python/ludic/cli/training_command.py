@@ -21,40 +21,14 @@ from ludic.runs.versions import versions
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ludic.runs.directory import Progress, RunDirectory
+    from ludic.runs.base import TrainingRun
+    from ludic.runs.directory import RunDirectory
     from ludic.runs.screen import Screen
-    from ludic.runs.stopping import StopRequest, Stopwatch
-
-
-class TrainingRun(Protocol):
-    """A recipe on its way, in its folder."""
-
-    recipe: Any
-    progress: Progress
-    screen: Screen
-    stop: StopRequest
-    watch: Stopwatch
-
-    @property
-    def title(self) -> str:
-        """What the run is called where it begins."""
-        ...
-
-    @property
-    def parts(self) -> Any:
-        """What it was built of; `model` is one."""
-        ...
-
-    @property
-    def directory(self) -> RunDirectory: ...
-
-    async def play(self) -> None:
-        """What is left to do. Raises `Interrupted` after a stop."""
-        ...
+    from ludic.runs.stop_request import StopRequest
 
 
 D = TypeVar("D", bound="RunDirectory")
-R = TypeVar("R", bound=TrainingRun)
+R = TypeVar("R", bound="TrainingRun[Any, Any, Any]")
 
 
 class TrainingCommand(Protocol[D, R]):
@@ -117,7 +91,7 @@ def _train(
         directory = directory or command.directory.begin(recipe, command.folder_name(recipe))
         with _failure_noted(directory, is_new=is_new):
             run = _set_up(command, recipe, parts, directory, screen, is_new=is_new)
-            run.watch.add("set_up", time.perf_counter() - started)
+            run.timer.add("set_up", time.perf_counter() - started)
             with run.stop:
                 code = _play_out(run, started)
                 return code, command.conclude(run, console)
@@ -141,7 +115,7 @@ def _built(command: TrainingCommand[D, R], recipe: Any, console: Console) -> tup
 
 def _set_up(command: TrainingCommand[D, R], recipe: Any, parts: Any, directory: D, screen: Screen, *, is_new: bool) -> R:
     from ludic.models.device import describe_device
-    from ludic.runs.stopping import StopRequest
+    from ludic.runs.stop_request import StopRequest
 
     run = command.run(recipe, parts, directory, screen, StopRequest(screen.note))
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in run.parts.model.parameters()]
@@ -154,7 +128,7 @@ def _set_up(command: TrainingCommand[D, R], recipe: Any, parts: Any, directory: 
     return run
 
 
-def _note_state(run: TrainingRun) -> None:
+def _note_state(run: TrainingRun[Any, Any, Any]) -> None:
     """What is not as it was when the run was begun, and where nothing is left to do."""
     progress, path, now = run.progress, run.directory.path, versions()
     for name, before in (progress.versions or {}).items():
@@ -184,10 +158,10 @@ def _failure_noted(directory: RunDirectory, *, is_new: bool) -> Iterator[None]:
         raise
 
 
-def _play_out(run: TrainingRun, started: float) -> int:
+def _play_out(run: TrainingRun[Any, Any, Any], started: float) -> int:
     """Play `run` to its end or to a stop, and keep where it stands either way: 0, or 128 and the
     signal's number."""
-    from ludic.runs.stopping import Interrupted
+    from ludic.runs.stop_request import Interrupted
 
     run.progress.failed = None
     try:
@@ -197,6 +171,6 @@ def _play_out(run: TrainingRun, started: float) -> int:
         run.screen.note(f"Stopped; go on with `ludic {run.directory.command} --resume {run.directory.path}`")
         return 128 + (run.stop.signum or 0)
     finally:
-        run.watch.add("wall", time.perf_counter() - started)
+        run.timer.add("wall", time.perf_counter() - started)
         run.directory.write_progress(run.progress)
     return 0

@@ -1,65 +1,61 @@
-"""The steps of `ludic sft` and `ludic train-rm`, over data that is there already: until the end
-or a stop, and from a checkpoint on."""
+"""Training over a fixed set of samples, which `ludic sft` and `ludic train-rm` do alike."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from ludic.cli.training_command import TrainingRun
-from ludic.errors import StopRequested
-from ludic.models.loading import find_whole_model
-from ludic.models.saving import save_missing_base, save_policy
-from ludic.recipes.build import seed_phase
-from ludic.runs.continuation import end_with_best, keep_checkpoint, latest_checkpoint, set_back
-from ludic.runs.stopping import Interrupted, StoppableSource
-from ludic.runs.tracking import run_logger
+from ludic.recipes.epochs_schema import EpochsRecipe
+from ludic.runs.base import RunParts, TrainerT, TrainingRun
+from ludic.runs.checkpoints import ensure_checkpoint, restore_best_weights
+from ludic.runs.directory import RunDirectory
+from ludic.runs.stop_request import Interrupted
 from ludic.training.batching.epochs import ItemBatchSource
-from ludic.training.checkpoint import CheckpointConfig
-from ludic.training.trainer import Trainer
-
-T = TypeVar("T", bound=Trainer)
 
 
-async def take_steps(run: TrainingRun, trainer_of: Callable[..., T], source: ItemBatchSource, *, keys: list[str]) -> T:
-    """All steps of `run.parts` that are left, or those until a stop; the model is kept either way.
-    Raises `Interrupted` after a stop.
+class EpochsParts(RunParts, Protocol):
+    """The parts of a run over a fixed set of samples."""
 
-    `trainer_of` is the class of the trainer, with what this kind of run gives it; `keys` are what
-    the plain lines show.
-    """
-    recipe, parts, directory, phase = run.recipe, run.parts, run.directory, run.directory.first_phase
-    save_missing_base(parts.model, recipe.model, directory.base)
-    with (
-        run_logger(recipe, directory, run.screen, phase, keys=keys, spark_key="loss", last_step=parts.steps) as logger,
-        run.watch.measure("train"),
-    ):
-        options: dict[str, Any] = {
-            "model": parts.model,
-            "batch_source": StoppableSource(source, run.stop),
-            "cfg": parts.cfg,
-            "checkpoint_config": CheckpointConfig(
+    cfg: Any
+    steps: int
+
+
+RecipeT = TypeVar("RecipeT", bound=EpochsRecipe)
+PartsT = TypeVar("PartsT", bound=EpochsParts)
+DirectoryT = TypeVar("DirectoryT", bound=RunDirectory)
+
+
+class EpochsRun(TrainingRun[RecipeT, PartsT, DirectoryT]):
+    """A run of one phase over a fixed set of samples."""
+
+    async def train(self, trainer_class: Callable[..., TrainerT], source: ItemBatchSource, *, keys: list[str]) -> TrainerT:
+        """Take the steps that are left, or those until a stop, and save the model. Raises
+        `Interrupted` after a stop.
+
+        `trainer_class` has what this kind of run gives its trainer; `keys` are what the plain lines
+        show.
+        """
+        parts, directory, phase = self.parts, self.directory, self.directory.first_phase
+        with (
+            self.open_logger(phase, keys=keys, spark_key="loss", last_step=parts.steps) as logger,
+            self.timer.phase("train"),
+        ):
+            trainer = self.make_trainer(
+                phase,
+                trainer_class,
+                source,
                 directory.checkpoints,
-                every_n_steps=recipe.checkpoint.every_n_steps,
-                max_to_keep=recipe.checkpoint.max_to_keep,
-            ),
-            "resume_from": latest_checkpoint(directory.checkpoints),
-            "train_logger": logger,
-            "total_training_steps": max(1, parts.steps),
-        }
-        seed_phase(recipe.seed, phase)
-        trainer, is_stopped = trainer_of(**options), False
-        set_back(directory, phase, trainer, note=run.screen.note)
-        try:
-            await trainer.train(parts.steps - trainer.current_step)
-        except StopRequested:  # steps are left, and no evaluation has ended them early
-            is_stopped = True
-        keep_checkpoint(trainer)
-        if not is_stopped:
-            end_with_best(trainer, run.progress, note=run.screen.note)
-    run.progress.steps = trainer.current_step
-    save_policy(parts.model, parts.tokenizer, directory.model, base=find_whole_model(recipe.model))
-    if is_stopped:
-        directory.write_progress(run.progress)
-        raise Interrupted
-    return trainer
+                cfg=parts.cfg,
+                train_logger=logger,
+                total_training_steps=max(1, parts.steps),
+            )
+            is_done = await self.take_steps(trainer, parts.steps)
+            ensure_checkpoint(trainer)
+            if is_done:
+                restore_best_weights(trainer, self.progress, note=self.screen.note)
+        self.progress.steps = trainer.current_step
+        self.save_model()
+        if not is_done:
+            directory.write_progress(self.progress)
+            raise Interrupted
+        return trainer

@@ -3,24 +3,22 @@ trainer's; here they are lined up."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ludic.errors import CheckpointError, StopRequested
+from ludic.errors import CheckpointError
 from ludic.inference.local import LocalChatClient
 from ludic.models.adapters import has_adapters
-from ludic.models.loading import find_whole_model, load_model
+from ludic.models.loading import load_model
 from ludic.models.lora import describe_trained_share
-from ludic.models.saving import save_missing_base, save_policy
+from ludic.models.saving import save_policy
 from ludic.models.state_files import read_model
 from ludic.recipes.build import (
     build_algorithm,
     build_trainer_config,
     check_numbers,
     seed_everything,
-    seed_phase,
     task_of,
     with_reward_model,
 )
@@ -28,7 +26,8 @@ from ludic.recipes.inference_section import convention
 from ludic.recipes.lora import add_adapters, build_lora_settings
 from ludic.recipes.model import build_policy
 from ludic.recipes.schema import Recipe
-from ludic.runs.continuation import end_with_best, keep_checkpoint, latest_checkpoint, set_back
+from ludic.runs.base import TrainingRun
+from ludic.runs.checkpoints import ensure_checkpoint, find_latest_checkpoint, restore_best_weights
 from ludic.runs.directory import DONE, RunDirectory
 from ludic.runs.held_out import Evaluation, HeldOut, check_early_stopping
 from ludic.runs.rollouts import (
@@ -42,15 +41,13 @@ from ludic.runs.rollouts import (
 )
 from ludic.runs.sampler import Sampler, check_inference, open_sampler
 from ludic.runs.screen import Screen
-from ludic.runs.stopping import Interrupted, StoppableSource, StopRequest, Stopwatch
-from ludic.runs.tracking import run_logger
+from ludic.runs.stop_request import Interrupted, StopRequest
 from ludic.tasks import EpisodicTask
 from ludic.tasks.demonstrations import DemonstrationSource
 from ludic.tasks.measures import logged_names, task_reducers
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.overlapped import OverlappedSource
 from ludic.training.batching.synced_batching import RolloutBatchSource
-from ludic.training.checkpoint import CheckpointConfig
 from ludic.training.config import TrainerConfig
 from ludic.training.loggers import TrainingLogger
 from ludic.training.preflight.check import Preflight
@@ -65,7 +62,7 @@ REINFORCE_KEYS = [f"train/{SAMPLED_REWARD}", "train/loss", "train/grad_norm", "t
 
 
 @dataclass
-class Parts:
+class RLParts:
     """The objects of a recipe. They are built before anything is written, so that a wrong
     setting costs nothing."""
 
@@ -77,7 +74,7 @@ class Parts:
     tokenizer: Any
 
     @classmethod
-    def build(cls, recipe: Recipe) -> Parts:
+    def build(cls, recipe: Recipe) -> RLParts:
         """Seeds every generator first (`seed_everything`)."""
         check_numbers(recipe)
         task = task_of(recipe)
@@ -106,26 +103,23 @@ class Parts:
         return parts
 
 
-class Run:
-    """A recipe on its way through its phases, in its folder."""
+class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
+    """Warm-up, held-out measurement, reinforcement, and the measurement again."""
 
-    def __init__(self, recipe: Recipe, parts: Parts, directory: RunDirectory, screen: Screen, stop: StopRequest) -> None:
-        self.recipe, self.parts, self.directory, self.screen, self.stop = recipe, parts, directory, screen, stop
-        self.progress = directory.read_progress()
-        self.watch = Stopwatch(self.progress.seconds)
-        save_missing_base(parts.model, recipe.model, directory.base)
+    def __init__(self, recipe: Recipe, parts: RLParts, directory: RunDirectory, screen: Screen, stop: StopRequest) -> None:
+        super().__init__(recipe, parts, directory, screen, stop)
         if self.progress.phase == REINFORCE:
-            parts.model = self._warmed_up()
+            parts.model = self._load_warmed_up()
         parts.model.to(parts.trainer_cfg.model_device)
         self._preflight: Preflight | None = None
         self._client = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
         self._held_out = HeldOut(self._engine(), parts.task, recipe.evaluation, recipe.rollout)
 
-    def _warmed_up(self) -> Any:
+    def _load_warmed_up(self) -> Any:
         """The policy that the warm-up left, or one in which the last checkpoint of the
         reinforcement can be read."""
         model, directory = self.parts.model, self.directory
-        if latest_checkpoint(directory.checkpoints / REINFORCE) is None:
+        if find_latest_checkpoint(directory.checkpoints / REINFORCE) is None:
             self._check_not_reinforced()
         elif has_adapters(model) or not self.recipe.lora.rank:
             return model
@@ -151,8 +145,7 @@ class Run:
     def title(self) -> str:
         return self.recipe.recipe
 
-    async def play(self) -> None:
-        """The phases that are left. Raises `Interrupted` after a stop."""
+    async def play_phases(self) -> None:
         if self.progress.phase == WARM_UP:
             await self._warm_up()
         if self.progress.phase == REINFORCE:
@@ -160,7 +153,7 @@ class Run:
             if self.recipe.steps:
                 await self._reinforce()
             self.progress.after = (await self._evaluate()).to_dict()
-            self._end_phase(DONE)
+            self._finish_phase(DONE)
 
     async def _warm_up(self) -> None:
         recipe, parts = self.recipe, self.parts
@@ -173,13 +166,13 @@ class Run:
                 system_prompt=recipe.rollout.system_prompt,
             )
             self.screen.note(f"Warm-up: {recipe.warmup.steps} steps on demonstrations of an imperfect teacher")
-            with self._logger(WARM_UP, keys=WARM_UP_KEYS, spark_key="loss", steps=recipe.warmup.steps) as logger:
+            with self.open_logger(WARM_UP, keys=WARM_UP_KEYS, spark_key="loss", last_step=recipe.warmup.steps) as logger:
                 trainer = self._trainer(WARM_UP, make_sft(normalizer="tokens"), source, parts.warmup_cfg, logger)
                 await self._train(trainer, recipe.warmup.steps, WARM_UP)
         self.progress.before = (await self._evaluate()).to_dict()
         if recipe.lora.rank and not has_adapters(parts.model):
             save_policy(parts.model, parts.tokenizer, self.directory.base)
-        self._end_phase(REINFORCE)
+        self._finish_phase(REINFORCE)
 
     def _adapt(self) -> None:
         """Adapters for the reinforcement. Held-out problems are answered by the model that is
@@ -203,9 +196,9 @@ class Run:
             self.directory.model,
             log=self.directory.server_log,
             note=self.screen.note,
-            watch=self.watch,
+            timer=self.timer,
         ) as sampler:
-            with self._logger(REINFORCE, keys=keys, spark_key=SAMPLED_REWARD, steps=recipe.steps) as logger:
+            with self.open_logger(REINFORCE, keys=keys, spark_key=SAMPLED_REWARD, last_step=recipe.steps) as logger:
                 source = self._rollouts(sampler)
                 trainer = self._trainer(REINFORCE, parts.algorithm, source, parts.trainer_cfg, logger, sampler)
                 source.limit(recipe.steps - trainer.current_step)
@@ -247,9 +240,6 @@ class Run:
             concurrency=self.recipe.rollout.concurrency,
         )
 
-    def _logger(self, phase: str, *, keys: list[str], spark_key: str, steps: int) -> AbstractContextManager[TrainingLogger]:
-        return run_logger(self.recipe, self.directory, self.screen, phase, keys=keys, spark_key=spark_key, last_step=steps)
-
     def _trainer(
         self,
         phase: str,
@@ -259,35 +249,26 @@ class Run:
         logger: TrainingLogger,
         sampler: Sampler | None = None,
     ) -> Trainer:
-        """The public trainer; it goes on from the last checkpoint of its phase, if there is one."""
-        self._preflight = None if sampler is None else self._check_of(sampler)
-        checkpoints = self.directory.checkpoints / phase
-        facts = task_reducers(self.parts.task)
-        seed_phase(self.recipe.seed, phase)
-        trainer = Trainer(
-            model=self.parts.model,
+        """The trainer of a phase, at its last checkpoint if there is one."""
+        self._preflight = None if sampler is None else self._make_preflight(sampler)
+        return self.make_trainer(
+            phase,
+            Trainer,
+            source,
+            self.directory.checkpoints / phase,
             algo=algorithm,
-            batch_source=StoppableSource(source, self.stop),
             publisher=None if sampler is None or not (cfg.sync_every_steps or sampler.remote) else sampler.publisher,
             cfg=cfg,
-            checkpoint_config=CheckpointConfig(
-                checkpoints,
-                every_n_steps=self.recipe.checkpoint.every_n_steps,
-                max_to_keep=self.recipe.checkpoint.max_to_keep,
-            ),
-            resume_from=latest_checkpoint(checkpoints),
             train_logger=logger,
             evaluator=self._held_out,
-            reducers={**default_reducers(), **(facts if phase == REINFORCE else {})},
+            reducers={**default_reducers(), **(task_reducers(self.parts.task) if phase == REINFORCE else {})},
             total_training_steps=self.recipe.warmup.steps if phase == WARM_UP else self.recipe.steps,
             preflight=self._preflight,
         )
-        set_back(self.directory, phase, trainer, note=self.screen.note)
-        return trainer
 
-    def _check_of(self, sampler: Sampler) -> Preflight | None:
-        """Before the first step. The trainer's own model samples as it trains, but may be read
-        in another way."""
+    def _make_preflight(self, sampler: Sampler) -> Preflight | None:
+        """The comparison of trainer and sampler before the first step. It is made for a sampler in
+        this process, too: the same model is read in two ways."""
         section = self.recipe.inference
         if not section.preflight:
             return None
@@ -299,24 +280,25 @@ class Run:
         )
 
     async def _train(self, trainer: Trainer, steps: int, phase: str) -> None:
-        """All steps that are left, or those until a stop. A checkpoint is kept after a stop, and
-        at the end of the reinforcement: before its policy takes the place of the one that it
-        began with."""
-        with self.watch.measure(phase):
-            with suppress(StopRequested):  # between two steps
-                await trainer.train(steps - trainer.current_step)
+        """Take the steps that are left, or those until a stop.
+
+        A checkpoint is saved after a stop, and at the end of the reinforcement, before the trained
+        policy replaces the one that the reinforcement began with.
+        """
+        with self.timer.phase(phase):
+            await self.take_steps(trainer, steps)
             if self.stop or phase == REINFORCE:
-                keep_checkpoint(trainer)
+                ensure_checkpoint(trainer)
             if not self.stop:
-                end_with_best(trainer, self.progress, note=self.screen.note)
+                restore_best_weights(trainer, self.progress, note=self.screen.note)
         if phase == REINFORCE:
             self.progress.steps = trainer.current_step
             self.directory.write_progress(self.progress)
-        self._stop_if_asked()
+        self._raise_if_stopped()
 
     async def _evaluate(self) -> Evaluation:
         self.screen.note(f"Measuring on {self._held_out.describe()}")
-        with self.watch.measure("evaluate"):
+        with self.timer.phase("evaluate"):
             measured = await self._held_out.measure()
         rates = ", ".join(f"{name.replace('_', ' ')} {rate:.3f}" for name, rate in measured.rates().items())
         self.screen.note(f"  {rates}")
@@ -334,20 +316,14 @@ class Run:
             trained=trained,
         )
 
-    def _end_phase(self, following: str) -> None:
-        """Keep the policy and say where the run stands; from here on a resumed run starts with
-        the next phase."""
+    def _finish_phase(self, following: str) -> None:
+        """Save the policy, and write that `following` is next."""
         self.save_model()
-        self.progress.phase = following
-        self.directory.write_progress(self.progress)
-        self._stop_if_asked()
+        self.end_phase(following)
+        self._raise_if_stopped()
 
-    def _stop_if_asked(self) -> None:
+    def _raise_if_stopped(self) -> None:
         if self.stop and self.progress.phase != DONE:
             self.save_model()
             self.directory.write_progress(self.progress)
             raise Interrupted
-
-    def save_model(self) -> None:
-        """Model and tokenizer, in Hugging Face layout."""
-        save_policy(self.parts.model, self.parts.tokenizer, self.directory.model, base=find_whole_model(self.recipe.model))

@@ -16,9 +16,7 @@ from ludic.recipes.rm.data import RMData
 from ludic.recipes.rm.model import build_reward_model, choose_padding_token
 from ludic.recipes.rm.schema import RMRecipe
 from ludic.runs.directory import DONE, RMDirectory
-from ludic.runs.epochs import take_steps
-from ludic.runs.screen import Screen
-from ludic.runs.stopping import StopRequest, Stopwatch
+from ludic.runs.epochs import EpochsRun
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.pair_batches import preference_batches
@@ -60,44 +58,32 @@ class RMParts:
         return cls(model, tokenizer, data, algorithm, cfg, steps)
 
 
-class RMRun:
-    """A recipe on its way, in its folder."""
+class RMRun(EpochsRun[RMRecipe, RMParts, RMDirectory]):
+    """Training on pairs, and the metrics on held-out pairs."""
 
-    title = "train-rm"
-
-    def __init__(self, recipe: RMRecipe, parts: RMParts, directory: RMDirectory, screen: Screen, stop: StopRequest) -> None:
-        self.recipe, self.parts, self.directory, self.screen, self.stop = recipe, parts, directory, screen, stop
-        self.progress = directory.read_progress()
-        self.watch = Stopwatch(self.progress.seconds)
-
-    async def play(self) -> None:
-        """What is left to do. Raises `Interrupted` after a stop."""
-        if self.progress.phase == DONE:
-            return
+    async def play_phases(self) -> None:
         if self.recipe.data is None and not self.directory.pairs.is_file():
             self.parts.data.write_rows(self.directory.pairs, self.directory.heldout_pairs)
         self.progress.after = self._measure(await self._train())
-        self.progress.phase = DONE
-        self.directory.write_progress(self.progress)
+        self.end_phase(DONE)
 
     async def _train(self) -> RMTrainer:
-        """All steps that are left, or those until a stop; the model is kept."""
         recipe, parts = self.recipe, self.parts
         if not parts.data.heldout:
             self.screen.note("No pairs are held out; only training pairs are measured")
         self.screen.note(f"Training on {len(parts.data.train) // 2:,} pairs: {parts.steps} steps of {recipe.batch_size}")
-        trainer_of = partial(
+        trainer_class = partial(
             RMTrainer,
             algo=parts.algorithm,
             eval_items=parts.data.heldout or None,
             enable_gradient_checkpointing=recipe.gradient_checkpointing,
         )
-        return await take_steps(self, trainer_of, _source(parts.data, recipe), keys=KEYS)
+        return await self.train(trainer_class, _source(parts.data, recipe), keys=KEYS)
 
     def _measure(self, trainer: RMTrainer) -> dict[str, float]:
         """The `eval_` metrics on the held-out pairs, drawn as well, and the accuracy on training
         pairs."""
-        with self.watch.measure("evaluate"):
+        with self.timer.phase("evaluate"):
             sample = trainer.evaluate(self.parts.data.sample(self.recipe.train_sample))
             measured = trainer.evaluate() if self.parts.data.heldout else {}
         if measured:

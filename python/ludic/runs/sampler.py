@@ -15,7 +15,7 @@ from ludic.errors import ConfigError, InferenceError
 from ludic.inference.client import ChatClient
 from ludic.recipes.inference_section import InferenceSection, convention, kind_of
 from ludic.recipes.schema import Recipe
-from ludic.runs.stopping import Stopwatch
+from ludic.training.loop.timings import PhaseTimer
 
 if TYPE_CHECKING:
     from ludic.distributed.interfaces import PolicyPublisher
@@ -50,11 +50,11 @@ async def open_sampler(
     log: Path,
     note: Callable[[str], None],
     pushes: bool = True,
-    watch: Stopwatch | None = None,
+    timer: PhaseTimer | None = None,
 ) -> AsyncIterator[Sampler]:
     """`folder` has the policy in Hugging Face layout, for a server to start from. A server that
     is started is stopped here. Without `pushes`, one that runs already samples from the weights
-    that it has. `watch` measures `server_start`."""
+    that it has. `timer` measures `server_start`."""
     if kind_of(recipe.inference) == "local":
         yield _local(recipe, model, tokenizer)
         return
@@ -64,7 +64,7 @@ async def open_sampler(
             yield sampler
         return
     async with (
-        _started(recipe, model, folder, log, note, watch or Stopwatch({})) as url,
+        _started(recipe, model, folder, log, note, timer or PhaseTimer()) as url,
         _connected(recipe, model, tokenizer, [url], folder, pushes) as sampler,
     ):
         yield sampler
@@ -135,7 +135,7 @@ def _local(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
 
 @asynccontextmanager
 async def _started(
-    recipe: Recipe, model: Any, folder: Path, log: Path, note: Callable[[str], None], watch: Stopwatch
+    recipe: Recipe, model: Any, folder: Path, log: Path, note: Callable[[str], None], timer: PhaseTimer
 ) -> AsyncIterator[str]:
     """The address of a server that serves the policy in `folder`, in processes of its own."""
     from ludic.inference.vllm.environment import is_cpu_build, server_python
@@ -162,7 +162,7 @@ async def _started(
         log_path=log,
     )
     try:
-        with watch.measure("server_start"):
+        with timer.phase("server_start"):
             await asyncio.to_thread(wait_for_vllm_health, "127.0.0.1", port, proc, section.timeout_s)
         yield f"http://127.0.0.1:{port}"
     finally:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from ludic.runs.stopping import EveryFew
+from ludic.runs.loggers import ThinnedLogger
 from ludic.training.loggers import PrintLogger, RichLiveLogger, TrainingLogger
 
 DASHBOARD_KEYS = [
@@ -54,4 +54,4 @@ class Screen:
                     self._live = None
         else:
             lines = PrintLogger(prefix=f"[{title}]", keys=[*keys, *measured], precision=3)
-            yield EveryFew(lines, self._every, last_step)
+            yield ThinnedLogger(lines, self._every, last_step)

@@ -14,9 +14,7 @@ from ludic.recipes.model import build_model, build_tokenizer
 from ludic.recipes.sft.data import SFTData, write_demonstrations
 from ludic.recipes.sft.schema import SFTRecipe
 from ludic.runs.directory import DONE, SFTDirectory
-from ludic.runs.epochs import take_steps
-from ludic.runs.screen import Screen
-from ludic.runs.stopping import StopRequest, Stopwatch
+from ludic.runs.epochs import EpochsRun
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.heldout_loss import HeldOutLoss
@@ -54,20 +52,10 @@ class SFTParts:
         return cls(model, tokenizer, data, cfg, steps, heldout)
 
 
-class SFTRun:
-    """A recipe on its way, in its folder."""
+class SFTRun(EpochsRun[SFTRecipe, SFTParts, SFTDirectory]):
+    """Held-out loss, training, and the loss again."""
 
-    title = "sft"
-
-    def __init__(self, recipe: SFTRecipe, parts: SFTParts, directory: SFTDirectory, screen: Screen, stop: StopRequest) -> None:
-        self.recipe, self.parts, self.directory, self.screen, self.stop = recipe, parts, directory, screen, stop
-        self.progress = directory.read_progress()
-        self.watch = Stopwatch(self.progress.seconds)
-
-    async def play(self) -> None:
-        """What is left to do. Raises `Interrupted` after a stop."""
-        if self.progress.phase == DONE:
-            return
+    async def play_phases(self) -> None:
         if self.recipe.data is None and not self.directory.demonstrations.is_file():
             write_demonstrations(self.recipe, self.parts.tokenizer, self.directory.demonstrations)
         if self.progress.before is None:
@@ -75,22 +63,20 @@ class SFTRun:
             self.directory.write_progress(self.progress)
         await self._train()
         self.progress.after = self._measure()
-        self.progress.phase = DONE
-        self.directory.write_progress(self.progress)
+        self.end_phase(DONE)
 
     async def _train(self) -> None:
-        """All steps that are left, or those until a stop; the model is kept."""
         recipe, parts = self.recipe, self.parts
         if parts.heldout is None:
             self.screen.note(f"No rows are held out, and nothing is measured: {parts.data.why_no_heldout}")
         self.screen.note(f"Training on {len(parts.data.train):,} samples: {parts.steps} steps of {recipe.batch_size}")
-        trainer_of = partial(Trainer, algo=make_sft(normalizer="tokens"), evaluator=parts.heldout)
-        await take_steps(self, trainer_of, _source(parts.data, recipe), keys=KEYS)
+        trainer_class = partial(Trainer, algo=make_sft(normalizer="tokens"), evaluator=parts.heldout)
+        await self.train(trainer_class, _source(parts.data, recipe), keys=KEYS)
 
     def _measure(self) -> dict[str, float] | None:
         if self.parts.heldout is None:
             return None
-        with self.watch.measure("evaluate"):
+        with self.timer.phase("evaluate"):
             measured = self.parts.heldout.measure()
         self.screen.note(f"Held-out loss {measured['loss']:.4f} on {len(self.parts.data.heldout):,} samples")
         return measured

@@ -13,8 +13,8 @@ from typing import Any
 from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
 from ludic.runs.directory import RunDirectory
+from ludic.runs.loggers import PhaseLogger
 from ludic.runs.screen import Screen
-from ludic.runs.stopping import PhaseLogger
 from ludic.training.loggers import (
     JSONLLogger,
     TeeLogger,

@@ -17,9 +17,10 @@ class PhaseTimer:
     {'perf/rollout_s': 1.2, 'perf/step_s': 1.3}
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: dict[str, float] | None = None) -> None:
+        """`seconds`: where to add to, such as the totals of a run that is resumed."""
         self._started = time.perf_counter()
-        self._seconds: dict[str, float] = {}
+        self._seconds = {} if seconds is None else seconds
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

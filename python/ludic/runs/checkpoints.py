@@ -1,4 +1,5 @@
-"""Where a phase of a run goes on: its last checkpoint, and logs that end with it."""
+"""The checkpoints of a run: the one that a phase resumes from, and the logs that must agree with
+it."""
 
 from __future__ import annotations
 
@@ -10,36 +11,36 @@ from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.trainer import Trainer
 
 
-def latest_checkpoint(checkpoints: Path) -> Path | None:
-    """Where `CheckpointManager` finds the newest checkpoint, if there is any."""
+def find_latest_checkpoint(checkpoints: Path) -> Path | None:
+    """The newest checkpoint in the folder, as `CheckpointManager` finds it; None without any."""
     try:
         return CheckpointManager(CheckpointConfig(checkpoints)).find()
     except FileNotFoundError:
         return None
 
 
-def keep_checkpoint(trainer: Trainer) -> None:
-    """One of the trainer's step, unless it is there."""
+def ensure_checkpoint(trainer: Trainer) -> None:
+    """Save a checkpoint of the trainer's step, unless there is one."""
     assert trainer.checkpointer is not None
     if not trainer.checkpointer.holds(trainer.current_step):
         trainer.save_checkpoint()
 
 
-def set_back(directory: RunDirectory, phase: str, trainer: Trainer, *, note: Callable[[str], None]) -> None:
-    """Leave in the run's logs what the trainer's checkpoint has seen of the phase, without one
-    nothing: each step stands there once."""
+def rewind_logs(directory: RunDirectory, phase: str, trainer: Trainer, *, note: Callable[[str], None]) -> None:
+    """Remove what the run logged of the phase after the trainer's checkpoint, so that each step is
+    logged once. Without a checkpoint the whole phase is removed."""
     step = trainer.current_step
     lost = directory.cut_metrics(phase, step, evaluated=trainer.evaluated_step == step)
     if step == 0:
         directory.rollouts.unlink(missing_ok=True)
     if lost:
         since = f"the checkpoint of step {step}" if step else "the beginning of the phase, since there is no checkpoint"
-        note(f"{lost} steps of {phase} are done again, from {since}")
+        note(f"{lost} steps of {phase} are repeated, from {since}")
 
 
-def end_with_best(trainer: Trainer, progress: Progress, *, note: Callable[[str], None]) -> None:
-    """Of a run with a patience: its weights become those of the best evaluation, and its
-    progress tells which that was."""
+def restore_best_weights(trainer: Trainer, progress: Progress, *, note: Callable[[str], None]) -> None:
+    """With early stopping, load the weights of the best evaluation and note in `progress` which it
+    was. Without it nothing changes."""
     step, stopping = trainer.restore_best(), trainer.early_stopping
     if step is None:
         return

@@ -1,46 +1,24 @@
-"""What stands around the trainer's parts while a recipe runs: a stopwatch, a polite stop, and
-labels on what is logged."""
+"""A polite stop: Ctrl-C ends a run after the current step, with everything saved."""
 
 from __future__ import annotations
 
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
 from ludic.errors import StopRequested
-from ludic.training.loggers import TrainingLogger
 from ludic.training.types import SAWBatch, shards_across_ranks
 
 
-class Stopwatch:
-    """Wall seconds by phase, added up in `seconds`."""
-
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self.seconds = seconds
-
-    @contextmanager
-    def measure(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(phase, time.perf_counter() - started)
-
-    def add(self, phase: str, seconds: float) -> None:
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
-
-
 class Interrupted(Exception):
-    """A stop was asked for, and what was done is saved."""
+    """The run was stopped, and what was done is saved."""
 
 
 class StopRequest:
-    """While entered, Ctrl-C or SIGTERM asks for an end after the current step; a second one ends
-    at once."""
+    """While entered, the first Ctrl-C or SIGTERM makes it true and the second raises
+    KeyboardInterrupt."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self.signum: int | None = None
@@ -88,27 +66,3 @@ class StoppableSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._inner.load_state_dict(state)
-
-
-class PhaseLogger:
-    """Passes everything on to a JSONL logger with the phase that it belongs to."""
-
-    def __init__(self, inner: Any, phase: str) -> None:
-        self._inner, self._phase = inner, phase
-
-    def log(self, step: int, stats: Mapping[str, Any]) -> None:
-        self._inner.log(step, {"phase": self._phase, **stats})
-
-    def sync(self) -> None:
-        self._inner.sync()
-
-
-class EveryFew:
-    """Passes the first of every `every` steps on, the last, and every evaluation."""
-
-    def __init__(self, inner: TrainingLogger, every: int, last: int) -> None:
-        self._inner, self._every, self._last = inner, every, last
-
-    def log(self, step: int, stats: Mapping[str, Any]) -> None:
-        if step == self._last or step % self._every == 0 or "eval/step" in stats:
-            self._inner.log(step, stats)

@@ -1,0 +1,32 @@
+"""Loggers around others: one adds the phase, one passes on a part of the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ludic.training.loggers import TrainingLogger
+
+
+class PhaseLogger:
+    """Adds the phase of the run to every record of a `JSONLLogger`, the inner one."""
+
+    def __init__(self, inner: Any, phase: str) -> None:
+        self._inner, self._phase = inner, phase
+
+    def log(self, step: int, stats: Mapping[str, Any]) -> None:
+        self._inner.log(step, {"phase": self._phase, **stats})
+
+    def sync(self) -> None:
+        self._inner.sync()
+
+
+class ThinnedLogger:
+    """Passes on every `every`-th step, the last step, and every evaluation."""
+
+    def __init__(self, inner: TrainingLogger, every: int, last: int) -> None:
+        self._inner, self._every, self._last = inner, every, last
+
+    def log(self, step: int, stats: Mapping[str, Any]) -> None:
+        if step == self._last or step % self._every == 0 or "eval/step" in stats:
+            self._inner.log(step, stats)
