@@ -5,7 +5,7 @@ from hypothesis import given, strategies as st
 
 from ludic.errors import ConfigError, DataTypeError
 from ludic.inference import PoolingType, RewardModelTrainingMode, ScoringRequest, ScoringResponse
-from ludic.inference.reward_weights import trained_weights
+from ludic.inference.reward_weights import select_trained_weights
 
 MERGED = {
     "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight": "q",
@@ -44,9 +44,9 @@ def test_a_response_has_its_own_usage():
 
 
 def test_the_head_alone():
-    assert trained_weights(MERGED, "head_only") == {"score.weight": "head"}
-    assert trained_weights(PLAIN, RewardModelTrainingMode.HEAD_ONLY) == {"score.weight": "head"}
-    assert trained_weights({"classifier.dense.weight": 1, "bert.x": 2}, "head_only") == {"classifier.dense.weight": 1}
+    assert select_trained_weights(MERGED, "head_only") == {"score.weight": "head"}
+    assert select_trained_weights(PLAIN, RewardModelTrainingMode.HEAD_ONLY) == {"score.weight": "head"}
+    assert select_trained_weights({"classifier.dense.weight": 1, "bert.x": 2}, "head_only") == {"classifier.dense.weight": 1}
 
 
 @pytest.mark.parametrize("part", ["head.dense.weight", "pooler.dense.weight"])  # of ModernBERT, of DeBERTa
@@ -57,31 +57,31 @@ def test_what_stands_between_backbone_and_classifier_is_of_the_head(part):
         f"bert.{part}": 3,
     }
     params["bert.layer.query.base_layer.weight"] = 4
-    assert trained_weights(params, "head_only") == {part: 1, "classifier.weight": 2}
-    assert trained_weights(params, "lora") == {part: 1, "classifier.weight": 2, "bert.layer.query.weight": 4}
+    assert select_trained_weights(params, "head_only") == {part: 1, "classifier.weight": 2}
+    assert select_trained_weights(params, "lora") == {part: 1, "classifier.weight": 2, "bert.layer.query.weight": 4}
 
 
 def test_everything_is_everything_without_adapters_by_the_names_of_the_plain_model():
-    assert trained_weights(MERGED, "full") == PLAIN
-    assert trained_weights(PLAIN, "full") == PLAIN
+    assert select_trained_weights(MERGED, "full") == PLAIN
+    assert select_trained_weights(PLAIN, "full") == PLAIN
 
 
 def test_lora_sends_what_adapters_are_merged_into_and_the_head():
-    assert trained_weights(MERGED, "lora") == {"model.layers.0.self_attn.q_proj.weight": "q", "score.weight": "head"}
+    assert select_trained_weights(MERGED, "lora") == {"model.layers.0.self_attn.q_proj.weight": "q", "score.weight": "head"}
 
 
 def test_lora_sends_adapters_where_nothing_is_merged_and_everything_where_no_name_tells():
     adapters = {"q_proj.lora_A.weight": "a", "score.weight": "head", "up_proj.weight": "up"}
-    assert trained_weights(adapters, "lora") == {"q_proj.lora_A.weight": "a", "score.weight": "head"}
-    assert trained_weights(PLAIN, "lora") == PLAIN
+    assert select_trained_weights(adapters, "lora") == {"q_proj.lora_A.weight": "a", "score.weight": "head"}
+    assert select_trained_weights(PLAIN, "lora") == PLAIN
 
 
 @given(st.sampled_from([MERGED, PLAIN]), st.sampled_from(list(RewardModelTrainingMode)))
 def test_weights_chosen_once_are_chosen_again(params, mode):
-    chosen = trained_weights(params, mode)
-    assert trained_weights(chosen, mode) == chosen
+    chosen = select_trained_weights(params, mode)
+    assert select_trained_weights(chosen, mode) == chosen
 
 
 def test_no_weight_to_send_is_an_error_and_not_an_update_of_nothing():
     with pytest.raises(ConfigError, match="training_mode=head_only"):
-        trained_weights({"model.norm.weight": 1}, "head_only")
+        select_trained_weights({"model.norm.weight": 1}, "head_only")

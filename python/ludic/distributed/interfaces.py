@@ -1,4 +1,4 @@
-"""How weights travel from the trainer to those who sample."""
+"""The protocols of a push: what announces it, and what moves the tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class WeightMetadata(TypedDict):
-    """What a receiver must know of a tensor before it comes."""
+    """What a receiver must know of a tensor before it receives it."""
 
     name: str
     dtype: str
@@ -33,7 +33,7 @@ class TensorCommunicator(Protocol):
 
 @runtime_checkable
 class ControlPlane(Protocol):
-    """Tells the receivers what comes, and that it has come."""
+    """Announces an update to the receivers, and ends it."""
 
     def announce_update_batch(self, metadata: list[WeightMetadata], version: str | int | None = None) -> Any: ...
 
@@ -42,10 +42,11 @@ class ControlPlane(Protocol):
 
 @runtime_checkable
 class AbandoningControlPlane(ControlPlane, Protocol):
-    """Can take back an announcement, so that receivers go on with what they have."""
+    """A control plane that can cancel an announced update. Receivers keep the weights that they
+    have."""
 
     def abandon_update(self) -> None: ...
 
 
 WeightPublisher = PolicyPublisher
-"""The same for weights of any model, a reward model's among them."""
+"""The same for the weights of any model, such as a reward model."""

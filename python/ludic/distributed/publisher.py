@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class BroadcastPolicyPublisher(Publisher):
-    """Announces the tensors, broadcasts them in the order of their names, and waits until all have
+    """Announces the tensors, broadcasts them sorted by name, and waits until all receivers have
     them.
 
-    Where that fails, a control plane that can abandon an update is told to.
+    If that fails, a control plane that can abandon an update does.
     """
 
     def __init__(self, control: ControlPlane, comm: TensorCommunicator, src_rank: int) -> None:
@@ -48,7 +48,7 @@ class BroadcastPolicyPublisher(Publisher):
 
 
 class Rank0OnlyPublisher(Publisher):
-    """Publishes on rank 0 alone. The inner publisher is made there, at the first use; other
+    """Publishes on rank 0 alone. The inner publisher is made there, at the first push; other
     ranks never make one."""
 
     def __init__(self, make_inner: Callable[[], PolicyPublisher], *, enabled: bool = True) -> None:
@@ -80,7 +80,7 @@ class Rank0OnlyPublisher(Publisher):
 
 
 def _is_rank_zero() -> bool:
-    """Without a process group this process is rank 0."""
+    """Whether this process is rank 0, as it is without a process group."""
     import torch.distributed as dist
 
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0

@@ -18,7 +18,7 @@ DeBERTa-v2."""
 T = TypeVar("T")
 
 
-def trained_weights(params: Mapping[str, T], training_mode: RewardModelTrainingMode | str) -> dict[str, T]:
+def select_trained_weights(params: Mapping[str, T], training_mode: RewardModelTrainingMode | str) -> dict[str, T]:
     """The weights that this kind of training changes, by the names of the model without adapters.
 
     `head_only`: the head. `full`: everything but adapters, which are merged already. `lora`: the

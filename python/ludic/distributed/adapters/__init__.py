@@ -1,4 +1,4 @@
-"""Publishers for the inference engines that we know."""
+"""Publishers for local models, vLLM and SGLang."""
 
 from ludic.distributed.adapters.checkpoint import create_checkpoint_publisher
 from ludic.distributed.adapters.local import LocalPublisher

@@ -1,10 +1,10 @@
-"""Publishes through folders: weights are written whole, then servers that see the folder are told
-to read it.
+"""Publishes through folders: each version is written completely, then the servers that see the
+folder read it.
 
     client = SGLangClient("http://127.0.0.1:30000", tokenizer=tokenizer)
     publisher = create_checkpoint_publisher(client, "/shared/policy", model="/shared/base-model")
 
-For vLLM it is `create_vllm_publisher(client, directory=...)`, with all that is checked there.
+For vLLM use `create_vllm_publisher(client, directory=...)`, with all its checks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ludic.distributed.adapters.vllm import VllmControlPlane, create_vllm_publisher
-from ludic.distributed.push.fan_out import failed_servers, on_each, urls
-from ludic.distributed.push.folder import CheckpointFolder, folder_marks
-from ludic.distributed.push.manifest import ServerManifest, checkpoint_names, fitted
+from ludic.distributed.push.fan_out import describe_failures, list_urls, run_on_all
+from ludic.distributed.push.folder import CheckpointFolder, folder_fingerprints
+from ludic.distributed.push.manifest import ServerManifest, cast_to_server, checkpoint_names
 from ludic.distributed.unchanged import UnchangedWeights
 from ludic.errors import ConfigError, InferenceError, PublishError
 from ludic.inference.publishing import Publisher, Version
@@ -33,8 +33,8 @@ Policy = Literal["all", "any"]
 
 
 class SGLangPublisher(Publisher):
-    """Writes each version into a folder beside the model's config, and has all servers read it.
-    Where one cannot, all go back to the version before."""
+    """Writes each version into a folder together with the model's config, and has all servers
+    read it. If one cannot, all go back to the version before."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class SGLangPublisher(Publisher):
         timeout_s: float = 300.0,
         allow_unchanged: bool = False,
     ) -> None:
-        """`model` is the folder of the model that the servers were started with: its config,
-        tokenizer, names and shapes."""
+        """`model` is the folder that the servers were started with. Its config, tokenizer, names
+        and shapes are used."""
         if keep < 2:
             raise ConfigError(f"keep ({keep}) must be >= 2: the version before is what servers go back to")
         self.client, self.servers = client, client.endpoints()
@@ -65,7 +65,7 @@ class SGLangPublisher(Publisher):
 
         if version is None:
             raise ConfigError("a checkpoint needs a version to be named by; publish(weights, version=...)")
-        weights = fitted(checkpoint_names(state_dict), self._manifest, partial=False)
+        weights = cast_to_server(checkpoint_names(state_dict), self._manifest, partial=False)
 
         def push() -> None:
             folder = self._folders.write(weights, version)
@@ -84,30 +84,30 @@ class SGLangPublisher(Publisher):
         self.client.weights_changed(version)
 
     def _is_served(self) -> bool:
-        """Whether every server says that it has what was read last: none was restarted."""
-        named: list[str] = []
-        failures = on_each(self.servers, lambda server: named.append(server.weight_version()))
-        return not failures and set(named) == {self._served[1]}
+        """Whether every server reports the version that it read last: none was restarted."""
+        versions: list[str] = []
+        failures = run_on_all(self.servers, lambda server: versions.append(server.weight_version()))
+        return not failures and set(versions) == {self._served[1]}
 
     def _rename(self, version: str) -> None:
-        """Call what is served `version`."""
-        failures = on_each(self.servers, lambda server: server.set_weight_version(version))
+        """Change the version of what is served."""
+        failures = run_on_all(self.servers, lambda server: server.set_weight_version(version))
         if failures:
-            raise PublishError(f"version {version} was not published: {failed_servers(failures)}") from next(
+            raise PublishError(f"version {version} was not published: {describe_failures(failures)}") from next(
                 iter(failures.values())
             )
         self._served = self._served[0], version
 
     def _reload(self, folder: Path, version: str) -> None:
-        failures = on_each(self.servers, lambda server: self._read(server, folder, version))
+        failures = run_on_all(self.servers, lambda server: self._read(server, folder, version))
         if not failures:
             return
-        before, name = self._served
-        lost = on_each(self.servers, lambda server: self._read(server, before, name))
-        self.client.weights_changed(name, lost=[server.url for server in lost])
-        state = f"; these could not go back to version {name or 'default'}, restart them: {urls(lost)}" if lost else ""
+        old_folder, old = self._served
+        lost = run_on_all(self.servers, lambda server: self._read(server, old_folder, old))
+        self.client.weights_changed(old, lost=[server.url for server in lost])
+        state = f"; these could not go back to version {old or 'default'}, restart them: {list_urls(lost)}" if lost else ""
         raise PublishError(
-            f"version {version} was not published, and the servers serve version {name or 'default'} again ({failed_servers(failures)})"
+            f"version {version} was not published, and the servers serve version {old or 'default'} again ({describe_failures(failures)})"
             f"{state}"
         ) from next(iter(failures.values()))
 
@@ -142,9 +142,9 @@ def create_checkpoint_publisher(
     """A publisher that passes weights through folders in `directory`, which the servers see under
     the same path.
 
-    client: an `SGLangClient`, or whatever `create_vllm_publisher` takes.
+    client: an `SGLangClient`, or anything that `create_vllm_publisher` takes.
     model: for SGLang, the folder of the model that the servers were started with.
-    options: of `SGLangPublisher` or of `create_vllm_publisher`.
+    options: keywords of `SGLangPublisher` or of `create_vllm_publisher`.
     """
     if not isinstance(client, SGLangClient):
         return create_vllm_publisher(client, directory=directory, **options)
@@ -161,7 +161,7 @@ class CheckpointEngine(Protocol):
     """A server that can be told to read a checkpoint."""
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
-        """What the server said; `success` is whether it did."""
+        """The server's answer. `success` says whether it has read the checkpoint."""
         ...
 
 
@@ -178,12 +178,12 @@ class SGLangEngine:
 
 
 class VLLMEngine:
-    """Tells a vLLM server to read a checkpoint: compared with the server's model, taken aside,
-    loaded while paused, and compared with what the server then holds."""
+    """Tells a vLLM server to read a checkpoint. The checkpoint is compared with the server's model,
+    staged, loaded while the server is paused, and compared with what the server then holds."""
 
     def __init__(self, base_url: str, timeout: float = 300, *, partial: bool = False) -> None:
-        """`partial`: weights may be missing in a checkpoint: frozen ones, whose values the
-        server has."""
+        """`partial`: a checkpoint may leave out weights, frozen ones whose values the server
+        has."""
         self.base_url, self.timeout, self.partial = base_url.rstrip("/"), timeout, partial
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class VLLMEngine:
 
     def _update(self, folder: Path) -> dict[str, Any]:
         control = VllmControlPlane(self.base_url, timeout_s=self.timeout, partial=self.partial, by_folder=True)
-        control.expect(*folder_marks(folder, control.prepare(), partial=self.partial))
+        control.expect(*folder_fingerprints(folder, control.prepare(), partial=self.partial))
         control.push_folder(folder, folder.name)
         return {"success": True, "message": f"{control.version} is served"}
 
@@ -199,23 +199,23 @@ class VLLMEngine:
 async def sync_weights_to_engines(
     engines: Sequence[CheckpointEngine], checkpoint_path: str, *, policy: Policy = "all"
 ) -> list[dict[str, Any]]:
-    """Have all engines read a checkpoint at once; what each said, in the order of the engines.
+    """Have all engines read a checkpoint at once. Returns their answers, in the order of the
+    engines; that of an engine that failed is `{"success": False, "error": ...}`.
 
-    policy: `all` must succeed, or `any` one. Otherwise a PublishError with what each said. An
-    engine that fails answers `{"success": False, "error": ...}`.
+    policy: how many must succeed, `all` or `any` one. Otherwise PublishError with all answers.
     """
     if not engines:
         raise ConfigError("there is no engine to sync weights to")
     if not checkpoint_path:
         raise ConfigError("checkpoint_path is empty; give the folder of the checkpoint")
-    answers = await asyncio.gather(*(_answer(engine, checkpoint_path) for engine in engines))
-    good = sum(bool(answer.get("success")) for answer in answers)
-    if good < (len(engines) if policy == "all" else 1):
-        raise PublishError(f"{len(engines) - good} of {len(engines)} engines did not read {checkpoint_path}: {answers}")
+    answers = await asyncio.gather(*(_ask_to_read(engine, checkpoint_path) for engine in engines))
+    succeeded = sum(bool(answer.get("success")) for answer in answers)
+    if succeeded < (len(engines) if policy == "all" else 1):
+        raise PublishError(f"{len(engines) - succeeded} of {len(engines)} engines did not read {checkpoint_path}: {answers}")
     return list(answers)
 
 
-async def _answer(engine: CheckpointEngine, checkpoint_path: str) -> dict[str, Any]:
+async def _ask_to_read(engine: CheckpointEngine, checkpoint_path: str) -> dict[str, Any]:
     try:
         return await engine.update_weights_from_checkpoint(checkpoint_path)
     except (InferenceError, PublishError, OSError) as error:

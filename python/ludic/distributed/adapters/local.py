@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class LocalPublisher(Publisher):
-    """Hands weights to a client's `sync_weights`. Where the client samples from the trainer's
-    own model, nothing is copied."""
+    """Passes weights to a client's `sync_weights`. A client that samples from the trainer's own
+    model copies nothing."""
 
     def __init__(self, client: ChatClient, *, timeout_s: float = 600.0) -> None:
         self.client = client

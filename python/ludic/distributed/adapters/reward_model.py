@@ -1,4 +1,4 @@
-"""Publishes a reward model's weights to those who score with it."""
+"""Publishes the weights of a reward model to the clients that score with it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ludic.distributed.publisher import Rank0OnlyPublisher
 from ludic.inference.publishing import Publisher, Version
 from ludic.inference.reward_types import RewardModelTrainingMode
-from ludic.inference.reward_weights import trained_weights
+from ludic.inference.reward_weights import select_trained_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,9 +31,9 @@ class RewardWeightsClient(Protocol):
 
 
 class RMPublisherAdapter(Publisher):
-    """Sends the weights that `training_mode` changes, and nothing else: what is left out is left
-    out here, before anything is announced, so that the receiver never waits for a tensor that
-    does not come. `debug` logs the names."""
+    """Sends the weights that `training_mode` changes, and no others. They are selected before
+    anything is announced, so that the receiver never waits for a tensor that does not come. `debug`
+    logs the names."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class RMPublisherAdapter(Publisher):
 
     def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
         """Raises ConfigError where `training_mode` changes none of the weights."""
-        chosen = trained_weights(state_dict, self.training_mode)
+        selected = select_trained_weights(state_dict, self.training_mode)
         if self.debug:
-            left_out = len(state_dict) - len(chosen)
-            logger.info("publishing %d weights, leaving out %d: %s", len(chosen), left_out, ", ".join(sorted(chosen)))
-        self.client.sync_reward_weights(chosen, training_mode=self.training_mode, version=version)
+            left_out = len(state_dict) - len(selected)
+            logger.info("publishing %d weights, leaving out %d: %s", len(selected), left_out, ", ".join(sorted(selected)))
+        self.client.sync_reward_weights(selected, training_mode=self.training_mode, version=version)
 
 
 def create_rm_publisher(
@@ -62,8 +62,8 @@ def create_rm_publisher(
     debug: bool = False,
     rank0_only: bool = False,
 ) -> Publisher:
-    """A publisher for `RMTrainer`. With `rank0_only` the client is first touched when rank 0
-    publishes, and by no other rank."""
+    """A publisher for `RMTrainer`. With `rank0_only`, rank 0 alone uses the client, at its first
+    push."""
     mode = RewardModelTrainingMode(training_mode)
     if rank0_only:
         return Rank0OnlyPublisher(lambda: RMPublisherAdapter(client, training_mode=mode, debug=debug))

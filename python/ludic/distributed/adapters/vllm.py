@@ -1,11 +1,12 @@
 """Publishes to vLLM servers while they serve, through their own endpoints for reinforcement
 learning.
 
-A push to one server or to several: the weights are checked against each server's model, taken aside
-by all (which go on with the old ones), and only then, with generation paused, loaded by all; prefix
-caches are forgotten, and what each server then holds is compared with what the trainer sent. Until
-all have everything, any failure leaves the old version everywhere. A server that fails later is
-taken out of service and named; it never serves a mix.
+A push to one server or to several has four parts. The weights are checked against each server's
+model. All servers stage them while they serve the old ones. With generation paused, all load them
+and reset their prefix caches. What each server then holds is compared with what the trainer sent.
+
+Until all servers have staged everything, any failure leaves the old version on all of them. A server
+that fails later is taken out of service and named in the error; it never serves a mix.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ludic.distributed.adapters.reward_model import (
 from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPublisher
 from ludic.distributed.push.control_plane import VllmControlPlane as VllmControlPlane
 from ludic.distributed.push.folder import CheckpointFolder
-from ludic.distributed.push.manifest import checkpoint_names, fitted
+from ludic.distributed.push.manifest import cast_to_server, checkpoint_names
 from ludic.distributed.push.target import push_target
 from ludic.distributed.unchanged import UnchangedWeights
 from ludic.errors import PublishError
@@ -40,8 +41,8 @@ class VllmTensorCommunicator:
     rank 0."""
 
     def __init__(self, client: Any) -> None:
-        """Raises PublishError where the client has no live connection:
-        `VllmControlPlane(client).prepare()` makes one."""
+        """Raises PublishError if the client has no live connection, which
+        `VllmControlPlane(client).prepare()` makes."""
         control = client if isinstance(client, VllmControlPlane) else push_target(client).connections
         if not isinstance(control, VllmControlPlane) or not any(link.connected for link in control.links):
             raise PublishError("the client has no connection for weights; VllmControlPlane(client).prepare() opens it")
@@ -57,7 +58,7 @@ class VllmTensorCommunicator:
         self._control.send(tensor)
 
     def barrier(self) -> None:
-        """Wait until every server has all that was announced."""
+        """Wait until every server has staged everything that was announced."""
         self._control.wait_staged()
 
 
@@ -87,8 +88,8 @@ class Folder:
 
 
 class VllmPublisher(Publisher):
-    """Publishes what fits the servers, and what is new. Where nothing is new, what they serve is
-    called by the new version."""
+    """Checks that weights fit the servers, and pushes them if they changed. If they did not, the
+    servers call what they serve by the new version."""
 
     def __init__(
         self, control: VllmControlPlane, transport: Transport, *, allow_unchanged: bool = False, debug: bool = False
@@ -105,7 +106,7 @@ class VllmPublisher(Publisher):
         start = time.perf_counter()
         renamed = _checkpoint_weights(state_dict, debug=self.debug)
         manifest = self.control.prepare()
-        weights = fitted(renamed, manifest, partial=self.control.partial)
+        weights = cast_to_server(renamed, manifest, partial=self.control.partial)
         fingerprints = fingerprint(weights)
 
         def push() -> None:
@@ -135,8 +136,8 @@ class VllmPublisher(Publisher):
 
 
 class VllmPublisherAdapter(Publisher):
-    """Gives weights the names of the checkpoint that the server loaded, then publishes them by
-    another publisher."""
+    """Renames weights as in the server's checkpoint, then publishes them with another
+    publisher."""
 
     def __init__(self, inner: PolicyPublisher, *, debug: bool = False) -> None:
         """`debug` logs names and seconds of each push."""

@@ -1,2 +1,2 @@
-"""How weights travel: the link to a server, the manifest of what is sent, folders on a shared
-disk, many servers at once."""
+"""The parts of a push: the connection to a server, the manifest of its weights, folders on a shared
+disk, steps on many servers at once."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.distributed.interfaces import WeightMetadata
-from ludic.distributed.push.fan_out import failed_servers, on_each, to_the_end, urls
+from ludic.distributed.push.fan_out import complete_before_interrupt, describe_failures, list_urls, run_on_all
 from ludic.distributed.push.link import ServerLink
 from ludic.distributed.push.manifest import ServerManifest, check_fit
 from ludic.distributed.push.target import push_target
@@ -27,7 +27,7 @@ STAY_PAUSED = "these may stay paused, and then answer nothing until the next pus
 
 
 class VllmControlPlane:
-    """Tells the servers what comes, and makes it what they serve.
+    """Announces a push to the servers, and has them load and serve it.
 
     >>> control = VllmControlPlane(client)
     >>> control.prepare()
@@ -46,10 +46,10 @@ class VllmControlPlane:
         """`master_address` is where the servers reach the trainer; `timeout_s` limits each
         transfer.
 
-        tolerate_lost_servers: go on with the others where a server fails; it is taken out of
-        service. By default that is an error. partial: weights may be missing in a push: frozen
-        ones, whose values the server has. by_folder: weights go through folders that the servers
-        see; no connection is opened.
+        tolerate_lost_servers: take a server that fails out of service and go on with the others. By
+            default a failure is an error.
+        partial: a push may leave out weights, frozen ones whose values the server has.
+        by_folder: weights go through folders that the servers see; no connection is opened.
         """
         self.target = push_target(client)
         self.links = [
@@ -66,59 +66,59 @@ class VllmControlPlane:
         self.tolerate_lost_servers = tolerate_lost_servers
         self.partial = partial
         self.timings: dict[str, float] = {}
-        """Seconds of the last push: `transfer_s`, during which generation waits, and `paused_s`,
+        """Seconds of the last push: `transfer_s`, until every server has staged it, and `paused_s`,
         from pause to resume."""
         self.version: str | None = None
-        """The last that was loaded."""
+        """The version that was loaded last."""
         self._live: list[ServerLink] = []
         self._open = False
-        self._began_at = 0.0
+        self._start = 0.0
         self._sent: dict[str, str] = {}
         self._served: dict[str, str] = {}
         self.target.hold_connections(self)  # where VllmTensorCommunicator(client) finds them
 
     @property
     def live(self) -> list[ServerLink]:
-        """The servers of the push that is going on."""
+        """The servers that take part in the current push."""
         return self._live
 
     @property
     def drained(self) -> list[str]:
-        """Servers that were taken out of service."""
+        """The URLs of servers that were taken out of service."""
         return [link.url for link in self.links if link.drained]
 
     def prepare(self) -> ServerManifest:
-        """Connect to every server where that is needed; what their model looks like."""
+        """Connect to every server that is not connected. Returns the manifest of their model."""
         self._live = list(self.links)
-        self._each(ServerLink.prepare, "no push was begun")
+        self._run_on_live(ServerLink.prepare, "no push was begun")
         manifest, *others = [link.manifest for link in self._live]
         assert manifest is not None
         if any(other != manifest for other in others):
             raise PublishError(
-                f"the servers {urls(self._live)} serve models of different shapes or dtypes; serve the same on all"
+                f"the servers {list_urls(self._live)} serve models of different shapes or dtypes; serve the same on all"
             )
         return manifest
 
     def expect(self, sent: Mapping[str, str], served: Mapping[str, str] | None = None) -> None:
-        """Fingerprints of the next push, and of what each server must hold once it is loaded,
-        where that is another dtype."""
+        """Set the fingerprints of the next push, and of what each server must hold after it, if
+        that is of another dtype."""
         self._sent, self._served = dict(sent), dict(sent if served is None else served)
 
-    def serves(self, marks: Mapping[str, str]) -> bool:
-        """Whether every server still has what was pushed with these fingerprints: none was
-        restarted, or given others."""
+    def serves(self, fingerprints: Mapping[str, str]) -> bool:
+        """Whether every server still has the weights with these fingerprints: none was restarted
+        or got other weights."""
         version = str(self.version)
-        return not on_each(self._live, lambda link: link.check_held(version, marks, marks))
+        return not run_on_all(self._live, lambda link: link.check_fingerprints(version, fingerprints, fingerprints))
 
     def rename(self, version: Version) -> None:
-        """Call what is served `version`, without a push."""
-        name = _name_of(version)
-        self._each(lambda link: link.endpoints.set_weight_version(name), f"version {version} was not published")
+        """Change the version of what is served, without a push."""
+        name = _version_name(version)
+        self._run_on_live(lambda link: link.endpoints.set_weight_version(name), f"version {version} was not published")
         self.version, self.timings = name, {}
         self._notify_client()
 
     def announce_update_batch(self, metadata: list[WeightMetadata], version: Version = None) -> None:
-        """Begin a push of these tensors, which follow in this order."""
+        """Begin a push of these tensors, which will be sent in this order."""
         for link in self._live:
             assert link.manifest is not None
             check_fit(metadata, link.manifest, partial=self.partial)
@@ -144,35 +144,35 @@ class VllmControlPlane:
             raise
 
     def _begin(self, update_info: Mapping[str, Any], version: Version) -> None:
-        self._open, self._began_at = True, time.perf_counter()
-        self._each(lambda link: link.begin(update_info), _not_published(version))
+        self._open, self._start = True, time.perf_counter()
+        self._run_on_live(lambda link: link.begin(update_info), _not_published(version))
 
     def send(self, tensor: Tensor) -> None:
         """Broadcast a tensor to every server of the push."""
-        self._each(lambda link: link.send(tensor), ABANDONED)
+        self._run_on_live(lambda link: link.send(tensor), ABANDONED)
 
     def wait_staged(self) -> None:
-        """Until every server has all of the push."""
-        self._each(ServerLink.wait_staged, ABANDONED)
+        """Wait until every server has staged the whole push."""
+        self._run_on_live(ServerLink.wait_staged, ABANDONED)
 
     def finalize_update(self, version: Version = None) -> None:
-        """Load what came on every server, under this version. From pause to resume, Ctrl-C waits
-        until it is done."""
+        """Have every server load what it has staged, as this version. A Ctrl-C between pause and
+        resume is raised after the resume."""
         self.wait_staged()
-        self.timings = {"transfer_s": time.perf_counter() - self._began_at}
-        self._open = False  # whatever is raised here, there is nothing to take back while servers load
-        to_the_end(lambda: self._switch(version), what="the push")
+        self.timings = {"transfer_s": time.perf_counter() - self._start}
+        self._open = False  # servers that load have nothing staged that could be dropped
+        complete_before_interrupt(lambda: self._switch(version), what="the push")
 
     def _switch(self, version: Version) -> None:
-        """Pause, load, resume. A server resumes with what it had or with what was sent, and with
-        nothing cached of other weights."""
-        name = _name_of(version)
-        paused_at = time.perf_counter()
+        """Pause, load and resume. A server resumes either with its old weights or with the new
+        ones, and with nothing of other weights in its cache."""
+        name = _version_name(version)
+        pause_start = time.perf_counter()
         self._pause(version)
-        failures = on_each(self._live, lambda link: link.commit(name, self._sent, self._served))
-        failures |= on_each([link for link in self._live if link not in failures], ServerLink.resume)
-        on_each(list(failures), ServerLink.drain)
-        self.timings["paused_s"] = time.perf_counter() - paused_at
+        failures = run_on_all(self._live, lambda link: link.commit(name, self._sent, self._served))
+        failures |= run_on_all([link for link in self._live if link not in failures], ServerLink.resume)
+        run_on_all(list(failures), ServerLink.drain)
+        self.timings["paused_s"] = time.perf_counter() - pause_start
         self._live = [link for link in self._live if link not in failures]
         self.version = name if self._live else self.version
         self._notify_client()
@@ -180,15 +180,15 @@ class VllmControlPlane:
             self._report_lost(name, failures)
 
     def _pause(self, version: Version) -> None:
-        """Pause all, or let all go on and raise."""
+        """Pause all servers. If one fails, resume all and raise PublishError."""
         try:
-            self._each(ServerLink.pause, _not_published(version))
+            self._run_on_live(ServerLink.pause, _not_published(version))
         except PublishError as error:
             self._open = True
-            stuck = on_each(self._live, ServerLink.resume)
+            stuck = run_on_all(self._live, ServerLink.resume)
             if stuck:
                 self._notify_client(lost=[link.url for link in stuck])
-                raise _publish_error(f"{error}; {STAY_PAUSED}: {failed_servers(stuck)}", stuck) from error
+                raise _publish_error(f"{error}; {STAY_PAUSED}: {describe_failures(stuck)}", stuck) from error
             raise
 
     def _notify_client(self, lost: Sequence[str] = ()) -> None:
@@ -198,49 +198,49 @@ class VllmControlPlane:
 
     def _report_lost(self, version: str, failures: Mapping[ServerLink, Exception]) -> None:
         message = (
-            f"version {version} is served by {urls(self._live)}; taken out of service: {failed_servers(failures)}. Restart those: they "
-            "answer nothing until then"
+            f"version {version} is served by {list_urls(self._live)}; taken out of service: {describe_failures(failures)}. Restart those: "
+            "they answer nothing until then"
         )
         if not (self.tolerate_lost_servers and self._live):
             raise _publish_error(message, failures)
         logger.error("%s", message)
 
     def abandon_update(self) -> None:
-        """Take back a push that is not loaded anywhere."""
+        """Drop a push that no server has loaded."""
         if self._open:
             self._open = False
-            failures = on_each(self._live, ServerLink.abandon)
+            failures = run_on_all(self._live, ServerLink.abandon)
             if failures:
-                logger.warning("the push was not taken back everywhere: %s", failed_servers(failures))
+                logger.warning("the push was not taken back everywhere: %s", describe_failures(failures))
 
     def close(self) -> None:
-        """Leave all groups; the servers keep their weights."""
+        """Leave all groups. The servers keep their weights."""
         for link in self.links:
             link.close()
 
-    def _each(self, step: Callable[[ServerLink], Any], otherwise: str) -> None:
-        """Take a step on all servers of the push. Where one fails, it is lost or the push is, as
-        was asked for."""
-        failures = on_each(self._live, step)
+    def _run_on_live(self, step: Callable[[ServerLink], Any], otherwise: str) -> None:
+        """Run a step on all servers of the push. A failure is an error whose message begins with
+        `otherwise`; with `tolerate_lost_servers` the push goes on without that server."""
+        failures = run_on_all(self._live, step)
         if not failures:
             return
         remaining = [link for link in self._live if link not in failures]
         if not (self.tolerate_lost_servers and remaining):
-            raise _publish_error(f"{otherwise}: {failed_servers(failures)}", failures)
-        logger.error("going on without %s", failed_servers(failures))
-        on_each(list(failures), ServerLink.drain)
+            raise _publish_error(f"{otherwise}: {describe_failures(failures)}", failures)
+        logger.error("going on without %s", describe_failures(failures))
+        run_on_all(list(failures), ServerLink.drain)
         self._live = remaining
 
 
 def _publish_error(message: str, failures: Mapping[ServerLink, Exception]) -> PublishError:
-    """With the first failure as its cause."""
+    """The error, with the first failure as its cause."""
     causes = list(failures.values())
     error = PublishTimeoutError(message) if all(isinstance(cause, TimeoutError) for cause in causes) else PublishError(message)
     error.__cause__ = causes[0]
     return error
 
 
-def _name_of(version: Version) -> str:
+def _version_name(version: Version) -> str:
     return f"vllm-{time.time_ns()}" if version is None else str(version)
 
 

@@ -1,4 +1,4 @@
-"""One step on several servers at once, and steps that nothing breaks off."""
+"""One step on several servers at once, and calls that Ctrl-C does not break off."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Addressed(Protocol):
-    """Has the address of a server."""
+    """Anything with the address of a server."""
 
     @property
     def url(self) -> str: ...
@@ -21,18 +21,18 @@ class Addressed(Protocol):
 S = TypeVar("S", bound=Addressed)
 
 
-def on_each(servers: Sequence[S], step: Callable[[S], Any]) -> dict[S, Exception]:
-    """Take a step on all servers at once; the errors of those where it failed, in the order of
-    the servers."""
-    if len(servers) == 1:
-        return _failures({servers[0]: _done(lambda: step(servers[0]))})
+def run_on_all(servers: Sequence[S], step: Callable[[S], Any]) -> dict[S, Exception]:
+    """Run a step on all servers at once. Returns the servers where it failed, in the order of
+    `servers`, with their errors."""
+    if len(servers) == 1:  # in this thread, which Ctrl-C reaches
+        return _failures({servers[0]: _completed(lambda: step(servers[0]))})
     with ThreadPoolExecutor(max_workers=max(1, len(servers)), thread_name_prefix="ludic-servers") as pool:
         futures = {server: pool.submit(step, server) for server in servers}
     return _failures(futures)
 
 
-def _done(call: Callable[[], Any]) -> Future[Any]:
-    """The outcome of a call that is made here and now."""
+def _completed(call: Callable[[], Any]) -> Future[Any]:
+    """The result of a call made now, as a future."""
     future: Future[Any] = Future()
     try:
         future.set_result(call())
@@ -52,19 +52,18 @@ def _failures(futures: Mapping[S, Future[Any]]) -> dict[S, Exception]:
     return failures
 
 
-def in_thread(call: Callable[[], T]) -> Future[T]:
-    """Runs beside this thread, and ends by the call's own deadline."""
+def start_in_thread(call: Callable[[], T]) -> Future[T]:
+    """Start a call in a thread of its own. Only the call's own deadline ends it."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ludic-servers")
     future = pool.submit(call)
     pool.shutdown(wait=False)
     return future
 
 
-def to_the_end(call: Callable[[], T], *, what: str) -> T:
-    """What `call` gives, made in a thread, which Ctrl-C does not reach: it is raised when the
-    call is over. A second one is raised at once; the call goes on, and this process ends after
-    it."""
-    future = in_thread(call)
+def complete_before_interrupt(call: Callable[[], T], *, what: str) -> T:
+    """Run a call in a thread and return its result. A Ctrl-C during the call is raised after it;
+    a second one is raised at once, while the call goes on: this process ends after the call."""
+    future = start_in_thread(call)
     try:
         wait([future])
     except BaseException as interrupt:
@@ -74,11 +73,11 @@ def to_the_end(call: Callable[[], T], *, what: str) -> T:
     return future.result()
 
 
-def failed_servers(failures: Mapping[S, BaseException]) -> str:
-    """Each failed server with its reason, for a message."""
+def describe_failures(failures: Mapping[S, BaseException]) -> str:
+    """Each failed server with its error, for a message."""
     return "; ".join(f"{server.url}: {error}" for server, error in failures.items())
 
 
-def urls(servers: Iterable[Addressed]) -> str:
-    """Addresses, for a message."""
+def list_urls(servers: Iterable[Addressed]) -> str:
+    """The addresses, for a message."""
     return ", ".join(server.url for server in servers) or "none"

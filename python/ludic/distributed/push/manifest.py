@@ -1,8 +1,8 @@
-"""What fits a server: names as its checkpoint has them, its shapes and dtypes. All of it is settled
-before a push begins.
+"""Whether weights fit a server: names as in its checkpoint, its shapes and its dtypes. All of this
+is checked before a push begins.
 
-A server that is sent a tensor of another shape ends; one that is sent half of a fused layer serves
-a mix.
+A server that gets a tensor of another shape crashes; one that gets half of a fused layer serves a
+mix of old and new weights.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+SHOWN_NAMES = 4
+"""Weights that a message names."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +28,16 @@ class ServerManifest:
     """The weights of a server's model."""
 
     dtype: str
-    """What the server computes in, such as `bfloat16`."""
+    """The dtype that the server computes in, such as `bfloat16`."""
     tied: bool
-    """The head is the embedding, and is not sent."""
+    """Whether the head is the embedding. A tied head is not sent."""
     weights: Mapping[str, tuple[tuple[int, ...], str]]
-    """Shape and dtype of each, by its name in the checkpoint."""
+    """Name in the checkpoint -> shape and dtype."""
 
     @classmethod
     def from_answer(cls, answer: Mapping[str, Any], url: str) -> ServerManifest:
-        """Of what a worker answered to `ludic_manifest`."""
+        """From a worker's answer to `ludic_manifest`. Raises PublishError if the worker found no
+        checkpoint."""
         if answer.get("weights") is None:
             raise PublishError(
                 f"{url} found no safetensors of its own model, so that nothing can be checked against it; start it from a folder or a "
@@ -48,14 +51,17 @@ class ServerManifest:
 
 
 def checkpoint_names(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights under the names of the checkpoint: adapters left out (what they are merged
-    into stays), wrappers' prefixes too."""
-    renamed: dict[str, Tensor] = {}
-    for name, tensor in state_dict.items():
-        if is_adapter(name) or REPLACED_PART in name:
-            continue
-        renamed[_checkpoint_name(name)] = tensor
-    return renamed
+    """The weights under their names in the checkpoint, without the prefixes of wrappers.
+
+    Adapters are left out; the weights that they are merged into stay.
+    `base_model.model.model.norm.weight` -> `model.norm.weight`, `layers.0.up.weight` ->
+    `model.layers.0.up.weight`.
+    """
+    return {
+        _checkpoint_name(name): tensor
+        for name, tensor in state_dict.items()
+        if not is_adapter(name) and REPLACED_PART not in name
+    }
 
 
 def _checkpoint_name(name: str) -> str:
@@ -63,9 +69,9 @@ def _checkpoint_name(name: str) -> str:
     return f"model.{name}" if name.startswith("layers.") else name
 
 
-def fitted(weights: Mapping[str, Tensor], manifest: ServerManifest, *, partial: bool) -> dict[str, Tensor]:
-    """The weights in the server's dtypes, in the order of their names. Raises PublishError for
-    what does not fit."""
+def cast_to_server(weights: Mapping[str, Tensor], manifest: ServerManifest, *, partial: bool) -> dict[str, Tensor]:
+    """The weights in the server's dtypes, sorted by name. Raises PublishError for weights that do
+    not fit."""
     import torch
 
     weights = without_tied_head(weights, manifest)
@@ -78,8 +84,8 @@ def fitted(weights: Mapping[str, Tensor], manifest: ServerManifest, *, partial: 
 
 
 def without_tied_head(weights: Mapping[str, Tensor], manifest: ServerManifest) -> Mapping[str, Tensor]:
-    """The weights that are sent. Raises PublishError where a head that is left out is not the
-    embedding."""
+    """The weights without a head that the server ties to the embedding. Raises PublishError if
+    this head is not equal to the embedding."""
     if not manifest.tied or HEAD not in weights:
         return weights
     import torch
@@ -94,15 +100,15 @@ def without_tied_head(weights: Mapping[str, Tensor], manifest: ServerManifest) -
 
 
 def check_fit(metadata: Iterable[WeightMetadata], manifest: ServerManifest, *, partial: bool) -> None:
-    """Every name is the server's, with its shape and a dtype of the same kind; unless `partial`,
-    none is missing."""
-    given = {entry["name"]: entry for entry in metadata}
-    if not given:
+    """Raise PublishError unless every name is one of the server's, with its shape and a dtype of
+    the same kind, and, unless `partial`, all of the server's weights are there."""
+    entries = {entry["name"]: entry for entry in metadata}
+    if not entries:
         raise PublishError("there is no weight to publish; is every parameter frozen?")
-    unknown = sorted(set(given) - set(manifest.weights))
+    unknown = sorted(set(entries) - set(manifest.weights))
     if unknown:
-        raise PublishError(f"the server's model has no weights {_some(unknown)}; serve the model that is trained")
-    for name, entry in given.items():
+        raise PublishError(f"the server's model has no weights {_shown(unknown)}; serve the model that is trained")
+    for name, entry in entries.items():
         shape, dtype = manifest.weights[name]
         if tuple(entry["shape"]) != shape:
             raise PublishError(
@@ -112,10 +118,10 @@ def check_fit(metadata: Iterable[WeightMetadata], manifest: ServerManifest, *, p
             raise PublishError(
                 f"weight {name!r} is {entry['dtype']}, the server holds {dtype}; a quantised checkpoint cannot be published to"
             )
-    missing = sorted(set(manifest.weights) - set(given))
+    missing = sorted(set(manifest.weights) - set(entries))
     if missing and not partial:
         raise PublishError(
-            f"{_some(missing)} of the server's model are missing in the push; publish every weight, or pass partial=True if they are "
+            f"{_shown(missing)} of the server's model are missing in the push; publish every weight, or pass partial=True if they are "
             "frozen and the server's own are right"
         )
 
@@ -125,5 +131,6 @@ def _is_floating(dtype: str) -> bool:
     return name.startswith(("float16", "float32", "float64", "bfloat"))
 
 
-def _some(names: list[str]) -> str:
-    return f"{names[:4]} ({len(names)} in all)" if len(names) > 4 else str(names)
+def _shown(names: list[str]) -> str:
+    """The first names, and how many there are."""
+    return f"{names[:SHOWN_NAMES]} ({len(names)} in all)" if len(names) > SHOWN_NAMES else str(names)

@@ -21,7 +21,7 @@ from ludic.inference.local.threads import in_own_thread
 from ludic.inference.local.weights import copy_weights
 from ludic.inference.prompts.vocabulary import reads_same_ids
 from ludic.inference.reward_types import PoolingType, RewardModelTrainingMode, ScoringRequest, ScoringResponse, scoring_input
-from ludic.inference.reward_weights import trained_weights
+from ludic.inference.reward_weights import select_trained_weights
 from ludic.models.evaluation_mode import evaluation_mode
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class LocalRewardModel:
     ) -> str:
         """Copy the weights that `training_mode` changes, by name and between two calls; returns
         the version now scored with."""
-        chosen = trained_weights(params, training_mode)
+        chosen = select_trained_weights(params, training_mode)
         if not self._busy.acquire(timeout=timeout_s):
             raise TimeoutError(f"sequences were still being scored after {timeout_s} s; the weights were not changed")
         try:

@@ -26,7 +26,7 @@ from ludic.errors import ConfigError, DataError, InferenceError, ServerError
 from ludic.inference.prompts.vocabulary import reads_same_ids
 from ludic.inference.publishing import Publisher
 from ludic.inference.reward_types import PoolingType, RewardModelTrainingMode, ScoringInput, ScoringRequest, ScoringResponse
-from ludic.inference.reward_weights import trained_weights
+from ludic.inference.reward_weights import select_trained_weights
 from ludic.inference.servers.answers import ModelList, WeightInfo
 from ludic.inference.servers.errors import has_no_path, may_pass
 from ludic.inference.servers.loop_thread import run_blocking
@@ -191,7 +191,7 @@ class VLLMScoringClient:
         Exactly these are announced and sent. Without a version it is one more than the last. Raises
         ConfigError where there are none, and what the publisher raises.
         """
-        chosen = trained_weights(params, training_mode)
+        chosen = select_trained_weights(params, training_mode)
         partial = RewardModelTrainingMode(training_mode) is not RewardModelTrainingMode.FULL
         if partial not in self._publishers:
             self._publishers[partial] = make_publisher(

@@ -14,8 +14,8 @@ def make_publisher(
 ) -> Publisher:
     """A publisher to these servers, made by `ludic.distributed.create_vllm_publisher`.
 
-    `settings` are the user's keywords and win over the defaults. The caller of `sync_weights` decides
-    when to push, so weights that did not change are pushed too.
+    `settings` are the user's keywords and win over the defaults. The caller of `sync_weights`
+    decides when to push, so weights that did not change are pushed too.
     """
     from ludic.distributed.adapters.vllm import create_vllm_publisher
 

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from safetensors.torch import save_file
 from stub_weight_server import SHAPES, same, weights
 
-from ludic.inference.vllm.in_server.weight_fingerprint import SAMPLED_ELEMENTS, fingerprint, tensor_mark
+from ludic.inference.vllm.in_server.weight_fingerprint import SAMPLED_ELEMENTS, fingerprint, tensor_fingerprint
 from ludic.inference.vllm.in_server.weight_receiver import (
     Checkpoint,
     WeightReceiver,
@@ -196,20 +196,20 @@ def test_a_script_whose_last_line_closes_the_connection_ends_well(time_around):
 @given(st.lists(st.integers(0, 6), min_size=0, max_size=3), st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
 def test_equal_bytes_shape_and_dtype_give_equal_marks(shape, dtype):
     tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape).to(dtype)
-    assert tensor_mark(tensor) == tensor_mark(tensor.clone())
-    assert tensor_mark(tensor) != tensor_mark(tensor.reshape(1, *shape))
-    assert tensor_mark(tensor.to(torch.float64)) != tensor_mark(tensor)
+    assert tensor_fingerprint(tensor) == tensor_fingerprint(tensor.clone())
+    assert tensor_fingerprint(tensor) != tensor_fingerprint(tensor.reshape(1, *shape))
+    assert tensor_fingerprint(tensor.to(torch.float64)) != tensor_fingerprint(tensor)
     if tensor.ndim == 2:
-        assert tensor_mark(tensor.T.contiguous().T) == tensor_mark(tensor)
+        assert tensor_fingerprint(tensor.T.contiguous().T) == tensor_fingerprint(tensor)
     if tensor.numel():
-        assert tensor_mark(tensor + 1) != tensor_mark(tensor)
+        assert tensor_fingerprint(tensor + 1) != tensor_fingerprint(tensor)
 
 
 def test_a_mark_reads_elements_from_all_of_a_large_tensor():
     large = torch.zeros(4 * SAMPLED_ELEMENTS)
-    marks = {tensor_mark(large)}
+    marks = {tensor_fingerprint(large)}
     for place in (0, 2 * SAMPLED_ELEMENTS, 4 * (SAMPLED_ELEMENTS - 1)):
         other = large.clone()
         other[place] = 1
-        marks.add(tensor_mark(other))
+        marks.add(tensor_fingerprint(other))
     assert len(marks) == 4

@@ -20,10 +20,10 @@ SAMPLED_ELEMENTS = 65_536
 def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """A mark of 16 hexadecimal digits for each name. Equal bytes, shape and dtype give equal
     marks, on any device."""
-    return {name: tensor_mark(tensor) for name, tensor in tensors.items()}
+    return {name: tensor_fingerprint(tensor) for name, tensor in tensors.items()}
 
 
-def tensor_mark(tensor: Tensor) -> str:
+def tensor_fingerprint(tensor: Tensor) -> str:
     """The mark of one tensor."""
     flat = tensor.detach().reshape(-1)
     step = max(1, -(-flat.numel() // SAMPLED_ELEMENTS))

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from ludic.inference.vllm.in_server.weight_fingerprint import tensor_mark
+from ludic.inference.vllm.in_server.weight_fingerprint import tensor_fingerprint
 from ludic.inference.vllm.in_server.weight_receiver import Checkpoint, WeightReceiver, WeightTransferError
 
 BOOT = uuid.uuid4().hex
@@ -215,7 +215,7 @@ class WeightWorker:
         seen = {}
         for name, shape in engine.receiver.loaded_shapes.items():
             if name in served and (whole := _without_padding(served[name], shape)) is not None:
-                seen[name] = tensor_mark(whole)
+                seen[name] = tensor_fingerprint(whole)
         return {"loaded": engine.receiver.marks, "served": seen, "broken": engine.broken}
 
     def _ludic_engine(self) -> Any:
