@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from ludic.errors import CheckpointError, DataError
 from ludic.files.atomic import read_json, write_json
 from ludic.models.published import unwrapped
 from ludic.models.sharding import gather_state, gather_tensor, is_sharded, scatter_state, shard_like
+
+logger = logging.getLogger(__name__)
 
 INDEX, MODEL, ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -229,6 +232,14 @@ def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: P
         for group, like in zip(stored["param_groups"], optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def read_optimizer_if_stored(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path) -> None:
+    """`read_optimizer`; a folder that has no state leaves the optimizer as it is, with a warning."""
+    if (folder / "optimizer.json").exists():
+        read_optimizer(optimizer, model, folder)
+    else:
+        logger.warning("%s has no optimizer state; the optimizer starts anew", folder)
 
 
 def _check_groups(stored: list[Any], current: list[Any], folder: Path) -> None:

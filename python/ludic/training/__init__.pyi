@@ -12,7 +12,8 @@ from ludic.training.algorithm import (
     validate_actor_logps as validate_actor_logps,
 )
 from ludic.training.backend.futures import TrainFuture as TrainFuture
-from ludic.training.backend.torch import TorchBackend as TorchBackend, TrainingBackend as TrainingBackend
+from ludic.training.backend.protocol import TrainingBackend as TrainingBackend
+from ludic.training.backend.torch import TorchBackend as TorchBackend
 from ludic.training.batching.micro_batching import (
     MicroBatch as MicroBatch,
     collate_micro_batches as collate_micro_batches,

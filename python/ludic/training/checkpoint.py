@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +29,9 @@ from torch import nn
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import read_json, write_json
 from ludic.files.folders import clear_unfinished, delete_folder, written_aside
-from ludic.models.state_files import read_model, read_optimizer, write_model, write_optimizer
+from ludic.models.state_files import read_model, read_optimizer_if_stored, write_model, write_optimizer
 from ludic.training import ranks
+from ludic.training.backend.protocol import TrainingBackend
 
 logger = logging.getLogger(__name__)
 
@@ -92,14 +93,27 @@ class CheckpointManager:
         step: int,
         metadata: Mapping[str, Any] | None = None,
     ) -> Path | None:
-        """Write the checkpoint of `step`; its folder on rank 0, None elsewhere. One of the same
-        step is replaced."""
-        content = {"step": step, **(metadata or {})}
-        target = self.root / f"step_{step:06d}"
-        with self._written_aside(target) as folder:
+        """Write the checkpoint of `step`, replacing one of the same step. Returns its folder on
+        rank 0, None elsewhere."""
+
+        def write(folder: Path | None) -> None:
             write_model(model, folder)
             if optimizer is not None and self.cfg.save_optimizer:
                 write_optimizer(optimizer, model, folder)
+
+        return self._save(write, step, metadata)
+
+    def save_backend(self, backend: TrainingBackend, *, step: int, metadata: Mapping[str, Any] | None = None) -> Path | None:
+        """`save` for a model that only its backend can write; `Trainer` calls this one."""
+        return self._save(lambda folder: backend.save(folder, optimizer=self.cfg.save_optimizer).wait(), step, metadata)
+
+    def _save(self, write: Callable[[Path | None], None], step: int, metadata: Mapping[str, Any] | None) -> Path | None:
+        """`write` puts weights and optimizer into a folder; it is given None on ranks that write
+        nothing."""
+        content = {"step": step, **(metadata or {})}
+        target = self.root / f"step_{step:06d}"
+        with self._written_aside(target) as folder:
+            write(folder)
             if folder is not None:
                 write_json(folder / "trainer_state.json", content)
         self._saved = target
@@ -171,17 +185,26 @@ class CheckpointManager:
         step: int | None = None,
         path: str | Path | None = None,
     ) -> dict[str, Any]:
-        """Read weights, and the optimizer's state if one is given and was saved. The metadata;
-        `{"step": 0}` if there is none."""
+        """Read weights, and the optimizer's state if one is given and was saved. Returns the
+        metadata; `{"step": 0}` if there is none."""
         folder = self.find(step=step, path=path)
         read_model(model, folder)
         if optimizer is not None:
-            if (folder / "optimizer.json").exists():
-                read_optimizer(optimizer, model, folder)
-            else:
-                logger.warning("%s has no optimizer state; the optimizer starts anew", folder)
-        state = folder / "trainer_state.json"
-        return read_json(state) if state.exists() else {"step": 0}
+            read_optimizer_if_stored(optimizer, model, folder)
+        return _metadata_of(folder)
+
+    def load_backend(
+        self, backend: TrainingBackend, *, step: int | None = None, path: str | Path | None = None
+    ) -> dict[str, Any]:
+        """`load` for a model that only its backend can read; `Trainer` calls this one."""
+        folder = self.find(step=step, path=path)
+        backend.load(folder).wait()
+        return _metadata_of(folder)
+
+
+def _metadata_of(folder: Path) -> dict[str, Any]:
+    state = folder / "trainer_state.json"
+    return read_json(state) if state.exists() else {"step": 0}
 
 
 def _existing(folder: Path) -> Path:

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.models.heads import is_classifier
-from ludic.models.lora import apply_lora
+from ludic.models.lora import LoraSettings, apply_lora
+from ludic.models.published import unwrapped
 from ludic.training.algorithm import RLAlgorithm
+from ludic.training.backend.protocol import ForwardPasses, TrainingBackend
 from ludic.training.backend.torch import build_optimizer
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, Rows
 from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch, SampleMiniBatch
@@ -33,6 +35,9 @@ from ludic.training.loss.base import Loss, loss_name
 from ludic.training.rm_config import RMTrainerConfig as RMTrainerConfig
 from ludic.training.trainer import Trainer
 from ludic.training.types import BatchSource, SAWItem
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +61,14 @@ class RMTrainer(Trainer):
     def __init__(
         self,
         *,
-        model: nn.Module,
+        model: nn.Module | None,
         algo: RLAlgorithm,
         batch_source: BatchSource,
         cfg: RMTrainerConfig | None = None,
         evaluator: Any | None = None,
         eval_items: Sequence[SAWItem] | None = None,
-        lora_config: Any | None = None,
+        lora_config: LoraSettings | LoraConfig | None = None,
+        backend: TrainingBackend | None = None,
         **options: Any,
     ) -> None:
         """`eval_items` are the pairs that `evaluate` and `eval_every_n_steps` measure.
@@ -77,15 +83,18 @@ class RMTrainer(Trainer):
             raise ConfigError("evaluator and eval_items both say what to evaluate; give one of them")
         _check_loss(algo.loss, cfg)
         _check_source(batch_source, cfg)
-        _check_model(model, algo.loss, cfg)
+        if model is not None:
+            _check_model(model, algo.loss, cfg)
         if lora_config is not None:
-            model = apply_lora(model, lora_config)
+            model = apply_lora(self._required(model), lora_config)
         self._padding_was_seen = False
         self.eval_metrics = _metrics(algo.loss, cfg)
         """What `update_eval_metrics` collects."""
         if eval_items is not None:
-            evaluator = self._evaluator_of(model, algo.loss, cfg, eval_items)
-        super().__init__(model=model, algo=algo, batch_source=batch_source, cfg=cfg, evaluator=evaluator, **options)
+            evaluator = self._evaluator_of(backend or self._required(model), algo.loss, cfg, eval_items)
+        super().__init__(
+            model=model, algo=algo, batch_source=batch_source, cfg=cfg, evaluator=evaluator, backend=backend, **options
+        )
 
     def initialize_optimizer(self) -> torch.optim.Optimizer:
         """With `use_differential_lr` and `head_only_weight_decay` the head is in a group of its
@@ -112,7 +121,7 @@ class RMTrainer(Trainer):
     def _warn_of_padding(self, macro: MacroBatch) -> None:
         """Once, where a classifier will take the end of a sample for padding."""
         ends_as_padding = any(item.input_ids[-1] == self.cfg.pad_token_id for item in macro.items)
-        if ends_as_padding and not self._padding_was_seen and is_classifier(self.model):
+        if ends_as_padding and not self._padding_was_seen and self._model is not None and is_classifier(self._model):
             self._padding_was_seen = True
             logger.warning(
                 "samples end with the padding token (%d), so the model reads their score one token earlier, and a server that reads the "
@@ -154,7 +163,7 @@ class RMTrainer(Trainer):
         Calibration counts each pair in both orders. The scores stay in `evaluator.metrics` where
         `items` was left out.
         """
-        evaluator = self.evaluator if items is None else self._evaluator_of(self.model, self.algo.loss, self.cfg, items)
+        evaluator = self.evaluator if items is None else self._evaluator_of(self.backend, self.algo.loss, self.cfg, items)
         if not isinstance(evaluator, PreferenceEvaluator):
             raise ConfigError("there are no pairs to evaluate; pass them, or eval_items= to RMTrainer")
         return {f"eval_{name}": value for name, value in evaluator.measure().items()}
@@ -171,7 +180,9 @@ class RMTrainer(Trainer):
         return metrics
 
     @staticmethod
-    def _evaluator_of(model: nn.Module, loss: Loss, cfg: RMTrainerConfig, items: Sequence[SAWItem]) -> PreferenceEvaluator:
+    def _evaluator_of(
+        model: nn.Module | ForwardPasses, loss: Loss, cfg: RMTrainerConfig, items: Sequence[SAWItem]
+    ) -> PreferenceEvaluator:
         return PreferenceEvaluator(model, items, cfg, metrics=_metrics(loss, cfg), score_type=loss.score_type)
 
 
@@ -208,9 +219,9 @@ def _check_source(source: BatchSource, cfg: RMTrainerConfig) -> None:
     )
 
 
-def _check_model(model: Any, loss: Loss, cfg: RMTrainerConfig) -> None:
+def _check_model(wrapped: nn.Module, loss: Loss, cfg: RMTrainerConfig) -> None:
     """A classifier of transformers reads its score at the last token that is not its padding."""
-    model = getattr(model, "module", model)
+    model = unwrapped(wrapped)
     if loss.score_type != "reward" or not is_classifier(model):
         return
     config: Any = model.config

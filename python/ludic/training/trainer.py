@@ -25,7 +25,8 @@ from ludic.models.published import ParamFilter
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.futures import TrainFuture
-from ludic.training.backend.torch import TorchBackend, TrainingBackend, build_optimizer
+from ludic.training.backend.protocol import TrainingBackend
+from ludic.training.backend.torch import TorchBackend, build_optimizer
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, Rows
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
@@ -69,7 +70,7 @@ class Trainer:
     def __init__(
         self,
         *,
-        model: nn.Module,
+        model: nn.Module | None,
         algo: RLAlgorithm,
         batch_source: BatchSource,
         publisher: PolicyPublisher | None = None,
@@ -87,11 +88,11 @@ class Trainer:
         lora_config: LoraSettings | LoraConfig | None = None,
         preflight: Preflight | None = None,
     ) -> None:
-        """Without `publisher` nothing is published, and asking for `sync_every_steps` above 1 is an
-        error; without `evaluator` nothing is evaluated. With `lora_config`, the model gets adapters
-        (`apply_lora`), and only those and the head of a model that scores are trained. `preflight`
-        compares the first samples with their sampler before the first step, and raises where the
-        two disagree.
+        """`model` is None where `backend` has it elsewhere. Without `publisher` nothing is
+        published, and asking for `sync_every_steps` above 1 is an error; without `evaluator`
+        nothing is evaluated. With `lora_config`, the model gets adapters (`apply_lora`), and only
+        those and the head of a model that scores are trained. `preflight` compares the first
+        samples with their sampler before the first step, and raises where the two disagree.
 
         With several ranks the source must give each samples of its own: one that says it does not
         is refused, one that does not say is warned of (`shards_across_ranks`).
@@ -105,10 +106,10 @@ class Trainer:
         self.reducers = default_reducers() if reducers is None else reducers
         self.preflight = preflight
         self._check(checkpointer or checkpoint_config, resume_from)
-        self.model = model if lora_config is None else apply_lora(model, lora_config)
+        self._model = model if lora_config is None else apply_lora(self._required(model), lora_config)
         self.sync_every_steps = (self.cfg.sync_every_steps or None) if publisher is not None else None
         self.backend: TrainingBackend = backend or TorchBackend(
-            self.model,
+            self._required(self._model),
             self.cfg,
             algo=algo,
             optimizer_factory=self.initialize_optimizer,
@@ -119,7 +120,7 @@ class Trainer:
         self.checkpointer = checkpointer or (CheckpointManager(checkpoint_config) if checkpoint_config else None)
         self.schedule = LearningRateSchedule.from_config(self.cfg, total_training_steps)
         self.early_stopping = EarlyStopping(self.cfg)
-        self._best_weights = BestWeights(self.model, None if self.checkpointer is None else self.checkpointer.root)
+        self._best_weights = BestWeights(self.backend, None if self.checkpointer is None else self.checkpointer.root)
         self._schedule_is_open = self._schedule_is_guessed = total_training_steps is None
         self._step = 0
         self.last_eval: Stats = {}
@@ -154,9 +155,20 @@ class Trainer:
         return build_optimizer(self.model, self.cfg)
 
     @property
+    def model(self) -> nn.Module:
+        """The model in this process. Raises ConfigError where the backend has it elsewhere."""
+        return self._required(self._model)
+
+    @staticmethod
+    def _required(model: nn.Module | None) -> nn.Module:
+        if model is None:
+            raise ConfigError("the trainer has no model in this process; pass model=, or leave what needs it to the backend")
+        return model
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The backend's, if it is in this process."""
-        return getattr(self.backend, "optimizer", None)
+        """That of a `TorchBackend`; another backend keeps its own to itself."""
+        return self.backend.optimizer if isinstance(self.backend, TorchBackend) else None
 
     @property
     def current_step(self) -> int:
@@ -428,13 +440,13 @@ class Trainer:
             return self.checkpointer.find(step=self._step)  # it has the weights of the last step, from which a run goes on
         self._sync_log()
         content = {**(metadata or {}), "algorithm": self.algo.name, **run_state(self)}
-        return self.checkpointer.save(self.model, optimizer=self.optimizer, step=self._step, metadata=content)
+        return self.checkpointer.save_backend(self.backend, step=self._step, metadata=content)
 
     def _resume(self, resume_from: int | str | Path) -> None:
         assert self.checkpointer is not None
         is_step = isinstance(resume_from, int) or (str(resume_from).isdigit() and not Path(resume_from).exists())
         where: dict[str, Any] = {"step": int(str(resume_from))} if is_step else {"path": resume_from}
-        metadata = self.checkpointer.load(self.model, optimizer=self.optimizer, **where)
+        metadata = self.checkpointer.load_backend(self.backend, **where)
         self._step = int(metadata["step"])
         restore_run(self, metadata)
         self._publish_first = bool(self.sync_every_steps)

@@ -40,8 +40,8 @@ class KilledManager(CheckpointManager):
 
     kill_at = None
 
-    def save(self, *args, step, **options):
-        super().save(*args, step=step, **options)
+    def save_backend(self, *args, step, **options):
+        super().save_backend(*args, step=step, **options)
         if step == self.kill_at:
             raise Killed
 

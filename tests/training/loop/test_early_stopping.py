@@ -9,6 +9,7 @@ from training_samples import DrawingSource, assert_same_tensors, cpu_config, tin
 
 from ludic.errors import ConfigError
 from ludic.training import CheckpointConfig, LoraSettings, Trainer, make_grpo
+from ludic.training.backend.torch import TorchBackend
 from ludic.training.loop.best_weights import BestWeights
 from ludic.training.loop.early_stopping import EarlyStopping, better_when
 
@@ -95,7 +96,8 @@ def test_best_weights_that_are_not_there_are_told_of(tmp_path, caplog):
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_kept_weights_come_back_by_their_step_alone(tmp_path, on_disk):
     model = tiny_model()
-    best = BestWeights(model, tmp_path if on_disk else None)
+    backend = TorchBackend(model, cpu_config(), algo=make_grpo(group_size=4))
+    best = BestWeights(backend, tmp_path if on_disk else None)
     assert not best.restore(1)
     before = {name: tensor.clone() for name, tensor in weights_of(model).items()}
     best.keep(1)

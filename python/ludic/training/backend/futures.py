@@ -54,5 +54,9 @@ class TrainFuture(Generic[T]):
         """Wait for the operation and return what it gave, or raise what it raised."""
         return self._future.result() if self.done() else await asyncio.wrap_future(self._future)
 
+    def wait(self) -> T:
+        """The same from code that is not a coroutine: blocks the thread until it is done."""
+        return self._future.result()
+
     def __repr__(self) -> str:
         return f"TrainFuture({self.operation}, {'done' if self.done() else 'pending'})"

@@ -1,19 +1,17 @@
-"""Where the model lives: forward and backward passes, the optimizer, the weights. The trainer asks,
-and awaits the answers.
+"""`TorchBackend`: a torch model in this process, on one device or as one rank of torch.distributed.
 
-`TorchBackend` computes in this process: one device, or one rank of a model sharded or replicated by
-torch.distributed, whose wrapping changes and whose step does not. Gradients of all ranks add up to
-that of the whole mini-batch: averaging wrappers are undone by a factor, and without a wrapper they
-are summed before clipping.
+The step is the same for a plain, a replicated (DDP) and a sharded (FSDP2) model. Gradients of all
+ranks add up to that of the whole mini-batch: wrappers that average are undone by a factor, and
+without a wrapper gradients are summed before clipping.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,71 +19,23 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ludic.errors import ConfigError, NonFiniteError
-from ludic.inference.local.sampler import nucleus
-from ludic.models.evaluation_mode import evaluation_mode
 from ludic.models.published import ParamFilter, published_weights
 from ludic.models.sharding import gather_tensor, is_sharded, set_gradient_sync
-from ludic.models.state_files import read_model, read_optimizer, write_model, write_optimizer
+from ludic.models.state_files import read_model, read_optimizer_if_stored, write_model, write_optimizer
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_logits
+from ludic.training.backend.forward import ModelPasses
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.master_weights import MasterWeights, check_precision
 from ludic.training.backend.memory import MemoryProfile
 from ludic.training.backend.nonfinite import nonfinite_report
 from ludic.training.backend.parameter_groups import parameter_groups
 from ludic.training.backend.precision import autocast
+from ludic.training.backend.protocol import BackwardResult, MicroBatches
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.config import TrainerConfig
-from ludic.training.loss import BatchTotals, SharedContext
+from ludic.training.loss import BatchTotals
 from ludic.training.rng import preserved_rng
-
-
-class MicroBatches(Protocol):
-    """The micro-batches of a mini-batch: a list, or one that collates as it goes. It may be run
-    through twice."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[MicroBatch]: ...
-
-
-@dataclass
-class BackwardResult:
-    """What `forward_backward` measured. Tensors stay on their device."""
-
-    loss: Tensor
-    """[] loss of all micro-batches: their scaled losses summed."""
-    micro_stats: list[dict[str, Any]] = field(default_factory=list)
-    """Statistics of the loss, for each micro-batch."""
-    micro_sizes: list[int] = field(default_factory=list)
-    """Samples of each micro-batch."""
-
-
-class TrainingBackend(Protocol):
-    """What the trainer needs of a model. Every call returns at once; the answer may come later."""
-
-    def forward_backward(
-        self, batch: MicroBatch | MicroBatches, *, totals: BatchTotals | None = None
-    ) -> TrainFuture[BackwardResult]:
-        """Add the gradient of the micro-batches. `totals` are those of the mini-batch that they
-        belong to."""
-
-    def optim_step(self, *, lr_factor: float = 1.0) -> TrainFuture[dict[str, float]]:
-        """Clip, step, clear the gradient. Gives `grad_norm` (before clipping) and `lr`.
-        `NonFiniteError` leaves the weights."""
-
-    def forward_logprobs(self, batch: MicroBatch, *, temperature: float | None = None, top_p: float = 1.0) -> TrainFuture[Tensor]:
-        """[B, T - 1] log-probability of each next token, without gradient: at the policy's
-        temperature, or at another, and renormalised over the smallest set of tokens that reaches
-        `top_p`."""
-
-    def export_weights(self, *, param_filter: ParamFilter | None = None) -> TrainFuture[dict[str, Tensor]]:
-        """What a policy server needs, by name."""
-
-    def save(self, path: str | Path) -> TrainFuture[None]:
-        """Write weights and optimizer state into the folder."""
-
-    def load(self, path: str | Path) -> TrainFuture[None]:
-        """Read what `save` wrote."""
 
 
 def build_optimizer(
@@ -117,8 +67,8 @@ def enable_checkpointing(model: Any) -> None:
         model.enable_input_require_grads()
 
 
-class TorchBackend:
-    """A torch model in this process.
+class TorchBackend(ModelPasses):
+    """Trains a torch model in this process; the methods are those of `TrainingBackend`.
 
     >>> backend = TorchBackend(model, cfg, algo=make_grpo(group_size=8))
     >>> result = await backend.forward_backward(mini_batch, totals=mini_batch.totals).result()
@@ -135,8 +85,8 @@ class TorchBackend:
         enable_gradient_checkpointing: bool = False,
     ) -> None:
         """`optimizer_factory` is called once the model is on its device; without it, AdamW."""
-        self.cfg, self.algo = cfg, algo
-        self.model = model if is_sharded(model) else model.to(cfg.model_device)
+        super().__init__(model if is_sharded(model) else model.to(cfg.model_device), cfg)
+        self.algo = algo
         if enable_gradient_checkpointing:
             enable_checkpointing(self.model)
         check_precision(self.model)
@@ -260,42 +210,42 @@ class TorchBackend:
             return f"samples (rollout/step): {', '.join(name for micro in batch for name in micro.sample_names)}"
         return nonfinite_report(self.model, batch, lambda micro_batch: self._backward(micro_batch, totals)[0])
 
-    def forward_logprobs(self, batch: MicroBatch, *, temperature: float | None = None, top_p: float = 1.0) -> TrainFuture[Tensor]:
-        return TrainFuture.of("forward_logprobs", lambda: self._forward_logprobs(batch, temperature, top_p))
-
-    @torch.no_grad()
-    def _forward_logprobs(self, batch: MicroBatch, temperature: float | None, top_p: float) -> Tensor:
-        with evaluation_mode(self.model), autocast(self.cfg):
-            logits = forward_logits(self.model, batch.tensors)
-            chosen = self.cfg.temperature if temperature is None else temperature
-            if top_p < 1.0:
-                logits, chosen = _within_nucleus(logits, chosen, top_p), 1.0
-            return SharedContext(logits, batch.tensors, temperature=chosen).token_logp
-
     def export_weights(self, *, param_filter: ParamFilter | None = None) -> TrainFuture[dict[str, Tensor]]:
         return TrainFuture.of("export_weights", lambda: self._export(param_filter))
 
     def _export(self, param_filter: ParamFilter | None) -> dict[str, Tensor]:
         return published_weights(self.model, param_filter=param_filter, device=self.cfg.runtime_device)
 
-    def save(self, path: str | Path) -> TrainFuture[None]:
-        return TrainFuture.of("save", lambda: self._save(Path(path)))
+    def save(self, path: str | Path | None, *, optimizer: bool = True) -> TrainFuture[None]:
+        return TrainFuture.of("save", lambda: self._save(None if path is None else Path(path), optimizer))
 
-    def _save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def _save(self, folder: Path | None, optimizer: bool) -> None:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
         write_model(self.model, folder)
-        write_optimizer(self.optimizer, self.model, folder)
+        if optimizer:
+            write_optimizer(self.optimizer, self.model, folder)
 
-    def load(self, path: str | Path) -> TrainFuture[None]:
-        return TrainFuture.of("load", lambda: self._load(Path(path)))
+    def load(self, path: str | Path, *, optimizer: bool = True) -> TrainFuture[None]:
+        return TrainFuture.of("load", lambda: self._load(Path(path), optimizer))
 
-    def _load(self, folder: Path) -> None:
+    def _load(self, folder: Path, optimizer: bool) -> None:
         read_model(self.model, folder)
-        read_optimizer(self.optimizer, self.model, folder)
+        if optimizer:
+            read_optimizer_if_stored(self.optimizer, self.model, folder)
 
+    def snapshot_weights(self) -> TrainFuture[dict[str, Tensor]]:
+        return TrainFuture.of("snapshot_weights", self._snapshot)
 
-def _within_nucleus(logits: Tensor, temperature: float, top_p: float) -> Tensor:
-    """[B, T, V] float32 log-probabilities at `temperature`, renormalised over the smallest set
-    of tokens that reaches `top_p`."""
-    rows = [nucleus(torch.log_softmax(row.float() / temperature, dim=-1), torch.tensor(top_p)) for row in logits]
-    return torch.stack(rows)
+    def _snapshot(self) -> dict[str, Tensor]:
+        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        return {name: parameter.detach().to("cpu", copy=True) for name, parameter in trained.items()}
+
+    def restore_weights(self, snapshot: Mapping[str, Tensor]) -> TrainFuture[None]:
+        return TrainFuture.of("restore_weights", lambda: self._restore(snapshot))
+
+    @torch.no_grad()
+    def _restore(self, snapshot: Mapping[str, Tensor]) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name, value in snapshot.items():
+            parameters[name].copy_(value)

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from ludic.errors import ConfigError
-from ludic.models.evaluation_mode import evaluation_mode
-from ludic.training.algorithm import forward_logits
-from ludic.training.backend.precision import autocast
+from ludic.training.backend.forward import passes_of
+from ludic.training.backend.protocol import ForwardPasses
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.context import SharedContext
@@ -29,8 +28,9 @@ class HeldOutLoss:
     Of one process: a sharded model would have to be evaluated by all ranks.
     """
 
-    def __init__(self, model: nn.Module, items: Sequence[SAWItem], cfg: TrainerConfig) -> None:
-        self._model, self._cfg = model, cfg
+    def __init__(self, model: nn.Module | ForwardPasses, items: Sequence[SAWItem], cfg: TrainerConfig) -> None:
+        """`model` is in this process, or is the backend that has it."""
+        self._model, self._cfg, self._passes = model, cfg, passes_of(model, cfg)
         self._batch = MacroBatch.ingest(items, cfg.max_seq_len)
         if not self._batch.items:
             raise ConfigError(
@@ -39,9 +39,9 @@ class HeldOutLoss:
 
     def measure(self) -> dict[str, float]:
         """`loss`, `perplexity`, and the `tokens` that they were measured on."""
-        self._cfg = with_supported_packing(self._cfg, self._model)
-        with evaluation_mode(self._model):
-            total, tokens = self._sums()
+        if isinstance(self._model, nn.Module):
+            self._cfg = with_supported_packing(self._cfg, self._model)
+        total, tokens = self._sums()
         loss = total / tokens
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": float(tokens)}
 
@@ -50,14 +50,12 @@ class HeldOutLoss:
         change."""
         return [], self.measure()
 
-    @torch.no_grad()
     def _sums(self) -> tuple[float, int]:
         """Sum of -log pi over the action tokens, in float64, and their number."""
         total, tokens = 0.0, 0
         for micro_batch in MiniBatch(self._batch, np.arange(len(self._batch.items)), self._cfg):
-            with autocast(self._cfg):
-                shared = SharedContext(forward_logits(self._model, micro_batch.tensors), micro_batch.tensors)
-                nll = -shared.token_logp
-            total += float(torch.where(shared.token_mask > 0, nll, 0.0).double().sum())
-            tokens += int(shared.token_mask.sum())
+            logps = self._passes.forward_logprobs(micro_batch, temperature=1.0).wait()
+            mask = SharedContext(micro_batch.tensors["input_ids"], micro_batch.tensors).token_mask
+            total -= float(torch.where(mask > 0, logps, 0.0).double().sum())
+            tokens += int(mask.sum())
         return total, tokens

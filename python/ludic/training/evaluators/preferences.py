@@ -6,21 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from ludic.errors import ConfigError
-from ludic.models.evaluation_mode import evaluation_mode
 from ludic.training import ranks
-from ludic.training.algorithm import forward_logits
-from ludic.training.backend.precision import autocast
-from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.backend.forward import passes_of
+from ludic.training.backend.protocol import ForwardPasses
+from ludic.training.batching.mini_batches import MiniBatch
 from ludic.training.batching.pair_batches import LEFT_OUT, PreferenceMacroBatch
 from ludic.training.classification_metrics import Floats, PreferenceMetrics, preference_loss
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.base import ScoreType
-from ludic.training.loss.context import SharedContext
-from ludic.training.loss.preference import preference_scores
 from ludic.training.rm_config import RMTrainerConfig
 from ludic.training.types import SAWItem
 
@@ -40,17 +36,17 @@ class PreferenceEvaluator:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ForwardPasses,
         items: Sequence[SAWItem],
         cfg: TrainerConfig,
         *,
         metrics: PreferenceMetrics | None = None,
         score_type: ScoreType = "reward",
     ) -> None:
-        """`metrics` says which are computed; what it held is forgotten with every evaluation. An
-        incomplete pair is a DataError where an `RMTrainerConfig` says so, else it is dropped
-        with a warning."""
-        self._model, self._cfg, self._score_type = model, cfg, score_type
+        """`model` is in this process, or is the backend that has it. `metrics` says which are
+        computed; what it held is forgotten with every evaluation. An incomplete pair is a
+        DataError where an `RMTrainerConfig` says so, else it is dropped with a warning."""
+        self._passes, self._cfg, self._score_type = passes_of(model, cfg), cfg, score_type
         self.metrics = metrics or PreferenceMetrics(both_orders=True, thresholds_on="responses")
         """Holds the scores of the last evaluation, for pictures."""
         refuses = isinstance(cfg, RMTrainerConfig) and cfg.rm_require_complete_pairs and not cfg.rm_drop_incomplete_pairs
@@ -68,7 +64,7 @@ class PreferenceEvaluator:
     def measure(self) -> dict[str, float]:
         """`loss`, what `PreferenceMetrics.compute` gives, `num_pairs`, and how many more there
         were, by `LEFT_OUT`."""
-        scores = score_batch(self._model, self.batch, self._cfg, score_type=self._score_type)
+        scores = self._scores()
         chosen, rejected = scores[::2], scores[1::2]
         labels = np.array([float(item.meta["label"]) for item in self.batch.items[::2]])
         self.metrics.reset()
@@ -83,19 +79,13 @@ class PreferenceEvaluator:
         change."""
         return [], self.measure()
 
-
-@torch.no_grad()
-def score_batch(model: nn.Module, batch: MacroBatch, cfg: TrainerConfig, *, score_type: ScoreType = "reward") -> Floats:
-    """[N] score of each sample of `batch`. The model is put into evaluation mode meanwhile. All
-    ranks must call, each with the whole batch; each computes its share."""
-    mine = np.arange(len(batch.items))[ranks.rank() :: ranks.world_size()]
-    mini_batch = MiniBatch(batch, mine, cfg)
-    scores = np.zeros(len(batch.items))
-    with evaluation_mode(model):
+    def _scores(self) -> Floats:
+        """[N] score of each sample. All ranks must call; each computes its share."""
+        mine = np.arange(len(self.batch.items))[ranks.rank() :: ranks.world_size()]
+        mini_batch = MiniBatch(self.batch, mine, self._cfg)
+        scores = np.zeros(len(self.batch.items))
         for index, micro_batch in enumerate(mini_batch):
-            with autocast(cfg):
-                shared = SharedContext(forward_logits(model, micro_batch.tensors), micro_batch.tensors)
-                found = preference_scores(shared, score_type)
             rows = mini_batch.rows_of(index)
-            scores[rows] = found[: len(rows)].double().cpu().numpy()
-    return np.array(ranks.sum_over_ranks(scores.tolist(), cfg.model_device))
+            of_rows = self._passes.forward_scores(micro_batch, score_type=self._score_type).wait()
+            scores[rows] = of_rows[: len(rows)].double().cpu().numpy()  # rows of padding come last
+        return np.array(ranks.sum_over_ranks(scores.tolist(), self._cfg.model_device))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-import torch
-from torch import Tensor, nn
+from typing import Any
 
 from ludic.files.atomic import read_json, write_json
 from ludic.files.folders import written_aside
-from ludic.models.state_files import read_model, write_model
 from ludic.training import ranks
+from ludic.training.backend.protocol import TrainingBackend
 
 BEST = "best"
-"""Folder beside the checkpoints: the model as `write_model` writes it, and best.json with its
-`step`."""
+"""Folder beside the checkpoints: what `TrainingBackend.save` writes without an optimizer, and
+best.json with its `step`."""
 
 
 class BestWeights:
@@ -24,30 +22,29 @@ class BestWeights:
     With several ranks, all call both methods; rank 0 writes the folder.
     """
 
-    def __init__(self, model: nn.Module, checkpoints: Path | None) -> None:
-        self.model = model
+    def __init__(self, backend: TrainingBackend, checkpoints: Path | None) -> None:
+        self._backend = backend
         self.folder = None if checkpoints is None else checkpoints / BEST
-        self._in_memory: tuple[int, dict[str, Tensor]] | None = None
+        self._in_memory: tuple[int, Any] | None = None
 
     def keep(self, step: int) -> None:
         """Keep the weights as they are now, those of `step`, in the place of what was kept
         before."""
         if self.folder is None:
-            trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-            self._in_memory = step, {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
+            self._in_memory = step, self._backend.snapshot_weights().wait()
         elif ranks.rank() == 0:
             with written_aside(self.folder) as aside:
-                write_model(self.model, aside)
+                self._backend.save(aside, optimizer=False).wait()
                 write_json(aside / "best.json", {"step": step})
         else:
-            write_model(self.model, None)
+            self._backend.save(None, optimizer=False).wait()
         ranks.barrier()
 
     def restore(self, step: int) -> bool:
         """Put the weights of `step` back into the model; False, and nothing changed, where
         others or none were kept."""
         if self._in_memory is not None and self._in_memory[0] == step:
-            _copy(self.model, self._in_memory[1])
+            self._backend.restore_weights(self._in_memory[1]).wait()
             return True
         if (
             self.folder is None
@@ -55,12 +52,5 @@ class BestWeights:
             or read_json(self.folder / "best.json")["step"] != step
         ):
             return False
-        read_model(self.model, self.folder)
+        self._backend.load(self.folder, optimizer=False).wait()
         return True
-
-
-@torch.no_grad()
-def _copy(model: nn.Module, kept: dict[str, Tensor]) -> None:
-    parameters = dict(model.named_parameters())
-    for name, value in kept.items():
-        parameters[name].copy_(value)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ludic.training.backend.torch import BackwardResult
+from ludic.training.backend.protocol import BackwardResult
 from ludic.training.batching.mini_batches import PADDING_KEYS, MacroBatch, MiniBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loop.micro_stats import Stat, combine_micro_stats, finished, over_ranks, to_host

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ludic.inference.prompts.template import ChatTemplate
 from ludic.inference.sampling import SamplingParams
 from ludic.training import ranks
-from ludic.training.backend.torch import TrainingBackend
+from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.batching.micro_batching import MicroBatch, collate_saw_items
 from ludic.training.config import TrainerConfig
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem

@@ -23,7 +23,7 @@ import numpy as np
 from ludic.errors import ConfigError, MismatchError
 from ludic.inference.sampling import SamplingParams
 from ludic.training import ranks
-from ludic.training.backend.torch import TrainingBackend
+from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.config import TrainerConfig
 from ludic.training.preflight.causes import Cause, Comparison, Suspects, compare, find_cause
 from ludic.training.types import SAWItem

@@ -1,0 +1,57 @@
+"""Forward passes of a model in this process, for evaluators and for `TorchBackend`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ludic.inference.local.sampler import nucleus
+from ludic.models.evaluation_mode import evaluation_mode
+from ludic.training.algorithm import forward_logits
+from ludic.training.backend.futures import TrainFuture
+from ludic.training.backend.precision import autocast
+from ludic.training.backend.protocol import ForwardPasses
+from ludic.training.batching.micro_batching import MicroBatch
+from ludic.training.config import TrainerConfig
+from ludic.training.loss import SharedContext
+from ludic.training.loss.base import ScoreType
+from ludic.training.loss.preference import preference_scores
+
+
+class ModelPasses:
+    """`ForwardPasses` of a torch model. Each module of the model keeps its mode."""
+
+    def __init__(self, model: nn.Module, cfg: TrainerConfig) -> None:
+        self.model, self.cfg = model, cfg
+
+    def forward_logprobs(self, batch: MicroBatch, *, temperature: float | None = None, top_p: float = 1.0) -> TrainFuture[Tensor]:
+        return TrainFuture.of("forward_logprobs", lambda: self._logprobs(batch, temperature, top_p))
+
+    def forward_scores(self, batch: MicroBatch, *, score_type: ScoreType = "reward") -> TrainFuture[Tensor]:
+        return TrainFuture.of("forward_scores", lambda: self._scores(batch, score_type))
+
+    @torch.no_grad()
+    def _logprobs(self, batch: MicroBatch, temperature: float | None, top_p: float) -> Tensor:
+        with evaluation_mode(self.model), autocast(self.cfg):
+            logits = forward_logits(self.model, batch.tensors)
+            divisor = self.cfg.temperature if temperature is None else temperature
+            if top_p < 1.0:
+                logits, divisor = _nucleus_logprobs(logits, divisor, top_p), 1.0
+            return SharedContext(logits, batch.tensors, temperature=divisor).token_logp
+
+    @torch.no_grad()
+    def _scores(self, batch: MicroBatch, score_type: ScoreType) -> Tensor:
+        with evaluation_mode(self.model), autocast(self.cfg):
+            return preference_scores(SharedContext(forward_logits(self.model, batch.tensors), batch.tensors), score_type)
+
+
+def passes_of(model: nn.Module | ForwardPasses, cfg: TrainerConfig) -> ForwardPasses:
+    """The passes of a model in this process, or of a backend that has them already."""
+    return ModelPasses(model, cfg) if isinstance(model, nn.Module) else model
+
+
+def _nucleus_logprobs(logits: Tensor, temperature: float, top_p: float) -> Tensor:
+    """[B, T, V] float32 log-probabilities at `temperature`, renormalised over the smallest set of
+    tokens that reaches `top_p`."""
+    rows = [nucleus(torch.log_softmax(row.float() / temperature, dim=-1), torch.tensor(top_p)) for row in logits]
+    return torch.stack(rows)
