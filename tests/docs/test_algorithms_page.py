@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from ludic.training.presets import REGISTRY
+from ludic.training.presets.registry import REGISTRY
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 

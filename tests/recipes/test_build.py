@@ -17,7 +17,7 @@ from ludic.recipes.schema import TaskSection
 from ludic.runs.reinforce import RLParts
 from ludic.tasks import DigitSort
 from ludic.training.credit_assignment import GroupNormalizedReturn, MonteCarloReturn, OverlongPenalty
-from ludic.training.presets import REGISTRY
+from ludic.training.presets.registry import REGISTRY
 
 
 class AlwaysSeven(DigitSort):

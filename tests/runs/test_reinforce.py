@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from ludic.cli.app import app
 from ludic.runs.directory import new_folder
 from ludic.tasks.demonstrations import prompt_text
-from ludic.training.presets import REGISTRY
+from ludic.training.presets.registry import REGISTRY
 
 SUMMARY_KEYS = [
     *("status", "model", "algorithm", "versions"),

@@ -1,24 +1,34 @@
-"""The public names of `ludic.training` and `ludic.training.batching`."""
+"""The public names of the packages that import nothing until a name is read."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import ludic.training
-import ludic.training.batching
+import ludic._lazy
+
+ROOT = Path(ludic._lazy.__file__).parent
+FACADES = sorted(str(path.parent.relative_to(ROOT.parent)).replace("/", ".") for path in ROOT.rglob("__init__.pyi"))
 
 
-@pytest.mark.parametrize("package", [ludic.training, ludic.training.batching])
-def test_every_public_name_exists_and_type_checkers_see_the_same_names(package):
-    for name in package.__all__:
-        assert getattr(package, name) is not None
-    tree = ast.parse(Path(package.__file__).read_text())
-    [guarded] = [node for node in tree.body if isinstance(node, ast.If)]
-    seen = {alias.name: statement.module for statement in guarded.body for alias in statement.names}
-    assert seen == {name: f"{package.__name__}.{home}" for name, home in package._HOME_OF.items()}
+def test_every_lazy_package_has_a_stub():
+    assert len(FACADES) >= 5
+    lazy = {path for path in ROOT.rglob("__init__.py") if "lazy_exports(__name__)" in path.read_text(encoding="utf-8")}
+    assert {str(path.parent.relative_to(ROOT.parent)).replace("/", ".") for path in lazy} == set(FACADES)
+
+
+@pytest.mark.parametrize("name", FACADES)
+def test_a_type_checker_sees_the_names_that_can_be_imported_and_no_others(name):
+    package = importlib.import_module(name)
+    stub = ast.parse(Path(package.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    homes = {alias.name: node.module for node in stub.body for alias in node.names}
+    assert sorted(package.__all__) == sorted(homes)
+    assert all(alias.name == alias.asname for node in stub.body for alias in node.names)
+    for public, home in homes.items():
+        assert getattr(package, public) is getattr(importlib.import_module(home), public)
     with pytest.raises(AttributeError, match="no attribute 'absent'"):
         _ = package.absent
 

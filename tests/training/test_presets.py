@@ -1,6 +1,11 @@
 """Presets: what each one is made of, by the table of the API."""
 
+import ast
+import inspect
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,10 +93,34 @@ def test_every_preset_of_the_registry_is_held_by_this_table():
     assert all(PARTS[name][0].name == name for name in presets.REGISTRY)
 
 
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_a_preset_is_registered_by_the_name_of_its_algorithm_and_with_the_paper_it_cites(name):
+    preset = presets.PRESETS[name]
+    assert inspect.signature(preset.make).parameters["name"].default == name
+    assert preset.paper in preset.make.__doc__
+
+
+def test_the_stubs_name_every_preset_and_no_other_from_where_the_registry_has_it():
+    homes = {preset.function: preset.module for preset in presets.PRESETS.values()}
+    assert {name: home for name, home in stub_imports(presets).items() if name.startswith("make_")} == homes
+    facade = {name for name in stub_imports(training) if name.startswith("make_") and hasattr(presets, name)}
+    assert facade == set(homes)
+
+
+def stub_imports(package):
+    tree = ast.parse(Path(package.__file__).with_suffix(".pyi").read_text())
+    return {alias.name: node.module for node in tree.body for alias in node.names}
+
+
+def test_the_registry_is_read_without_torch():
+    code = "import sys; from ludic.training.presets.registry import REGISTRY; print(len(REGISTRY), 'torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [str(len(presets.REGISTRY)), "False"]
+
+
 @pytest.mark.parametrize("name", [name for name in presets.__all__ if name.startswith("make_")])
 def test_every_preset_can_be_imported_from_the_package_and_the_algorithm_module(name):
     assert getattr(algorithm_module, name) is getattr(training, name) is getattr(presets, name)
-    assert name in algorithm_module.__all__
 
 
 @pytest.mark.parametrize(

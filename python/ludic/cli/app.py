@@ -13,6 +13,8 @@ from typing import Annotated
 
 import typer
 
+from ludic.training.presets.registry import REGISTRY
+
 app = typer.Typer(
     name="ludic",
     no_args_is_help=True,
@@ -39,10 +41,7 @@ def ludic(
     """Options before the command."""
 
 
-ALGORITHMS = (
-    """cispo, dapo, dr_grpo, gmpo, grpo, gspo, reinforce, reinforce_baseline, reinforce_plus_plus, rloo, sapo or scalerl"""
-)
-"""The names of `ludic.training.presets.REGISTRY`, which imports torch."""
+ALGORITHMS = " or ".join([", ".join(sorted(REGISTRY)[:-1]), sorted(REGISTRY)[-1]])
 
 _TRAIN_HELP = """Train a recipe and show what it learnt: held-out accuracy before and after, answers side by side, and the
 reward curve.

@@ -22,7 +22,7 @@ from ludic.tasks.importing import import_named
 from ludic.tasks.judged import judged_by
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.config import TrainerConfig
-from ludic.training.presets import REGISTRY
+from ludic.training.presets.registry import REGISTRY
 
 if TYPE_CHECKING:
     from ludic.recipes.epochs_schema import EpochsRecipe

@@ -157,7 +157,7 @@ class Recipe:
     off the score of an answer that ran into the token limit), normalize, dtype,
     micro_token_budget, batch_size, timeout_s."""
     algorithm: str = MISSING
-    """A name of `ludic.training.presets.REGISTRY`: grpo, dapo, dr_grpo, rloo, cispo and others."""
+    """A name of `ludic.training.presets.registry`, such as grpo; `ludic train --help` lists them."""
     algorithm_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the algorithm's `make_` function."""
     steps: int = MISSING

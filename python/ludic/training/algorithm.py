@@ -183,10 +183,9 @@ def filter_zero_variance_groups(saw_batch: SAWBatch, *, eps: float = 1e-6) -> SA
 
 
 def __getattr__(name: str) -> Any:
-    """The presets, which build on this module, are reachable from it too."""
-    if name.startswith("make_"):
-        from ludic.training import presets
+    """The `make_` functions of `presets`, which build on this module, can be imported from it too."""
+    from ludic.training import presets
 
-        if name in presets.__all__:
-            return getattr(presets, name)
+    if name in {preset.function for preset in presets.PRESETS.values()}:
+        return getattr(presets, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

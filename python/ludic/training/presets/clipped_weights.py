@@ -3,12 +3,12 @@ ScaleRL."""
 
 from __future__ import annotations
 
-from ludic.training.algorithm import RLAlgorithm, compose_preprocess
-from ludic.training.credit_assignment import GroupNormalizedReturn, HybridNormalizedReturn
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.credit_assignment import HybridNormalizedReturn
 from ludic.training.loss import CISPOLoss, CompositeLoss, Correction, Loss, LossTerm, Normalizer, TokenKLLoss, correction_of
 from ludic.training.loss.kl import Estimator
-from ludic.training.presets.groups import compared
-from ludic.training.presets.preprocess import check_ratios, filter_flat_groups
+from ludic.training.presets.groups import check_group_size, group_return
+from ludic.training.presets.preprocess import check_ratios
 
 
 def make_cispo(
@@ -31,18 +31,15 @@ def make_cispo(
     weights.
 
     `kl_coeff` above 0 adds `TokenKLLoss`, a penalty on the distance from the policy that sampled.
-    `kl_estimator` "k1" is the documented default; its gradient is zero in expectation on the
-    policy's own samples, so that it acts only once ratios leave
-    1. "k2" and "k3" always act.
+    The gradient of `kl_estimator` "k1", the default, is zero in expectation on the policy's own
+    samples: it acts only once ratios differ from 1. "k2" and "k3" always act.
     """
     loss = CISPOLoss(
         clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
     )
     return RLAlgorithm(
         name=name,
-        credit_assigner=GroupNormalizedReturn(
-            group_size=compared(group_size), normalize_adv=group_normalize_adv, positive_only=positive_only
-        ),
+        credit_assigner=group_return(group_size, group_normalize_adv, positive_only),
         loss=add_kl(loss, kl_coeff, length_normalize, kl_estimator),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
         correction=correction_of(correction),
@@ -67,25 +64,24 @@ def make_scalerl(
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
     """ScaleRL (arXiv:2510.13786): returns centred by group and scaled by batch, CISPO, groups
-    without variance left out.
+    without variance dropped.
 
     `kl_coeff` and `kl_estimator` are those of `make_cispo`.
     """
     loss = CISPOLoss(
         clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
     )
-    ratios = check_ratios(drop_zero_weight, drop_zero_weight_eps)
     return RLAlgorithm(
         name=name,
-        credit_assigner=HybridNormalizedReturn(group_size=compared(group_size), positive_only=positive_only),
+        credit_assigner=HybridNormalizedReturn(group_size=check_group_size(group_size), positive_only=positive_only),
         loss=add_kl(loss, kl_coeff, length_normalize, kl_estimator),
-        preprocess=compose_preprocess(filter_flat_groups(zvp_filter_eps), ratios) if filter_zvp else ratios,
+        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps, flat_groups_eps=zvp_filter_eps if filter_zvp else None),
         correction=correction_of(correction),
     )
 
 
 def add_kl(loss: CISPOLoss, coeff: float, length_normalize: bool, estimator: Estimator = "k1") -> Loss:
-    """The loss alone, or with a KL term."""
+    """`loss`, with a KL term if `coeff` is not 0."""
     if coeff == 0:
         return loss
     kl = TokenKLLoss(coeff=coeff, length_normalize=length_normalize, estimator=estimator)

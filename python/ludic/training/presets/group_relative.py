@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ludic.errors import ConfigError
-from ludic.training.algorithm import RLAlgorithm, compose_preprocess
-from ludic.training.credit_assignment import GroupNormalizedReturn, OverlongPenalty
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.credit_assignment import OverlongPenalty
 from ludic.training.loss import (
     ClippedSurrogateLoss,
     Correction,
@@ -14,8 +14,8 @@ from ludic.training.loss import (
     TokenClippedSurrogateLoss,
     correction_of,
 )
-from ludic.training.presets.groups import compared
-from ludic.training.presets.preprocess import check_ratios, filter_flat_groups
+from ludic.training.presets.groups import group_return
+from ludic.training.presets.preprocess import check_ratios
 from ludic.training.types import CreditAssigner
 
 
@@ -37,9 +37,7 @@ def make_grpo(
     """GRPO (arXiv:2402.03300): group-normalised returns, token-level clipping."""
     return RLAlgorithm(
         name=name,
-        credit_assigner=GroupNormalizedReturn(
-            group_size=compared(group_size), normalize_adv=group_normalize_adv, positive_only=positive_only
-        ),
+        credit_assigner=group_return(group_size, group_normalize_adv, positive_only),
         loss=TokenClippedSurrogateLoss(
             clip_eps_low=clip_eps_low,
             clip_eps_high=clip_eps_high,
@@ -105,20 +103,19 @@ def make_dapo(
     `overlong_buffer_tokens` is a fifth of it by default, as in the paper (4,096 of 20,480). Groups
     that are left out are not sampled again here, where the paper refills the batch.
     """
-    credit: CreditAssigner = GroupNormalizedReturn(group_size=compared(group_size), normalize_adv=True)
+    credit: CreditAssigner = group_return(group_size, normalize_adv=True)
     if max_completion_tokens is not None:
         buffer = max_completion_tokens // 5 if overlong_buffer_tokens is None else overlong_buffer_tokens
         credit = OverlongPenalty(credit, max_completion_tokens, buffer, overlong_factor)
     elif overlong_buffer_tokens is not None:
         raise ConfigError(
-            f"overlong_buffer_tokens ({overlong_buffer_tokens}) counts back from max_completion_tokens; give that too"
+            f"overlong_buffer_tokens ({overlong_buffer_tokens}) counts back from max_completion_tokens; set that too"
         )
-    ratios = check_ratios(drop_zero_weight, drop_zero_weight_eps)
     return RLAlgorithm(
         name=name,
         credit_assigner=credit,
         loss=TokenClippedSurrogateLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, normalizer="tokens"),
-        preprocess=compose_preprocess(filter_flat_groups(zvp_filter_eps), ratios) if filter_zvp else ratios,
+        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps, flat_groups_eps=zvp_filter_eps if filter_zvp else None),
         correction=correction_of(correction),
     )
 
@@ -137,13 +134,10 @@ def make_gspo(
     name: str = "gspo",
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
-    """GSPO (arXiv:2507.18071): group-normalised returns, the ratio and the clip of whole
-    sequences."""
+    """GSPO (arXiv:2507.18071): group-normalised returns, one clipped ratio for each sequence."""
     return RLAlgorithm(
         name=name,
-        credit_assigner=GroupNormalizedReturn(
-            group_size=compared(group_size), normalize_adv=group_normalize_adv, positive_only=positive_only
-        ),
+        credit_assigner=group_return(group_size, group_normalize_adv, positive_only),
         loss=ClippedSurrogateLoss(
             clip_eps_low=clip_eps_low,
             clip_eps_high=clip_eps_high,
@@ -172,9 +166,7 @@ def make_sapo(
     """SAPO (arXiv:2511.20347): group-normalised returns, a smooth gate on token ratios."""
     return RLAlgorithm(
         name=name,
-        credit_assigner=GroupNormalizedReturn(
-            group_size=compared(group_size), normalize_adv=group_normalize_adv, positive_only=positive_only
-        ),
+        credit_assigner=group_return(group_size, group_normalize_adv, positive_only),
         loss=SAPOLoss(tau_pos=tau_pos, tau_neg=tau_neg, length_normalize=length_normalize, normalizer=normalizer),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
         correction=correction_of(correction),
@@ -199,9 +191,7 @@ def make_gmpo(
     ratios."""
     return RLAlgorithm(
         name=name,
-        credit_assigner=GroupNormalizedReturn(
-            group_size=compared(group_size), normalize_adv=group_normalize_adv, positive_only=positive_only
-        ),
+        credit_assigner=group_return(group_size, group_normalize_adv, positive_only),
         loss=GMPOLoss(
             clip_eps_low=clip_eps_low,
             clip_eps_high=clip_eps_high,

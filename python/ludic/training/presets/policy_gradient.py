@@ -18,7 +18,7 @@ from ludic.training.loss import (
     TokenClippedSurrogateLoss,
     correction_of,
 )
-from ludic.training.presets.groups import compared
+from ludic.training.presets.groups import check_group_size
 from ludic.training.presets.preprocess import check_ratios, drop_zero_weights
 
 
@@ -49,8 +49,8 @@ def make_reinforce_baseline(
     name: str = "reinforce_baseline",
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
-    """REINFORCE with the batch's mean return as baseline, divided by its spread if
-    `normalize_adv`."""
+    """REINFORCE (Williams 1992) whose baseline is the mean return of the batch. `normalize_adv`
+    divides by its standard deviation."""
     return RLAlgorithm(
         name=name,
         credit_assigner=MonteCarloReturn(gamma=gamma),
@@ -76,13 +76,13 @@ def make_rloo(
     group's other answers.
 
     The paper takes one optimizer step a batch: every ratio is then 1, the clip never acts, and the
-    gradient is -mean_b A_b sum_t grad log pi(b, t), the log-probability of the answer being a sum
-    over tokens. With several steps a batch the token ratios are clipped as PPO's, where the paper
-    has nothing. Its KL term is not here.
+    gradient is -mean_b A_b sum_t grad log pi(b, t): the log-probability of an answer is a sum over
+    its tokens. With several steps a batch the token ratios are clipped as in PPO, which the paper
+    does not need. Its KL term is not here.
     """
     return RLAlgorithm(
         name=name,
-        credit_assigner=GroupNormalizedReturn(group_size=compared(group_size), leave_one_out=True),
+        credit_assigner=GroupNormalizedReturn(group_size=check_group_size(group_size), leave_one_out=True),
         loss=TokenClippedSurrogateLoss(
             clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
         ),

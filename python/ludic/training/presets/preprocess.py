@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ludic.training.algorithm import (
     PreprocessFn,
     compose_preprocess,
@@ -9,31 +11,19 @@ from ludic.training.algorithm import (
     filter_zero_variance_groups,
     validate_actor_logps,
 )
-from ludic.training.types import SAWBatch
-
-
-def filter_flat_groups(eps: float) -> PreprocessFn:
-    """Leave out the groups whose weights do not vary (`filter_zero_variance_groups`)."""
-
-    def filter_groups(batch: SAWBatch) -> SAWBatch:
-        return filter_zero_variance_groups(batch, eps=eps)
-
-    return filter_groups
 
 
 def drop_zero_weights(drop: bool, eps: float) -> PreprocessFn | None:
-    """`drop_zero_weight_samples` where that is asked for."""
-    if not drop:
-        return None
-
-    def drop_samples(batch: SAWBatch) -> SAWBatch:
-        return drop_zero_weight_samples(batch, eps=eps)
-
-    return drop_samples
+    """`drop_zero_weight_samples`, or None without `drop`."""
+    return partial(drop_zero_weight_samples, eps=eps) if drop else None
 
 
-def check_ratios(drop: bool, eps: float) -> PreprocessFn:
-    """Check that there are log-probabilities to take ratios of. Samples that are dropped anyway
-    need none."""
-    dropping = drop_zero_weights(drop, eps)
-    return validate_actor_logps if dropping is None else compose_preprocess(dropping, validate_actor_logps)
+def check_ratios(drop: bool, eps: float, *, flat_groups_eps: float | None = None) -> PreprocessFn:
+    """Check that every sample has the log-probabilities that ratios need.
+
+    Before the check, groups whose weights vary by at most `flat_groups_eps` are dropped, if that is
+    given, then samples with |weight| <= `eps`, if `drop`: what is dropped needs none.
+    """
+    filter_groups = None if flat_groups_eps is None else partial(filter_zero_variance_groups, eps=flat_groups_eps)
+    steps = [step for step in (filter_groups, drop_zero_weights(drop, eps)) if step is not None]
+    return compose_preprocess(*steps, validate_actor_logps) if steps else validate_actor_logps

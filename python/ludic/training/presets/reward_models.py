@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ludic.errors import ConfigError
-from ludic.training.algorithm import RLAlgorithm, compose_preprocess
+from ludic.training.algorithm import RLAlgorithm
 from ludic.training.credit_assignment import ConstantCredit, GroupNormalizedReturn, HybridNormalizedReturn
 from ludic.training.loss import BradleyTerryLoss, CISPOLoss, TokenClippedSurrogateLoss
 from ludic.training.loss.base import ScoreType
 from ludic.training.loss.kl import Estimator
 from ludic.training.loss.preference import RegularizationType
 from ludic.training.presets.clipped_weights import add_kl
-from ludic.training.presets.preprocess import check_ratios, filter_flat_groups
+from ludic.training.presets.preprocess import check_ratios
 from ludic.training.reward_credit import CombineMode, RewardModelCreditAssigner
 
 
@@ -25,8 +25,10 @@ def make_bradley_terry(
     label_smoothing: float = 0.0,
     score_regularization_lambda: float = 0.0,
 ) -> RLAlgorithm:
-    """A reward model from preference pairs, for `RMTrainer`. `regularization_lambda` is another
-    name of `lambda_regularization`."""
+    """A reward model from preference pairs (Bradley and Terry 1952), for `RMTrainer`.
+
+    `lambda_regularization` and `regularization_lambda` are two names of one setting.
+    """
     if regularization_lambda is not None and lambda_regularization not in (0.0, regularization_lambda):
         raise ConfigError(
             f"lambda_regularization ({lambda_regularization}) and regularization_lambda ({regularization_lambda}) are two names of one "
@@ -62,8 +64,8 @@ def make_grpo_with_rm(
     drop_zero_weight_eps: float = 1e-4,
     name: str = "grpo_rm",
 ) -> RLAlgorithm:
-    """GRPO whose advantages are combined with the score that a `RewardModelScorer` gave the
-    rollout."""
+    """GRPO (arXiv:2402.03300) whose advantages are combined with the score that a
+    `RewardModelScorer` gave the rollout."""
     inner = GroupNormalizedReturn(group_size=group_size, normalize_adv=group_normalize_adv, positive_only=positive_only)
     return RLAlgorithm(
         name=name,
@@ -92,18 +94,17 @@ def make_scalerl_with_rm(
     drop_zero_weight_eps: float = 1e-4,
     name: str = "scalerl_rm",
 ) -> RLAlgorithm:
-    """ScaleRL whose advantages are combined with the score that a `RewardModelScorer` gave the
-    rollout.
+    """ScaleRL (arXiv:2510.13786) whose advantages are combined with the score that a
+    `RewardModelScorer` gave the rollout.
 
-    `filter_zvp` leaves out the groups whose combined weights do not vary: one of equal returns and
+    `filter_zvp` drops the groups whose combined weights do not vary; a group with equal returns and
     different scores stays.
     """
     inner = HybridNormalizedReturn(group_size=group_size, positive_only=positive_only)
     loss = CISPOLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize)
-    ratios = check_ratios(drop_zero_weight, drop_zero_weight_eps)
     return RLAlgorithm(
         name=name,
         credit_assigner=RewardModelCreditAssigner(rm_mode, rm_coeff, rm_alpha, rm_score_key, inner),
         loss=add_kl(loss, kl_coeff, length_normalize, kl_estimator),
-        preprocess=compose_preprocess(filter_flat_groups(zvp_filter_eps), ratios) if filter_zvp else ratios,
+        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps, flat_groups_eps=zvp_filter_eps if filter_zvp else None),
     )

@@ -1,0 +1,73 @@
+"""Every algorithm by name: the one list that the command line, its help, the facades and
+docs/algorithms.md follow. Importing it loads no torch.
+
+A new algorithm is a `make_` function in this package, an entry here, and its lines in the stubs
+`presets/__init__.pyi` and `training/__init__.pyi`; tests hold the stubs and the page against the
+entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from ludic.training.algorithm import RLAlgorithm
+
+Kind = Literal["reinforcement", "with_reward_model", "supervised", "reward_model"]
+"""What trains it. `reinforcement`: `ludic train algorithm=NAME`. `with_reward_model`: Python alone;
+on the command line that is `reward_model=`, with its `mode`. `supervised`: `ludic sft`.
+`reward_model`: `ludic train-rm`."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """An algorithm: where it is built and where it comes from."""
+
+    home: str
+    """`module:function`, the module below `ludic.training.presets`."""
+    paper: str
+    """An arXiv id, or author and year; empty for cross entropy."""
+    kind: Kind = "reinforcement"
+
+    @property
+    def module(self) -> str:
+        """The full name of the module."""
+        return f"{__package__}.{self.home.partition(':')[0]}"
+
+    @property
+    def function(self) -> str:
+        """The name of the function, such as `make_grpo`."""
+        return self.home.partition(":")[2]
+
+    @property
+    def make(self) -> Callable[..., RLAlgorithm]:
+        """The function. Reading it imports torch."""
+        make: Callable[..., RLAlgorithm] = getattr(import_module(self.module), self.function)
+        return make
+
+
+PRESETS: dict[str, Preset] = {
+    "bradley_terry": Preset("reward_models:make_bradley_terry", "Bradley and Terry 1952", "reward_model"),
+    "cispo": Preset("clipped_weights:make_cispo", "arXiv:2506.13585"),
+    "dapo": Preset("group_relative:make_dapo", "arXiv:2503.14476"),
+    "dr_grpo": Preset("group_relative:make_dr_grpo", "arXiv:2503.20783"),
+    "gmpo": Preset("group_relative:make_gmpo", "arXiv:2507.20673"),
+    "grpo": Preset("group_relative:make_grpo", "arXiv:2402.03300"),
+    "grpo_rm": Preset("reward_models:make_grpo_with_rm", "arXiv:2402.03300", "with_reward_model"),
+    "gspo": Preset("group_relative:make_gspo", "arXiv:2507.18071"),
+    "reinforce": Preset("policy_gradient:make_reinforce", "Williams 1992"),
+    "reinforce_baseline": Preset("policy_gradient:make_reinforce_baseline", "Williams 1992"),
+    "reinforce_plus_plus": Preset("policy_gradient:make_reinforce_plus_plus", "arXiv:2501.03262"),
+    "rloo": Preset("policy_gradient:make_rloo", "arXiv:2402.14740"),
+    "sapo": Preset("group_relative:make_sapo", "arXiv:2511.20347"),
+    "scalerl": Preset("clipped_weights:make_scalerl", "arXiv:2510.13786"),
+    "scalerl_rm": Preset("reward_models:make_scalerl_with_rm", "arXiv:2510.13786", "with_reward_model"),
+    "sft": Preset("supervised:make_sft", "", "supervised"),
+}
+"""By the `name` that the algorithm has."""
+
+REGISTRY: dict[str, Preset] = {name: preset for name, preset in PRESETS.items() if preset.kind == "reinforcement"}
+"""What `ludic train algorithm=NAME` accepts."""
