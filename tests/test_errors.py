@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 import ludic.errors
-from ludic.errors import LudicError, MissingExtraError
+from ludic.errors import LudicError, MissingExtraError, shorten_names
 
 STANDARD = {
     "ConfigError": ValueError,
@@ -39,3 +39,9 @@ def test_a_missing_extra_names_what_installs_it():
     error = MissingExtraError.for_extra("wandb", "wandb")
     assert isinstance(error, ImportError)
     assert str(error) == "wandb is not installed; `pip install 'ludic[wandb]'` brings it"
+
+
+def test_a_message_lists_the_first_names_and_counts_the_others():
+    assert shorten_names(["a", "b"]) == "a, b"
+    assert shorten_names({3: 1, 4: 1}, limit=1) == "3 and 1 more"
+    assert shorten_names([]) == ""

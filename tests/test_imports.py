@@ -22,6 +22,7 @@ LAYERS = [
     ["ludic.interaction"],
     [
         "ludic.training.types",
+        "ludic.training.averages",
         "ludic.training.config",
         "ludic.training.ranks",
         "ludic.training.rng",

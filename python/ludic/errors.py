@@ -4,6 +4,7 @@ either can be caught."""
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterable
 from typing import Literal
 
 
@@ -142,3 +143,9 @@ def place_of(error: BaseException, file: str | None = None) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     own = [frame for frame in frames if frame.filename == file] or frames
     return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
+
+
+def shorten_names(names: Iterable[object], limit: int = 8) -> str:
+    """The first `limit` names for a message, and how many more there are: `a, b and 3 more`."""
+    texts = [str(name) for name in names]
+    return ", ".join(texts[:limit]) + (f" and {len(texts) - limit} more" if len(texts) > limit else "")

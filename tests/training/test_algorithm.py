@@ -35,7 +35,7 @@ def test_samples_with_one_log_probability_for_each_action_pass():
 def test_missing_log_probabilities_are_listed():
     with pytest.raises(DataError, match=r"^2 of 4 samples \(1, 3\) have no actor_logps; sample with ReturnSpec\.for_rl\(\)"):
         validate_actor_logps(SAWBatch([item(), item(logps=None), item(), item(logps=None)]))
-    with pytest.raises(DataError, match=r"^255 of 255 samples \(0, 1, 2, \.\.\.\) have no actor_logps"):
+    with pytest.raises(DataError, match=r"^255 of 255 samples \(0, 1, 2 and 252 more\) have no actor_logps"):
         validate_actor_logps(SAWBatch([item(logps=None)] * 255))
 
 

@@ -3,14 +3,14 @@ the task that it rewards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, shorten_names
 from ludic.files.atomic import read_json
 from ludic.inference.local.reward import LocalRewardModel
 from ludic.models.loading import check_dtype, find_adapter_base, find_adapters, load_classifier, load_tokenizer
@@ -138,7 +138,9 @@ def _classifier(source: str, dtype: str) -> Any:
     model, missing = load_classifier(source, dtype, description=f"reward_model ({source})")
     if missing:
         kind = " or ".join(model.config.architectures or [model.config.model_type])
-        raise ConfigError(f"reward_model ({source}) is a {kind} and has no weights for {_some(missing)}; {_REMEDY}")
+        raise ConfigError(
+            f"reward_model ({source}) is a {kind} and has no weights for {shorten_names(sorted(missing))}; {_REMEDY}"
+        )
     if model.config.num_labels != 1:
         raise ConfigError(f"reward_model ({source}) gives {model.config.num_labels} labels; a reward is one number")
     return model
@@ -159,7 +161,7 @@ def _merged(source: str, adapters: Path, dtype: str) -> tuple[str, Any]:
             theirs = {name.removeprefix(WRAPPING) for name in stored.keys()}  # noqa: SIM118  it is no mapping
         if not theirs.issuperset(missing):
             raise ConfigError(
-                f"reward_model ({source}) holds adapters without weights for {_some(missing - theirs)}, nor has their base "
+                f"reward_model ({source}) holds adapters without weights for {shorten_names(sorted(missing - theirs))}, nor has their base "
                 f"({base}) any; {_REMEDY}"
             )
         return base, load_adapter(model, adapters).merge_and_unload()
@@ -168,7 +170,3 @@ def _merged(source: str, adapters: Path, dtype: str) -> tuple[str, Any]:
             raise
         said = " ".join(str(error).split())
         raise ConfigError(f"the adapters of reward_model ({source}) do not fit {base}: {said[:300]}") from error
-
-
-def _some(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)[:3])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from ludic.errors import ConfigError, DataError, DataTypeError
+from ludic.errors import ConfigError, DataError, DataTypeError, shorten_names
 from ludic.models.packed_attention import packed_keywords, transformer_of
 from ludic.training.loss.base import Loss, as_loss, loss_name, scaled_loss
 from ludic.training.loss.batch import Batch, BatchTotals, Correction, Stats
@@ -129,10 +129,9 @@ def validate_actor_logps(saw_batch: SAWBatch) -> SAWBatch:
             continue
         _check_logps(index, item, attached.token_logps)
     if missing:
-        some = ", ".join(map(str, missing[:3])) + (", ..." if len(missing) > 3 else "")
         raise DataError(
-            f"{len(missing)} of {len(saw_batch.items)} samples ({some}) have no actor_logps; sample with ReturnSpec.for_rl() so that the "
-            "log-probabilities come back"
+            f"{len(missing)} of {len(saw_batch.items)} samples ({shorten_names(missing, limit=3)}) have no actor_logps; "
+            "sample with ReturnSpec.for_rl() so that the log-probabilities come back"
         )
     return saw_batch
 

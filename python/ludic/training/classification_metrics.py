@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic.errors import ConfigError, DataError
+from ludic.training.averages import array_mean_or_zero
 
 Floats = NDArray[np.float64]
 PERCENTILES = (5, 25, 50, 75, 95)
@@ -144,7 +145,10 @@ class PreferenceMetrics:
     def _at(self, threshold: float, chosen: Floats, rejected: Floats, labels: Floats) -> dict[str, float]:
         if self.thresholds_on == "pairs":
             above, better = preference_probability(chosen, rejected, self.beta) > threshold, labels > 0.5
-            return {f"fpr@{threshold}": _share(above[~better]), f"fnr@{threshold}": _share(~above[better])}
+            return {
+                f"fpr@{threshold}": array_mean_or_zero(above[~better]),
+                f"fnr@{threshold}": array_mean_or_zero(~above[better]),
+            }
         scores, positive, negative = _responses(chosen, rejected, labels)
         above = scores > threshold
         return {
@@ -172,7 +176,7 @@ def pairwise_accuracy(chosen: Floats, rejected: Floats, better: NDArray[np.bool]
     """Share of pairs with m > 0 where the chosen response is the better one, m < 0 where it is
     not."""
     margins = chosen - rejected
-    return _share(np.where(better, margins > 0, margins < 0))
+    return array_mean_or_zero(np.where(better, margins > 0, margins < 0))
 
 
 def preference_probability(chosen: Floats, rejected: Floats, beta: float = 1.0) -> Floats:
@@ -184,7 +188,7 @@ def preference_loss(chosen: Floats, rejected: Floats, labels: Floats, beta: floa
     """Mean of -[y log sigma(beta m) + (1 - y) log sigma(-beta m)], in nats; 0.0 without pairs."""
     margins = beta * (chosen - rejected)
     losses = labels * np.logaddexp(0.0, -margins) + (1.0 - labels) * np.logaddexp(0.0, margins)
-    return _mean(losses)
+    return array_mean_or_zero(losses)
 
 
 def margins_in_both_orders(margins: Floats, labels: Floats) -> tuple[Floats, Floats]:
@@ -286,11 +290,3 @@ def _spread(margins: Floats, weights: Floats) -> dict[str, float]:
         "margin_std": float(np.sqrt(np.average((margins - mean) ** 2, weights=weights))),
         "negative_margin_rate": float(weights[margins < 0].sum() / weights.sum()),
     }
-
-
-def _mean(values: Floats) -> float:
-    return float(values.mean()) if len(values) else 0.0
-
-
-def _share(flags: NDArray[np.bool]) -> float:
-    return float(flags.mean()) if len(flags) else 0.0

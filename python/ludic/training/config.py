@@ -211,14 +211,14 @@ class TrainerConfig:
         self._check_cadence()
 
     def _check_optimizer(self) -> None:
-        _require(_finite(self.lr) and self.lr >= 0, "lr", self.lr, "be a finite number >= 0")
-        _require(_finite(self.weight_decay) and self.weight_decay >= 0, "weight_decay", self.weight_decay, "be >= 0")
-        _require(_finite(self.eps) and self.eps > 0, "eps", self.eps, "be > 0")
+        _require(_is_finite(self.lr) and self.lr >= 0, "lr", self.lr, "be a finite number >= 0")
+        _require(_is_finite(self.weight_decay) and self.weight_decay >= 0, "weight_decay", self.weight_decay, "be >= 0")
+        _require(_is_finite(self.eps) and self.eps > 0, "eps", self.eps, "be > 0")
         sound = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         _require(sound, "betas", self.betas, "be two numbers in [0, 1)")
         if self.max_grad_norm is not None:
             _require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "be > 0; None turns clipping off")
-        sound = _finite(self.temperature) and self.temperature > 0
+        sound = _is_finite(self.temperature) and self.temperature > 0
         _require(sound, "temperature", self.temperature, "be a finite number > 0; 1 is the policy as it is")
         known = self.mixed_precision_dtype is None or self.mixed_precision_dtype in MIXED_PRECISION_DTYPES
         _require(known, "mixed_precision_dtype", self.mixed_precision_dtype, 'be "bf16", or None for the model\'s own dtype')
@@ -290,7 +290,7 @@ def _pad_token_of(tokenizer: Any) -> int:
     return int(found)
 
 
-def _finite(value: Any) -> bool:
+def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 

@@ -225,10 +225,10 @@ def conversation_of(rollout: Rollout, system_prompt: str | None = None) -> list[
 def _checked(scores: Any, expected: int) -> list[float | Exception]:
     if len(scores) != expected:
         raise GradingError(f"the reward model gave {len(scores)} scores for {expected} inputs; there must be one for each")
-    return [_finite(float(score)) for score in scores]
+    return [_score_or_error(float(score)) for score in scores]
 
 
-def _finite(score: float) -> float | Exception:
+def _score_or_error(score: float) -> float | Exception:
     return score if math.isfinite(score) else GradingError(f"the reward model gave {score}; a score must be finite")
 
 

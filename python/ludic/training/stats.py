@@ -16,6 +16,7 @@ import numpy as np
 
 from ludic import _core
 from ludic.errors import ConfigError, DataError
+from ludic.training.averages import mean_or_zero
 from ludic.training.loggers.percent import Percent
 from ludic.training.loop.micro_stats import Stat, combine_micro_stats, finished, to_host
 from ludic.training.loss.mismatch import PREFIX
@@ -207,8 +208,8 @@ def batch_stats(batches: Sequence[SAWBatch]) -> dict[str, Stat]:
         "effective_rollouts": Stat(
             float(sum(batch.meta.get("effective_rollouts", target_rollouts(batch)) for batch in batches)), rule="sum"
         ),
-        "avg_total_reward": Stat(_mean(rewards), float(len(rewards))),
-        "avg_completion_length": Stat(_mean(lengths), float(len(lengths))),
+        "avg_total_reward": Stat(mean_or_zero(rewards), float(len(rewards))),
+        "avg_completion_length": Stat(mean_or_zero(lengths), float(len(lengths))),
     }
 
 
@@ -259,10 +260,6 @@ def distinct_rollouts(items: Sequence[SAWItem]) -> int:
 def _completion_length(item: SAWItem) -> int:
     length = item.meta.get("completion_length")
     return int(np.count_nonzero(item.action_mask)) if length is None else int(length)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 def group_keys(stats: Mapping[str, float]) -> dict[str, float]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ludic.errors import DataError, DataKeyError
-from ludic.training.samples.pair_facts import check_label, meta_value, same_tokens, shorten_names
+from ludic.training.samples.pair_facts import check_label, meta_value, same_tokens
 from ludic.training.types import SAWItem
 
 
@@ -33,8 +33,3 @@ def test_samples_are_compared_by_their_token_ids_lists_and_arrays_alike():
     assert same_tokens(sample([1, 2]), sample(np.array([1, 2], dtype=np.int32)))
     assert not same_tokens(sample([1, 2]), sample([1, 3]))
     assert not same_tokens(sample([1, 2]), sample([1, 2, 3]))
-
-
-def test_many_names_are_shortened():
-    assert shorten_names(["a", "b"]) == "a, b"
-    assert shorten_names(list("abcde"), limit=2) == "a, b and 3 more"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ludic.distributed.interfaces import WeightMetadata
-from ludic.errors import PublishError
+from ludic.errors import PublishError, shorten_names
 from ludic.models.names import REPLACED_PART, is_adapter, unwrapped_name
 
 if TYPE_CHECKING:
@@ -107,7 +107,9 @@ def check_fit(metadata: Iterable[WeightMetadata], manifest: ServerManifest, *, p
         raise PublishError("there is no weight to publish; is every parameter frozen?")
     unknown = sorted(set(entries) - set(manifest.weights))
     if unknown:
-        raise PublishError(f"the server's model has no weights {_shown(unknown)}; serve the model that is trained")
+        raise PublishError(
+            f"the server's model has no weights {shorten_names(unknown, SHOWN_NAMES)}; serve the model that is trained"
+        )
     for name, entry in entries.items():
         shape, dtype = manifest.weights[name]
         if tuple(entry["shape"]) != shape:
@@ -121,16 +123,11 @@ def check_fit(metadata: Iterable[WeightMetadata], manifest: ServerManifest, *, p
     missing = sorted(set(manifest.weights) - set(entries))
     if missing and not partial:
         raise PublishError(
-            f"{_shown(missing)} of the server's model are missing in the push; publish every weight, or pass partial=True if they are "
-            "frozen and the server's own are right"
+            f"{shorten_names(missing, SHOWN_NAMES)} of the server's model are missing in the push; publish every weight, "
+            "or pass partial=True if they are frozen and the server's own are right"
         )
 
 
 def _is_floating(dtype: str) -> bool:
     name = dtype.removeprefix("torch.")
     return name.startswith(("float16", "float32", "float64", "bfloat"))
-
-
-def _shown(names: list[str]) -> str:
-    """The first names, and how many there are."""
-    return f"{names[:SHOWN_NAMES]} ({len(names)} in all)" if len(names) > SHOWN_NAMES else str(names)

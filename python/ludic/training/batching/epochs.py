@@ -10,6 +10,7 @@ import numpy as np
 
 from ludic.errors import ConfigError
 from ludic.training import ranks
+from ludic.training.averages import mean_or_zero
 from ludic.training.types import SAWBatch, SAWItem
 
 
@@ -149,15 +150,11 @@ def _meta(items: Sequence[SAWItem], *, epoch: int, source: str) -> dict[str, Any
         "num_samples": len(items),
         "target_rollouts": len(rewards),
         "epoch": epoch,
-        "avg_completion_length": _mean([item.meta.get("completion_length", 0) for item in items]),
-        "avg_prompt_length": _mean([item.meta.get("prompt_length", 0) for item in items]),
+        "avg_completion_length": mean_or_zero([item.meta.get("completion_length", 0) for item in items]),
+        "avg_prompt_length": mean_or_zero([item.meta.get("prompt_length", 0) for item in items]),
         "source": source,
     }
     known = [float(reward) for reward in rewards.values() if reward is not None]
     if len(known) == len(rewards):
-        meta["avg_total_reward"] = _mean(known)
+        meta["avg_total_reward"] = mean_or_zero(known)
     return meta
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(sum(values)) / len(values)

@@ -65,7 +65,7 @@ class OfflineBatchSource:
             raise DataError(f"there are no rollouts in {', '.join(map(str, self.jsonl_paths)) or 'jsonl_paths, which is empty'}")
         weights = self.credit_assigner.compute(rollouts)
         items = [
-            self.step_to_item(rollout, step, _finite(weights.get((rollout.id, step.index), 1.0), rollout, step))
+            self.step_to_item(rollout, step, _checked_weight(weights.get((rollout.id, step.index), 1.0), rollout, step))
             for rollout in rollouts
             for step in rollout.steps
         ]
@@ -174,7 +174,7 @@ def _meta(rollout: Rollout, step: Step, *, prompt_length: int, completion_length
     }
 
 
-def _finite(weight: float, rollout: Rollout, step: Step) -> float:
+def _checked_weight(weight: float, rollout: Rollout, step: Step) -> float:
     if not math.isfinite(weight):
         raise DataError(f"the weight of rollout {rollout.id}, step {step.index} is {weight}; weights must be finite")
     return float(weight)

@@ -12,20 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic import _core
+from ludic.errors import shorten_names
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.micro_batching import MicroBatch, truncate_and_flag
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, Packing, Rows, batch_totals, rows_by_key, unit_key
 from ludic.training.batching.preference import collate_meta, find_pair_rows, validate_preference_batch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
-from ludic.training.samples.pair_facts import PREFERENCE_KEYS, shorten_names
+from ludic.training.samples.pair_facts import PREFERENCE_KEYS
 from ludic.training.types import SAWItem
 
 logger = logging.getLogger(__name__)
 
 LEFT_OUT = ("pairs_incomplete", "pairs_truncated_empty", "pairs_truncated_equal")
 """Why pairs are dropped."""
-PAIR_KEYS = ("total_pairs", *LEFT_OUT, "pairs_identical")
+PAIR_COUNT_KEYS = ("total_pairs", *LEFT_OUT, "pairs_identical")
 """What a step counts: the pairs trained, the pairs dropped for each reason, and those of the
 trained pairs whose two samples are identical and so teach nothing."""
 
@@ -40,7 +41,7 @@ class PreferenceMacroBatch(MacroBatch):
 
     num_pairs: int = 0
     counts_by_reason: Mapping[str, int] | None = None
-    """The counts of `PAIR_KEYS`, except `total_pairs`."""
+    """The counts of `PAIR_COUNT_KEYS`, except `total_pairs`."""
 
     @classmethod
     def of_pairs(
@@ -84,7 +85,7 @@ class PreferenceMacroBatch(MacroBatch):
         )
 
     def counts(self) -> dict[str, float]:
-        """`PAIR_KEYS`."""
+        """`PAIR_COUNT_KEYS`."""
         reasons = {key: float(count) for key, count in (self.counts_by_reason or {}).items()}
         return {"total_pairs": float(self.num_pairs), **reasons}
 

@@ -29,7 +29,7 @@ class JSONLLogger:
             torn = self.path.is_file() and not _ends_with_a_line(self.path)
             self._file = self.path.open("a", encoding="utf-8")
             self._file.write("\n" if torn else "")  # what a full disk left unfinished stays a line of its own
-        record = {"step": step, **{key: _finite(value) for key, value in stats.items()}}
+        record = {"step": step, **{key: _null_if_not_finite(value) for key, value in stats.items()}}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -57,5 +57,5 @@ def _ends_with_a_line(path: Path) -> bool:
         return file.read(1) in (b"", b"\n")
 
 
-def _finite(value: float) -> float | None:
+def _null_if_not_finite(value: float) -> float | None:
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,7 +2,7 @@
 the samples shows in them.
 
 A mean is weighted by what it is a mean over: action tokens for `TOKEN_KEYS` where the part says
-`avg_action_tokens`, pairs for `PAIR_KEYS` where it says `num_pairs`, samples for the rest. A
+`avg_action_tokens`, pairs for `PAIR_MEAN_KEYS` where it says `num_pairs`, samples for the rest. A
 standard deviation `x_std` beside `x_mean` is that of all values together: the mean of the parts'
 variances and the variance of their means. `gpu_*` is a maximum, counts are sums. A key of a
 composite loss, `term/key`, follows the rule of `key`.
@@ -22,7 +22,7 @@ from ludic.training import ranks
 from ludic.training.loss.mismatch import LARGEST, PREFIX, is_mismatch_sum, mismatch_of
 
 COUNT_KEYS = frozenset({"num_samples", "target_rollouts", "effective_rollouts", "total_completion_tokens", "num_pairs"})
-PAIR_KEYS = frozenset({"accuracy", "chosen_score", "rejected_score", "margin", "score_reg"})
+PAIR_MEAN_KEYS = frozenset({"accuracy", "chosen_score", "rejected_score", "margin", "score_reg"})
 """Means over the pairs of a micro-batch, where it counts them as `num_pairs`: samples without a
 partner have no part in them."""
 TOKEN_KEYS = frozenset(
@@ -92,7 +92,7 @@ def _stat(key: str, value: float, stats: Mapping[str, float], size: float) -> St
         return Stat(value, rule="sum")
     tokens, pairs = stats.get(f"{term}{slash}avg_action_tokens"), stats.get(f"{term}{slash}num_pairs")
     weight = size
-    if name in PAIR_KEYS and pairs is not None:
+    if name in PAIR_MEAN_KEYS and pairs is not None:
         weight = pairs
     elif name in TOKEN_KEYS and tokens is not None:
         weight = tokens * size

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ludic.training.averages import mean_or_zero
 from ludic.training.backend.protocol import BackwardResult
 from ludic.training.batching.mini_batches import PADDING_KEYS, MacroBatch, MiniBatch
 from ludic.training.config import TrainerConfig
@@ -83,7 +84,7 @@ class StepRecord:
         sizes = [*self._micro_sizes, *(count for count, _ in self._left_out if count)]
         steps = {
             "loss": Stat(host.get("loss", 0.0), rule="sum"),
-            "grad_norm": Stat(_mean([step["grad_norm"] for step in self._steps])),
+            "grad_norm": Stat(mean_or_zero([step["grad_norm"] for step in self._steps])),
             "optimizer_steps": Stat(float(len(self._steps))),
         }
         if self._steps:
@@ -129,7 +130,3 @@ def _warn_of_name(name: str) -> None:
 
 def _without_mismatch(stats: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in stats.items() if not is_mismatch_sum(key)}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

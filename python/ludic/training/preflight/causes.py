@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ludic.inference.prompts.template import ChatTemplate
 from ludic.inference.sampling import SamplingParams
 from ludic.training import ranks
+from ludic.training.averages import array_mean_or_zero
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.batching.micro_batching import MicroBatch, collate_saw_items
 from ludic.training.config import TrainerConfig
@@ -72,7 +73,7 @@ class Comparison:
     @property
     def mean(self) -> float:
         """Mean absolute difference; infinite where the trainer finds a token impossible."""
-        return _mean(self.differences)
+        return _mean_absolute(self.differences)
 
     @property
     def max(self) -> float:
@@ -293,13 +294,12 @@ def _shifts(found: Comparison) -> list[tuple[Cause, float]]:
             inside = (moved >= 0) & (moved < len(row))
             parts.append(row[moved[inside]] - sampler[inside])
         if sum(map(len, parts)):
-            shifts.append((_shifted(by), _mean(parts)))
+            shifts.append((_shifted(by), _mean_absolute(parts)))
     return shifts
 
 
-def _mean(parts: Sequence[Floats]) -> float:
-    values = np.abs(np.concatenate(list(parts)))
-    return float(values.mean()) if len(values) else 0.0
+def _mean_absolute(parts: Sequence[Floats]) -> float:
+    return array_mean_or_zero(np.abs(np.concatenate(list(parts))))
 
 
 def _logps_of(item: SAWItem) -> Any:

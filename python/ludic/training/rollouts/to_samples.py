@@ -9,6 +9,7 @@ from statistics import pstdev
 from typing import Any
 
 from ludic.errors import DataError
+from ludic.training.averages import mean_or_zero
 from ludic.training.types import (
     ActorTokenLogps,
     CreditAssigner,
@@ -39,8 +40,8 @@ def batch_from_rollouts(
         "num_samples": len(kept),
         "num_samples_filtered": len(items) - len(kept),
         **reward_facts(rollouts),
-        "avg_completion_length": _mean([item.meta["completion_length"] for item in kept]),
-        "avg_prompt_length": _mean([item.meta["prompt_length"] for item in kept]),
+        "avg_completion_length": mean_or_zero([item.meta["completion_length"] for item in kept]),
+        "avg_prompt_length": mean_or_zero([item.meta["prompt_length"] for item in kept]),
     }
     return SAWBatch(items=kept, meta=meta)
 
@@ -55,10 +56,10 @@ def reward_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:
         group = group_of(rollout.meta)
         if group is not None:
             groups.setdefault(group, []).append(rollout.total_reward)
-    facts = {"avg_total_reward": _mean(rewards), "reward_std": pstdev(rewards) if rewards else 0.0}
+    facts = {"avg_total_reward": mean_or_zero(rewards), "reward_std": pstdev(rewards) if rewards else 0.0}
     several = [group for group in groups.values() if len(group) > 1]
     if several:
-        facts["frac_reward_zero_std"] = _mean([min(group) == max(group) for group in several])
+        facts["frac_reward_zero_std"] = mean_or_zero([min(group) == max(group) for group in several])
     return facts
 
 
@@ -124,7 +125,3 @@ def _weight(weights: Mapping[RolloutStepKey, float], rollout: Rollout, step: Ste
     if not math.isfinite(weight):
         raise DataError(f"the weight of rollout {rollout.id}, step {step.index} is {weight}; weights must be finite")
     return weight
-
-
-def _mean(values: Sequence[Any]) -> float:
-    return float(sum(values)) / len(values) if values else 0.0

@@ -10,7 +10,6 @@ the probability that the chosen response is the better one: 1.0 if it was simply
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -45,8 +44,3 @@ def meta_value(item: SAWItem, row: int, key: str) -> Any:
 def same_tokens(first: SAWItem, second: SAWItem) -> bool:
     """Whether two samples have the same token ids."""
     return len(first.input_ids) == len(second.input_ids) and bool(np.array_equal(first.input_ids, second.input_ids))
-
-
-def shorten_names(names: Sequence[object], limit: int = 8) -> str:
-    """The first `limit` names for a message, and how many more there are: `a, b and 3 more`."""
-    return ", ".join(map(str, names[:limit])) + (f" and {len(names) - limit} more" if len(names) > limit else "")
