@@ -6,7 +6,7 @@ import subprocess
 import sys
 from datetime import timedelta
 
-from ludic.inference.vllm.in_server.weight_receiver import WeightReceiver, leave, listening_store, process_group
+from ludic.inference.vllm.in_server.weight_receiver import WeightReceiver, leave_group, listening_store, process_group
 
 TIMEOUT_S = 60.0
 
@@ -32,4 +32,4 @@ def connect():
 if len(sys.argv) > 1:
     serve(int(sys.argv[1]))
 else:
-    leave(connect())
+    leave_group(connect())

@@ -176,7 +176,7 @@ class StubWeightServer:
         self.receiver.discard()
 
     def ludic_fingerprint(self):
-        marks = self.receiver.marks
+        marks = self.receiver.fingerprints
         seen = {name: self.served[name] for name in marks}
         return {"loaded": marks, "served": fingerprint(seen), "broken": None}
 

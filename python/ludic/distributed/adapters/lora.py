@@ -1,5 +1,5 @@
-"""Publishes adapters without the model: megabytes a push. Each version has a name of its own, such as
-`policy@17`.
+"""Publishes adapters without the model: megabytes a push. Each version has a name of its own, such
+as `policy@17`.
 
 A running request keeps the adapter that it began with. As no name is used twice, nothing stale is
 left in a prefix cache.

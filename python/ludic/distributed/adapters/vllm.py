@@ -5,8 +5,8 @@ A push to one server or to several has four parts. The weights are checked again
 model. All servers stage them while they serve the old ones. With generation paused, all load them
 and reset their prefix caches. What each server then holds is compared with what the trainer sent.
 
-Until all servers have staged everything, any failure leaves the old version on all of them. A server
-that fails later is taken out of service and named in the error; it never serves a mix.
+Until all servers have staged everything, any failure leaves the old version on all of them. A
+server that fails later is taken out of service and named in the error; it never serves a mix.
 """
 
 from __future__ import annotations

@@ -280,7 +280,7 @@ class ServerLink:
 
     def _drop_group(self) -> None:
         if self._group is not None:
-            from ludic.inference.vllm.in_server.weight_receiver import leave
+            from ludic.inference.vllm.in_server.weight_receiver import leave_group
 
             group, self._group = [self._group], None
-            leave(group)
+            leave_group(group)

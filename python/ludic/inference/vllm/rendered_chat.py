@@ -12,7 +12,7 @@ from ludic.inference.prompts.template import offered_tools
 from ludic.inference.prompts.tokens import PromptTokens
 from ludic.inference.prompts.tool_calls import assistant_message, calls_made
 from ludic.inference.request import ChatCompletionRequest
-from ludic.inference.vllm.in_server.think_limits import heeded
+from ludic.inference.vllm.in_server.think_limits import respects_limit
 from ludic.inference.vllm.responses import SampledTokens
 from ludic.types import ChatResponse, Message
 
@@ -55,7 +55,7 @@ class RenderedChat:
         extensions = self._request.extensions
         limit = extensions.max_think if isinstance(extensions, VLLMExtensions) else None
         closing = () if limit is None else self._tokens.tokenizer("</think>", add_special_tokens=False)["input_ids"]
-        if limit is not None and not heeded(ids, limit, closing):
+        if limit is not None and not respects_limit(ids, limit, closing):
             raise InferenceError(
                 f"the server let a thought go on after max_think ({limit}) tokens; start it with what heeds it "
                 "(`ludic serve --think-limits`)"

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 import ludic
 from ludic.inference.vllm.in_server.flags import default_variables
 from ludic.inference.vllm.in_server.server import port_of, server_command
-from ludic.inference.vllm.in_server.think_limits import ThinkLimits, heeded, thought_limit
+from ludic.inference.vllm.in_server.think_limits import ThinkLimits, respects_limit, thought_limit
 
 CLOSING = [7, 8, 9]
 
@@ -22,7 +22,7 @@ def test_the_closing_tokens_are_forced_one_by_one_from_the_limit_on():
     limits.add(1, None, [1, 1, 1])
     forced = []
     for _ in range(7):
-        token = limits.forced().get(0)
+        token = limits.forced_tokens().get(0)
         forced.append(token)
         output.append(1 if token is None else token)
     assert forced == [None, None, 7, 8, 9, None, None]
@@ -33,7 +33,7 @@ def test_a_thought_that_closed_itself_is_left_alone():
     limits = ThinkLimits(CLOSING)
     limits.add(0, 4, [7, 8, 9, 1])
     limits.add(1, 4, [1, 7, 8, 1])
-    assert limits.forced() == {1: 7}
+    assert limits.forced_tokens() == {1: 7}
 
 
 def test_rows_move_with_their_requests():
@@ -41,14 +41,14 @@ def test_rows_move_with_their_requests():
     limits.add(0, 1, [1])
     limits.add(1, 1, [1, 7])
     limits.move(0, 1, swap=True)
-    assert limits.forced() == {1: 7, 0: 8}
+    assert limits.forced_tokens() == {1: 7, 0: 8}
     limits.move(1, 5, swap=False)
-    assert limits.forced() == {5: 7, 0: 8}
+    assert limits.forced_tokens() == {5: 7, 0: 8}
     limits.move(3, 0, swap=False)  # a request without a limit takes the row
-    assert limits.forced() == {5: 7}
+    assert limits.forced_tokens() == {5: 7}
     limits.add(5, None, [1])  # so does a new one
     limits.remove(9)
-    assert limits.forced() == {}
+    assert limits.forced_tokens() == {}
 
 
 operations = st.lists(
@@ -79,12 +79,12 @@ def test_rows_are_those_of_a_list_that_is_changed_alike(steps):
 
 
 def test_whether_a_server_heeded_the_limit_shows_in_its_answer():
-    assert heeded([1, 1], 2, CLOSING)
-    assert heeded([1, 1, 7, 8], 2, CLOSING)  # cut off by max_tokens
-    assert heeded([1, 1, 7, 8, 9, 1], 2, CLOSING)
-    assert heeded([7, 8, 9, 1, 1, 1], 3, CLOSING)
-    assert not heeded([1, 1, 1, 1, 1], 2, CLOSING)
-    assert not heeded([1, 1, 1, 7, 8, 9], 2, CLOSING)
+    assert respects_limit([1, 1], 2, CLOSING)
+    assert respects_limit([1, 1, 7, 8], 2, CLOSING)  # cut off by max_tokens
+    assert respects_limit([1, 1, 7, 8, 9, 1], 2, CLOSING)
+    assert respects_limit([7, 8, 9, 1, 1, 1], 3, CLOSING)
+    assert not respects_limit([1, 1, 1, 1, 1], 2, CLOSING)
+    assert not respects_limit([1, 1, 1, 7, 8, 9], 2, CLOSING)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "3", True])

@@ -87,7 +87,7 @@ def test_a_push_is_taken_once_and_leaves_its_fingerprint(receiver, tmp_path):
     receiver.read(str(folder_with(tmp_path, "new", weights(1))))
     assert receiver.staged == len(SHAPES)
     assert same(dict(receiver.take()), weights(1))
-    assert receiver.marks == fingerprint(weights(1))
+    assert receiver.fingerprints == fingerprint(weights(1))
     assert (receiver.take(), receiver.open) == ([], False)
 
 
@@ -96,7 +96,7 @@ def test_a_discarded_push_loads_nothing(receiver, tmp_path):
     receiver.read(str(folder_with(tmp_path, "new", weights(1))))
     receiver.discard()
     assert receiver.take() == []
-    assert receiver.marks == {}
+    assert receiver.fingerprints == {}
 
 
 @pytest.mark.parametrize(

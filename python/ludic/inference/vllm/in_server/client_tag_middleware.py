@@ -1,10 +1,9 @@
-"""Runs within a server that several clients share: says each request's client tag again in the
-answer.
+"""ASGI middleware for a server that several clients share. It repeats the client tag of each
+request in the answer.
 
-Given to vLLM as `--middleware
+Pass it to vLLM as `--middleware
 ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware` (`ludic serve
---client-tags`). It is ASGI and nothing else; the server's environment needs no package of ours but
-this one on its path.
+--client-tags`).
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ NAME = HEADER.lower().encode()
 
 
 class ClientTagMiddleware:
-    """Takes the tag from the header, else from the body's `client_tag`, and puts it into the header
-    of the answer and, where that is a JSON object, into its `metadata` and that of each of its
-    `choices`, `results` and `outputs`.
+    """Reads the tag from the header, else from `client_tag` in the body, and writes it into the
+    header of the answer. If the answer is a JSON object, it also writes the tag into its `metadata`
+    and that of each of its `choices`, `results` and `outputs`.
 
-    Streams of events get the header alone. Requests without a tag pass untouched, as does the news
-    that a client went away.
+    Event streams get the header alone. Requests without a tag pass unchanged, and so does the
+    message that a client has disconnected.
     """
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
@@ -48,23 +47,23 @@ class ClientTagMiddleware:
             await self._app(scope, receive, send)
             return
         answer = _Answer(tag, send)
-        await self._app(scope, receive, answer.take)
+        await self._app(scope, receive, answer.send)
 
 
 class _Answer:
-    """Holds a JSON answer back until it is whole, and sends it with the tag. Anything else is
-    passed on as it comes."""
+    """Buffers a JSON answer until it is complete, and sends it with the tag. Passes on anything
+    else as it comes."""
 
     def __init__(self, tag: str, send: Send) -> None:
         self._tag, self._send = tag, send
         self._start: Message | None = None
         self._body = bytearray()
 
-    async def take(self, message: Message) -> None:
+    async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            kept = [(name, value) for name, value in message.get("headers") or [] if name.lower() != NAME]
-            start = {**message, "headers": [*kept, (NAME, self._tag.encode("latin-1"))]}
-            kind = next((value for name, value in kept if name.lower() == b"content-type"), b"")
+            headers = [(name, value) for name, value in message.get("headers") or [] if name.lower() != NAME]
+            start = {**message, "headers": [*headers, (NAME, self._tag.encode("latin-1"))]}
+            kind = next((value for name, value in headers if name.lower() == b"content-type"), b"")
             if kind.split(b";")[0].strip() == b"application/json":
                 self._start = start
             else:
@@ -84,7 +83,7 @@ class _Answer:
 
 
 async def _read_body(receive: Receive) -> tuple[bytes, Receive]:
-    """The whole body, and a `receive` that gives it again and then goes on."""
+    """The complete body, and a `receive` that returns its messages again and then new ones."""
     messages: list[Message] = []
     while True:
         messages.append(await receive())
@@ -92,10 +91,10 @@ async def _read_body(receive: Receive) -> tuple[bytes, Receive]:
             break
     body = b"".join(message.get("body", b"") for message in messages)
 
-    async def again() -> Message:
+    async def replay() -> Message:
         return messages.pop(0) if messages else await receive()
 
-    return body, again
+    return body, replay
 
 
 def _tag_of(body: bytes) -> str:
@@ -114,17 +113,17 @@ def _with_tag(body: bytes, tag: str) -> bytes:
         return body
     if not isinstance(answer, dict):
         return body
-    _mark(answer, tag)
+    _add_tag(answer, tag)
     for name in OUTER_LISTS:
         for group in answer.get(name) or []:
             if isinstance(group, dict):
-                _mark(group, tag)
+                _add_tag(group, tag)
                 for output in group.get("outputs") or []:
                     if isinstance(output, dict):
-                        _mark(output, tag)
+                        _add_tag(output, tag)
     return json.dumps(answer, ensure_ascii=False).encode()
 
 
-def _mark(part: dict[str, Any], tag: str) -> None:
-    known = part.get("metadata")
-    part["metadata"] = {**(known if isinstance(known, dict) else {}), FIELD: tag}
+def _add_tag(part: dict[str, Any], tag: str) -> None:
+    metadata = part.get("metadata")
+    part["metadata"] = {**(metadata if isinstance(metadata, dict) else {}), FIELD: tag}

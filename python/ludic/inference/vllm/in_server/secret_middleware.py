@@ -1,10 +1,9 @@
-"""Runs within a server: what changes what it serves is for those who know its secret, and none of
-it is for web pages.
+"""ASGI middleware for a vLLM server. Requests that change what it serves need its secret; requests
+from web pages of other machines are refused.
 
-Given to vLLM as `--middleware ludic.inference.vllm.in_server.secret_middleware.SecretMiddleware`,
-with the secret in `LUDIC_SERVER_SECRET`. What samples and what only tells needs no secret; any
-other path does, also such as are not known here. It is ASGI and the standard library; the server's
-environment needs no package of ours but this one on its path.
+Pass it to vLLM as `--middleware ludic.inference.vllm.in_server.secret_middleware.SecretMiddleware`,
+with the secret in `LUDIC_SERVER_SECRET`. Paths that sample or only report need no secret. Every
+other path does, an unknown one too.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Refusal = tuple[int, str]
 """Status and reason."""
 
 OPEN_FOLDERS = ("/v1/", "/v2/", "/inference/v1/", "/cohere/")
-"""Sampling, scoring and what models there are: what vLLM's own `--api-key` guards."""
+"""Sampling, scoring and the list of models: the paths that vLLM's own `--api-key` guards."""
 OPEN_PATHS = frozenset(
     ["/health", "/ping", "/load", "/version", "/metrics", "/tokenize", "/detokenize"]
     + ["/pooling", "/classify", "/score", "/rerank", "/generative_scoring"]
@@ -33,11 +32,11 @@ OPEN_PATHS = frozenset(
 )
 CLOSED_PATHS = frozenset(["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests"])
 UPLOADS = "/v1/audio/"
-"""Paths whose bodies are forms."""
+"""The paths whose bodies are forms."""
 
 
 def refusal(secret: str, method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
-    """Why a request is not let through; None for one that is. Names of headers are lower case."""
+    """Why a request is refused, or None. Names of headers are lower case."""
     origin = headers.get("origin")
     if origin is not None and not _is_of_this_machine(origin):
         return 403, f"a page of {origin[:100]} may not ask this server: no page of another machine may"
@@ -59,9 +58,11 @@ def _is_of_this_machine(origin: str) -> bool:
 
 
 def _is_open(path: str) -> bool:
-    """A route of the server also takes its path with a line feed behind it: `$` of a regular
-    expression matches before one. So what is not printable is another spelling of some path, and
-    open in none."""
+    """Whether a path needs no secret.
+
+    A path that is not printable does: `$` of a regular expression matches before a line feed, so
+    that "/pause" and a line feed is another spelling of a route.
+    """
     if not path.isprintable():
         return False
     return path in OPEN_PATHS or (path.startswith(OPEN_FOLDERS) and path.rstrip("/") not in CLOSED_PATHS)
@@ -76,8 +77,8 @@ def _content_type(headers: Mapping[str, str]) -> str:
 
 
 class SecretMiddleware:
-    """Refuses what `refusal` refuses, before the server sees it. Without a secret no server
-    comes up."""
+    """Refuses requests for which `refusal` gives a reason, before the server sees them. Without a
+    secret the server does not start."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
         if not os.environ.get(VARIABLE):
@@ -89,24 +90,24 @@ class SecretMiddleware:
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope.get("headers") or []}
-        refused = refusal(self._secret, scope.get("method", "GET"), _path(scope), headers)
-        if refused is None:
+        reason = refusal(self._secret, scope.get("method", "GET"), _path(scope), headers)
+        if reason is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008, "reason": refused[1][:100]})
+            await send({"type": "websocket.close", "code": 1008, "reason": reason[1][:100]})
         else:
-            await _answer(send, *refused)
+            await _answer(send, *reason)
 
 
 def _path(scope: Message) -> str:
-    """As the server's routes see it: without the prefix that it is mounted under."""
+    """The path as the server's routes see it: without the prefix that it is mounted under."""
     path, root = str(scope["path"]), str(scope.get("root_path") or "")
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 async def _answer(send: Send, status: int, reason: str) -> None:
-    """In the form of vLLM's own errors. The connection ends: a body that was not read may be on
-    its way."""
+    """Answer in the form of vLLM's own errors. The connection is closed, because a body that was
+    not read may follow."""
     body = json.dumps({"error": {"message": reason, "type": "Refused", "param": None, "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -1,8 +1,8 @@
-"""When a thought is cut short: which token a row of a batch must draw next. No vLLM here, so that
-it can be tested anywhere.
+"""Which token a row of a batch must draw next, for thoughts that have a limit. This module needs no
+vLLM.
 
-A request with `max_think` N may sample N tokens; from then on it is given the tokens of `</think>`
-one by one, and goes on freely after them. A thought that was closed by itself is left alone.
+A request with `max_think` N samples N tokens freely. Then it gets the tokens of `</think>` one by
+one, and samples freely again. A thought that the model closed itself is left alone.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Thought:
-    """One request's limit, and its output so far, which the server goes on writing into."""
+    """The limit of one request, and its output so far, to which the server appends."""
 
     limit: int
     output: Sequence[int]
 
 
 class ThinkLimits:
-    """The thoughts of a batch by row."""
+    """The thoughts of a batch, by row."""
 
     def __init__(self, closing: Sequence[int]) -> None:
         if not closing:
@@ -29,7 +29,7 @@ class ThinkLimits:
         self.rows: dict[int, Thought] = {}
 
     def add(self, row: int, limit: int | None, output: Sequence[int]) -> None:
-        """A request takes a row, whoever was there before."""
+        """Put a request into a row, in place of any other."""
         self.rows.pop(row, None)
         if limit is not None:
             self.rows[row] = Thought(limit, output)
@@ -38,19 +38,22 @@ class ThinkLimits:
         self.rows.pop(row, None)
 
     def move(self, source: int, target: int, *, swap: bool) -> None:
-        """A request changes rows: with the one that is there, or in its place."""
+        """Move a request to another row: swap it with the one there, or replace that."""
         moved, other = self.rows.pop(source, None), self.rows.pop(target, None)
         if moved is not None:
             self.rows[target] = moved
         if swap and other is not None:
             self.rows[source] = other
 
-    def forced(self) -> dict[int, int]:
-        """Row -> the only token that it may draw now."""
-        found = {row: self._forced(thought) for row, thought in self.rows.items()}
-        return {row: token for row, token in found.items() if token is not None}
+    def forced_tokens(self) -> dict[int, int]:
+        """Row -> the only token that it may draw now, for the rows that have one."""
+        tokens = {row: self._forced_token(thought) for row, thought in self.rows.items()}
+        return {row: token for row, token in tokens.items() if token is not None}
 
-    def _forced(self, thought: Thought) -> int | None:
+    def _forced_token(self, thought: Thought) -> int | None:
+        """With limit 3 and closing (7, 8): after 3 tokens of output 7, after 4 tokens 8, else
+        None."""
+
         step = len(thought.output) - thought.limit
         if not 0 <= step < len(self.closing) or contains(thought.output[: thought.limit], self.closing):
             return None
@@ -58,20 +61,20 @@ class ThinkLimits:
 
 
 def contains(tokens: Sequence[int], part: Sequence[int]) -> bool:
-    """Whether the tokens of `part` follow one another somewhere in `tokens`."""
+    """Whether `part` is a contiguous part of `tokens`."""
     size = len(part)
     return any(tuple(tokens[i : i + size]) == tuple(part) for i in range(len(tokens) - size + 1))
 
 
-def heeded(tokens: Sequence[int], limit: int, closing: Sequence[int]) -> bool:
-    """Whether an answer can be that of a server that has this limit: it is short, or its thought
-    is closed in time."""
+def respects_limit(tokens: Sequence[int], limit: int, closing: Sequence[int]) -> bool:
+    """Whether an answer can come from a server that enforces this limit: it is short, or its
+    thought is closed in time."""
     end = limit + len(closing)
     return len(tokens) < end or contains(tokens[:end], closing)
 
 
 def thought_limit(value: object) -> int | None:
-    """`max_think` as a request has it. ValueError for one that is no positive whole number."""
+    """The `max_think` of a request. Raises ValueError unless it is None or a positive integer."""
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

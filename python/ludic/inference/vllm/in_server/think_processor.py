@@ -1,10 +1,10 @@
-"""Loaded by a vLLM server: requests with `max_think` close their thoughts in time.
+"""A logits processor for a vLLM server that closes the thoughts of requests with `max_think`.
 
     python -m vllm.entrypoints.openai.api_server ... --logits-processors
     ludic.inference.vllm.in_server.think_processor:GlobalThinkProcessor
 
-The tokens that are given have the log-probability 0 where the server's are those of the
-distribution drawn from.
+The tokens of `</think>` that it forces have the log-probability 0 if the server reports those of
+the distribution drawn from.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class GlobalThinkProcessor(LogitsProcessor):
 
     def apply(self, logits: Any) -> Any:
         """logits [rows, V], changed in place."""
-        for row, token in self._limits.forced().items():
-            kept = logits[row, token].clone()
+        for row, token in self._limits.forced_tokens().items():
+            logit = logits[row, token].clone()
             logits[row] = float("-inf")
-            logits[row, token] = kept
+            logits[row, token] = logit
         return logits

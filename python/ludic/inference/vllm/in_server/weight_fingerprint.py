@@ -1,8 +1,8 @@
-"""A short mark of each tensor's bytes, the same in the trainer and in the server, so that both can
-say whether they hold the same.
+"""A short fingerprint of each tensor, the same in the trainer and in the server, by which they
+compare their weights.
 
-It reads up to 65,536 elements of each tensor, evenly spread: it tells that a tensor arrived and
-which one it was, it does not prove every element.
+It reads up to 65,536 evenly spread elements of each tensor. So it tells whether a tensor arrived
+and which one it was; it does not prove that every element is equal.
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ import torch
 from torch import Tensor
 
 SAMPLED_ELEMENTS = 65_536
-"""Elements that are read of each tensor, at most."""
+"""The most elements that are read of a tensor."""
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """A mark of 16 hexadecimal digits for each name. Equal bytes, shape and dtype give equal
-    marks, on any device."""
+    """Name -> 16 hexadecimal digits. Equal bytes, shape and dtype give equal fingerprints, on any
+    device."""
     return {name: tensor_fingerprint(tensor) for name, tensor in tensors.items()}
 
 
 def tensor_fingerprint(tensor: Tensor) -> str:
-    """The mark of one tensor."""
+    """The fingerprint of one tensor.
+
+    Every `step`-th element is read. With at most 4 elements to read, 10 of them have a step of 3,
+    and those at 0, 3, 6 and 9 are read.
+    """
     flat = tensor.detach().reshape(-1)
-    step = max(1, -(-flat.numel() // SAMPLED_ELEMENTS))
+    step = max(1, -(-flat.numel() // SAMPLED_ELEMENTS))  # rounded up
     sample = flat[::step].contiguous().cpu()
     content = sample.view(torch.uint8).numpy().tobytes() if sample.numel() else b""
     head = f"{tensor.dtype}{list(tensor.shape)}".encode()

@@ -1,9 +1,9 @@
-"""What a server does with weights that a trainer sends: a whole push is taken aside and checked
-before any of it is loaded.
+"""How a server receives weights from a trainer: a push is staged completely, and checked, before
+any of it is loaded.
 
-A push that breaks off, or that does not fit the model, is dropped, and the weights that were served
-are served on. It runs inside the server, beside vLLM, so it needs torch and safetensors and nothing
-else of the trainer's. `vllm_worker` binds it to vLLM.
+A push that breaks off, or that does not fit the model, is dropped; the server keeps the weights
+that it has. This module runs inside the server and needs torch and safetensors alone. `worker`
+binds it to vLLM.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from torch import Tensor
 from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
 
 c10d: Any = dist
-"""torch names stores and groups without exporting them to type checkers."""
+"""torch has stores and groups under these names, but does not export them to type checkers."""
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "U8": "uint8"}
-"""What safetensors calls the dtypes that weights have."""
+"""Name of a dtype in safetensors -> in torch."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 LOOPBACK = ("127.0.0.1", "localhost")
 LEAVE_S = 5.0
-"""What groups that are being left may take of the end of a process."""
+"""How long the end of a process waits for groups that are being closed."""
 
 
 class WeightTransferError(RuntimeError):
-    """A push that cannot be taken; nothing of it was loaded."""
+    """A push that was refused. Nothing of it was loaded."""
 
 
 class Checkpoint:
-    """The weights in a folder of safetensors, by name, read one at a time.
+    """The weights in a folder of safetensors, read one at a time.
 
     >>> Checkpoint(Path("model")).weights["model.norm.weight"]
     {'shape': [64], 'dtype': 'float32'}
@@ -62,7 +62,7 @@ class Checkpoint:
                     self.weights[name] = {"shape": list(part.get_shape()), "dtype": _dtype_name(part.get_dtype())}
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of these names; each file is opened once."""
+        """Yield the tensors with these names. Each file is opened once."""
         for path in sorted({self._places[name] for name in names}):
             with safe_open(path, framework="pt") as file:
                 for name in (name for name in names if self._places[name] == path):
@@ -89,32 +89,28 @@ def _dtype_name(stored: str) -> str:
 
 
 class WeightReceiver:
-    """Takes pushes aside, one at a time.
-
-    `start`, then `receive` or `read`, then `take` (or `discard`). `known` has the shape of every
-    weight of the model by name; None where the server could not find its own checkpoint, and then
-    nothing is checked here.
-    """
+    """Stages pushes, one at a time: `start`, then `receive` or `read`, then `take` or `discard`."""
 
     def __init__(self, checkpoint: Checkpoint | None = None, *, device: torch.device | str = "cpu") -> None:
-        """`device` is where tensors arrive; they are kept in the host's memory."""
+        """`checkpoint` is the server's own, against which pushes are checked; if it is None,
+        nothing is checked. Tensors arrive at `device` and are staged in host memory."""
         self.checkpoint = checkpoint
         self.device = torch.device(device)
         self.open = False
-        """A push has been started, and neither loaded nor dropped."""
-        self.marks: dict[str, str] = {}
-        """Fingerprint of what was loaded last, by name."""
+        """A push was started, and neither loaded nor dropped."""
+        self.fingerprints: dict[str, str] = {}
+        """Name -> fingerprint of the weights that were loaded last."""
         self.loaded_shapes: dict[str, list[int]] = {}
         self._staged: dict[str, Tensor] | None = None
-        self._sent: set[str] = set()
+        self._pushed: set[str] = set()
         self._ever_loaded: set[str] = set()
         self._group: Any = None
         self.group_id: str | None = None
-        """What the trainer calls the group that it connected last; None where there is none."""
+        """The trainer's id of the group that it connected last. None if there is no group."""
 
     @property
     def staged(self) -> int:
-        """Tensors that wait to be loaded."""
+        """The number of tensors that are staged."""
         return len(self._staged or ())
 
     def connect(
@@ -128,9 +124,11 @@ class WeightReceiver:
         group_id: str,
         kind: str = "gloo",
     ) -> None:
-        """Join the trainer's group, and leave that of another. `kind` is gloo or nccl. Waits at
-        most `timeout_s` for the trainer's store, as long for the group, and as long in every
-        later transfer. Raises WeightTransferError where there is no store."""
+        """Join the trainer's group, and leave any other. `kind` is gloo or nccl.
+
+        Waits at most `timeout_s` for the trainer's store, as long again for the group, and as long
+        in every transfer. Raises WeightTransferError if the store does not answer.
+        """
         self.close()
         timeout = timedelta(seconds=timeout_s)
         store = _store_at(master_address, master_port, world_size, timeout_s)
@@ -138,13 +136,13 @@ class WeightReceiver:
         self.group_id = group_id
 
     def start(self) -> None:
-        """Begin a push; what an earlier one left is dropped."""
+        """Begin a push. What is left of an earlier one is dropped."""
         self.discard()
         self.open = True
 
     def receive(self, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
-        """Take the trainer's broadcasts of these tensors, in this order. Anything that goes
-        wrong drops the push and the group."""
+        """Receive the trainer's broadcasts of these tensors, in this order. Any error drops the
+        push and the group."""
         if self._group is None:
             raise WeightTransferError("no trainer is connected; the trainer connects with /init_weight_transfer_engine")
         try:
@@ -161,29 +159,29 @@ class WeightReceiver:
             raise
 
     def read(self, path: str) -> None:
-        """Take all tensors of a folder of safetensors."""
+        """Stage all tensors of a folder of safetensors."""
         try:
-            given = Checkpoint(Path(path))
-            self._check(list(given.weights), [weight["shape"] for weight in given.weights.values()])
-            self._stage(dict(given.read(list(given.weights))))
+            pushed = Checkpoint(Path(path))
+            self._check(list(pushed.weights), [weight["shape"] for weight in pushed.weights.values()])
+            self._stage(dict(pushed.read(list(pushed.weights))))
         except BaseException:
             self.discard()
             raise
 
     def _check(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
-        """Every name and shape is the model's. Loading a tensor of another shape would end the
-        engine."""
+        """Raise WeightTransferError unless every name and shape is one of the model's. Loading a
+        tensor of another shape would end the engine."""
         if self.checkpoint is None:
             return
-        known = self.checkpoint.weights
+        own = self.checkpoint.weights
         for name, shape in zip(names, shapes, strict=True):
-            if name not in known:
+            if name not in own:
                 raise WeightTransferError(f"the model has no weight {name!r}")
-            if list(shape) != known[name]["shape"]:
-                raise WeightTransferError(f"weight {name!r} came with shape {list(shape)}, the model's is {known[name]['shape']}")
+            if list(shape) != own[name]["shape"]:
+                raise WeightTransferError(f"weight {name!r} came with shape {list(shape)}, the model's is {own[name]['shape']}")
 
     def _stage(self, staged: dict[str, Tensor]) -> None:
-        self._sent = set(staged)
+        self._pushed = set(staged)
         if self.checkpoint is not None:
             absent = never_loaded_neighbours(self.checkpoint.weights, staged, self._ever_loaded)
             lost = sorted((self._ever_loaded - set(staged)) & set(neighbours(self.checkpoint.weights, staged)))
@@ -195,38 +193,41 @@ class WeightReceiver:
         self._staged = staged
 
     def take(self) -> list[tuple[str, Tensor]]:
-        """What is to be loaded now, and `marks` of it. Empty where the push was dropped. The
-        push is over."""
+        """End the push: return what is to be loaded, and set `fingerprints`. Empty if the push was
+        dropped."""
         staged, self._staged, self.open = self._staged or {}, None, False
         if staged:
-            self.marks = fingerprint(staged)
+            self.fingerprints = fingerprint(staged)
             self.loaded_shapes = {name: list(tensor.shape) for name, tensor in staged.items()}
-            self._ever_loaded |= self._sent
+            self._ever_loaded |= self._pushed
         return list(staged.items())
 
     def discard(self) -> None:
-        """Drop the push; nothing of it was loaded."""
+        """Drop the push. Nothing of it was loaded."""
         self._staged, self.open = None, False
 
     def close(self) -> None:
         """Leave the trainer's group."""
         self.group_id = None
         if self._group is not None:
-            left, self._group = [self._group], None
-            leave(left)
+            group, self._group = [self._group], None
+            leave_group(group)
 
 
-def neighbours(known: Mapping[str, Any], names: Mapping[str, Any]) -> list[str]:
-    """The weights of the layers that `names` are in. A server fuses weights within a layer, and
-    loads a fused one whole or not."""
+def neighbours(weights: Mapping[str, Any], names: Mapping[str, Any]) -> list[str]:
+    """The weights of all layers that `names` are in, which have to be loaded together: a server
+    fuses weights within a layer.
+
+    For `layers.3.q.weight` these are `layers.3.q.weight`, `layers.3.k.weight` and so on.
+    """
     layers = {_layer(name) for name in names}
-    return [name for name in known if _layer(name) in layers]
+    return [name for name in weights if _layer(name) in layers]
 
 
-def never_loaded_neighbours(known: Mapping[str, Any], names: Mapping[str, Any], loaded: set[str]) -> list[str]:
-    """Those of them that no push has brought: frozen ones, whose values are those of the
-    server's own checkpoint."""
-    return [name for name in neighbours(known, names) if name not in names and name not in loaded]
+def never_loaded_neighbours(weights: Mapping[str, Any], names: Mapping[str, Any], loaded: set[str]) -> list[str]:
+    """The neighbours that no push has brought: frozen ones, whose values are in the server's own
+    checkpoint."""
+    return [name for name in neighbours(weights, names) if name not in names and name not in loaded]
 
 
 def _layer(name: str) -> str:
@@ -245,8 +246,8 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def process_group(store: Any, rank: int, size: int, *, timeout: timedelta, kind: str, loopback: bool) -> Any:
-    """A group of its own, beside whatever groups this process has. Gloo uses the interface that
-    GLOO_SOCKET_IFNAME names, or the host's own; on loopback nothing else."""
+    """A process group apart from the default one of this process. Gloo uses the interface in
+    GLOO_SOCKET_IFNAME or the host's own; with `loopback`, the loopback interface alone."""
     if kind == "nccl":
         return _nccl_group(store, rank, size, timeout)
     if not loopback:
@@ -258,8 +259,8 @@ def process_group(store: Any, rank: int, size: int, *, timeout: timedelta, kind:
 
 
 def _nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """With waits that raise at the deadline: by default NCCL's watchdog then ends the whole
-    process."""
+    """A group whose waits raise at the deadline. By default NCCL's watchdog ends the process
+    then."""
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timeout
     before = os.environ.get(BLOCKING_WAIT)
@@ -274,9 +275,11 @@ def _nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def broadcast(group: Any, tensor: Tensor, root: int = 0, *, refused: Callable[[], bool] | None = None) -> None:
-    """Send or take one tensor; waits until it is there. Raises RuntimeError where the other side
-    is gone or too slow, or `refused` the transfer: a broadcast that nobody takes would wait for
-    its deadline."""
+    """Send or receive one tensor, and wait until it is there.
+
+    Raises RuntimeError if the other side is gone or too slow, or as soon as `refused` returns True:
+    a broadcast that nobody takes otherwise waits for its deadline.
+    """
     options = c10d.BroadcastOptions()
     options.rootRank = root
     work = group.broadcast([tensor], options)
@@ -289,10 +292,13 @@ def broadcast(group: Any, tensor: Tensor, root: int = 0, *, refused: Callable[[]
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
-def leave(groups: list[Any]) -> None:
-    """Empty the list of one, which must hold the only reference. A group closes its connections
-    when it is freed; that waits for what it still does, and happens aside. The end of the
-    process waits for it: a group that is freed while Python ends aborts the process."""
+def leave_group(groups: list[Any]) -> None:
+    """Close a group in a thread of its own. `groups` is a list of this one group, and must hold the
+    only reference to it.
+
+    A group closes its connections when it is freed, after its running work. The end of the process
+    waits for the thread: freeing a group while Python ends aborts the process.
+    """
     groups[0].abort()
     leaving = threading.Thread(target=groups.clear, name="ludic-leave-group", daemon=True)
     leaving.start()
@@ -303,28 +309,27 @@ _LEAVING: list[threading.Thread] = []
 
 
 @atexit.register
-def _wait_until_left() -> None:
-    """Until every group is freed, for `LEAVE_S` at most."""
+def _wait_for_leaving() -> None:
+    """Wait until every group is freed, for at most `LEAVE_S`."""
     deadline = time.monotonic() + LEAVE_S
     for thread in _LEAVING:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _store_at(address: str, port: int, size: int, timeout_s: float) -> Any:
-    """The trainer's store. torch's own deadline does not hold where somebody listens and says
-    nothing, so that it is kept here; the attempt goes on in a thread of its own until that
-    connection ends."""
-    found: Future[Any] = Future()
+    """The trainer's store. The deadline is kept here, because torch's own does not hold if somebody
+    listens and never answers; the attempt then goes on in its thread until that connection ends."""
+    store: Future[Any] = Future()
 
     def connect() -> None:
         try:
-            found.set_result(c10d.TCPStore(address, port, size, is_master=False, timeout=timedelta(seconds=timeout_s)))
+            store.set_result(c10d.TCPStore(address, port, size, is_master=False, timeout=timedelta(seconds=timeout_s)))
         except Exception as error:
-            found.set_exception(error)
+            store.set_exception(error)
 
     threading.Thread(target=connect, name="ludic-find-store", daemon=True).start()
     try:
-        return found.result(timeout_s)
+        return store.result(timeout_s)
     except TimeoutError as error:
         raise WeightTransferError(
             f"the trainer's store at {address}:{port} said nothing within {timeout_s:g} s; the workers must reach that address: pass "
@@ -333,8 +338,8 @@ def _store_at(address: str, port: int, size: int, timeout_s: float) -> Any:
 
 
 def listening_store(address: str, size: int, timeout: timedelta) -> tuple[Any, int]:
-    """A store for `size` processes, and its port. It listens on this address alone; one left to
-    itself listens on all."""
+    """A store for `size` processes, and its port. It listens on this address alone; by default
+    torch listens on all."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.bind((address, 0))

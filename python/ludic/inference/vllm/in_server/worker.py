@@ -1,18 +1,18 @@
-"""Loaded by a vLLM server: engines that take a trainer's weights, and what a trainer may ask of the
-server's workers.
+"""The weight transfer engines of a vLLM server that takes a trainer's weights, and the methods of
+its workers that the trainer calls.
 
     python -m vllm.entrypoints.openai.api_server ... \\
         --worker-extension-cls ludic.inference.vllm.in_server.worker.WeightWorker
         --weight-transfer-config '{"backend": "gloo"}'
 
-Backends `gloo` (host memory, any machine), `ludic_nccl` (GPUs) and `disk` (folders that both see)
-go through vLLM's own endpoints: /init_weight_transfer_engine, /start_weight_update,
-/update_weights, /finish_weight_update. Updating takes the push aside; finishing loads it, or drops
-it after /collective_rpc `ludic_discard`. vLLM's own `nccl` engine loads tensors as they arrive, so
-that a push that breaks off leaves a mix; `ludic_nccl` does not.
+The backends are `gloo` (host memory, any machine), `ludic_nccl` (GPUs) and `disk` (folders that
+both see). They use vLLM's own endpoints: /init_weight_transfer_engine, /start_weight_update,
+/update_weights, /finish_weight_update. Updating stages the push; finishing loads it, or drops it
+after /collective_rpc `ludic_discard`. vLLM's own `nccl` engine loads tensors as they arrive, so a
+push that breaks off leaves a mix of weights; `ludic_nccl` does not.
 
-The server's environment needs vLLM and this package's files, none of this package's dependencies.
-It is not imported by the trainer.
+The server's environment needs vLLM and the files of ludic, but none of its dependencies. The
+trainer does not import this module.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ludic.inference.vllm.in_server.weight_fingerprint import tensor_fingerprint
 from ludic.inference.vllm.in_server.weight_receiver import Checkpoint, WeightReceiver, WeightTransferError
 
 BOOT = uuid.uuid4().hex
-"""Tells one life of the server from the next."""
+"""Id of this run of the server; a restart changes it."""
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """How a worker joins the trainer's group. Nothing is needed for `disk`."""
+    """How a worker joins the trainer's group. `disk` needs none of it."""
 
     master_address: str = "127.0.0.1"
     master_port: int = 0
@@ -46,7 +46,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """What a push brings: tensors in the order of their broadcasts, or a folder."""
+    """The content of a push: tensors in the order of their broadcasts, or a folder."""
 
     names: list[str] = field(default_factory=list)
     dtype_names: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class StagedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Takes a push aside, and loads it when it is finished."""
+    """Stages a push, and loads it when it is complete."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -66,7 +66,8 @@ class StagedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self.receiver = WeightReceiver(_own_checkpoint(self.model_config), device="cpu" if self.kind == "gloo" else device)
         self.broken: str | None = None
-        """Why the weights are neither the old nor the new ones, should loading have failed."""
+        """The error of a load that failed, after which the weights are neither the old nor the new
+        ones."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         rank = self.parallel_config.data_parallel_index * self.parallel_config.world_size + self.parallel_config.rank
@@ -117,20 +118,20 @@ class StagedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class GlooEngine(StagedEngine):
-    """Broadcasts over TCP into the host's memory."""
+    """Receives broadcasts over TCP into host memory."""
 
     kind = "gloo"
 
 
 class NcclEngine(StagedEngine):
-    """Broadcasts between GPUs; each tensor is moved to the host's memory when it has come, so
-    that no second model is held on the GPU."""
+    """Receives broadcasts between GPUs. Each tensor is moved to host memory at once, so that the
+    GPU never holds a second model."""
 
     kind = "nccl"
 
 
 class DiskEngine(StagedEngine):
-    """Reads folders of safetensors that the trainer wrote, as the others can, and opens no
+    """Reads folders of safetensors that the trainer wrote, as the other backends can, and opens no
     connection."""
 
     kind = "disk"
@@ -140,8 +141,8 @@ class DiskEngine(StagedEngine):
 
 
 def _repack_tied(model: Any) -> None:
-    """On a CPU, a head tied to the embedding multiplies with a packed copy of it, which
-    reloading the embedding leaves as it was."""
+    """Pack tied heads again. On a CPU, a head tied to the embedding multiplies with a packed copy,
+    which loading the embedding does not update."""
     owners: dict[int, Any] = {}
     for module in model.modules():
         weight = module._parameters.get("weight")
@@ -153,14 +154,15 @@ def _repack_tied(model: Any) -> None:
 
 
 def _own_checkpoint(model_config: Any) -> Checkpoint | None:
-    """The files that the server loaded. None where it has none here, as with dummy weights."""
+    """The checkpoint that the server loaded, or None if there are no files, as with dummy
+    weights."""
     folder = Path(model_config.model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
         try:
             folder = Path(snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True))
-        except Exception:  # of many kinds, and all mean that there is nothing to check against
+        except Exception:  # of any kind: there is nothing to check against
             return None
     try:
         return Checkpoint(folder)
@@ -169,7 +171,7 @@ def _own_checkpoint(model_config: Any) -> Checkpoint | None:
 
 
 class WeightWorker:
-    """Mixed into vLLM's worker, and reached by /collective_rpc. Answers are JSON."""
+    """Methods that vLLM adds to its worker, called with /collective_rpc. They return JSON."""
 
     weight_transfer_engine: Any
     model_runner: Any
@@ -177,7 +179,7 @@ class WeightWorker:
     rank: int
 
     def ludic_state(self) -> dict[str, Any]:
-        """Which life of the server this is, and where a push stands."""
+        """The id of this run of the server, and the state of the current push."""
         engine = self._ludic_engine()
         receiver = engine.receiver
         return {
@@ -189,8 +191,8 @@ class WeightWorker:
         }
 
     def ludic_manifest(self) -> dict[str, Any]:
-        """Shape and dtype of every weight that a push may bring. `weights` is None where the
-        server's checkpoint was not found."""
+        """Shape and dtype of every weight that a push may bring. `weights` is None if the server's
+        checkpoint was not found."""
         engine = self._ludic_engine()
         checkpoint = engine.receiver.checkpoint
         served = self._ludic_served()
@@ -204,19 +206,19 @@ class WeightWorker:
         return {"dtype": dtype, "tied": bool(getattr(config, "tie_word_embeddings", False)), "weights": weights}
 
     def ludic_discard(self) -> None:
-        """Drop what was taken aside; the next /finish_weight_update loads nothing."""
+        """Drop what is staged. The next /finish_weight_update loads nothing."""
         self._ludic_engine().receiver.discard()
 
     def ludic_fingerprint(self) -> dict[str, Any]:
-        """Marks of what was loaded last, and of the weights that the model holds under these
-        very names."""
+        """Fingerprints of the weights that were loaded last, and of those that the model holds
+        under the same names."""
         engine = self._ludic_engine()
         served = self._ludic_served()
-        seen = {}
+        held = {}
         for name, shape in engine.receiver.loaded_shapes.items():
             if name in served and (whole := _without_padding(served[name], shape)) is not None:
-                seen[name] = tensor_fingerprint(whole)
-        return {"loaded": engine.receiver.marks, "served": seen, "broken": engine.broken}
+                held[name] = tensor_fingerprint(whole)
+        return {"loaded": engine.receiver.fingerprints, "served": held, "broken": engine.broken}
 
     def _ludic_engine(self) -> Any:
         engine = self.weight_transfer_engine
@@ -232,8 +234,12 @@ class WeightWorker:
 
 
 def _without_padding(served: Any, shape: list[int]) -> Any:
-    """The weight as it was sent, if this worker holds it whole. A vocabulary may have rows of
-    padding; on a CPU the weights of linear layers are repacked, and what is left here is empty."""
+    """The weight as it was sent, or None if this worker does not hold all of it.
+
+    A vocabulary may have rows of padding: of a served shape [4, 2] and a sent shape [3, 2] the
+    first 3 rows are returned. On a CPU the weights of linear layers are repacked, and are empty
+    here.
+    """
     own = list(served.shape)
     if not served.numel() or len(own) != len(shape) or own[1:] != shape[1:] or own[0] < shape[0]:
         return None
@@ -241,7 +247,7 @@ def _without_padding(served: Any, shape: list[int]) -> Any:
 
 
 def _wire_dtype(name: str, weight: dict[str, Any], served: dict[str, Any], model_dtype: str) -> str:
-    """What a tensor is sent as: what the model holds it in."""
+    """The dtype in which a tensor is sent: that in which the model holds it."""
     if name in served and served[name].is_floating_point():
         return str(served[name].dtype).removeprefix("torch.")
     return model_dtype if weight["dtype"] in ("float64", "float32", "float16", "bfloat16") else str(weight["dtype"])
