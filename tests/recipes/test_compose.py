@@ -121,6 +121,7 @@ def test_a_file_may_have_settings_for_each_algorithm(tmp_path: Path) -> None:
         ("seed =3", r"not key=value"),
         ("adition", r"no recipe 'adition'; did you mean addition"),
         ("missing.yaml", r"missing\.yaml does not exist"),
+        ("inference.max_lag=1", r"no setting 'inference\.max_lag'; it is now called inference\.batches_ahead"),
     ],
 )
 def test_a_wrong_argument_is_an_error_with_a_way_out(argument: str, said: str) -> None:
@@ -144,6 +145,15 @@ def test_a_wrong_file_is_an_error_that_names_it(tmp_path: Path, content: str, sa
     path.write_text(content)
     with pytest.raises(ConfigError, match=said):
         compose([str(path)])
+
+
+def test_a_former_name_is_read_in_the_config_of_a_run_and_refused_in_a_file_of_the_users(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(to_yaml(compose(["inference.batches_ahead=2"])).replace("batches_ahead", "max_lag"))
+    with pytest.raises(ConfigError, match=r"config\.yaml: there is no setting 'inference\.max_lag'; it is now called"):
+        compose([str(config)])
+    (tmp_path / "progress.json").write_text("{}")
+    assert compose([str(config)]).inference.batches_ahead == 2
 
 
 def test_two_recipes_at_once_are_refused() -> None:

@@ -115,6 +115,18 @@ def test_settings_of_what_is_printed_and_kept_may_be_changed(run: Path) -> None:
     assert "is finished" in ludic("train", "--resume", str(run))
 
 
+def test_a_run_begun_with_the_former_name_of_a_setting_is_resumed_with_its_value(run: Path) -> None:
+    for file in ("config.yaml", "progress.json"):
+        text = (run / file).read_text()
+        assert "batches_ahead" in text
+        (run / file).write_text(text.replace("batches_ahead", "max_lag"))
+    assert "is finished" in ludic("train", "--resume", str(run))
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("max_lag: 0", "max_lag: 1"))
+    said = refused("train", "--resume", str(run))
+    assert "inference.batches_ahead is 1, and the run was begun with 0" in said
+
+
 def test_a_folder_of_an_older_version_is_gone_on_with(run: Path) -> None:
     progress = json.loads((run / "progress.json").read_text())
     for key in ("recipe", "versions", "failed"):

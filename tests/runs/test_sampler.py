@@ -62,7 +62,7 @@ def test_a_recipe_file_may_say_it_in_one_word(tmp_path):
         (["inference=tgi"], "local or vllm"),
         (["inference=local", "inference.url=http://127.0.0.1:1"], "leave inference.python and inference.url out"),
         (["inference.url=http://127.0.0.1:1", "inference.python=python"], "give one of them"),
-        (["inference.max_lag=-1"], "max_lag"),
+        (["inference.batches_ahead=-1"], "batches_ahead"),
         (["inference.timeout_s=0"], "deadline"),
     ],
 )
@@ -141,7 +141,7 @@ def test_a_run_in_this_process_measures_its_sampler_and_finds_it_the_same(tiny, 
 
 
 def test_a_run_that_overlaps_trains_on_samples_one_version_old(tiny, tmp_path):
-    train(*tiny, "inference.max_lag=1", "steps=4")
+    train(*tiny, "inference.batches_ahead=1", "steps=4")
     found = summary(tmp_path / "run")
     assert found["steps"] == 4
     assert 0 < found["mismatch"]["lag"] <= 0.75  # the first batch is fresh, and how the others fare is a matter of time
@@ -165,7 +165,7 @@ def test_an_overlapped_run_that_is_stopped_goes_on_with_the_prompts_that_follow(
         return batch
 
     monkeypatch.setattr(StoppableSource, "next_batch", noting)
-    arguments = [*tiny, "inference.max_lag=1", "steps=4", "rollout.log_every=0"]
+    arguments = [*tiny, "inference.batches_ahead=1", "steps=4", "rollout.log_every=0"]
     assert CliRunner().invoke(app, ["train", *arguments]).exit_code == 130
     train("--resume", str(tmp_path / "run"))
     whole = list(asked)
@@ -241,7 +241,7 @@ def test_a_run_on_a_real_server_samples_what_the_trainer_has(tmp_path: Path):
     if not python:
         pytest.skip("LUDIC_VLLM_PYTHON names no interpreter with vLLM; `make vllm` builds one")
     train(
-        *(f"output={tmp_path}", "name=run", f"inference.python={python}", "inference.max_lag=1", "threads=1"),
+        *(f"output={tmp_path}", "name=run", f"inference.python={python}", "inference.batches_ahead=1", "threads=1"),
         *("warmup.steps=60", "steps=4", "rollout.prompts=8", "rollout.group_size=8", "evaluation.prompts=8"),
         *("rollout.temperature=0.8", "trainer.lr=1.0e-3"),
     )

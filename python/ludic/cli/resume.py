@@ -8,7 +8,7 @@ from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
-from ludic.recipes.compose import parse_override, plain_values, to_yaml
+from ludic.recipes.compose import RENAMED, parse_override, plain_values, to_yaml
 from ludic.runs.directory import DONE, Progress, RunDirectory
 
 _FREE = (
@@ -33,7 +33,7 @@ def wanted_steps(arguments: Sequence[str], command: str) -> int | None:
     return int(given[0].value)
 
 
-def gone_on_with(recipe: Any, directory: RunDirectory, steps: int | None) -> Any:
+def resume_recipe(recipe: Any, directory: RunDirectory, steps: int | None) -> Any:
     """`recipe`, read from the run's config.yaml, if it is what the run was begun with; with as many
     steps as are asked for.
 
@@ -53,7 +53,8 @@ def gone_on_with(recipe: Any, directory: RunDirectory, steps: int | None) -> Any
 
 
 def _check_same(begun: Mapping[str, Any], recipe: Any, directory: RunDirectory) -> None:
-    before, now = _flat(begun), _flat(plain_values(recipe))
+    before = {RENAMED.get(key, key): value for key, value in _flat(begun).items()}
+    now = _flat(plain_values(recipe))
     for key in sorted(before.keys() & now.keys()):
         if before[key] != now[key] and not key.startswith(_FREE):
             more = f", or ask for more with --resume {directory.path} steps=N" if key == "steps" else ""

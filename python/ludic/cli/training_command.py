@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ludic.cli.console import carry_out, quiet_libraries
-from ludic.cli.resume import gone_on_with, wanted_steps
+from ludic.cli.resume import resume_recipe, wanted_steps
 from ludic.recipes.commented import explained
 from ludic.runs.directory import DONE, run_path
 from ludic.runs.process_memory import settled_memory
@@ -83,7 +83,7 @@ def _train(
         if directory is None:
             recipe = command.compose(arguments)
         else:
-            recipe = gone_on_with(command.compose([str(directory.config)]), directory, steps)
+            recipe = resume_recipe(command.compose([str(directory.config)]), directory, steps)
         run_path(recipe.output, recipe.name, "run")  # a wrong name is said at once
         console.print("Loading torch and transformers", highlight=False)
         screen, parts = _built(command, recipe, console)

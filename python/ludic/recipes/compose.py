@@ -42,7 +42,10 @@ _EXPLAINED = {
     "learning_rate": "it is called trainer.lr",
     "pad_token_id": "it is the tokenizer's",
 }
-"""Names of other libraries, of which the nearest of ours would mislead."""
+"""Names of other libraries for which the nearest of ours would mislead."""
+
+RENAMED = {"inference.max_lag": "inference.batches_ahead"}
+"""Former name of a setting to its name. A run's own config.yaml is read by both."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,8 @@ def suggest(key: str, known: Sequence[str]) -> str:
     """` (did you mean ...?)` or nothing: the nearest name, or the full path of one that was
     given without its section."""
     leaf = key.rsplit(".", 1)[-1]
+    if key in RENAMED:
+        return f"; it is now called {RENAMED[key]}"
     if leaf in _EXPLAINED:
         return f"; {_EXPLAINED[leaf]}"
     same_leaf = [name for name in known if name.rsplit(".", 1)[-1] == leaf]
@@ -258,7 +263,18 @@ def read_yaml(path: Path) -> DictConfig:
         raise ConfigError(f"recipe file {path} is not YAML: {error}") from error
     if not isinstance(content, DictConfig):
         raise ConfigError(f"recipe file {path} must hold keys and values, not a list")
+    if (path.parent / "progress.json").is_file():
+        _rename_settings(content)
     return content
+
+
+def _rename_settings(content: DictConfig) -> None:
+    """Give the settings that an older version of the library wrote their present names."""
+    for former, name in RENAMED.items():
+        section, _, leaf = former.rpartition(".")
+        node = OmegaConf.select(content, section)
+        if isinstance(node, DictConfig) and leaf in node:
+            node[name.rpartition(".")[2]] = node.pop(leaf)
 
 
 def _merge(tree: DictConfig, layer: DictConfig, where: str) -> None:

@@ -37,9 +37,9 @@ class InferenceSection:
     network where they run elsewhere."""
     timeout_s: float = 600.0
     """Until a server that was started must be ready, and for each of its answers."""
-    max_lag: int = 0
-    """Batches that are generated while another trains, which makes samples so many versions old.
-    0: none."""
+    batches_ahead: int = 0
+    """Batches that are generated while another trains; samples are then up to that many policy
+    versions old. 0: none."""
     preflight: bool = True
     """Before the first step, stop where the trainer and the sampler give the same tokens
     different probabilities."""
@@ -61,8 +61,8 @@ def kind_of(section: InferenceSection) -> Literal["local", "vllm"]:
         raise ConfigError(f"inference.weights ({section.weights}) must be gloo, ludic_nccl or disk")
     if section.device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"inference.device ({section.device}) must be auto, cpu or cuda")
-    if section.max_lag < 0:
-        raise ConfigError(f"inference.max_lag ({section.max_lag}) must be >= 0; 0 generates and trains in turn")
+    if section.batches_ahead < 0:
+        raise ConfigError(f"inference.batches_ahead ({section.batches_ahead}) must be >= 0; 0 generates and trains in turn")
     if section.timeout_s <= 0:
         raise ConfigError(f"inference.timeout_s ({section.timeout_s}) must be > 0; a call without a deadline may never end")
     return "vllm" if kind == "vllm" else "local"

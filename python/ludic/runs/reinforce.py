@@ -229,7 +229,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         plain, logged = (self._rollout_source(requests, log, sampler) for log in (None, self.directory.rollouts))
         every, log = self.recipe.rollout.log_every, self.directory.rollouts
         source = OccasionallyLogged(plain, logged, requests, every=every, log=log)
-        return OverlappedSource(source, max_lag=self.recipe.inference.max_lag)
+        return OverlappedSource(source, max_lag=self.recipe.inference.batches_ahead)
 
     def _rollout_source(self, requests: TrainingRequests, log: Path | None, sampler: Sampler) -> RolloutBatchSource:
         return RolloutBatchSource(

@@ -127,7 +127,7 @@ def _local(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
         model,
         tokenizer,
         max_batch_size=recipe.rollout.concurrency,
-        copy_model=recipe.inference.max_lag > 0 or (has_adapters(model) and recipe.trainer.sync_every_steps > 0),
+        copy_model=recipe.inference.batches_ahead > 0 or (has_adapters(model) and recipe.trainer.sync_every_steps > 0),
         logprobs_mode="processed" if spoken.processed else "raw",
     )
     return Sampler(client, LocalPublisher(client), recipe.model or "small", remote=False)
