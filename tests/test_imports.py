@@ -61,14 +61,12 @@ LAYERS = [
 ]
 UPWARD = {
     "ludic.inference.vllm.weight_push imports ludic.distributed.adapters.vllm",  # the clients' documented sync_weights
-    "ludic.training.loop.run_state imports ludic.training.trainer",
 }
 """The imports that go up, each for the reason beside it. One that is gone must leave this list."""
 ALIASES = {("ludic.training.algorithm", "ludic.training.presets")}
 """Documented names that are read from a module that is imported when the first of them is."""
 CIRCLES = [
     {"ludic.inference.servers.hang_detection", "ludic.inference.servers.pool"},
-    {"ludic.training.loop.run_state", "ludic.training.trainer"},
 ]
 """Modules that need each other. One that no longer does must leave this list."""
 FACADES = {"ludic", "ludic.training"}

@@ -19,6 +19,7 @@ from ludic.recipes.schema import Recipe, RolloutSection
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
 from ludic.tasks.adapters import prompt_messages
 from ludic.tasks.base import ProblemList
+from ludic.training.batching.source import BatchSourceBase
 from ludic.training.batching.synced_batching import RolloutBatchSource
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.rollouts.groups import GRPORequestStrategy
@@ -132,7 +133,7 @@ def _sampling(section: RolloutSection, task: EpisodicTask, temperature: float, t
     return SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
 
 
-class OccasionallyLogged:
+class OccasionallyLogged(BatchSourceBase):
     """Two sources over the same requests: every `every`-th batch comes from `logged`, which writes
     its rollouts to `log`; 0 is never.
 

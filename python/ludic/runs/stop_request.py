@@ -9,7 +9,8 @@ from types import FrameType
 from typing import Any
 
 from ludic.errors import StopRequested
-from ludic.training.types import SAWBatch, shards_across_ranks
+from ludic.training.batching.source import BatchSourceBase, as_batch_source
+from ludic.training.types import BatchSource, SAWBatch
 
 
 class Interrupted(Exception):
@@ -45,24 +46,23 @@ class StopRequest:
         self._notify("Stopping after this step; once more to stop at once.")
 
 
-class StoppableSource:
+class StoppableSource(BatchSourceBase):
     """A batch source that raises StopRequested once a stop was asked for. Its state is that of the
     source inside."""
 
-    def __init__(self, inner: Any, stop: StopRequest) -> None:
-        self._inner, self._stop = inner, stop
-        self.overlaps, self.max_lag = getattr(inner, "overlaps", False), getattr(inner, "max_lag", 0)
-        """As `OverlappedSource` has them; the trainer reads them."""
-        self.shards_across_ranks = shards_across_ranks(inner)
+    def __init__(self, source: BatchSource, stop: StopRequest) -> None:
+        inner = self._inner = as_batch_source(source)
+        self._stop = stop
+        self.overlaps, self.max_lag = inner.overlaps, inner.max_lag
+        self.shards_across_ranks, self.pairs_incomplete = inner.shards_across_ranks, inner.pairs_incomplete
 
     async def next_batch(self) -> SAWBatch:
         if self._stop:
             raise StopRequested("the run was asked to stop")
-        batch: SAWBatch = await self._inner.next_batch()
-        return batch
+        return await self._inner.next_batch()
 
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self._inner.state_dict())
+    def state_dict(self) -> dict[str, Any] | None:
+        return self._inner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._inner.load_state_dict(state)

@@ -29,8 +29,10 @@ from ludic.training.batching.preference import (
     group_preference_pairs,
     split_preference_pairs_by_token_budget,
 )
+from ludic.training.batching.source import as_batch_source
 from ludic.training.classification_metrics import PreferenceMetrics
 from ludic.training.evaluators.preferences import PreferenceEvaluator
+from ludic.training.evaluators.protocol import Evaluator
 from ludic.training.loss.base import Loss, loss_name
 from ludic.training.rm_config import RMTrainerConfig as RMTrainerConfig
 from ludic.training.trainer import Trainer
@@ -65,7 +67,7 @@ class RMTrainer(Trainer):
         algo: RLAlgorithm,
         batch_source: BatchSource,
         cfg: RMTrainerConfig | None = None,
-        evaluator: Any | None = None,
+        evaluator: Evaluator | None = None,
         eval_items: Sequence[SAWItem] | None = None,
         lora_config: LoraSettings | LoraConfig | None = None,
         backend: TrainingBackend | None = None,
@@ -206,7 +208,7 @@ def _check_loss(loss: Loss, cfg: RMTrainerConfig) -> None:
 
 def _check_source(source: BatchSource, cfg: RMTrainerConfig) -> None:
     """What `preference_batches` drops, the trainer can neither refuse nor keep."""
-    dropped = getattr(source, "pairs_incomplete", 0)
+    dropped = as_batch_source(source).pairs_incomplete
     if not dropped or (cfg.rm_require_complete_pairs and cfg.rm_drop_incomplete_pairs):
         return
     name, argument = (

@@ -29,8 +29,10 @@ from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.backend.torch import TorchBackend, build_optimizer
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, Rows
+from ludic.training.batching.source import as_batch_source
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
+from ludic.training.evaluators.protocol import Evaluator, runs_on_all_ranks
 from ludic.training.loggers.base import SyncedLogger, TrainingLogger
 from ludic.training.loop.best_weights import BestWeights
 from ludic.training.loop.early_stopping import EarlyStopping, check_early_stopping
@@ -82,7 +84,7 @@ class Trainer:
         resume_from: int | str | Path | None = None,
         train_logger: TrainingLogger | None = None,
         reducers: Mapping[str, Reducer] | None = None,
-        evaluator: Any | None = None,
+        evaluator: Evaluator | None = None,
         total_training_steps: int | None = None,
         backend: TrainingBackend | None = None,
         lora_config: LoraSettings | LoraConfig | None = None,
@@ -102,6 +104,7 @@ class Trainer:
         """
         self.cfg = TrainerConfig() if cfg is None else cfg
         self.algo, self.batch_source, self.publisher = algo, batch_source, publisher
+        self._source = as_batch_source(batch_source)
         self.evaluator, self.train_logger, self.param_filter = evaluator, train_logger, param_filter
         self.reducers = default_reducers() if reducers is None else reducers
         self.preflight = preflight
@@ -145,7 +148,7 @@ class Trainer:
         check_reducers(self.reducers)
         check_publisher(self.cfg, self.publisher)
         check_evaluator(self.cfg, self.evaluator)
-        check_lag(self.cfg, getattr(self.batch_source, "max_lag", 0))
+        check_lag(self.cfg, self._source.max_lag)
         check_ranks(self.batch_source)
         if resume_from is not None and checkpoints is None:
             raise ConfigError(f"resume_from ({resume_from}) needs a checkpointer; pass checkpointer= or checkpoint_config=")
@@ -268,10 +271,11 @@ class Trainer:
         """Take note of an evaluation: whether to stop, and whether it is an improvement."""
         return self.early_stopping.update(metric)
 
-    def resume_schedule(self, schedule: LearningRateSchedule) -> None:
+    def resume_schedule(self, total_steps: int) -> None:
         """Go on with the schedule of the run that is resumed, which the next `train` does not
         stretch."""
-        self.schedule, self._schedule_is_open, self._schedule_is_guessed = schedule, False, False
+        self.schedule = LearningRateSchedule.from_config(self.cfg, total_steps)
+        self._schedule_is_open = self._schedule_is_guessed = False
 
     async def train_step(self) -> Stats:
         """One macro-batch: one optimizer step, or several if the config says so. Its statistics,
@@ -325,7 +329,7 @@ class Trainer:
         fetched = stale = 0
         for attempt in range(self.cfg.max_empty_batches):
             with timer.phase("rollout"):
-                given = await self.batch_source.next_batch()
+                given = await self._source.next_batch()
             with timer.phase("batching"):
                 batch = SAWBatch([item for item in given.items if not self._is_stale(item.meta)], given.meta)
                 fetched, stale = fetched + len(given.items), stale + len(given.items) - len(batch.items)
@@ -374,14 +378,10 @@ class Trainer:
         self._gradient_came |= step["grad_norm"] > 0
         record.add(result, step, at_step_start=at_start)
 
-    @property
-    def _overlaps(self) -> bool:
-        return bool(getattr(self.batch_source, "overlaps", False))
-
     async def _compute(self, operation: Callable[[], TrainFuture[T]]) -> T:
         """What the backend gives. Where batches are generated meanwhile, it computes in a
         thread, and the event loop is theirs."""
-        future = await asyncio.to_thread(operation) if self._overlaps else operation()
+        future = await asyncio.to_thread(operation) if self._source.overlaps else operation()
         return await future.result()
 
     async def _with_proximal(self, macro: MacroBatch, timer: PhaseTimer) -> MacroBatch:
@@ -420,7 +420,7 @@ class Trainer:
         publisher.expect_change(self._gradient_came)
         self._gradient_came = False
         push = functools.partial(publisher.publish, weights, version=self._step)
-        await awaited(await asyncio.to_thread(push) if self._overlaps else push())
+        await awaited(await asyncio.to_thread(push) if self._source.overlaps else push())
 
     def _checkpoint(self) -> None:
         """After the line of its step, so that no step is in a checkpoint and not in the log. Its
@@ -439,7 +439,7 @@ class Trainer:
         if self._shows_best and self.checkpointer.holds(self._step):
             return self.checkpointer.find(step=self._step)  # it has the weights of the last step, from which a run goes on
         self._sync_log()
-        content = {**(metadata or {}), "algorithm": self.algo.name, **run_state(self)}
+        content = {**(metadata or {}), "algorithm": self.algo.name, **run_state(self, self._source)}
         return self.checkpointer.save_backend(self.backend, step=self._step, metadata=content)
 
     def _resume(self, resume_from: int | str | Path) -> None:
@@ -448,7 +448,7 @@ class Trainer:
         where: dict[str, Any] = {"step": int(str(resume_from))} if is_step else {"path": resume_from}
         metadata = self.checkpointer.load_backend(self.backend, **where)
         self._step = int(metadata["step"])
-        restore_run(self, metadata)
+        restore_run(self, self._source, metadata)
         self._publish_first = bool(self.sync_every_steps)
 
     def _logged(self, record: StepRecord) -> Stats:
@@ -493,7 +493,7 @@ class Trainer:
             raise ConfigError("the trainer has no evaluator; pass evaluator=")
         records: list[Any] = []
         metrics: Stats = {}
-        if ranks.rank() == 0 or getattr(self.evaluator, "on_all_ranks", False):
+        if ranks.rank() == 0 or runs_on_all_ranks(self.evaluator):
             with preserved_rng():
                 records, metrics = await self.evaluator.eval(
                     reducers=reducers,

@@ -187,26 +187,13 @@ class CreditAssigner(Protocol):
 
 
 class BatchSource(Protocol):
-    """Gives macro-batches. It may also offer `state_dict` and `load_state_dict`, which checkpoints
-    then keep, and say
-    `shards_across_ranks`."""
+    """Gives macro-batches: all that a source must have. What else the trainer reads of one that has
+    it is in `batching.source.BatchSourceBase`."""
 
-    async def next_batch(self) -> SAWBatch: ...
-
-
-@runtime_checkable
-class SaysWhetherItShards(Protocol):
-    """A batch source that knows what several ranks are given."""
-
-    @property
-    def shards_across_ranks(self) -> bool | None:
-        """Whether each rank is given samples of its own. False: all are given the same. None: a
-        source inside does not say."""
-
-
-def shards_across_ranks(source: BatchSource) -> bool | None:
-    """What the source says; None for one that says nothing."""
-    return source.shards_across_ranks if isinstance(source, SaysWhetherItShards) else None
+    async def next_batch(self) -> SAWBatch:
+        """The next macro-batch. Raises RequestsExhausted or StopAsyncIteration where there is
+        none."""
+        ...
 
 
 @runtime_checkable

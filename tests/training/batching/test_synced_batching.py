@@ -27,9 +27,9 @@ from ludic.training import (
 )
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.overlapped import OverlappedSource
+from ludic.training.batching.source import as_batch_source
 from ludic.training.rollouts.log import append_rollouts
 from ludic.training.rollouts.to_samples import sample_from_step
-from ludic.training.types import shards_across_ranks
 from ludic.types import Rollout, Step, TokenTrace
 
 
@@ -73,7 +73,7 @@ def test_a_source_of_the_users_own_that_says_nothing_is_not_spoken_for():
             return SAWBatch([])
 
     assert OverlappedSource(Own()).shards_across_ranks is None
-    assert shards_across_ranks(Inherited()) is None
+    assert as_batch_source(Inherited()).shards_across_ranks is None
 
 
 def test_a_trainer_on_several_ranks_refuses_a_source_that_would_play_the_same_prompts_on_each(monkeypatch):

@@ -11,10 +11,11 @@ import numpy as np
 from ludic.errors import ConfigError
 from ludic.training import ranks
 from ludic.training.averages import mean_or_zero
+from ludic.training.batching.source import BatchSourceBase
 from ludic.training.types import SAWBatch, SAWItem
 
 
-class ItemBatchSource:
+class ItemBatchSource(BatchSourceBase):
     """Goes through `items` again and again. Pass `k` has the order that `seed` and `k` give, so
     that the position is the whole state and a resumed run goes on with the sample after the last
     one.

@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from ludic.errors import ConfigError, DataError
 from ludic.training.batching.epochs import ItemBatchSource
+from ludic.training.batching.source import BatchSourceBase
 from ludic.training.rollouts.log import read_rollouts
 from ludic.training.rollouts.to_samples import step_facts
 from ludic.training.samples.conversations import apply_template, end_of_turn
@@ -23,7 +24,7 @@ text is not tokenised again."""
 
 
 @dataclass
-class OfflineBatchSource:
+class OfflineBatchSource(BatchSourceBase):
     """Goes through the steps of recorded rollouts again and again.
 
     >>> source = OfflineBatchSource(["good.jsonl"], sample_from_step, ConstantCredit(1.0), batch_size=64)
@@ -33,6 +34,8 @@ class OfflineBatchSource:
     the sample after the last one, and refuses other data. Over several ranks each takes its share
     of every pass.
     """
+
+    shards_across_ranks = True
 
     jsonl_paths: Sequence[str | Path] | str | Path
     """One file or several."""
@@ -53,7 +56,6 @@ class OfflineBatchSource:
     """Rollouts read."""
     num_samples_filtered: int = field(init=False)
     """Samples that `sample_filter` refused."""
-    shards_across_ranks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.jsonl_paths, str | Path):

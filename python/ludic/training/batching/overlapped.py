@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludic.errors import ConfigError
-from ludic.training.types import BatchSource, SAWBatch, shards_across_ranks
+from ludic.training.batching.source import BatchSourceBase, as_batch_source
+from ludic.training.types import BatchSource, SAWBatch
 
 GENERATION_S = "generation_s"
 """In the batch's meta: seconds from its beginning to its end."""
@@ -37,7 +38,7 @@ class _OnItsWay:
     """The source's state before it was begun; None where it was not."""
 
 
-class OverlappedSource:
+class OverlappedSource(BatchSourceBase):
     """Batches of `inner`, begun up to `max_lag` batches before the trainer asks for them, one after
     another.
 
@@ -62,23 +63,15 @@ class OverlappedSource:
     def __init__(self, inner: BatchSource, *, max_lag: int = 1, num_batches: int | None = None) -> None:
         if max_lag < 0:
             raise ConfigError(f"max_lag ({max_lag}) must be >= 0; 0 begins a batch when it is asked for")
-        self._inner: Any = inner
+        self._inner = as_batch_source(inner)
         self.max_lag = max_lag
+        self.overlaps = max_lag > 0
+        self.shards_across_ranks = self._inner.shards_across_ranks
         self._left = num_batches
         self._ahead: deque[_OnItsWay] = deque()
         self._turn = asyncio.Lock()
         """Held by the batch that is being generated: the source draws for one at a time, in
         order."""
-
-    @property
-    def shards_across_ranks(self) -> bool | None:
-        """What the inner source says."""
-        return shards_across_ranks(self._inner)
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether the trainer must leave the event loop to others while it computes."""
-        return self.max_lag > 0
 
     async def next_batch(self) -> SAWBatch:
         """The oldest batch on its way; the next ones are begun before it is given."""
@@ -106,8 +99,7 @@ class OverlappedSource:
         before."""
         if self._ahead:
             raise ConfigError("batches are on their way; close the source (`aclose`) before its state is set")
-        if hasattr(self._inner, "load_state_dict"):
-            self._inner.load_state_dict(state)
+        self._inner.load_state_dict(state)
 
     def limit(self, num_batches: int) -> None:
         """The run still needs so many batches."""
@@ -133,9 +125,9 @@ class OverlappedSource:
         async with self._turn:
             entry.before = copy.deepcopy(self._state())
             started = time.perf_counter()
-            batch: SAWBatch = await self._inner.next_batch()
+            batch = await self._inner.next_batch()
             batch.meta[GENERATION_S] = time.perf_counter() - started
             return batch
 
     def _state(self) -> dict[str, Any]:
-        return dict(self._inner.state_dict()) if hasattr(self._inner, "state_dict") else {}
+        return self._inner.state_dict() or {}

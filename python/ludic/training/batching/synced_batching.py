@@ -8,11 +8,12 @@ from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.training.algorithm import RLAlgorithm
+from ludic.training.batching.source import BatchSourceBase
 from ludic.training.rollouts.engine import RolloutEngine, credit_of
 from ludic.training.types import CreditAssigner, RequestsFn, SampleFilter, SAWBatch
 
 
-class RolloutBatchSource:
+class RolloutBatchSource(BatchSourceBase):
     """Plays the requests of `requests_fn` with an engine and gives the batch.
 
     `orchestrator` and `engine`, `requests_fn` and `request_fn` are two spellings of one parameter.

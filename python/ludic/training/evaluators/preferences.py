@@ -32,7 +32,7 @@ class PreferenceEvaluator:
     scores its share, and all know the metrics.
     """
 
-    on_all_ranks = True
+    on_all_ranks: bool = True
 
     def __init__(
         self,

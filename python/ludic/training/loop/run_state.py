@@ -1,50 +1,62 @@
-"""What a checkpoint keeps of a run besides weights and optimizer, so that a resumed run is the
-run."""
+"""What a checkpoint keeps of a run besides weights and optimizer, so that a resumed run goes on as
+if it had not ended."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from ludic.training.batching.source import BatchSourceBase
+from ludic.training.loop.early_stopping import EarlyStopping
 from ludic.training.loop.schedule import LearningRateSchedule
 from ludic.training.rng import rng_state, set_rng_state
 
-if TYPE_CHECKING:
-    from ludic.training.trainer import Trainer
+
+class ResumableRun(Protocol):
+    """The members of a trainer that a checkpoint keeps."""
+
+    schedule: LearningRateSchedule
+    early_stopping: EarlyStopping
+    last_eval: dict[str, float]
+    evaluated_step: int | None
+
+    @property
+    def current_step(self) -> int: ...
+
+    def resume_schedule(self, total_steps: int) -> None:
+        """Go on with a schedule over `total_steps` steps."""
 
 
-def run_state(trainer: Trainer) -> dict[str, Any]:
-    """Schedule, random generators, early stopping, last evaluation and its step, and the batch
-    source's state if it has one."""
+def run_state(run: ResumableRun, source: BatchSourceBase) -> dict[str, Any]:
+    """Schedule, early stopping, last evaluation and its step, random generators, and the state of
+    the batch source if it has one."""
     state: dict[str, Any] = {
-        "scheduler_state_dict": trainer.schedule.state_dict(trainer.current_step),
-        **evaluation_state(trainer),
+        "scheduler_state_dict": run.schedule.state_dict(run.current_step),
+        **evaluation_state(run),
         "rng_state": rng_state(),
     }
-    if hasattr(trainer.batch_source, "state_dict"):
-        state["batch_source"] = trainer.batch_source.state_dict()
-    return state
+    source_state = source.state_dict()
+    return state if source_state is None else {**state, "batch_source": source_state}
 
 
-def evaluation_state(trainer: Trainer) -> dict[str, Any]:
-    """What an evaluation changes of it."""
+def evaluation_state(run: ResumableRun) -> dict[str, Any]:
+    """The part of `run_state` that an evaluation changes."""
     return {
-        "early_stopping": trainer.early_stopping.state_dict(),
-        "last_eval": trainer.last_eval,
-        "evaluated_step": trainer.evaluated_step,
+        "early_stopping": run.early_stopping.state_dict(),
+        "last_eval": run.last_eval,
+        "evaluated_step": run.evaluated_step,
     }
 
 
-def restore_run(trainer: Trainer, metadata: Mapping[str, Any]) -> None:
+def restore_run(run: ResumableRun, source: BatchSourceBase, metadata: Mapping[str, Any]) -> None:
     """Go back to where `run_state` was taken. What an older checkpoint lacks stays as it is."""
     if "scheduler_state_dict" in metadata:
-        total = int(metadata["scheduler_state_dict"]["total_steps"])
-        trainer.resume_schedule(LearningRateSchedule.from_config(trainer.cfg, total))
+        run.resume_schedule(int(metadata["scheduler_state_dict"]["total_steps"]))
     if "early_stopping" in metadata:
-        trainer.early_stopping.load_state_dict(metadata["early_stopping"])
-    trainer.last_eval = dict(metadata.get("last_eval", {}))
-    trainer.evaluated_step = metadata.get("evaluated_step")
-    if "batch_source" in metadata and hasattr(trainer.batch_source, "load_state_dict"):
-        trainer.batch_source.load_state_dict(metadata["batch_source"])
+        run.early_stopping.load_state_dict(metadata["early_stopping"])
+    run.last_eval = dict(metadata.get("last_eval", {}))
+    run.evaluated_step = metadata.get("evaluated_step")
+    if "batch_source" in metadata:
+        source.load_state_dict(metadata["batch_source"])
     if "rng_state" in metadata:
         set_rng_state(metadata["rng_state"])

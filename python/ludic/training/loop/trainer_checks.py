@@ -7,9 +7,10 @@ import logging
 
 from ludic.errors import ConfigError
 from ludic.training import ranks
+from ludic.training.batching.source import as_batch_source
 from ludic.training.config import TrainerConfig
 from ludic.training.loop.schedule import depends_on_total
-from ludic.training.types import BatchSource, shards_across_ranks
+from ludic.training.types import BatchSource
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def check_ranks(source: BatchSource) -> None:
     if not ranks.is_distributed():
         return
     name, world = type(source).__name__, ranks.world_size()
-    shared = shards_across_ranks(source)
+    shared = as_batch_source(source).shards_across_ranks
     if shared is False:
         raise ConfigError(
             f"batch_source ({name}) gives each of {world} ranks the same prompts; let requests_fn give each rank prompts and seeds of its "

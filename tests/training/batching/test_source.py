@@ -1,0 +1,63 @@
+"""A source needs `next_batch` alone; the rest has defaults, and what it has is taken over."""
+
+from training_samples import DrawingSource, ListSource, cpu_config, sorting_items, tiny_model
+
+from ludic.training import OverlappedSource, SAWBatch, Trainer, make_grpo
+from ludic.training.batching.source import BatchSourceBase, as_batch_source
+from ludic.training.evaluators.protocol import runs_on_all_ranks
+
+
+async def test_a_source_with_next_batch_alone_has_every_default():
+    source = as_batch_source(ListSource(sorting_items(2)))
+    assert (source.max_lag, source.overlaps, source.shards_across_ranks, source.pairs_incomplete) == (0, False, None, 0)
+    assert source.state_dict() is None
+    source.load_state_dict({"unknown": 1})
+    await source.aclose()
+    assert len((await source.next_batch()).items) == 2
+
+
+async def test_what_a_source_of_ones_own_has_is_read():
+    class Own(DrawingSource):
+        max_lag, overlaps, shards_across_ranks, pairs_incomplete, closed = 2, True, False, 3, False
+
+        async def aclose(self):
+            self.closed = True
+
+    own = Own()
+    source = as_batch_source(own)
+    assert (source.max_lag, source.overlaps, source.shards_across_ranks, source.pairs_incomplete) == (2, True, False, 3)
+    source.load_state_dict({"drawn": 7})
+    assert (own.drawn, source.state_dict()) == (7, {"drawn": 7})
+    await source.aclose()
+    assert own.closed
+
+
+def test_a_source_that_has_everything_is_not_wrapped():
+    source = OverlappedSource(ListSource(sorting_items(2)))
+    assert isinstance(source, BatchSourceBase)
+    assert as_batch_source(source) is source
+
+
+def test_the_trainer_shows_the_source_that_it_was_given():
+    class Minimal:
+        async def next_batch(self):
+            return SAWBatch(sorting_items(4))
+
+    source = Minimal()
+    trainer = Trainer(model=tiny_model(), algo=make_grpo(group_size=4), batch_source=source, cfg=cpu_config())
+    trainer.train_sync(1)
+    assert trainer.batch_source is source
+
+
+def test_an_evaluator_runs_on_rank_0_unless_it_says_otherwise():
+    class Plain:
+        async def eval(self, **_):
+            return [], {}
+
+    class Everywhere(Plain):
+        on_all_ranks = True
+
+    class Nowhere(Plain):
+        on_all_ranks = False
+
+    assert [runs_on_all_ranks(kind()) for kind in (Plain, Everywhere, Nowhere)] == [False, True, False]
