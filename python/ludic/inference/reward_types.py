@@ -1,4 +1,4 @@
-"""What is asked of a reward model, and what it answers."""
+"""The requests to a reward model, and its responses."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ ScoringInput = str | tuple[int, ...]
 
 
 class PoolingType(StrEnum):
-    """Which of a sequence's hidden states its score is read from."""
+    """The hidden state of a sequence from which its score is computed."""
 
     LAST = "last"
-    """That of the last token: decoders."""
+    """Of the last token: decoders."""
     MEAN = "mean"
     """The mean over all tokens."""
     CLS = "cls"
-    """That of the first token: encoders."""
+    """Of the first token: encoders."""
     STEP = "step"
-    """One score a step of reasoning. Reserved: nothing here computes it yet."""
+    """One score for each step of reasoning. Reserved: nothing computes it yet."""
 
 
 class RewardModelTrainingMode(StrEnum):
-    """Which of a reward model's weights were trained, and so have to be published."""
+    """Which of a reward model's weights are trained, and have to be published."""
 
     HEAD_ONLY = "head_only"
     LORA = "lora"
@@ -40,19 +40,19 @@ class ScoringRequest:
     55, 2]])`."""
 
     model: str
-    """Name at the server; `default`: the one that it serves."""
+    """The model's name at the server. `default` is the one that it serves."""
     inputs: tuple[ScoringInput, ...]
     pooling_type: PoolingType = PoolingType.LAST
     normalize: bool = True
-    """The logistic function of the score, in (0, 1), or the softmax of several; without, the
-    score as the model gives it."""
+    """Whether to apply the logistic function to a score, which is then in (0, 1), or the softmax to
+    several. Otherwise scores are the model's logits."""
     n_labels: int = 1
-    """Numbers that the model gives a sequence."""
+    """The number of logits that the model gives for a sequence."""
 
     def __post_init__(self) -> None:
         if self.n_labels < 1:
             raise ConfigError(f"n_labels ({self.n_labels}) must be >= 1")
-        object.__setattr__(self, "inputs", tuple(scoring_input(given) for given in self.inputs))
+        object.__setattr__(self, "inputs", tuple(map(scoring_input, self.inputs)))
         object.__setattr__(self, "pooling_type", PoolingType(self.pooling_type))
 
     @classmethod
@@ -67,7 +67,7 @@ class ScoringRequest:
     ) -> ScoringRequest:
         return cls(
             model=model,
-            inputs=tuple(scoring_input(given) for given in inputs),
+            inputs=tuple(map(scoring_input, inputs)),
             pooling_type=pooling_type,
             normalize=normalize,
             n_labels=n_labels,
@@ -79,20 +79,26 @@ class ScoringResponse:
     """The scores, in the order of the inputs."""
 
     scores: list[Any]
-    """[N] float, or [N][L] where the model gives several labels."""
+    """[N] floats, or [N][L] if the model has several labels."""
     model: str
     usage: dict[str, int] = field(default_factory=dict)
     """`prompt_tokens` and the like."""
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
-def scoring_input(given: str | Sequence[int]) -> ScoringInput:
-    """A text as it is, ids as a tuple. Raises DataTypeError for anything else."""
-    if isinstance(given, str):
-        return given
-    ids = tuple(given)
+def scoring_input(value: str | Sequence[int]) -> ScoringInput:
+    """A text unchanged, token ids as a tuple. Raises DataTypeError for anything else."""
+    if isinstance(value, str):
+        return value
+    ids = tuple(value)
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise DataTypeError(
-            f"an input to score must be text or a list of token ids, got a {type(given).__name__} of other things"
+            f"an input to score must be text or a list of token ids, got a {type(value).__name__} of other things"
         )
     return ids
+
+
+def check_one_label(n_labels: int) -> None:
+    """Raise ConfigError unless a model gives one number for a sequence, as a reward is."""
+    if n_labels != 1:
+        raise ConfigError(f"n_labels ({n_labels}) must be 1: a reward is one number; `score` gives several")

@@ -1,5 +1,5 @@
-"""Which of a reward model's weights are published, chosen on the side that sends: a receiver
-that left out what is being sent would wait for ever, and so would the sender."""
+"""Which of a reward model's weights are published. The sender selects them: a receiver that
+skipped a tensor that is sent would wait for ever, and so would the sender."""
 
 from __future__ import annotations
 
@@ -11,29 +11,32 @@ from ludic.inference.reward_types import RewardModelTrainingMode
 from ludic.models.names import HEAD_NAMES, MERGED_PART, REPLACED_PART, is_adapter, unwrapped_name
 
 HEAD_PARTS = tuple(f"{name}." for name in HEAD_NAMES)
-"""In the names of a head."""
+"""Parts of the names of a head."""
 BESIDE_HEAD = ("head.", "pooler.")
-"""How the names begin of what stands between the backbone and the classifier: of ModernBERT, of
+"""Prefixes of the names of layers between the backbone and the classifier, in ModernBERT and
 DeBERTa-v2."""
 T = TypeVar("T")
 
 
 def select_trained_weights(params: Mapping[str, T], training_mode: RewardModelTrainingMode | str) -> dict[str, T]:
-    """The weights that this kind of training changes, by the names of the model without adapters.
+    """The weights that this training mode changes, under their names in the model without adapters.
 
-    `head_only`: the head. `full`: everything but adapters, which are merged already. `lora`: the
-    head and what adapters are merged into; where the names show no such thing, the head and the
-    adapters; where they show no adapters either, everything. Weights chosen once are chosen again.
-    Raises ConfigError where none is left, which would leave the server as it was without a word.
+    - `head_only`: the head.
+    - `full`: everything but adapters, which are already merged.
+    - `lora`: the head and the weights that adapters are merged into. If no name is of such a
+      weight, the head and the adapters; if there are no adapters either, everything.
+
+    Selecting from a selection changes nothing. Raises ConfigError if no weight is selected: the
+    push would change nothing, silently.
     """
     mode = RewardModelTrainingMode(training_mode)
-    chosen = {unwrapped_name(name): weight for name, weight in params.items() if _is_sent(name, mode, params)}
-    if not chosen:
+    selected = {unwrapped_name(name): weight for name, weight in params.items() if _is_sent(name, mode, params)}
+    if not selected:
         raise ConfigError(
             f"none of the {len(params)} weights is one that training_mode={mode.value} changes; the name of a head has "
             f"{' or '.join(HEAD_PARTS)} in it"
         )
-    return chosen
+    return selected
 
 
 def _is_sent(name: str, mode: RewardModelTrainingMode, params: Mapping[str, object]) -> bool:

@@ -1,6 +1,6 @@
-"""Models behind SGLang servers: token ids in, token ids out, and weights from a folder.
+"""A client of SGLang servers: token ids in, token ids out, and weights from a folder.
 
-Written for the endpoints of SGLang 0.5.23 as its sources have them, and held by a stub: it has not
+Written for the endpoints of SGLang 0.5.23 after its source code, and tested with a stub. It has not
 been run against a real server.
 """
 
@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, PublishError
 from ludic.inference.prompts.tokens import PromptTokens
+from ludic.inference.publishing import PolicyPublisher
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
 from ludic.inference.servers.answers import WeightInfo
@@ -34,39 +35,39 @@ class _Versioned(Struct):
 
 
 class SGLangEndpoints(ServerCalls):
-    """The calls with which one server is given weights."""
+    """The calls that give weights to one server."""
 
     def update_weights_from_disk(
         self, folder: str, version: str | None = None, *, timeout_s: float | None = None
     ) -> dict[str, Any]:
-        """Read the weights in a folder that the server sees under this path, and forget its cache.
-        What the server said.
+        """Have the server read the weights in a folder that it sees under this path, and reset its
+        cache. Returns the server's answer.
 
-        Raises PublishError where it says that it did not succeed.
+        Raises PublishError if the answer says that it did not succeed.
         """
         body: dict[str, Any] = {"model_path": folder, "flush_cache": True}
         if version is not None:
             body["weight_version"] = version
         answer = self.call("post", "/update_weights_from_disk", json=body, timeout_s=timeout_s, answer=dict[str, Any])
         if answer.get("success") is not True:
-            said = answer.get("message")
-            raise PublishError(f"{self.url} did not load {folder}: {said}; it must see that folder under the same path")
+            reason = answer.get("message")
+            raise PublishError(f"{self.url} did not load {folder}: {reason}; it must see that folder under the same path")
         return answer
 
     def pause(self, *, timeout_s: float | None = None) -> None:
-        """Freeze requests where they stand, until `resume`."""
+        """Freeze running requests until `resume`."""
         self.call("post", "/pause_generation", json={"mode": "retract"}, timeout_s=timeout_s)
 
     def resume(self, *, timeout_s: float | None = None) -> None:
         self.call("post", "/continue_generation", timeout_s=timeout_s)
 
     def weight_version(self) -> str:
-        """What the weights are called, as a sampled token says."""
+        """The version of the weights, from the answer to a request for one token."""
         body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
         return str(self.call("post", "/generate", json=body, answer=_Versioned).meta_info.weight_version)
 
     def set_weight_version(self, version: str) -> None:
-        """Call what is served `version`, without other weights; requests go on."""
+        """Change the version of the weights that are served. Requests go on."""
         self.call("post", "/update_weight_version", json={"new_version": version, "abort_all_requests": False})
 
 
@@ -74,8 +75,8 @@ class SGLangClient:
     """Completions from SGLang servers that serve the same model.
 
     With `tokenizer`, the policy's own, chats are rendered and encoded here and sent as token ids;
-    text is made of the ids that come back. What training needs comes back exactly: ids read, ids
-    sampled, a log-probability for each and the version of the weights.
+    text is decoded from the ids that come back. A completion has exactly what training needs: the
+    prompt ids, the sampled ids, a log-probability for each, and the version of the weights.
     """
 
     def __init__(
@@ -89,14 +90,14 @@ class SGLangClient:
         api_key: str = "local",
         vocab_size: int | None = None,
     ) -> None:
-        """`vocab_size` is the policy's: an answer with an id that is not in it is an
+        """`vocab_size` is the policy's. An answer with an id outside of it raises
         InferenceError."""
         self._vocab_size = vocab_size
         self.server_urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
         self._pool = ServerPool([Server(url, api_key, timeout_s) for url in self.server_urls])
         self._persistence = Persistence(timeout_s, max_retries, backoff_s)
         self._tokens = None if tokenizer is None else PromptTokens(tokenizer)
-        self._publisher: Any = None
+        self._publisher: PolicyPublisher | None = None
         self._version = 0
 
     @property
@@ -104,8 +105,8 @@ class SGLangClient:
         return self.server_urls[0]
 
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
-        """One completion. The info has `raw_response` and `policy_version`. Tools and extensions
-        are for vLLM: ConfigTypeError."""
+        """One completion. The info has `raw_response` and `policy_version`. Raises ConfigTypeError
+        for tools and extensions, which are for vLLM."""
         if self._tokens is None:
             raise ConfigError(
                 "SGLangClient needs the policy's tokenizer to render chats; pass tokenizer=, or use complete_tokens"
@@ -117,20 +118,20 @@ class SGLangClient:
         ids = trace.completion_token_ids
         text = self._tokens.text(ids[:-1] if info["ended_by_token"] else ids)
         self._tokens.answered(request.messages, (), {"role": "assistant", "content": text}, prompt, ids)
-        asked = request.return_
+        spec = request.return_
         response = ChatResponse(
             text=text,
-            completion_token_ids=ids if asked.return_token_ids else None,
-            completion_logprobs=trace.completion_logprobs if asked.return_chosen_logprobs else None,
+            completion_token_ids=ids if spec.return_token_ids else None,
+            completion_logprobs=trace.completion_logprobs if spec.return_chosen_logprobs else None,
             finish_reason=trace.finish_reason,
-            prompt_token_ids=prompt if asked.return_token_ids else None,
+            prompt_token_ids=prompt if spec.return_token_ids else None,
         )
         return response, info
 
     async def complete_tokens(
         self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
     ) -> TokenTrace:
-        """Continue token ids as they are."""
+        """Continue a prompt of token ids."""
         return (await self._sample(prompt_token_ids, sampling or SamplingParams(), seed))[0]
 
     async def _sample(
@@ -156,39 +157,39 @@ class SGLangClient:
             return self._pool.send(once)
 
         trace, info = await self._persistence.carry_out(send, name=", ".join(self.server_urls), again=may_pass)
-        found = version_number(info["weight_version"])
-        return trace, {**info, "policy_version": self._version if found is None else found}
+        version = version_number(info["weight_version"])
+        return trace, {**info, "policy_version": self._version if version is None else version}
 
     async def get_policy_version(self) -> int:
-        """The version last pushed through this client."""
+        """The version that was pushed last through this client."""
         return self._version
 
     def weights_changed(self, version: str | int | None, *, lost: Sequence[str] = ()) -> None:
-        """A push was made: the version that is served now, and servers that must not be asked
-        any more."""
+        """Called after a push: `version` is served now, and the servers at the URLs `lost` get
+        no more requests."""
         self._version = version_number(version) or self._version
         for server in self._pool.servers:
             if server.url in lost:
                 self._pool.drain(server, "a push of weights to it could not be completed")
 
     def sync_weights(self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
-        """Through the publisher that `ludic.distributed.create_checkpoint_publisher` made for
+        """Push with the publisher that `ludic.distributed.create_checkpoint_publisher` made for
         this client."""
         if self._publisher is None:
             raise InferenceError("this client cannot push weights; hand it to ludic.distributed.create_checkpoint_publisher")
         self._publisher.publish(params, version=version)
         return str(version)
 
-    def connect_publisher(self, publisher: Any) -> None:
-        """Let `sync_weights` go through it."""
+    def connect_publisher(self, publisher: PolicyPublisher) -> None:
+        """Use this publisher for `sync_weights`."""
         self._publisher = publisher
 
     def endpoints(self) -> list[SGLangEndpoints]:
-        """Its servers, to be given weights."""
+        """The endpoints of the servers for weights."""
         return [SGLangEndpoints(url) for url in self.server_urls]
 
     async def aclose(self) -> None:
-        """Close the connections of the event loop that runs."""
+        """Close the connections of the running event loop."""
         await self._pool.aclose()
 
 
@@ -205,21 +206,21 @@ class _Meta(Struct):
 
 
 class _Generated(Struct):
-    """What `/generate` answers, as far as it is read."""
+    """The fields of an answer of `/generate` that are read."""
 
     meta_info: _Meta
     output_ids: list[TokenId] = []
 
 
 def _trace(answer: Answer, prompt: Sequence[int], max_tokens: int, vocab_size: int | None) -> tuple[TokenTrace, dict[str, Any]]:
-    """What was sampled. Raises InferenceError for an answer that lacks ids or log-probabilities,
-    or that cannot be."""
-    url, given = answer.url, answer.read(_Generated)
-    meta, reason = given.meta_info, given.meta_info.finish_reason
+    """The sampled tokens. Raises InferenceError for an answer without ids or log-probabilities, or
+    with impossible ones."""
+    url, generated = answer.url, answer.read(_Generated)
+    meta, reason = generated.meta_info, generated.meta_info.finish_reason
     kind = reason.type if isinstance(reason, _Finish) else reason
     if kind == "abort":
         raise AbortedError(f"{url} aborted the request; what it had sampled is no whole answer")
-    ids, logprobs = given.output_ids, [entry[0] for entry in meta.output_token_logprobs]
+    ids, logprobs = generated.output_ids, [entry[0] for entry in meta.output_token_logprobs]
     if [entry[1] for entry in meta.output_token_logprobs] != ids:
         raise InferenceError(
             f"{url} gave {len(ids)} token ids and log-probabilities of {len(logprobs)} others; both must be the same"

@@ -20,6 +20,8 @@ from ludic.errors import (
     ServerTimeoutError,
     ServerUnreachableError,
 )
+from ludic.inference.servers.answers import WeightInfo
+from ludic.inference.servers.calls import convert_answer
 from ludic.inference.servers.errors import BusyError, may_pass
 from ludic.inference.servers.http import BlockingHttp, Http
 
@@ -234,3 +236,9 @@ def test_a_fork_asks_with_a_thread_of_its_own_and_the_process_ends_in_silence():
             timeout=60,
         )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_decoded_json_of_another_type_is_an_error_that_names_the_server():
+    assert convert_answer({"weight_version": 3, "more": 1}, WeightInfo, "http://a").weight_version == 3
+    with pytest.raises(InferenceError, match=r"http://a answered .*weight.*which is not what it must be: .*weight_version"):
+        convert_answer({"weights": 3}, WeightInfo, "http://a")

@@ -2,7 +2,7 @@
 learning.
 
 A push to one server or to several has four parts. The weights are checked against each server's
-model. All servers stage them while they serve the old ones. With generation paused, all load them
+model. All servers stage them and keep the old ones. With generation paused, all load them
 and reset their prefix caches. What each server then holds is compared with what the trainer sent.
 
 Until all servers have staged everything, any failure leaves the old version on all of them. A

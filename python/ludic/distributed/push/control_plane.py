@@ -66,8 +66,8 @@ class VllmControlPlane:
         self.tolerate_lost_servers = tolerate_lost_servers
         self.partial = partial
         self.timings: dict[str, float] = {}
-        """Seconds of the last push: `transfer_s`, until every server has staged it, and `paused_s`,
-        from pause to resume."""
+        """Seconds of the last push: `transfer_s`, while tensors arrive and requests wait, and
+        `paused_s`, from pause to resume."""
         self.version: str | None = None
         """The version that was loaded last."""
         self._live: list[ServerLink] = []

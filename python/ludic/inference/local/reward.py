@@ -20,7 +20,14 @@ from ludic.errors import ConfigError, DataError, InferenceError
 from ludic.inference.local.threads import in_own_thread
 from ludic.inference.local.weights import copy_weights
 from ludic.inference.prompts.vocabulary import reads_same_ids
-from ludic.inference.reward_types import PoolingType, RewardModelTrainingMode, ScoringRequest, ScoringResponse, scoring_input
+from ludic.inference.reward_types import (
+    PoolingType,
+    RewardModelTrainingMode,
+    ScoringRequest,
+    ScoringResponse,
+    check_one_label,
+    scoring_input,
+)
 from ludic.inference.reward_weights import select_trained_weights
 from ludic.models.evaluation_mode import evaluation_mode
 
@@ -87,8 +94,7 @@ class LocalRewardModel:
 
         Raises DataError for a sequence that the model cannot read, InferenceError where it fails.
         """
-        if n_labels != 1:
-            raise ConfigError(f"n_labels ({n_labels}) must be 1: a reward is one number; `score` gives several")
+        check_one_label(n_labels)
         logits_NL = await in_own_thread(self._logits, list(inputs), pooling_type)
         if logits_NL.shape[1] != 1:
             raise ConfigError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import msgspec
+
 from ludic.errors import InferenceError, ServerError
 from ludic.inference.servers.http import BlockingHttp
 from ludic.inference.servers.server_secret import secret_headers
@@ -66,3 +68,12 @@ class ServerCalls:
     def _refusal(self, path: str, status: int, said: str) -> str:
         hint = f"{self.hint}; " if status in (404, 405) and self.hint else ""
         return f"{self.url}{path} answered {status}: {hint}it said {said}"
+
+
+def convert_answer(payload: object, kind: type[T], url: str) -> T:
+    """Decoded JSON as a typed answer of the server at `url`. Raises InferenceError if it is of
+    another type."""
+    try:
+        return msgspec.convert(payload, kind)
+    except msgspec.ValidationError as error:
+        raise InferenceError(f"{url} answered {str(payload)[:200]}, which is not what it must be: {error}") from error

@@ -13,6 +13,7 @@ from ludic.inference.publishing import Publisher, PushTarget
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
 from ludic.inference.servers.answers import without_nulls
+from ludic.inference.servers.calls import convert_answer
 from ludic.inference.servers.client_tags import ClientTag, TagPolicy
 from ludic.inference.servers.errors import AbortedError, may_pass
 from ludic.inference.servers.http import Answer, BlockingHttp
@@ -41,7 +42,6 @@ from ludic.inference.vllm.responses import (
     check_length,
     check_trace,
     check_vocabulary,
-    converted,
     sampled_tokens,
 )
 from ludic.inference.vllm.server_queries import (
@@ -334,7 +334,9 @@ class VLLMChatClient(PushTarget):
             payload = without_nulls(answer.read(dict[str, Any]))
             if self._tag is not None:
                 payload = self._tag.mine(payload)
-            read_as = answer.read(ChatCompletion) if self._tag is None else converted(payload, ChatCompletion, self.server_url)
+            read_as = (
+                answer.read(ChatCompletion) if self._tag is None else convert_answer(payload, ChatCompletion, self.server_url)
+            )
             response, asked = read_as.response(), request.return_
             check_trace(response, ids=asked.return_token_ids, logprobs=asked.return_chosen_logprobs)
             for ids in (response.prompt_token_ids, response.completion_token_ids):
@@ -394,7 +396,7 @@ class VLLMChatClient(PushTarget):
             read_as = (
                 answer.read(Continuation)
                 if self._tag is None
-                else converted(self._tag.mine(answer.read(dict[str, Any])), Continuation, url)
+                else convert_answer(self._tag.mine(answer.read(dict[str, Any])), Continuation, url)
             )
             sampled = sampled_tokens(read_as, prompt_ids, name=url)
             check_length(sampled.token_ids, sampling.max_tokens, url)

@@ -1,8 +1,7 @@
-"""The calls with which a vLLM server is paused, given weights and adapters, and asked what it
-serves.
+"""The calls that pause a vLLM server, give it weights and adapters, and ask what it serves.
 
-They need VLLM_SERVER_DEV_MODE=1 on the server, which guards none of them: a server that we start
-asks for its secret, which is sent.
+The server needs VLLM_SERVER_DEV_MODE=1, with which vLLM offers these calls to everybody. A server
+that we start asks for its secret, which is sent along.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class VllmEndpoints(ServerCalls):
     hint = "start the server with VLLM_SERVER_DEV_MODE=1, as `ludic serve` does for one that takes weights or adapters"
 
     def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> None:
-        """`keep` freezes requests until `resume`; `abort` ends those in flight. New ones wait."""
+        """Mode `keep` freezes running requests until `resume`; `abort` ends them. New ones wait."""
         self.call("post", "/pause", params={"mode": mode}, timeout_s=timeout_s)
 
     def resume(self, *, timeout_s: float | None = None) -> None:
@@ -55,11 +54,11 @@ class VllmEndpoints(ServerCalls):
         return self.call("get", "/is_paused", answer=_PauseState).is_paused
 
     def world_size(self) -> int:
-        """Workers that take weights."""
+        """The number of workers that take weights."""
         return self.call("get", "/get_world_size", answer=_WorldSize).world_size
 
     def weight_version(self) -> str:
-        """What the last finished update was called; `default` before the first."""
+        """The version of the last finished update; `default` before the first."""
         return str(self.call("get", "/weight_info", answer=WeightInfo).weight_version)
 
     def init_transfer(self, init_info: Mapping[str, Any], *, timeout_s: float) -> None:
@@ -72,13 +71,13 @@ class VllmEndpoints(ServerCalls):
         self.call("post", "/update_weights", json={"update_info": update_info}, timeout_s=timeout_s)
 
     def finish_update(self, version: str | None = None, *, timeout_s: float | None = None) -> None:
-        """Load what came, and call it `version`."""
+        """Load what was staged, as `version`."""
         body = {} if version is None else {"weight_version": version}
         self.call("post", "/finish_weight_update", json=body, timeout_s=timeout_s)
 
     def reset_prefix_cache(self) -> None:
-        """Forget keys and values of the old weights, those of frozen requests too, which are
-        computed again."""
+        """Drop the keys and values of the old weights. Those of frozen requests are dropped too,
+        and computed again."""
         answer: Any = self.call("post", "/reset_prefix_cache", params={"reset_running_requests": "true"})
         if isinstance(answer, Mapping) and answer.get("success") is False:
             raise InferenceError(
@@ -86,17 +85,17 @@ class VllmEndpoints(ServerCalls):
             )
 
     def rpc(self, name: str, *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call a method of every worker; what each answered."""
+        """Call a method of every worker. Returns the answer of each."""
         deadline = self.timeout_s if timeout_s is None else timeout_s
         body = {"method": name, "args": [], "kwargs": kwargs, "timeout": deadline}
         return self.call("post", "/collective_rpc", json=body, timeout_s=deadline, answer=_RpcResults).results
 
     def models(self) -> list[str]:
-        """Names that requests may give as `model`."""
+        """The names that requests may give as `model`."""
         return [model.id for model in self.call("get", "/v1/models", answer=ModelList).data]
 
     def set_weight_version(self, version: str) -> None:
-        """Call what is served `version`, without other weights."""
+        """Change the version of the weights that are served."""
         self.call("post", "/update_weight_version", json={"new_version": version})
 
     def load_adapter(self, name: str, folder: str, *, timeout_s: float | None = None) -> None:
@@ -109,6 +108,6 @@ class VllmEndpoints(ServerCalls):
         self.call("post", "/v1/unload_lora_adapter", json={"lora_name": name})
 
     def probe(self, *, timeout_s: float | None = None) -> None:
-        """Sample one token: /health answers 200 also where the engine is dead."""
+        """Sample one token: /health answers 200 even if the engine is dead."""
         body = {"model": self.models()[0], "prompt": [1], "max_tokens": 1}
         self.call("post", "/v1/completions", json=body, timeout_s=timeout_s)

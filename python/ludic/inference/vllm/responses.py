@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
-import msgspec
 from msgspec import Meta, Struct
 
 from ludic.errors import InferenceError
@@ -111,14 +110,6 @@ class ChatCompletion(Struct):
             finish_reason=choice.finish_reason,
             prompt_token_ids=choice.prompt_token_ids if self.prompt_token_ids is None else self.prompt_token_ids,
         )
-
-
-def converted(payload: object, kind: type[T], url: str) -> T:
-    """JSON that was read already, as a typed answer. Raises InferenceError."""
-    try:
-        return msgspec.convert(payload, kind)
-    except msgspec.ValidationError as error:
-        raise InferenceError(f"{url} answered {str(payload)[:200]}, which is not what it must be: {error}") from error
 
 
 def check_length(ids: Sequence[int], max_tokens: int, name: str) -> None:

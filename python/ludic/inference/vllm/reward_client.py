@@ -1,4 +1,4 @@
-"""A policy and a reward model behind vLLM servers, as one client."""
+"""One client for a policy and a reward model behind vLLM servers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 
 class VLLMClient(VLLMChatClient):
-    """`VLLMChatClient` for the server at `policy_port`, and scores from the one at `scoring_port`.
+    """`VLLMChatClient` for the server at `policy_port`, and scores from the server at
+    `scoring_port`.
 
-    Without these two, the server at `port` is both: it completes or it scores, as it was started.
-    `model_name` is that of the reward model at its server. `scoring_tokenizer` and `pooling_type`
-    are `VLLMScoringClient`'s; `options` are more of `VLLMChatClient`'s.
+    Without these two, the server at `port` does either: it completes or it scores, as it was
+    started. `model_name` is the name of the reward model at its server. `scoring_tokenizer` and
+    `pooling_type` are arguments of `VLLMScoringClient`; `options` are further arguments of
+    `VLLMChatClient`.
     """
 
     _scoring: VLLMScoringClient | None = None
@@ -73,7 +75,7 @@ class VLLMClient(VLLMChatClient):
         return self._scoring
 
     def reads_ids_of(self, tokenizer: Any) -> bool:
-        """Whether ids of that tokenizer mean the same at the scoring server."""
+        """Whether token ids of this tokenizer mean the same at the scoring server."""
         return self.scoring.reads_ids_of(tokenizer)
 
     async def score(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:
@@ -113,7 +115,7 @@ class VLLMClient(VLLMChatClient):
         timeout_s: float = 600.0,
         version: str | int | None = None,
     ) -> str:
-        """`VLLMScoringClient.sync_reward_weights`. InferenceError for a client that was made for
+        """`VLLMScoringClient.sync_reward_weights`. Raises InferenceError for a client that is for
         inference only."""
         if not self.enable_weight_updates:
             raise InferenceError(
@@ -123,7 +125,7 @@ class VLLMClient(VLLMChatClient):
         return self.scoring.sync_reward_weights(params, training_mode=training_mode, timeout_s=timeout_s, version=version)
 
     def close_communicator(self) -> None:
-        """Give up what pushes weights to either server."""
+        """Close the connections over which weights are pushed to either server."""
         super().close_communicator()
         if self._scoring is not None:
             self._scoring.close_communicator()

@@ -1,16 +1,16 @@
-"""Scores from a reward model behind a stock vLLM server, started with `--runner pooling`.
+"""Scores from a reward model behind an unmodified vLLM server that was started with `--runner
+pooling`.
 
-`POST /classify` with `use_activation: false` gives the model's own number for a sequence, of text
-or of token ids, read at its last token. What the server does otherwise than one would think, seen
-on 0.32.0:
+`POST /classify` with `use_activation: false` returns the model's logit for a sequence, of text or
+of token ids, at its last token. Surprises of vLLM 0.32.0:
 
 - `/score` compares pairs of texts and takes no single sequence; `/pooling` gives the same number as
   `/classify`.
-- Without `use_activation` the number has gone through the logistic function, or not, as
-  `problem_type` in the model's configuration says. A name that is misspelt is ignored.
-- One sequence that is too long, empty or outside the vocabulary refuses the whole request (400).
+- Without `use_activation`, `problem_type` in the model's configuration decides whether the logistic
+  function is applied. A misspelt field is ignored.
+- One sequence that is too long, empty or outside the vocabulary makes the whole request fail (400).
 - Text gets special tokens unless `add_special_tokens` is false.
-- The prefix cache is on, and new weights do not empty it.
+- The prefix cache is on, and new weights do not reset it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,22 @@ import math
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
 from msgspec import Struct, field
 
 from ludic.errors import ConfigError, DataError, InferenceError, ServerError
 from ludic.inference.prompts.vocabulary import reads_same_ids
 from ludic.inference.publishing import Publisher
-from ludic.inference.reward_types import PoolingType, RewardModelTrainingMode, ScoringInput, ScoringRequest, ScoringResponse
+from ludic.inference.reward_types import (
+    PoolingType,
+    RewardModelTrainingMode,
+    ScoringInput,
+    ScoringRequest,
+    ScoringResponse,
+    check_one_label,
+)
 from ludic.inference.reward_weights import select_trained_weights
 from ludic.inference.servers.answers import ModelList, WeightInfo
+from ludic.inference.servers.calls import convert_answer
 from ludic.inference.servers.errors import has_no_path, may_pass
 from ludic.inference.servers.loop_thread import run_blocking
 from ludic.inference.servers.pool import Server, ServerPool
@@ -40,9 +47,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 REFUSED_STATUS = frozenset({400, 413, 422})
-"""The server will not score this input, however often it is asked."""
+"""Statuses of a server that will never score this input."""
 ANY_MODEL = "default"
-"""The name of a model that a server may call as it likes."""
+"""Stands for the model that the server serves, under any name."""
 
 
 class _Score(Struct):
@@ -56,7 +63,7 @@ class _Usage(Struct):
 
 
 class _Scores(Struct):
-    """What `/classify` answers."""
+    """An answer of `/classify`."""
 
     data: list[_Score]
     usage: _Usage = field(default_factory=_Usage)
@@ -69,12 +76,11 @@ class _Version(Struct):
 class VLLMScoringClient:
     """A reward model behind one or more vLLM servers, `http://host:port`.
 
-    A call takes at most `timeout_s`, all attempts included; failed connections and statuses that
-    ask to come again are tried up to `max_retries` times more, an engine that is gone is an
-    EngineDeadError at once. Of several servers each call goes to the one with the least to do; a
-    dead one is drained and its calls move. With `tokenizer`, the server's own, rollouts are scored
-    as the token ids that were sampled. `pooling_type` is what the server was started with: no
-    request can change it.
+    A call takes at most `timeout_s`, retries included. Failed connections and transient statuses
+    are retried up to `max_retries` times; a dead engine raises EngineDeadError at once. Of several
+    servers each call goes to the least busy one; a dead server is drained, and its calls move to
+    others. With `tokenizer`, the server's own, rollouts are scored as the token ids that were
+    sampled. `pooling_type` is that of the server, which no request can change.
     """
 
     def __init__(
@@ -101,37 +107,40 @@ class VLLMScoringClient:
         self._add_special_tokens = add_special_tokens
         self._publisher_settings = dict(publisher_settings or {})
         self._publishers: dict[bool, Publisher] = {}
-        """By whether they may leave weights out."""
+        """Key: whether a push may leave weights out."""
         self._version = 0
 
     def reads_ids_of(self, tokenizer: Any) -> bool:
-        """Whether ids of that tokenizer mean the same at the server."""
+        """Whether token ids of this tokenizer mean the same at the server."""
         return reads_same_ids(self.tokenizer, tokenizer)
 
     async def score(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:
-        """The scores of a request, and in the info the server's answers as `raw_response` and the
-        bodies sent as `used_args`.
+        """The scores of a request. The info has the server's answers as `raw_response` and the
+        request bodies as `used_args`.
 
-        Raises ConfigError for what this server cannot be asked, DataError for an input that it
-        refuses, TimeoutError after `timeout_s`, InferenceError for anything else that is no score.
+        Raises ConfigError for a request that this server cannot answer, DataError for an input that
+        it refuses, TimeoutError after `timeout_s`, and InferenceError for any other failure.
         """
         self._check(request)
-        numbers: dict[int, list[float]] = {}
+        logits: dict[int, list[float]] = {}
         answers, bodies, usages = [], [], []
         for positions in _by_kind(request.inputs):
             body = self._body(request, [request.inputs[position] for position in positions])
             answer = await self._call("/classify", dict[str, Any], body)
-            said = _scores(answer, self.url)
-            numbers.update(zip(positions, _numbers(said, len(positions), request.n_labels, self.url), strict=True))
-            usages.append(said.usage)
+            scored = convert_answer(answer, _Scores, self.url)
+            logits.update(zip(positions, _logits(scored, len(positions), request.n_labels, self.url), strict=True))
+            usages.append(scored.usage)
             answers.append(answer)
             bodies.append(body)
-        rows = [numbers[position] for position in range(len(request.inputs))]
+        rows = [logits[position] for position in range(len(request.inputs))]
         scores = [_normalized(row) for row in rows] if request.normalize else rows
         response = ScoringResponse(
             scores=[row[0] for row in scores] if request.n_labels == 1 else scores,
             model=str(answers[0].get("model", request.model)) if answers else request.model,
-            usage={name: sum(getattr(usage, name) for usage in usages) for name in ("prompt_tokens", "total_tokens")},
+            usage={
+                "prompt_tokens": sum(usage.prompt_tokens for usage in usages),
+                "total_tokens": sum(usage.total_tokens for usage in usages),
+            },
             metadata={"pooling_type": request.pooling_type.value, "normalize": request.normalize},
         )
         return response, {"raw_response": answers, "used_args": bodies}
@@ -144,20 +153,19 @@ class VLLMScoringClient:
         pooling_type: PoolingType | None = None,
         n_labels: int = 1,
     ) -> list[float]:
-        """[N] one score for each text or list of token ids."""
-        if n_labels != 1:
-            raise ConfigError(f"n_labels ({n_labels}) must be 1: a reward is one number; `score` gives several")
+        """[N] scores, one for each text or list of token ids."""
+        check_one_label(n_labels)
         pooling = self.pooling_type if pooling_type is None else pooling_type
         request = ScoringRequest.from_list(self.model, inputs, pooling_type=pooling, normalize=normalize)
         return (await self.score(request))[0].scores
 
     def score_sync(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:
-        """`score` for code that cannot await."""
+        """`score` for synchronous code."""
         return run_blocking(self._closing(self.score(request)))
 
     async def get_reward_model_version(self) -> int:
-        """The number of the weights last pushed; 0 before the first. InferenceError where the
-        server does not say."""
+        """The version of the weights, 0 before the first push. Raises InferenceError if the
+        server does not report it."""
         return version_number((await self._call("/weight_info", WeightInfo)).weight_version) or 0
 
     async def get_server_info(self, server: str = "scoring") -> dict[str, Any]:
@@ -174,7 +182,7 @@ class VLLMScoringClient:
 
     @property
     def server_urls(self) -> list[str]:
-        """Addresses of all servers."""
+        """The addresses of all servers."""
         return [server.url for server in self._pool.servers]
 
     def sync_reward_weights(
@@ -185,22 +193,22 @@ class VLLMScoringClient:
         timeout_s: float = 600.0,
         version: str | int | None = None,
     ) -> str:
-        """Replace the weights that `training_mode` changes, on all servers or on none; the version
-        now served.
+        """Replace the weights that `training_mode` changes, on all servers or on none. Returns the
+        version that is served now.
 
-        Exactly these are announced and sent. Without a version it is one more than the last. Raises
-        ConfigError where there are none, and what the publisher raises.
+        No other weights are announced or sent. The default version is the last plus one. Raises
+        ConfigError if there is no such weight, and the errors of the publisher.
         """
-        chosen = select_trained_weights(params, training_mode)
+        selected = select_trained_weights(params, training_mode)
         partial = RewardModelTrainingMode(training_mode) is not RewardModelTrainingMode.FULL
         if partial not in self._publishers:
             self._publishers[partial] = make_publisher(
                 self.server_urls, timeout_s=timeout_s, settings=self._publisher_settings, partial=partial
             )
-        committed = str(self._version + 1 if version is None else version)
-        self._publishers[partial].publish(chosen, version=committed)
-        self._version = version_number(committed) or self._version
-        return committed
+        new_version = str(self._version + 1 if version is None else version)
+        self._publishers[partial].publish(selected, version=new_version)
+        self._version = version_number(new_version) or self._version
+        return new_version
 
     def close_communicator(self) -> None:
         """Close the connections over which weights are pushed; the servers keep their weights."""
@@ -228,29 +236,29 @@ class VLLMScoringClient:
             )
 
     def _body(self, request: ScoringRequest, inputs: Sequence[ScoringInput]) -> dict[str, Any]:
-        """Every field is sent: the server ignores what it does not know, and has defaults of its
-        own."""
-        named = request.model if request.model != ANY_MODEL else self.model
+        """The JSON body. Every field is set: the server has defaults of its own, and ignores
+        unknown fields."""
+        model = request.model if request.model != ANY_MODEL else self.model
         return {
-            **({} if named == ANY_MODEL else {"model": named}),
+            **({} if model == ANY_MODEL else {"model": model}),
             "input": [each if isinstance(each, str) else list(each) for each in inputs],
             "use_activation": False,
             "add_special_tokens": self._add_special_tokens,
         }
 
     async def _call(self, path: str, kind: type[T], body: dict[str, Any] | None = None) -> T:
-        """What a live server answers, asked for as often as allowed."""
+        """The answer of a live server, with retries."""
 
         async def once(server: Server) -> T:
             try:
                 return (await (server.get(path) if body is None else server.post(path, body))).read(kind)
             except ServerError as error:
-                raise _in_our_words(error) from error
+                raise _translate_error(error) from error
 
         return await self._persistence.carry_out(lambda: self._pool.send(once), name=f"{self.url}{path}", again=may_pass)
 
     async def _probe(self, server: Server) -> None:
-        """One token scored, or the error that says why there is no score."""
+        """Score one token. Raises the error if there is no score."""
         await server.probe("/classify", {"input": [[0]], "use_activation": False})
 
     async def _closing(self, work: Coroutine[Any, Any, T]) -> T:
@@ -261,21 +269,17 @@ class VLLMScoringClient:
 
 
 def _by_kind(inputs: Sequence[ScoringInput]) -> list[list[int]]:
-    """Positions of the texts and of the lists of ids: a request has one kind."""
-    texts = [position for position, given in enumerate(inputs) if isinstance(given, str)]
-    ids = [position for position, given in enumerate(inputs) if not isinstance(given, str)]
+    """The positions of the texts and those of the token ids, as one request takes one kind.
+
+    `["a", (1, 2), "b"]` -> `[[0, 2], [1]]`.
+    """
+    texts = [position for position, value in enumerate(inputs) if isinstance(value, str)]
+    ids = [position for position, value in enumerate(inputs) if not isinstance(value, str)]
     return [positions for positions in (texts, ids) if positions]
 
 
-def _scores(answer: dict[str, Any], url: str) -> _Scores:
-    try:
-        return msgspec.convert(answer, _Scores)
-    except msgspec.ValidationError as error:
-        raise InferenceError(f"{url} answered {str(answer)[:200]}, which has no scores: {error}") from error
-
-
-def _numbers(answer: _Scores, expected: int, n_labels: int, url: str) -> list[list[float]]:
-    """[N][L] as the model gave them, in the order of the inputs."""
+def _logits(answer: _Scores, expected: int, n_labels: int, url: str) -> list[list[float]]:
+    """[N][L] logits in the order of the inputs."""
     if len(answer.data) != expected:
         raise InferenceError(f"{url} answered {len(answer.data)} scores to {expected} inputs; there must be one for each")
     rows: dict[int, list[float]] = {}
@@ -293,7 +297,7 @@ def _numbers(answer: _Scores, expected: int, n_labels: int, url: str) -> list[li
 
 
 def _normalized(row: Sequence[float]) -> list[float]:
-    """The logistic function of one number, the softmax of several."""
+    """The logistic function of one logit, or the softmax of several."""
     if len(row) == 1:
         z = math.exp(-abs(row[0]))
         return [1 / (1 + z) if row[0] >= 0 else z / (1 + z)]
@@ -302,9 +306,9 @@ def _normalized(row: Sequence[float]) -> list[float]:
     return [power / math.fsum(powers) for power in powers]
 
 
-def _in_our_words(error: ServerError) -> Exception:
-    """A refusal of the input is a DataError; a server that scores nothing is told from one that
-    has no such model."""
+def _translate_error(error: ServerError) -> Exception:
+    """The error for a failed call: DataError for a refused input, and a hint for a server without
+    the endpoint, which is another case than a server without the model."""
     if error.status in REFUSED_STATUS:
         return DataError(f"the input was refused: {error}")
     if has_no_path(error):
