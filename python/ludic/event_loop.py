@@ -1,5 +1,4 @@
-"""Coroutines from synchronous code, on one event loop that lasts, so that clients bound to it
-live from step to step."""
+"""Runs coroutines from synchronous code, and awaits what users' functions return."""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ T = TypeVar("T")
 
 
 class EventLoop:
-    """Runs coroutines one after another on a loop of its own, made when first needed and closed
-    with this object."""
+    """Runs coroutines one after another on one event loop, so that clients bound to it can be used
+    from step to step. The loop is made on first use and closed with this object."""
 
     def __init__(self) -> None:
         self._runner: asyncio.Runner | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, instead: str) -> T:
-        """Run to the end and return the result. Inside a running loop it is an error; `instead`
-        says what to await there."""
+        """Run the coroutine to its end and return its result. Raises RuntimeError inside a running
+        loop; `instead` is what to await there."""
         if _is_running():
             coroutine.close()
             raise RuntimeError(f"an event loop is running already, and a second cannot run inside it; use `await {instead}`")
@@ -32,7 +31,7 @@ class EventLoop:
 
 
 def _close(runner: asyncio.Runner) -> None:
-    if _is_running():  # collected while another loop runs: that one must not be entered
+    if _is_running():  # collected while another loop runs, inside which this one cannot be run to close
         runner.get_loop().close()
     else:
         runner.close()
@@ -46,7 +45,29 @@ def _is_running() -> bool:
     return True
 
 
-async def awaited(value: Any) -> Any:
-    """What a user's function gave, whether it is plain, a coroutine function, or returns
-    something to await."""
+async def await_if_needed(value: Any) -> Any:
+    """`value`, or its result if it is awaitable: what a user's plain or coroutine function
+    returned."""
     return await value if inspect.isawaitable(value) else value
+
+
+def is_being_cancelled() -> bool:
+    """Whether the current task was asked to stop and has not stopped yet; True outside a task."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
+    """Await all of `work`. A cancellation that arrives meanwhile is raised when `work` ends."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if not task.cancelled():
+        task.exception()  # retrieved, so that the loop does not report it if a cancellation is raised instead
+    if cancelled is not None:
+        raise cancelled
+    return task.result()

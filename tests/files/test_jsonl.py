@@ -3,12 +3,13 @@ left."""
 
 import json
 import os
+import re
 
 import pytest
 from hypothesis import given, strategies as st
 
 from ludic.errors import DataError
-from ludic.files.jsonl import end_last_line, read_jsonl
+from ludic.files.jsonl import append_jsonl, parse_object, read_jsonl, repair_last_line, write_jsonl
 
 objects = st.lists(st.dictionaries(st.text(max_size=3), st.text(max_size=200_000), max_size=2), max_size=4)
 
@@ -19,7 +20,7 @@ def test_wherever_a_file_was_torn_its_whole_lines_stay_and_the_next_is_readable(
     lines = [json.dumps(record).encode() + b"\n" for record in records]
     last = json.dumps({"the": "line that was being written"}).encode() + b"\n"
     path.write_bytes(b"".join(lines) + last[: min(torn, len(last) - 2)])  # never the closing brace
-    end_last_line(path)
+    repair_last_line(path)
     assert path.read_bytes() == b"".join(lines)
     with path.open("ab") as file:
         file.write(last)
@@ -29,22 +30,22 @@ def test_wherever_a_file_was_torn_its_whole_lines_stay_and_the_next_is_readable(
 def test_a_last_line_that_lacks_its_line_break_alone_is_kept(tmp_path):
     path = tmp_path / "records.jsonl"
     path.write_bytes(b'{"a": 1}\n{"b": 2}')
-    end_last_line(path)
+    repair_last_line(path)
     assert path.read_bytes() == b'{"a": 1}\n{"b": 2}\n'
 
 
 def test_what_is_cut_off_is_told(tmp_path, caplog):
     path = tmp_path / "records.jsonl"
     path.write_bytes(b'{"a": 1}\n{"b":')
-    end_last_line(path)
+    repair_last_line(path)
     assert f"{path} ends with 5 bytes of a line that was not written whole; they are cut off" in caplog.text
 
 
 def test_files_that_are_not_there_or_are_no_files_are_left_alone(tmp_path):
-    end_last_line(tmp_path / "nothing.jsonl")
+    repair_last_line(tmp_path / "nothing.jsonl")
     assert not (tmp_path / "nothing.jsonl").exists()
     os.mkfifo(tmp_path / "pipe")
-    end_last_line(tmp_path / "pipe")  # opening it would wait for a reader
+    repair_last_line(tmp_path / "pipe")  # opening it would wait for a reader
 
 
 def test_a_torn_line_is_an_error_where_it_is_read(tmp_path):
@@ -52,3 +53,34 @@ def test_a_torn_line_is_an_error_where_it_is_read(tmp_path):
     path.write_bytes(b'{"a": 1}\n{"b":')
     with pytest.raises(DataError, match=r"records\.jsonl:2 is not JSON"):
         list(read_jsonl(path))
+
+
+def test_records_are_written_and_appended_one_a_line(tmp_path):
+    path = tmp_path / "made" / "records.jsonl"
+    write_jsonl(path, [{"a": 1}, {"a": float("inf")}])
+    append_jsonl(path, [{"a": "ä\n"}])
+    assert path.read_text(encoding="utf-8") == '{"a":1}\n{"a":null}\n{"a":"ä\\n"}\n'
+    write_jsonl(path, [{"b": 2}])
+    assert [row for _, row in read_jsonl(path)] == [{"b": 2}]
+
+
+def test_what_is_appended_after_half_a_line_is_readable(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"b')
+    append_jsonl(path, [{"c": 3}])
+    assert [row for _, row in read_jsonl(path)] == [{"a": 1}, {"c": 3}]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": }', "line 7 is not JSON: Expecting value at column 7"),
+        ('{\n"a": }', "line 7 is not JSON: Expecting value at line 2, column 6"),
+        (b"\xff", "line 7 is not JSON"),
+        ("[" * 100_000, "line 7 is nested too deeply"),
+        ("[1]", "line 7 holds a list; every line must be one JSON object"),
+    ],
+)
+def test_what_is_no_object_is_refused_with_its_place(text, message):
+    with pytest.raises(DataError, match=re.escape(message)):
+        parse_object(text, "line 7")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from ludic.data.formats import Row
 from ludic.data.places import is_local
 from ludic.errors import DataError, MissingExtraError
+from ludic.files.jsonl import parse_json
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ def read_table(source: str, *, config: str | None = None, split: str = "train", 
 def _read_jsonl(name: str, path: Path, draw: Draw) -> Table:
     lines = [(number, line) for number, line in enumerate(_text(name, path).split("\n"), start=1) if line.strip()]
     drawn = [lines[index] for index in draw.of(len(lines))]
-    rows = [_object(_json(line, f"{name}, line {number}"), f"{name}, line {number}") for number, line in drawn]
+    rows = [_object(parse_json(line, f"{name}, line {number}"), f"{name}, line {number}") for number, line in drawn]
     return Table(name, "line", rows, [number for number, _ in drawn])
 
 
 def _read_json(name: str, path: Path, draw: Draw) -> Table:
-    content = _json(_text(name, path), name)
+    content = parse_json(_text(name, path), name)
     if not isinstance(content, list):
         raise DataError(f"{name} must hold a list of objects, not {type(content).__name__}; one object a line is .jsonl")
     drawn = draw.of(len(content))
@@ -178,16 +178,6 @@ def _text(name: str, path: Path) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise DataError(f"{name}, line {line} is not UTF-8: {error.reason} at byte {error.start}") from error
-
-
-def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise DataError(f"{where} is not JSON: {error.msg} at {place}") from error
-    except RecursionError as error:
-        raise DataError(f"{where} is nested too deeply") from error
 
 
 def _object(value: Any, where: str) -> Row:

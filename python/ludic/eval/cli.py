@@ -6,19 +6,17 @@ from __future__ import annotations
 import argparse
 import inspect
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 from ludic.agents import Agent
 from ludic.context import FullDialog
 from ludic.context.base import ContextStrategy
+from ludic.files.jsonl import write_jsonl as write_jsonl
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import Parser
 from ludic.training.rollouts.engine import EnvFactory, RolloutEngine
-from ludic.training.rollouts.log import write_json_lines
 
 PROTOCOL_KIND = "single_agent"
 READY_S = 600.0
@@ -97,11 +95,6 @@ def inference_spec_from_cli(args: argparse.Namespace) -> InferenceSpec:
     """Temperature and token limit as given; token ids come back, log-probabilities do not."""
     sampling = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     return InferenceSpec(sampling=sampling, return_=ReturnSpec.for_eval(return_token_ids=True))
-
-
-def write_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """One record a line; the folder is made, and a file that was there is replaced."""
-    write_json_lines(Path(path), records)
 
 
 def _context(make: ContextFactory, system_prompt: str | None) -> ContextStrategy:

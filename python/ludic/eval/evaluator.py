@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ludic.eval.core import Metrics, Record, RolloutGenerator, run_eval
-from ludic.event_loop import awaited
+from ludic.event_loop import await_if_needed
 from ludic.training.stats import Reducer
 from ludic.training.types import RequestsFn, RolloutRequest
 
@@ -53,7 +53,7 @@ class EngineEvaluator:
         """As `run_eval`; what is given here goes before the evaluator's own."""
         return await run_eval(
             engine=self.engine,
-            requests=await awaited(self.requests_fn()) if requests is None else requests,
+            requests=await await_if_needed(self.requests_fn()) if requests is None else requests,
             reducers=self.reducers if reducers is None else reducers,
             max_steps=self.max_steps if max_steps is None else max_steps,
             timeout_s=self.timeout_s if timeout_s is None else timeout_s,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from ludic.errors import ConfigError
 from ludic.eval.core import Metrics, Record, RolloutGenerator, reduced_records
 from ludic.eval.tally import PROBLEM_KEY, SAMPLE_KEY, Measurement, RolloutValue, measure
-from ludic.event_loop import awaited
+from ludic.event_loop import await_if_needed
 from ludic.seeds import derived_seed
 from ludic.training.stats import Reducer
 from ludic.training.types import RequestsFn, RolloutRequest
@@ -54,7 +54,7 @@ class ProblemEvaluator:
 
     async def play(self) -> tuple[list[Rollout], Measurement]:
         """The same, with the rollouts that were counted."""
-        return await self._play(await awaited(self.requests_fn()), self.max_steps, self.timeout_s, self.concurrency)
+        return await self._play(await await_if_needed(self.requests_fn()), self.max_steps, self.timeout_s, self.concurrency)
 
     async def eval(
         self,
@@ -67,7 +67,7 @@ class ProblemEvaluator:
     ) -> tuple[list[Record], Metrics]:
         """(a record a step, the measurement's metrics and those of the reducers)."""
         rollouts, measurement = await self._play(
-            await awaited(self.requests_fn()) if requests is None else requests,
+            await await_if_needed(self.requests_fn()) if requests is None else requests,
             self.max_steps if max_steps is None else max_steps,
             self.timeout_s if timeout_s is None else timeout_s,
             self.concurrency if concurrency is None else concurrency,

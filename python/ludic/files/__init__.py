@@ -1,1 +1,1 @@
-"""Files that are read and written: JSON lines, and folders that appear whole or not at all."""
+"""Files: JSON values and lines, and text, JSON and folders that are written whole or not at all."""

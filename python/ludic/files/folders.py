@@ -1,7 +1,7 @@
-"""Folders that appear whole or not at all, and go at once.
+"""Folders that are written whole or not at all, and deleted at once.
 
-A folder is written beside its place, flushed to disk and renamed. One that goes is renamed first,
-so that half of it never stands under its name. What a killed process left lies beside it under a
+A new folder is written beside its place, flushed to disk and renamed. A folder to delete is renamed
+first, so that half of it never stands under its name. What a killed process leaves behind has a
 name that begins with `.unfinished_`.
 """
 
@@ -17,43 +17,43 @@ UNFINISHED = ".unfinished_"
 
 
 @contextmanager
-def written_aside(target: Path) -> Iterator[Path]:
-    """A new folder beside `target` that takes its place at the end; one that is there is
-    replaced. An error leaves `target` as it was."""
+def replace_folder(target: Path) -> Iterator[Path]:
+    """A new folder beside `target`, which takes its place when the block ends; an existing `target`
+    is deleted. An error leaves `target` as it was."""
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f"{UNFINISHED}{target.name}")
     _erase(aside)
     aside.mkdir()
     try:
         yield aside
-        flush(aside)
-        replaced = _out_of_the_way(target)
+        _flush(aside)
+        replaced = _move_aside(target)
         os.replace(aside, target)
     except Exception:
         _erase(aside)
         raise
-    flush(target.parent)
+    _flush(target.parent)
     _erase(replaced)
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete `folder` if it is there. Of a link the link goes, and what it points at stays."""
-    _erase(_out_of_the_way(folder))
+    """Delete `folder` if it exists. Of a link, only the link is deleted."""
+    _erase(_move_aside(folder))
 
 
 def clear_unfinished(parent: Path) -> None:
-    """Delete what a killed process left in `parent`."""
+    """Delete what killed processes left in `parent`."""
     for leftover in parent.glob(f"{UNFINISHED}*"):
         _erase(leftover)
 
 
-def _out_of_the_way(folder: Path) -> Path:
-    """Where `folder` now is, if it was there."""
-    going = folder.with_name(f"{UNFINISHED}going_{folder.name}")
-    _erase(going)
+def _move_aside(folder: Path) -> Path:
+    """Rename `folder`, if it exists, and return its new path."""
+    aside = folder.with_name(f"{UNFINISHED}going_{folder.name}")
+    _erase(aside)
     if folder.is_symlink() or folder.exists():
-        os.replace(folder, going)
-    return going
+        os.replace(folder, aside)
+    return aside
 
 
 def _erase(path: Path) -> None:
@@ -63,8 +63,8 @@ def _erase(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def flush(folder: Path) -> None:
-    """Bring the folder and the files in it to disk, so that a rename never comes before its
+def _flush(folder: Path) -> None:
+    """Write the folder and the files in it to disk, so that no rename becomes durable before its
     content."""
     for path in [*(entry for entry in folder.iterdir() if entry.is_file()), folder]:
         handle = os.open(path, os.O_RDONLY)

@@ -1,58 +1,94 @@
-"""Files of JSON, one object a line."""
+"""Reads and writes files of JSON lines: one object per line.
+
+A process that is killed while it appends leaves half a line. Whoever appends next cuts it off
+first, so that every complete line stays readable.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ludic.errors import DataError
+from ludic.files.json_values import encode_lines
 
 logger = logging.getLogger(__name__)
 
 _BLOCK = 1 << 16
+"""Bytes read at once while looking for the last line break."""
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(`file:line`, object) of every line that is not blank. Raises DataError for a file that is
-    not there, or a line that is no object."""
+    """(`file:line`, object) of every line that is not blank. Raises DataError if the file does not
+    exist, and for a line that is not a JSON object."""
     path = Path(path).expanduser()
     if not path.is_file():
         raise DataError(f"data file {path} does not exist")
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield f"{path}:{number}", _object(line, f"{path}:{number}")
+                yield f"{path}:{number}", parse_object(line, f"{path}:{number}")
 
 
-def _object(line: bytes, where: str) -> dict[str, Any]:
+def write_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """One record per line. Makes the folder and replaces the file; `encode_lines` says how values
+    that JSON cannot express are written."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.writelines(encode_lines(map(dict, records)))
+
+
+def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Append one record per line, after `repair_last_line`. Nothing is written unless all records
+    could be encoded."""
+    lines = b"".join(encode_lines(records))
+    repair_last_line(path)
+    with path.open("ab") as file:
+        file.write(lines)
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+    """The JSON value of a text. Raises DataError, naming `where` and the position of the fault."""
     try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        position = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise DataError(f"{where} is not JSON: {error.msg} at {position}") from error
+    except UnicodeDecodeError as error:
         raise DataError(f"{where} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise DataError(f"{where} is nested too deeply") from error
+
+
+def parse_object(line: str | bytes, where: str) -> dict[str, Any]:
+    """The JSON object of a line. Raises DataError, naming `where`, for anything else."""
+    row = parse_json(line, where)
     if not isinstance(row, dict):
         raise DataError(f"{where} holds a {type(row).__name__}; every line must be one JSON object")
     return row
 
 
-def end_last_line(path: Path) -> None:
-    """Make a file end with a whole line, so that what is appended begins on its own.
+def repair_last_line(path: Path) -> None:
+    """Make a file end with a complete line, so that appended text starts on a new one.
 
-    A last line without its line break is what a process that was killed has written of it: it is
-    cut off, with a warning, unless it is a whole object. What is no ordinary file, such as a pipe,
-    is left alone.
+    A last line without a line break is what a killed process had written of it. It gets its line
+    break if it is a complete object; otherwise it is cut off, with a warning. Example:
+    `{"a": 1}\\n{"b"` becomes `{"a": 1}\\n`. A missing file is left alone, as is anything that is not
+    a regular file, such as a pipe.
     """
     if not path.is_file() or path.stat().st_size == 0:
         return
     with path.open("r+b") as file:
-        start, last = _last_line(file)
+        start, last = _read_last_line(file)
         if last == b"":
             return
         try:
-            _object(last, "the last line")
+            parse_object(last, "the last line")
         except DataError:
             logger.warning("%s ends with %d bytes of a line that was not written whole; they are cut off", path, len(last))
             file.truncate(start)
@@ -61,17 +97,21 @@ def end_last_line(path: Path) -> None:
             file.write(b"\n")
 
 
-def _last_line(file: BinaryIO) -> tuple[int, bytes]:
-    """What follows the last line break, and where it begins."""
+def _read_last_line(file: BinaryIO) -> tuple[int, bytes]:
+    """Where the text behind the last line break begins, and that text.
+
+    Reads backwards: first one byte, since most files end with a line break, then blocks. Example:
+    `a\\nbc` is read as `c`, then as the whole; its break is at 1, so the result is (2, `bc`).
+    """
     start = file.seek(0, os.SEEK_END)
-    tail, step = b"", 1  # most files end with their line break
+    tail, step = b"", 1
     while start > 0:
         step = min(step, start)
         start -= step
         file.seek(start)
         tail = file.read(step) + tail
-        found = tail.rfind(b"\n")
-        if found >= 0:
-            return start + found + 1, tail[found + 1 :]
+        line_break = tail.rfind(b"\n")
+        if line_break >= 0:
+            return start + line_break + 1, tail[line_break + 1 :]
         step = max(_BLOCK, len(tail))
     return 0, tail

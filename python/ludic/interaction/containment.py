@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from ludic.errors import RolloutError
+from ludic.event_loop import is_being_cancelled
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ async def _settled(work: Coroutine[Any, Any, T], what: str) -> tuple[T | None, E
     except KeyboardInterrupt:
         raise
     except asyncio.CancelledError as cancelled:
-        if _is_being_cancelled():
+        if is_being_cancelled():
             raise
         return None, _caused(RolloutError(f"something that {what} waited for was cancelled"), cancelled)
     except Exception as error:
@@ -70,11 +71,6 @@ async def _settled(work: Coroutine[Any, Any, T], what: str) -> tuple[T | None, E
 def _caused(error: Exception, cause: BaseException) -> Exception:
     error.__cause__ = cause
     return error
-
-
-def _is_being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
 
 
 async def _stop(task: asyncio.Task[Any], what: str) -> None:

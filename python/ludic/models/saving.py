@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ludic.files.folders import written_aside
+from ludic.files.folders import replace_folder
 from ludic.models.adapters import has_adapters
 from ludic.models.loading import find_whole_model
 from ludic.models.lora import save_adapter, save_merged
@@ -18,7 +18,7 @@ def save_policy(model: Any, tokenizer: Any, folder: Path, *, base: str | None = 
     """Write model and tokenizer. Adapters are merged in `folder`, and are written alone to
     `adapter` beside it; they name `base` as what they adapt, or without it the folder `base` beside
     them."""
-    with written_aside(folder) as aside:
+    with replace_folder(folder) as aside:
         tokenizer.save_pretrained(aside)
         if has_adapters(model):
             save_merged(model, aside)
@@ -26,7 +26,7 @@ def save_policy(model: Any, tokenizer: Any, folder: Path, *, base: str | None = 
             model.save_pretrained(aside)
     if has_adapters(model):
         model.peft_config["default"].base_model_name_or_path = base or str(base_beside(folder).resolve())
-        with written_aside(adapter_beside(folder)) as aside:
+        with replace_folder(adapter_beside(folder)) as aside:
             save_adapter(model, aside)
             tokenizer.save_pretrained(aside)
 
@@ -39,5 +39,5 @@ def save_missing_base(model: Any, source: str | None, folder: Path) -> None:
     nothing, and the merged weights are those of the base.
     """
     if has_adapters(model) and find_whole_model(source) is None and not holds_whole_weights(folder):
-        with written_aside(folder) as aside:
+        with replace_folder(folder) as aside:
             save_merged(model, aside)

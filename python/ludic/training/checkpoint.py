@@ -28,7 +28,7 @@ from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import read_json, write_json
-from ludic.files.folders import clear_unfinished, delete_folder, written_aside
+from ludic.files.folders import clear_unfinished, delete_folder, replace_folder
 from ludic.models.state_files import read_model, read_optimizer_if_stored, write_model, write_optimizer
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
@@ -138,7 +138,7 @@ class CheckpointManager:
         if ranks.rank() != 0:
             yield None
             return
-        with written_aside(target) as aside:
+        with replace_folder(target) as aside:
             yield aside
         write_json(self.root / "latest.json", {"last_checkpoint": target.name, "step": _step_of(target)})
         self._prune(target)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ludic.errors import ConfigError, DataError, GradingError
-from ludic.event_loop import awaited
+from ludic.event_loop import await_if_needed
 from ludic.inference.reward_types import ScoringInput
 from ludic.training.reward_credit import CombineMode, check_mode, score_of, shares
 from ludic.training.types import RolloutScorer
@@ -119,7 +119,7 @@ class RewardModelScorer:
         try:
             async with asyncio.timeout(self.timeout_s):
                 given = [each if isinstance(each, str) else list(each) for each in inputs]
-                scores = await awaited(self.client.score_batch(given, normalize=self.normalize))
+                scores = await await_if_needed(self.client.score_batch(given, normalize=self.normalize))
             return _checked(scores, len(inputs))
         except DataError as error:
             if len(inputs) == 1:

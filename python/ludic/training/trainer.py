@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError, EmptyBatchError, RequestsExhausted, StopRequested
-from ludic.event_loop import EventLoop, awaited
+from ludic.event_loop import EventLoop, await_if_needed
 from ludic.inference.publishing import Publisher, as_publisher
 from ludic.models.lora import LoraSettings, apply_lora
 from ludic.models.published import ParamFilter
@@ -208,7 +208,7 @@ class Trainer:
                     return
                 raise
             if log_fn is not None and self._step % log_every == 0:
-                await awaited(log_fn(stats))
+                await await_if_needed(log_fn(stats))
 
     async def _evaluated_enough(self, log_fn: LogFn | None) -> bool:
         """Evaluate if it is time and this step has not been; whether training is to stop."""
@@ -334,7 +334,7 @@ class Trainer:
                 batch = SAWBatch([item for item in given.items if not self._is_stale(item.meta)], given.meta)
                 fetched, stale = fetched + len(given.items), stale + len(given.items) - len(batch.items)
                 if self.algo.preprocess is not None and batch.items:
-                    batch = await awaited(self.algo.preprocess(batch))
+                    batch = await await_if_needed(self.algo.preprocess(batch))
                 macro = self._ingest(batch.items)
             if macro.items:
                 self._signal.look(macro.items)
@@ -420,7 +420,7 @@ class Trainer:
         publisher.expect_change(self._gradient_came)
         self._gradient_came = False
         push = functools.partial(publisher.publish, weights, version=self._step)
-        await awaited(await asyncio.to_thread(push) if self._source.overlaps else push())
+        await await_if_needed(await asyncio.to_thread(push) if self._source.overlaps else push())
 
     def _checkpoint(self) -> None:
         """After the line of its step, so that no step is in a checkpoint and not in the log. Its
@@ -504,7 +504,7 @@ class Trainer:
             self.last_eval = {f"eval/{name}": value for name, value in metrics.items()} | {"eval/step": float(self._step)}
             self._log(self.last_eval)
             if log_fn is not None and ranks.rank() == 0:
-                await awaited(log_fn(self.last_eval))
+                await await_if_needed(log_fn(self.last_eval))
         ranks.barrier()
         return {"records": records, "metrics": metrics}
 

@@ -170,7 +170,7 @@ def counts(batch):
         (request("exits_instead"), "raised SystemExit: no licence"),
         (request("unshowable"), "NoMessageError, whose message cannot be shown"),
         (request(played_by="no_info"), "GarbageError: the info of step 0 is of type NoneType; it must be a dict"),
-        (request(played_by="same_numbers"), r"GarbageError: the steps of a rollout are numbered \[0, 0\]"),
+        (request(played_by="same_numbers"), r"GarbageError: the steps of a rollout have the indices \[0, 0\]"),
     ],
 )
 def test_a_broken_episode_is_counted_and_the_others_are_played(broken, cause):

@@ -9,7 +9,7 @@ from typing import Any
 from ludic.errors import ConfigError
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.source import BatchSourceBase
-from ludic.training.rollouts.engine import RolloutEngine, credit_of
+from ludic.training.rollouts.engine import RolloutEngine, select_credit_assigner
 from ludic.training.types import CreditAssigner, RequestsFn, SampleFilter, SAWBatch
 
 
@@ -48,7 +48,7 @@ class RolloutBatchSource(BatchSourceBase):
     ) -> None:
         self.engine: RolloutEngine = _one(orchestrator, engine, "orchestrator", "engine")
         self.requests_fn: RequestsFn = _one(requests_fn, request_fn, "requests_fn", "request_fn")
-        self.credit_assigner = credit_of(algorithm, credit_assigner)
+        self.credit_assigner = select_credit_assigner(algorithm, credit_assigner)
         self.max_steps = max_steps
         self.timeout_s = timeout_s
         self.concurrency = concurrency

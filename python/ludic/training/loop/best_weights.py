@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.files.atomic import read_json, write_json
-from ludic.files.folders import written_aside
+from ludic.files.folders import replace_folder
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
 
@@ -33,7 +33,7 @@ class BestWeights:
         if self.folder is None:
             self._in_memory = step, self._backend.snapshot_weights().wait()
         elif ranks.rank() == 0:
-            with written_aside(self.folder) as aside:
+            with replace_folder(self.folder) as aside:
                 self._backend.save(aside, optimizer=False).wait()
                 write_json(aside / "best.json", {"step": step})
         else:

@@ -1,4 +1,4 @@
-"""What an episode must have given to count as played."""
+"""Checks what a protocol returned for an episode."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ludic.types import Rollout, Step, TokenTrace
 
 
 class GarbageError(RolloutError, DataError):
-    """An episode ended and gave what is no rollout; it counts as failed."""
+    """An episode ended without valid rollouts; it counts as failed."""
 
 
-def check_rollouts(given: Any) -> list[Rollout]:
-    """The rollouts of one episode. Raises GarbageError for anything else than rollouts of text
-    with finite rewards."""
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise GarbageError(f"the protocol returned {type(given).__name__} (TypeError); it must return a list of Rollout")
-    for rollout in given:
+def check_rollouts(returned: Any) -> list[Rollout]:
+    """The rollouts of one episode. Raises GarbageError unless they are rollouts with text and
+    finite rewards."""
+    if not isinstance(returned, Sequence) or isinstance(returned, str):
+        raise GarbageError(f"the protocol returned {type(returned).__name__} (TypeError); it must return a list of Rollout")
+    for rollout in returned:
         if not isinstance(rollout, Rollout):
             raise GarbageError(f"the protocol returned a list that holds {type(rollout).__name__}; it must hold Rollout")
         _check_rollout(rollout)
-    return list(given)
+    return list(returned)
 
 
 def _check_rollout(rollout: Rollout) -> None:
@@ -33,10 +33,10 @@ def _check_rollout(rollout: Rollout) -> None:
     for step in rollout.steps:
         _check_type(step, Step, "a step of a rollout")
         _check_step(step)
-    numbers = [step.index for step in rollout.steps]
-    if len(set(numbers)) < len(numbers):
+    indices = [step.index for step in rollout.steps]
+    if len(set(indices)) < len(indices):
         raise GarbageError(
-            f"the steps of a rollout are numbered {numbers}; each needs a number of its own, by which it gets its credit"
+            f"the steps of a rollout have the indices {indices}; each needs its own, since credit is given by index"
         )
 
 
@@ -50,10 +50,12 @@ def _check_step(step: Step) -> None:
     _check_type(step.info, dict, f"the info of step {step.index}")
     if step.trace is not None:
         _check_type(step.trace, TokenTrace, f"the trace of step {step.index}")
-    for name in ("prev_obs", "action", "next_obs"):
-        value = getattr(step, name)
-        if not isinstance(value, str) and (name, value) != ("next_obs", None):
-            raise GarbageError(f"{name} of step {step.index} is of type {type(value).__name__}; it must be text")
+    texts: dict[str, object] = {"prev_obs": step.prev_obs, "action": step.action}
+    if step.next_obs is not None:
+        texts["next_obs"] = step.next_obs
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise GarbageError(f"{name} of step {step.index} is of type {type(text).__name__}; it must be text")
     if not _is_finite_number(step.reward):
         raise GarbageError(f"the reward of step {step.index} is {step.reward!r}; it must be a finite number")
     logps = None if step.trace is None else step.trace.completion_logprobs
@@ -62,7 +64,7 @@ def _check_step(step: Step) -> None:
 
 
 def _is_finite_number(value: Any) -> bool:
-    """Numbers of numpy and torch are numbers; text that spells one is not."""
+    """Whether `value` is a finite number, of Python, numpy or torch; text never is."""
     try:
         return math.isfinite(0.0 + value)
     except (TypeError, ValueError):

@@ -1,23 +1,23 @@
-"""Plays episodes: many at once, each with an environment and a protocol of its own."""
+"""Plays episodes concurrently, each with its own environment and protocol."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, DataError
+from ludic.event_loop import await_if_needed, is_being_cancelled, run_to_completion
 from ludic.inference.current_episode import new_episode
 from ludic.inference.request import ReturnSpec
 from ludic.interaction.base import InteractionProtocol
 from ludic.interaction.containment import contained, message_of
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.rollouts.check import GarbageError, check_rollouts
-from ludic.training.rollouts.episodes import Episode, count_episodes, without_failed_groups
+from ludic.training.rollouts.episodes import Episode, count_episodes, drop_failed_groups, group_episodes
 from ludic.training.rollouts.log import append_rollouts
 from ludic.training.rollouts.played import PlayedRollouts, RolloutCounts, ran_out_of_steps
 from ludic.training.rollouts.to_samples import batch_from_rollouts, trace_of
@@ -35,29 +35,29 @@ CLOSE_TIMEOUT_S = 30.0
 class RolloutEngine:
     """Plays requests with the environments and protocols of its registries (kind -> factory).
 
-    An episode that raises, times out or gives what is no rollout is played again, with a fresh
-    environment, up to `max_retries` times. If it still fails, its whole group is left out, counted
-    and logged with the error: a batch is never lost to one episode, and a failure is never a
-    reward. The other members of such a group are cancelled, unless `cancel_siblings` is off; every
-    episode is then played, and every failure is found. If nothing is left, RolloutError names the
-    first cause.
+    **Failures.** An episode that raises, times out or returns something other than rollouts is
+    played again in a new environment, up to `max_retries` times. If it still fails, its whole group
+    is dropped, counted, and logged with the error: one episode never loses a batch, and a failure
+    never counts as a reward. The other members of the group are cancelled; with
+    `cancel_siblings=False` they are played to the end, so that every failure is reported. If no
+    group is left, RolloutError names the first cause.
 
-    Whatever an environment, an agent or a protocol raises is such a failure, SystemExit and every
-    BaseException among it, but KeyboardInterrupt, which ends the run. Not contained is what no
-    Python code can contain: the end of the process, and what tasks and threads raise that an
-    environment starts itself.
+    Anything that an environment, agent or protocol raises is such a failure, including SystemExit
+    and every BaseException except KeyboardInterrupt, which ends the run. The engine cannot contain
+    the end of the process, nor errors of tasks and threads that an environment starts itself.
 
-    `episode_timeout_s` bounds a whole episode, environment included; the `timeout_s` of a call
-    bounds each model call. An environment that blocks the event loop cannot be interrupted; one
-    that swallows its cancellation is given `STOP_TIMEOUT_S`, and then closed by force
-    (`interaction.containment`). One that has `close` is closed in any case, and is given time for
-    it.
+    **Deadlines.** `episode_timeout_s` bounds a whole episode, including its environment; the
+    `timeout_s` of a call bounds each model call. An environment that blocks the event loop cannot
+    be interrupted. One that swallows its cancellation is closed by force after `STOP_TIMEOUT_S`
+    (`interaction.containment`). An environment with a `close` method is always closed, within
+    `CLOSE_TIMEOUT_S`.
 
-    `scorer` sees the rollouts of a call before credit is given, once and all together, and adds to
-    their rewards. A rollout that it cannot reward is a failed episode; it is not played again.
+    **Scoring.** `scorer` gets all rollouts of a call once, before credit is assigned, and adds to
+    their rewards. An episode with a rollout that it cannot reward has failed; it is not played
+    again.
 
-    `jsonl_path`: every rollout is appended there, token traces included. `on_episode` is called
-    when an episode is over, however it ended.
+    `jsonl_path`: every rollout is appended to this file, with its token traces. `on_episode` is
+    called when an episode is over, however it ended.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class RolloutEngine:
         self._on_episode = on_episode
         self._scorer = scorer
         self._episodes = 0
-        self._told_of_max_steps = False
+        self._warned_of_max_steps = False
         self.totals = RolloutCounts()
-        """What happened to the episodes of all calls so far."""
+        """Outcomes of the episodes of all calls so far."""
         if self._jsonl_path is not None:
             self._jsonl_path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -98,10 +98,10 @@ class RolloutEngine:
         concurrency: int = 8,
         timeout_s: float | None = None,
     ) -> PlayedRollouts:
-        """Play `num_episodes` of every request, at most `concurrency` at once; rollouts in the
-        order of the requests.
+        """Play `num_episodes` episodes of every request, at most `concurrency` at once. Rollouts
+        are in the order of the requests.
 
-        Seeds that a request leaves open are the episode's number since the engine was made, so that
+        A seed that a request leaves open is the episode's number since the engine was made, so that
         no batch repeats another.
         """
         return await self._play_all(requests, max_steps, timeout_s, concurrency)
@@ -118,17 +118,19 @@ class RolloutEngine:
         concurrency: int = 8,
     ) -> SAWBatch:
         """Play the requests and make one sample of each step, with the credit of
-        `credit_assigner` or of `algorithm`."""
-        assigner = credit_of(algorithm, credit_assigner)
-        rollouts = await self._play_all(requests, max_steps, timeout_s, concurrency, trained=True)
+        `credit_assigner`, or else of `algorithm`."""
+        assigner = select_credit_assigner(algorithm, credit_assigner)
+        rollouts = await self._play_all(requests, max_steps, timeout_s, concurrency, for_training=True)
         batch = batch_from_rollouts(rollouts, assigner, sample_filter)
         batch.meta.update(vars(rollouts.counts), target_rollouts=rollouts.num_requested)
         return batch
 
     def state_dict(self) -> dict[str, int]:
+        """The number of episodes begun so far, which open seeds are drawn from."""
         return {"episodes": self._episodes}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue the count of episodes from `state`."""
         self._episodes = int(state["episodes"])
 
     async def _play_all(
@@ -138,34 +140,33 @@ class RolloutEngine:
         timeout_s: float | None,
         concurrency: int,
         *,
-        trained: bool = False,
+        for_training: bool = False,
     ) -> PlayedRollouts:
         episodes = self._expand(requests)
-        groups: dict[object, list[Episode]] = {}
-        for episode in episodes:
-            groups.setdefault(episode.group, []).append(episode)
+        groups = group_episodes(episodes)
         gate = asyncio.Semaphore(max(1, concurrency))
         async with asyncio.TaskGroup() as tasks:
             for episode in episodes:
                 siblings = groups[episode.group]
                 episode.task = tasks.create_task(self._play(episode, siblings, gate, max_steps, timeout_s))
-                episode.task.add_done_callback(self._tell)
-        if trained:
-            _check_traces(episodes)
+                episode.task.add_done_callback(self._report_episode)
+        if for_training:
+            _fail_untrainable(episodes)
         if self._scorer is not None:
-            await _score(self._scorer, episodes)
+            await _score_episodes(self._scorer, episodes)
         counts = count_episodes(episodes)
         self.totals += counts
-        played = without_failed_groups(episodes, counts)
-        self._tell_of_max_steps(played, max_steps)
+        played = drop_failed_groups(episodes, counts)
+        self._warn_of_max_steps(played, max_steps)
         if self._jsonl_path is not None and played:
             await asyncio.to_thread(append_rollouts, self._jsonl_path, played)
         return played
 
-    def _tell_of_max_steps(self, played: PlayedRollouts, max_steps: int) -> None:
-        """Once: a limit that no episode fits into is more likely forgotten than meant."""
-        if not self._told_of_max_steps and ran_out_of_steps(played):
-            self._told_of_max_steps = True
+    def _warn_of_max_steps(self, played: PlayedRollouts, max_steps: int) -> None:
+        """Warn once if no episode fits into `max_steps`: the limit was more likely forgotten than
+        intended."""
+        if not self._warned_of_max_steps and ran_out_of_steps(played):
+            self._warned_of_max_steps = True
             logger.warning(
                 "all %d episodes were cut after max_steps (%d), and none had been ended by its environment (%s); raise max_steps if "
                 "episodes have more turns",
@@ -174,22 +175,25 @@ class RolloutEngine:
                 played[0].meta.get("env_name", "of its own"),
             )
 
-    def _tell(self, _task: asyncio.Task[None]) -> None:
+    def _report_episode(self, _task: asyncio.Task[None]) -> None:
         if self._on_episode is not None:
             self._on_episode()
 
     def _expand(self, requests: Sequence[RolloutRequest]) -> list[Episode]:
-        for request in requests:  # a name that is wrong is wrong for every episode: say so before any is played
-            _factory(self._protocols, request.protocol.kind, "protocol")
-            _factory(self._envs, request.env.kind, "env")
-        wanted = [request for request in requests for _ in range(request.num_episodes)]
-        episodes = [Episode(self._episodes + i, request) for i, request in enumerate(wanted)]
+        """The episodes of the requests, numbered on from the last call. Example: after 5 episodes,
+        requests a (2 episodes) and b (1) give episodes 5 and 6 of a and 7 of b."""
+        for request in requests:  # an unknown name fails before any episode is played
+            _look_up(self._protocols, request.protocol.kind, "protocol")
+            _look_up(self._envs, request.env.kind, "env")
+        per_episode = [request for request in requests for _ in range(request.num_episodes)]
+        episodes = [Episode(self._episodes + i, request) for i, request in enumerate(per_episode)]
         self._episodes += len(episodes)
         return episodes
 
     async def _play(
         self, episode: Episode, siblings: Sequence[Episode], gate: asyncio.Semaphore, max_steps: int, timeout_s: float | None
     ) -> None:
+        """Play an episode, again if it fails; fill in its `rollouts` or its `error`."""
         async with gate:
             while True:
                 try:
@@ -197,7 +201,7 @@ class RolloutEngine:
                         episode.rollouts = await self._play_once(episode, max_steps, timeout_s)
                     return
                 except Exception as error:
-                    if _is_being_cancelled():  # and something on the way made another error of it
+                    if is_being_cancelled():  # the code that ran turned the cancellation into another error
                         raise asyncio.CancelledError from error
                     if episode.retries == self._max_retries:
                         episode.error = error
@@ -205,27 +209,27 @@ class RolloutEngine:
                     episode.retries += 1
                     logger.info("episode %d failed with %s; playing it again", episode.index, message_of(error))
         if self._cancel_siblings:
-            _cancel(siblings)
+            _cancel_unfinished(siblings)
 
     async def _play_once(self, episode: Episode, max_steps: int, timeout_s: float | None) -> list[Rollout]:
-        made: list[Any] = []
+        envs: list[Any] = []
         what = f"episode {episode.index} ({episode.request.env.kind})"
         try:
-            return await contained(self._run(episode, made, max_steps, timeout_s), what=what, timeout_s=self._episode_timeout_s)
+            return await contained(self._run(episode, envs, max_steps, timeout_s), what=what, timeout_s=self._episode_timeout_s)
         finally:
-            for env in made:
+            for env in envs:
                 await _close(env)
 
-    async def _run(self, episode: Episode, made: list[Any], max_steps: int, timeout_s: float | None) -> list[Rollout]:
-        """All that is not ours of an episode. The environment is put into `made`, for who has to
-        close it."""
+    async def _run(self, episode: Episode, envs: list[Any], max_steps: int, timeout_s: float | None) -> list[Rollout]:
+        """The part of an episode that runs users' code. The environment is put into `envs`, so that
+        the caller closes it however this ends."""
         request = episode.request
-        protocol = _factory(self._protocols, request.protocol.kind, "protocol")(**request.protocol.kwargs)
-        env = _factory(self._envs, request.env.kind, "env")(**request.env.kwargs)
-        made.append(env)
+        protocol = _look_up(self._protocols, request.protocol.kind, "protocol")(**request.protocol.kwargs)
+        env = _look_up(self._envs, request.env.kind, "env")(**request.env.kwargs)
+        envs.append(env)
         env_seed = episode.index if request.env_seed is None else request.env_seed
         sampling_seed = episode.index if request.sampling_seed is None else request.sampling_seed
-        given = await protocol.run(
+        returned = await protocol.run(
             env=env,
             max_steps=max_steps,
             env_seed=env_seed,
@@ -233,15 +237,15 @@ class RolloutEngine:
             inference=request.inference,
             timeout_s=timeout_s,
         )
-        rollouts = check_rollouts(given)
+        rollouts = check_rollouts(returned)
         facts = _engine_facts(request, max_steps, timeout_s, env_seed, sampling_seed)
         for rollout in rollouts:
-            _describe(rollout, episode, facts)
+            _add_meta(rollout, episode, facts)
         return rollouts
 
 
-def credit_of(algorithm: RLAlgorithm | None, credit_assigner: CreditAssigner | None) -> CreditAssigner:
-    """The credit assigner given, or that of the algorithm."""
+def select_credit_assigner(algorithm: RLAlgorithm | None, credit_assigner: CreditAssigner | None) -> CreditAssigner:
+    """`credit_assigner`, or else that of the algorithm. Raises ConfigError without either."""
     if credit_assigner is not None:
         return credit_assigner
     if algorithm is None:
@@ -249,13 +253,9 @@ def credit_of(algorithm: RLAlgorithm | None, credit_assigner: CreditAssigner | N
     return algorithm.credit_assigner
 
 
-def _is_being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
-
-
-def _cancel(siblings: Sequence[Episode]) -> None:
-    """Stop those that are still to be played: what they would give is not used."""
+def _cancel_unfinished(siblings: Sequence[Episode]) -> None:
+    """Stop the episodes of a failed group that are not over yet; their rollouts would not be
+    used."""
     for sibling in siblings:
         if sibling.cancelled or sibling.task is None or sibling.task.done() or sibling.task is asyncio.current_task():
             continue
@@ -263,7 +263,7 @@ def _cancel(siblings: Sequence[Episode]) -> None:
         sibling.task.cancel()
 
 
-def _factory(registry: Mapping[str, Callable[..., Any]], kind: str, what: str) -> Callable[..., Any]:
+def _look_up(registry: Mapping[str, Callable[..., Any]], kind: str, what: str) -> Callable[..., Any]:
     if kind not in registry:
         raise KeyError(f"Unknown {what} kind {kind!r}; registered: {sorted(registry)}")
     return registry[kind]
@@ -272,7 +272,7 @@ def _factory(registry: Mapping[str, Callable[..., Any]], kind: str, what: str) -
 def _engine_facts(
     request: RolloutRequest, max_steps: int, timeout_s: float | None, env_seed: int, sampling_seed: int
 ) -> dict[str, Any]:
-    asked = request.inference.return_ if request.inference else ReturnSpec()
+    return_spec = request.inference.return_ if request.inference else ReturnSpec()
     return {
         "max_steps": max_steps,
         "timeout_s": timeout_s,
@@ -283,15 +283,15 @@ def _engine_facts(
         "forced_env_seed": request.env_seed,
         "forced_sampling_seed": request.sampling_seed,
         "return_spec": {
-            "return_token_ids": asked.return_token_ids,
-            "return_chosen_logprobs": asked.return_chosen_logprobs,
-            "top_logprobs_k": asked.top_logprobs_k,
+            "return_token_ids": return_spec.return_token_ids,
+            "return_chosen_logprobs": return_spec.return_chosen_logprobs,
+            "top_logprobs_k": return_spec.top_logprobs_k,
         },
     }
 
 
-def _describe(rollout: Rollout, episode: Episode, facts: dict[str, Any]) -> None:
-    """Say in the rollout's meta where it comes from."""
+def _add_meta(rollout: Rollout, episode: Episode, facts: dict[str, Any]) -> None:
+    """Record in the rollout's meta which request it belongs to and how it was played."""
     rollout.meta.setdefault("episode_idx", episode.index)
     rollout.meta.update(episode.request.meta)
     rollout.meta["request_meta"] = {**rollout.meta.get("request_meta", {}), **episode.request.meta}
@@ -302,42 +302,25 @@ def _describe(rollout: Rollout, episode: Episode, facts: dict[str, Any]) -> None
 
 
 async def _close(env: Any) -> None:
-    """Release what the environment holds, if it offers to. A failure there does not undo the
-    episode, and a cancellation waits."""
+    """Close the environment if it has `close`. An error there does not undo the episode, and a
+    cancellation waits until it is closed."""
     name = type(env).__name__
     try:
         close = getattr(env, "close", None)
         if close is not None:
-            await _to_its_end(contained(_awaited(close), what=f"{name}.close()", timeout_s=CLOSE_TIMEOUT_S))
+            await run_to_completion(contained(_call(close), what=f"{name}.close()", timeout_s=CLOSE_TIMEOUT_S))
     except Exception:
         logger.warning("%s.close() failed", name, exc_info=True)
 
 
-async def _awaited(function: Callable[[], Any]) -> None:
-    result = function()
-    if inspect.isawaitable(result):
-        await result
+async def _call(function: Callable[[], Any]) -> Any:
+    """Call a plain or a coroutine function."""
+    return await await_if_needed(function())
 
 
-async def _to_its_end(work: Coroutine[Any, Any, object]) -> None:
-    """Await `work` whole. A cancellation that comes meanwhile is raised when it is done."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    failure = None if task.cancelled() else task.exception()
-    if cancelled is not None:
-        raise cancelled
-    if failure is not None:
-        raise failure
-
-
-def _check_traces(episodes: Sequence[Episode]) -> None:
-    """An episode without the tokens that were sampled cannot be trained on: it has failed.
-    Playing it again would give none either."""
+def _fail_untrainable(episodes: Sequence[Episode]) -> None:
+    """Fail the episodes without the sampled tokens that training needs. They are not played again:
+    the server would not return tokens then either."""
     for episode in episodes:
         if episode.error is not None:
             continue
@@ -349,11 +332,11 @@ def _check_traces(episodes: Sequence[Episode]) -> None:
             episode.error = GarbageError(str(error))
 
 
-async def _score(scorer: RolloutScorer, episodes: Sequence[Episode]) -> None:
-    """Reward the groups in which no episode failed; an episode with a rollout that got no reward
-    has failed now."""
-    lost = {episode.group for episode in episodes if episode.error is not None}
-    played = [episode for episode in episodes if episode.group not in lost]
+async def _score_episodes(scorer: RolloutScorer, episodes: Sequence[Episode]) -> None:
+    """Reward the rollouts of groups in which no episode failed. An episode with a rollout that gets
+    no reward fails."""
+    failed_groups = {episode.group for episode in episodes if episode.error is not None}
+    played = [episode for episode in episodes if episode.group not in failed_groups]
     if not played:
         return
     errors = await scorer.score([rollout for episode in played for rollout in episode.rollouts])

@@ -1,4 +1,4 @@
-"""Episodes of one call: what is to be played, what became of it, and how that is told."""
+"""The episodes of one call of the engine: what to play, what became of it, and the report."""
 
 from __future__ import annotations
 
@@ -17,31 +17,40 @@ from ludic.types import Rollout
 logger = logging.getLogger(__name__)
 
 SHOWN_FAILURES = 3
-"""Failures of a batch that are logged in full."""
+"""How many failures of a batch are logged in full."""
 
 
 @dataclass
 class Episode:
-    """One episode to play, and what became of it."""
+    """One episode to play, and its outcome."""
 
     index: int
-    """Among all episodes of this engine."""
+    """Its number among all episodes of the engine."""
     request: RolloutRequest
     rollouts: list[Rollout] = field(default_factory=list)
     error: Exception | None = None
     retries: int = 0
     task: asyncio.Task[None] | None = None
     cancelled: bool = False
-    """Not played to its end, because its group was lost already."""
+    """Stopped before its end because another episode of its group had failed."""
 
     @property
     def group(self) -> object:
-        """Its group; an episode without one is a group of its own."""
+        """Key of its group; an episode without a `group_id` is its own group."""
         group = self.request.meta.get("group_id")
         return ("episode", self.index) if group is None else ("group", group)
 
 
+def group_episodes(episodes: Sequence[Episode]) -> dict[object, list[Episode]]:
+    """The episodes of each group, in order of first appearance."""
+    groups: dict[object, list[Episode]] = {}
+    for episode in episodes:
+        groups.setdefault(episode.group, []).append(episode)
+    return groups
+
+
 def count_episodes(episodes: Sequence[Episode]) -> RolloutCounts:
+    """How the episodes ended."""
     failed = [episode for episode in episodes if episode.error is not None]
     return RolloutCounts(
         num_episodes=len(episodes),
@@ -52,43 +61,50 @@ def count_episodes(episodes: Sequence[Episode]) -> RolloutCounts:
     )
 
 
-def without_failed_groups(episodes: Sequence[Episode], counts: RolloutCounts) -> PlayedRollouts:
-    """What the episodes of groups gave in which none failed. Raises RolloutError when there were
-    episodes and none is left."""
+def drop_failed_groups(episodes: Sequence[Episode], counts: RolloutCounts) -> PlayedRollouts:
+    """The rollouts of the groups in which no episode failed; failures are logged. Raises
+    RolloutError if all groups failed.
+
+    Example: 4 episodes in groups a a b b, of which the last failed, and 2 agents each. The 4
+    rollouts of group a are returned; `num_requested` is 4 / 2 * 4 = 8.
+    """
     failed = [episode for episode in episodes if episode.error is not None]
-    lost = {episode.group for episode in failed}
-    kept = [episode for episode in episodes if episode.group not in lost]
+    failed_groups = {episode.group for episode in failed}
+    retained = [episode for episode in episodes if episode.group not in failed_groups]
     _log_failures(failed)
     first = failed[0].error if failed else None
-    failures = [_failure(episode) for episode in failed]
-    for episode in episodes:  # an error refers to its frames, and they to the episode: a circle that would keep environments
+    failures = [_describe_failure(episode) for episode in failed]
+    # An error refers to its frames, and they to the episode: a circle that would keep environments
+    # alive.
+    for episode in episodes:
         episode.error = episode.task = None
-    if first is not None and not kept:
+    if first is not None and not retained:
         raise (GarbageError if isinstance(first, GarbageError) else RolloutError)(
             f"{len(failed)} of {len(episodes)} episodes failed and no complete group is left; "
             f"the first error was {message_of(first)}"
         ) from first
-    rollouts = [rollout for episode in kept for rollout in episode.rollouts]
-    each = len(rollouts) / len(kept) if kept else 1.0  # an episode of several agents gives several
-    return PlayedRollouts(rollouts, counts, failures, num_requested=round(each * len(episodes)))
+    rollouts = [rollout for episode in retained for rollout in episode.rollouts]
+    per_episode = len(rollouts) / len(retained) if retained else 1.0  # several agents give several rollouts
+    return PlayedRollouts(rollouts, counts, failures, num_requested=round(per_episode * len(episodes)))
 
 
 def _log_failures(failed: Sequence[Episode]) -> None:
-    """Each error, and the traceback of what is not ours the first time that it comes."""
+    """Log each error, with the traceback of an error from users' code when it first occurs."""
     seen: set[str] = set()
     for episode in failed[:SHOWN_FAILURES]:
         error = episode.error
-        said = str(error) if isinstance(error, LudicError) else message_of(error)
+        message = str(error) if isinstance(error, LudicError) else message_of(error)
         times = f"{episode.retries + 1} times" if episode.retries else "once"
         foreign = error.__cause__ if isinstance(error, LudicError) else error
-        shown = None if foreign is None or isinstance(foreign, LudicError) or message_of(foreign) in seen else foreign
+        is_known = foreign is None or isinstance(foreign, LudicError) or message_of(foreign) in seen
+        trace = None if is_known else foreign
         seen.add(message_of(foreign))
-        logger.error("episode %d failed %s; its group is left out: %s", episode.index, times, said, exc_info=shown)
+        logger.error("episode %d failed %s; its group is left out: %s", episode.index, times, message, exc_info=trace)
     if len(failed) > SHOWN_FAILURES:
         logger.error("%d more episodes failed", len(failed) - SHOWN_FAILURES)
 
 
-def _failure(episode: Episode) -> EpisodeFailure:
+def _describe_failure(episode: Episode) -> EpisodeFailure:
     return EpisodeFailure(
         episode_idx=episode.index,
         env_kind=episode.request.env.kind,

@@ -1,4 +1,4 @@
-"""How a list of requests is expanded before it is played."""
+"""How a list of requests is expanded before it is played: as it is, or into groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from ludic.training.types import RolloutRequest
 class RequestStrategy(Protocol):
     """Expands requests."""
 
-    def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]: ...
+    def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+        """The requests to play."""
+        ...
 
 
 @dataclass
@@ -31,8 +33,11 @@ class GRPORequestStrategy:
     """Plays every request `group_size` times on the same problem: one environment seed, consecutive
     sampling seeds, one `group_id`.
 
+    Example, `group_size=3`: a request with `env_seed` 7 and `sampling_seed` 100 becomes three with
+    `env_seed` 7 and `sampling_seed` 100, 101, 102.
+
     Seeds that a request leaves open, and the group's id, are drawn from Python's global random
-    state, which checkpoints keep.
+    state, which checkpoints save.
     """
 
     group_size: int

@@ -1,5 +1,4 @@
-"""What a rollout engine gives back: the rollouts that can be used, and what became of the other
-episodes."""
+"""What a rollout engine returns: the usable rollouts, and what became of the other episodes."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from ludic.types import Rollout
 
 @dataclass
 class RolloutCounts:
-    """What happened to the episodes of one call."""
+    """Outcomes of the episodes of one call."""
 
     num_episodes: int = 0
     num_retried_episodes: int = 0
@@ -20,13 +19,12 @@ class RolloutCounts:
     num_failed_episodes: int = 0
     """Episodes that failed for good."""
     num_cancelled_episodes: int = 0
-    """Episodes that were not played to their end, because another of their group had failed for
-    good."""
+    """Episodes stopped before their end, because another of their group failed for good."""
     num_dropped_groups: int = 0
-    """Groups left out because an episode of theirs failed for good."""
+    """Groups dropped because one of their episodes failed for good."""
 
     def __add__(self, other: RolloutCounts) -> RolloutCounts:
-        return RolloutCounts(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+        return RolloutCounts(*(left + right for left, right in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -36,25 +34,23 @@ class EpisodeFailure:
     episode_idx: int
     env_kind: str
     env_seed: int | None
-    """As the request had it."""
+    """The seed in the request."""
     error: str
     """Type and message of the last error."""
     attempts: int
     meta: dict[str, Any]
-    """Of the request."""
+    """The meta of the request."""
 
 
 def ran_out_of_steps(rollouts: Sequence[Rollout]) -> bool:
-    """Whether every episode was cut by `max_steps` after an action that its environment took and
-    went on from. An episode whose last answer never reached the environment says nothing about
-    that."""
+    """Whether `max_steps` cut off every episode whose last action reached its environment. Episodes
+    that ended with a parse error do not count; False if there are no others."""
     answered = [rollout for rollout in rollouts if rollout.steps and not rollout.steps[-1].info.get("parse_error")]
     return bool(answered) and all(rollout.meta.get("truncation_reason") == "max_steps" for rollout in answered)
 
 
 class PlayedRollouts(list[Rollout]):
-    """The rollouts that can be used, in the order of the requests, and what became of the other
-    episodes."""
+    """The usable rollouts in the order of the requests, with the outcomes of all episodes."""
 
     def __init__(
         self,
@@ -64,9 +60,8 @@ class PlayedRollouts(list[Rollout]):
         *,
         num_requested: int | None = None,
     ) -> None:
-        """`num_requested`: rollouts that were asked for; an episode that gave none counts as many
-        as the others gave on average. None:
-        those that came."""
+        """`num_requested`: rollouts asked for, where an episode that gave none counts as many as
+        the others gave on average. None: as many as `rollouts`."""
         super().__init__(rollouts)
         self.counts, self.failures = counts, list(failures)
         self.num_requested = len(rollouts) if num_requested is None else num_requested

@@ -1,4 +1,4 @@
-"""Requests from data: a queue that empties, or a sequence that is gone through again and again."""
+"""Requests from data: from a queue until it is empty, or from a sequence without end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ludic.training.rollouts.groups import GRPORequestStrategy, IdentityStrategy
 from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest
 
 Row = tuple[int, Any]
-"""(index in the data set, sample)."""
+"""(index in the data set, sample)"""
 OnEmpty = Literal["raise", "return_empty"]
 
 
@@ -25,7 +25,8 @@ def make_requests_fn_from_queue(
     strategy: RequestStrategy | None = None,
     on_empty: OnEmpty = "raise",
 ) -> Callable[[], list[RolloutRequest]]:
-    """Take up to `batch_size` entries of the queue a call; the last batch may be smaller.
+    """Requests of up to `batch_size` entries of the queue for each call; the last batch may be
+    smaller.
 
     Raises RequestsExhausted when the queue is empty, or returns [] with `on_empty="return_empty"`.
     """
@@ -69,11 +70,11 @@ def make_dataset_queue_requests_fn(
     By default the environment gets `sample=...`, and both seeds are the index.
     """
     _check_groups_differ(group_size, inference)
-    build = _builder(
+    build = _request_builder(
         env_kind, protocol_kind, inference, env_kwargs_fn, protocol_kwargs, request_meta_fn, env_seed_fn, sampling_seed_fn
     )
     return make_requests_fn_from_queue(
-        samples_q, batch_size=batch_size, build_request=build, strategy=_strategy(group_size), on_empty=on_empty
+        samples_q, batch_size=batch_size, build_request=build, strategy=_strategy_for(group_size), on_empty=on_empty
     )
 
 
@@ -93,24 +94,24 @@ def make_dataset_sequence_requests_fn(
     shuffle: bool = False,
     rng_seed: int = 0,
 ) -> SequenceRequests:
-    """Requests from a sequence, without end: after the last sample comes the first again, in a new
-    order if `shuffle`.
+    """Requests from a sequence, without end: the last sample is followed by the first again, in a
+    new order if `shuffle`.
 
-    The result offers `state_dict` and `load_state_dict`, so that a resumed run goes on with the
-    sample after the last one.
+    The result has `state_dict` and `load_state_dict`, so that a resumed run continues with the next
+    sample.
     """
     _check_groups_differ(group_size, inference)
-    build = _builder(
+    build = _request_builder(
         env_kind, protocol_kind, inference, env_kwargs_fn, protocol_kwargs, request_meta_fn, env_seed_fn, sampling_seed_fn
     )
     return SequenceRequests(
-        samples, batch_size=batch_size, build=build, strategy=_strategy(group_size), shuffle=shuffle, rng_seed=rng_seed
+        samples, batch_size=batch_size, build=build, strategy=_strategy_for(group_size), shuffle=shuffle, rng_seed=rng_seed
     )
 
 
 class SequenceRequests:
-    """Goes through samples again and again. Its position is its whole state: pass `k` has the
-    order that seed and `k` give."""
+    """Goes through samples again and again. Its position is its whole state, since the order of
+    pass k follows from the seed and k."""
 
     def __init__(
         self,
@@ -137,6 +138,8 @@ class SequenceRequests:
         return requests
 
     def _row(self, position: int) -> Row:
+        """The row at a position. Example: of 3 samples, position 7 is offset 1 of pass 2; if that
+        pass has the order [2, 0, 1], the row is sample 0."""
         number, offset = divmod(position, len(self._samples))
         if self._shuffle and number != self._pass:
             self._order = list(range(len(self._samples)))
@@ -149,8 +152,8 @@ class SequenceRequests:
         return {"position": self.position, "num_samples": len(self._samples), "rng_seed": self._rng_seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where `state` was taken. Raises ConfigError where samples or seed are others,
-        since the order would be another."""
+        """Continue at the position in `state`. Raises ConfigError for another number of samples or
+        another seed, since the order would differ."""
         for name, own in (("num_samples", len(self._samples)), ("rng_seed", self._rng_seed)):
             if state.get(name, own) != own:
                 raise ConfigError(
@@ -160,7 +163,7 @@ class SequenceRequests:
         self.position = int(state["position"])
 
 
-def _builder(
+def _request_builder(
     env_kind: str,
     protocol_kind: str,
     inference: InferenceSpec | None,
@@ -170,6 +173,8 @@ def _builder(
     env_seed_fn: Callable[[int, Any], int] | None,
     sampling_seed_fn: Callable[[int, Any], int] | None,
 ) -> Callable[[Row], RolloutRequest]:
+    """A function that makes the request of a row, with the documented defaults."""
+
     def build(row: Row) -> RolloutRequest:
         index, sample = row
         return RolloutRequest(
@@ -184,17 +189,17 @@ def _builder(
     return build
 
 
-def _strategy(group_size: int) -> RequestStrategy:
+def _strategy_for(group_size: int) -> RequestStrategy:
     return IdentityStrategy() if group_size == 1 else GRPORequestStrategy(group_size)
 
 
 def _check_groups_differ(group_size: int, inference: InferenceSpec | None) -> None:
-    """The members of a group differ by their sampling seed alone, which temperature 0 does not
-    ask."""
+    """Refuse groups at temperature 0: members differ only by their sampling seed, which greedy
+    decoding ignores."""
     if group_size > 1 and inference is not None and inference.sampling.temperature == 0:
         raise ConfigError(
-            f"group_size ({group_size}) at temperature 0 is one answer {group_size} times, and nothing is learnt from a group whose "
-            "members are alike; raise inference.sampling.temperature, or set group_size=1"
+            f"group_size ({group_size}) at temperature 0 is one answer {group_size} times, and nothing is learnt from a group of equal "
+            "members; raise inference.sampling.temperature, or set group_size=1"
         )
 
 

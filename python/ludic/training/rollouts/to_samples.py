@@ -1,5 +1,4 @@
-"""Turns the steps of rollouts into samples: the tokens that were sampled, with the credit they
-earned."""
+"""Turns the steps of rollouts into samples: the sampled tokens, with their credit."""
 
 from __future__ import annotations
 
@@ -25,31 +24,33 @@ from ludic.types import TRACE_KEYS, Rollout, Step, TokenTrace, group_of
 def batch_from_rollouts(
     rollouts: Sequence[Rollout], credit_assigner: CreditAssigner, sample_filter: SampleFilter | None = None
 ) -> SAWBatch:
-    """One sample for each step, filtered, and what is true of the batch as a whole.
+    """One sample for each step that passes the filter, and statistics of the batch.
 
-    Raises KeyError for a step without a weight, DataError for a weight or reward that is not
-    finite, a step without a token trace, or one without the log-probabilities that were asked for.
+    Raises KeyError for a step without a weight; DataError for a weight or reward that is not
+    finite, for a step without a token trace, and for one without the requested log-probabilities.
     """
     weights = credit_assigner.compute(rollouts)
-    items = [sample_from_step(rollout, step, _weight(weights, rollout, step)) for rollout in rollouts for step in rollout.steps]
-    kept = items if sample_filter is None else [item for item in items if sample_filter(item)]
+    items = [
+        sample_from_step(rollout, step, _weight_of(weights, rollout, step)) for rollout in rollouts for step in rollout.steps
+    ]
+    retained = items if sample_filter is None else [item for item in items if sample_filter(item)]
     meta = {
         "target_rollouts": len(rollouts),
         "played_rollouts": len(rollouts),
         "num_samples_before_filter": len(items),
-        "num_samples": len(kept),
-        "num_samples_filtered": len(items) - len(kept),
+        "num_samples": len(retained),
+        "num_samples_filtered": len(items) - len(retained),
         **reward_facts(rollouts),
-        "avg_completion_length": mean_or_zero([item.meta["completion_length"] for item in kept]),
-        "avg_prompt_length": mean_or_zero([item.meta["prompt_length"] for item in kept]),
+        "avg_completion_length": mean_or_zero([item.meta["completion_length"] for item in retained]),
+        "avg_prompt_length": mean_or_zero([item.meta["prompt_length"] for item in retained]),
     }
-    return SAWBatch(items=kept, meta=meta)
+    return SAWBatch(items=retained, meta=meta)
 
 
 def reward_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Mean and population standard deviation of the rewards of all rollouts; where there are
-    groups of several, also the share of them whose members all earned the same, which
-    group-relative credit learns nothing from."""
+    """Mean and population standard deviation of the rewards of all rollouts. If there are groups of
+    several, also the fraction of these in which all rewards are equal: group-relative credit learns
+    nothing from them."""
     rewards = [rollout.total_reward for rollout in rollouts]
     groups: dict[Any, list[float]] = {}
     for rollout in rollouts:
@@ -57,15 +58,18 @@ def reward_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:
         if group is not None:
             groups.setdefault(group, []).append(rollout.total_reward)
     facts = {"avg_total_reward": mean_or_zero(rewards), "reward_std": pstdev(rewards) if rewards else 0.0}
-    several = [group for group in groups.values() if len(group) > 1]
-    if several:
-        facts["frac_reward_zero_std"] = mean_or_zero([min(group) == max(group) for group in several])
+    larger = [group for group in groups.values() if len(group) > 1]
+    if larger:
+        facts["frac_reward_zero_std"] = mean_or_zero([min(group) == max(group) for group in larger])
     return facts
 
 
 def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
-    """Prompt and completion as they were sampled. Meta: the step's facts, then the rollout's,
-    then the step's info."""
+    """The sampled tokens of a step. Its meta is the step's facts, then the rollout's meta, then the
+    step's info; later keys replace earlier ones.
+
+    Example: prompt [5, 6] and completion [7] give ids [5, 6, 7] and action mask [0, 0, 1].
+    """
     trace = trace_of(rollout, step)
     prompt, completion = trace.prompt_token_ids, trace.completion_token_ids
     length = len(prompt) + len(completion)
@@ -87,8 +91,7 @@ def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
 
 
 def step_facts(rollout: Rollout, step: Step) -> dict[str, Any]:
-    """What samples and evaluation records say of a step, before the rollout's meta and the
-    step's info."""
+    """Facts of a step in the meta of samples and in evaluation records."""
     return {
         "rollout_id": rollout.id,
         "step_index": step.index,
@@ -102,8 +105,8 @@ def step_facts(rollout: Rollout, step: Step) -> dict[str, Any]:
 
 
 def trace_of(rollout: Rollout, step: Step) -> TokenTrace:
-    """The step's tokens. Raises DataError for a step that cannot be trained on: without them,
-    without the log-probabilities that were asked for, or with a reward that is not finite."""
+    """The step's tokens. Raises DataError for a step that cannot be trained on: without tokens,
+    without the requested log-probabilities, or with a reward that is not finite."""
     where = f"rollout {rollout.id}, step {step.index}"
     if not math.isfinite(step.reward):
         raise DataError(f"the reward of {where} is {step.reward}; rewards must be finite")
@@ -111,13 +114,13 @@ def trace_of(rollout: Rollout, step: Step) -> TokenTrace:
         raise DataError(
             f"Missing rollout-time token trace: {where}; sample with ReturnSpec.for_rl() so that token ids come back with the text"
         )
-    asked = rollout.meta.get("engine", {}).get("return_spec", {}).get("return_chosen_logprobs", False)
-    if asked and step.trace.completion_logprobs is None:
+    requested = rollout.meta.get("engine", {}).get("return_spec", {}).get("return_chosen_logprobs", False)
+    if requested and step.trace.completion_logprobs is None:
         raise DataError(f"{where} has no log-probabilities though they were asked for; check that the server returns them")
     return step.trace
 
 
-def _weight(weights: Mapping[RolloutStepKey, float], rollout: Rollout, step: Step) -> float:
+def _weight_of(weights: Mapping[RolloutStepKey, float], rollout: Rollout, step: Step) -> float:
     key = (rollout.id, step.index)
     if key not in weights:
         raise KeyError(f"the credit assigner gave no weight for rollout {rollout.id}, step {step.index}")

@@ -7,12 +7,12 @@ from enum import Enum
 import numpy as np
 from hypothesis import given, strategies as st
 
-from ludic.files.json_lines import DEEPEST, json_lines
+from ludic.files.json_values import DEEPEST, encode_lines
 from ludic.types import Step
 
 
 def written(record):
-    (line,) = json_lines([record])
+    (line,) = encode_lines([record])
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
     return json.loads(line, parse_constant=lambda name: f"not JSON: {name}")
@@ -122,5 +122,5 @@ def test_what_is_nested_without_end_is_cut_at_a_depth_that_can_be_read():
 
 
 def test_a_flood_of_such_records_is_one_warning(caplog):
-    assert len(list(json_lines([{"info": self_containing()}] * 40))) == 40
+    assert len(list(encode_lines([{"info": self_containing()}] * 40))) == 40
     assert [record.getMessage()[:10] for record in caplog.records] == ["40 records"]

@@ -1,0 +1,82 @@
+"""Encodes records as lines of JSON. It never fails: a value that JSON cannot express is written in
+the next best form."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+DEEPEST = 64
+"""Levels of nesting that are written of a record that the fast encoder refuses."""
+LONGEST_INTEGER_BITS = 4096
+"""Longer integers are not written in digits: Python reads back at most 4,300 digits."""
+
+
+def encode_lines(records: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
+    """Each record as JSON, with a line break.
+
+    Numbers and arrays of numpy and torch become numbers and lists, numbers that are not finite
+    become null, and anything else that JSON cannot express becomes text. A note replaces a value
+    that contains itself, is nested too deeply, or raises when it is read; one warning counts such
+    records.
+    """
+    failures: list[Exception] = []
+    for record in records:
+        try:
+            yield _ENCODER.encode(record) + b"\n"
+            continue
+        except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can write
+            pass
+        except Exception as error:
+            failures.append(error)
+        yield json.dumps(_encodable(record, ()), allow_nan=False).encode() + b"\n"
+    if failures:
+        logger.warning(
+            "%d records hold what cannot be written (%s), and a note in its place instead",
+            len(failures),
+            type(failures[0]).__name__,
+        )
+
+
+def _to_builtin(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_to_builtin)
+
+
+def _encodable(value: Any, within: tuple[int, ...]) -> Any:
+    """`value` made of what `json.dumps` accepts. `within`: the ids of the values that contain it,
+    which show whether a value contains itself."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, int):
+        return value if value.bit_length() <= LONGEST_INTEGER_BITS else f"<an integer of {value.bit_length()} bits>"
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if id(value) in within:
+        return f"<this {type(value).__name__} contains itself>"
+    if len(within) >= DEEPEST:
+        return f"<nested deeper than {DEEPEST} levels>"
+    try:
+        return _encodable_parts(value, (*within, id(value)))
+    except Exception as error:
+        return f"<this {type(value).__name__} cannot be written: {type(error).__name__}>"
+
+
+def _encodable_parts(value: Any, within: tuple[int, ...]) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _encodable(part, within) for key, part in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_encodable(part, within) for part in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _encodable(getattr(value, field.name), within) for field in dataclasses.fields(value)}
+    return _encodable(msgspec.to_builtins(value, enc_hook=_to_builtin), within)

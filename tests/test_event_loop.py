@@ -1,0 +1,90 @@
+"""Coroutines from synchronous code, and work that a cancellation must not divide."""
+
+import asyncio
+
+import pytest
+
+from ludic.event_loop import EventLoop, await_if_needed, is_being_cancelled, run_to_completion
+
+
+async def current_loop():
+    return asyncio.get_running_loop()
+
+
+def test_all_coroutines_run_on_one_loop():
+    events = EventLoop()
+    assert events.run(current_loop(), instead="it") is events.run(current_loop(), instead="it")
+
+
+def test_a_running_loop_is_not_entered_again():
+    async def nested():
+        EventLoop().run(current_loop(), instead="run_eval(...)")
+
+    with pytest.raises(RuntimeError, match=r"use `await run_eval\(\.\.\.\)`"):
+        asyncio.run(nested())
+
+
+def test_plain_values_and_results_of_coroutines_are_the_same():
+    async def both():
+        async def three():
+            return 3
+
+        return await await_if_needed(3), await await_if_needed(three())
+
+    assert asyncio.run(both()) == (3, 3)
+
+
+def test_a_cancellation_waits_for_the_work_and_is_raised_then():
+    steps = []
+
+    async def cancelled_on_the_way():
+        begun, may_end = asyncio.Event(), asyncio.Event()
+
+        async def work():
+            begun.set()
+            await may_end.wait()
+            steps.append("worked")
+
+        task = asyncio.create_task(run_to_completion(work()))
+        await begun.wait()
+        task.cancel()
+        await asyncio.sleep(0)
+        steps.append(f"done: {task.done()}")
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled_on_the_way())
+    assert steps == ["done: False", "worked"]
+
+
+def test_work_gives_its_result_or_its_error():
+    async def fail():
+        raise ValueError("no")
+
+    async def seven():
+        return 7
+
+    assert asyncio.run(run_to_completion(seven())) == 7
+    with pytest.raises(ValueError, match="no"):
+        asyncio.run(run_to_completion(fail()))
+
+
+def test_a_task_knows_that_it_is_being_cancelled():
+    seen = []
+
+    async def task():
+        seen.append(is_being_cancelled())
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            seen.append(is_being_cancelled())
+
+    async def run():
+        running = asyncio.create_task(task())
+        await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait([running])
+
+    asyncio.run(run())
+    assert seen == [False, True]
