@@ -161,7 +161,7 @@ async def test_what_the_server_then_holds_is_compared_with_the_checkpoint(start,
     server = start()
     server.loads_nothing = True
     folder = str(CheckpointFolder(tmp_path / "checkpoints").write(weights(5), 5))
-    with pytest.raises(PublishError, match="5 are not what is served"):
+    with pytest.raises(PublishError, match="5 are served with other values"):
         await sync_weights_to_engines([VLLMEngine(server.url)], folder)
     assert server.paused == "abort"
 

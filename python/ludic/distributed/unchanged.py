@@ -62,8 +62,8 @@ class UnchangedWeights:
         """Whether these are the weights of the last push under another version, with a warning.
         Under the same version, as after a resume, they are published again.
 
-        Raises PublishError where that is so for the twentieth time in a row: nothing that is
-        trained arrives.
+        Raises PublishError when this happens for the twentieth time in a row, not counting batches
+        without a gradient: what is trained does not reach the servers.
         """
         if self.allowed or self._last is None:
             return False
@@ -76,20 +76,18 @@ class UnchangedWeights:
         self._in_a_row += self.change_expected
         if self._in_a_row >= MOST_IN_A_ROW:
             raise PublishError(
-                f"{self._in_a_row} pushes in a row, up to version {version}, brought the {self.what} of the one before, in the server's "
-                f"{dtype} too: is the published model the one that is trained, is the learning rate so small that the dtype loses its "
-                "steps, did the gradient vanish? allow_unchanged=True publishes them all the same"
+                f"{self._in_a_row} pushes in a row, up to version {version}, did not change the {self.what} in the server's {dtype}: is "
+                "the published model the one that is trained, is the learning rate so small that the dtype loses its steps, did the "
+                "gradient vanish? allow_unchanged=True publishes them all the same"
             )
-        why = (
-            "nothing was learnt since"
-            if not self.change_expected
-            else f"{self._in_a_row} of at most {MOST_IN_A_ROW - 1} in a row"
-        )
         logger.warning(
-            "the %s of version %s are those of version %s, which is served on under the new number (%s)",
+            "the %s of version %s equal those of version %s, which the servers go on to serve as version %s (%s)",
             self.what,
             version,
             last_version,
-            why,
+            version,
+            f"{self._in_a_row} of at most {MOST_IN_A_ROW - 1} in a row"
+            if self.change_expected
+            else "there was no gradient since",
         )
         return True

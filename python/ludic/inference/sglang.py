@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, PublishError
 from ludic.inference.prompts.tokens import PromptTokens
-from ludic.inference.publishing import PolicyPublisher
+from ludic.inference.publishing import PolicyPublisher, PushTarget
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
 from ludic.inference.servers.answers import WeightInfo
@@ -71,7 +71,7 @@ class SGLangEndpoints(ServerCalls):
         self.call("post", "/update_weight_version", json={"new_version": version, "abort_all_requests": False})
 
 
-class SGLangClient:
+class SGLangClient(PushTarget):
     """Completions from SGLang servers that serve the same model.
 
     With `tokenizer`, the policy's own, chats are rendered and encoded here and sent as token ids;

@@ -261,7 +261,7 @@ class ServerLink:
             if wrong or stale:
                 raise PublishError(
                     f"after the push of version {version}, worker {rank} of {self.url} holds other values than the trainer: "
-                    f"{len(wrong)} tensors came otherwise than they were sent, {len(stale)} are not what is served, first "
+                    f"{len(wrong)} tensors arrived with other values, {len(stale)} are served with other values, first "
                     f"{(wrong + stale)[0]!r}"
                 )
 

@@ -1,5 +1,5 @@
-"""A path that command lines of vLLM servers name; the module is
-`ludic.inference.vllm.in_server.client_tag_middleware`."""
+"""The old path of `ludic.inference.vllm.in_server.client_tag_middleware`, which command lines of
+vLLM servers may still name."""
 
 from ludic.inference.vllm.in_server.client_tag_middleware import ClientTagMiddleware
 

@@ -1,5 +1,5 @@
-"""A path that command lines of vLLM servers name; the module is
-`ludic.inference.vllm.in_server.think_processor`."""
+"""The old path of `ludic.inference.vllm.in_server.think_processor`, which command lines of
+vLLM servers may still name."""
 
 from ludic.inference.vllm.in_server.think_processor import GlobalThinkProcessor
 

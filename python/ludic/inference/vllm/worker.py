@@ -1,5 +1,5 @@
-"""A path that command lines of vLLM servers name; the module is
-`ludic.inference.vllm.in_server.worker`."""
+"""The old path of `ludic.inference.vllm.in_server.worker`, which command lines of
+vLLM servers may still name."""
 
 from ludic.inference.vllm.in_server.worker import WeightWorker
 
