@@ -77,7 +77,7 @@ def test_log_probabilities_are_those_of_the_distribution_drawn_from(vllm_server,
 def test_both_endpoints_and_both_ways_of_rendering_give_the_same_tokens(vllm_server):
     async def scenario(client):
         rendered, _ = await client.complete(ask(seed=5))
-        client._endpoints.without_generate.add(vllm_server.url)
+        client._token_completions.endpoints.without_generate.add(vllm_server.url)
         completions, _ = await client.complete(ask(seed=5))
         return rendered, completions
 
@@ -140,7 +140,7 @@ def test_a_request_stopped_on_order_is_made_again(vllm_server):
 
     async def scenario(client):
         asked = asyncio.create_task(client.complete(ask(max_tokens=400, seed=3)))
-        while not asked.done() and client._pool.servers[0].in_flight == 0:
+        while not asked.done() and client._servers.pool.servers[0].in_flight == 0:
             await asyncio.sleep(0)
         await asyncio.to_thread(VllmEndpoints(vllm_server.url).pause, "abort")
         await asyncio.to_thread(VllmEndpoints(vllm_server.url).resume)
@@ -154,7 +154,7 @@ def test_a_request_stopped_on_order_is_made_again(vllm_server):
 def test_tags_are_echoed_by_the_middleware_on_every_endpoint(vllm_server):
     async def scenario(client):
         await client.complete(ask(max_tokens=4))
-        client._endpoints.without_generate.add(vllm_server.url)
+        client._token_completions.endpoints.without_generate.add(vllm_server.url)
         await client.complete(ask(max_tokens=4))
         return client.metrics()
 

@@ -14,7 +14,7 @@ from ludic.distributed import create_vllm_publisher
 from ludic.distributed.push import link as server_link
 from ludic.errors import PublishError
 from ludic.inference import SamplingParams, VLLMChatClient
-from ludic.inference.servers import pool
+from ludic.inference.servers import server as server_module
 from ludic.inference.vllm.endpoints import VllmEndpoints
 
 pytestmark = pytest.mark.integration
@@ -157,7 +157,7 @@ def test_one_that_hangs_when_it_is_paused_may_stay_so_and_gets_no_requests(serve
     publisher, error, _ = hung("pause")
     assert "no server loaded anything of it" in error
     assert "may stay paused" in error
-    assert [server.url for server in client._pool.live] == [servers[0].url]
+    assert [server.url for server in client._servers.pool.live] == [servers[0].url]
     assert worst(servers[0].model, servers[0]) < CLOSE
     recovers(publisher, servers)
 
@@ -168,12 +168,12 @@ def test_one_that_hangs_while_it_loads_serves_nothing_and_the_other_the_new_weig
     assert version(servers[0]) == "3"
     assert worst(model, servers[0]) < CLOSE
     assert VllmEndpoints(servers[1].url).is_paused()
-    assert [server.url for server in client._pool.live] == [servers[0].url]
+    assert [server.url for server in client._servers.pool.live] == [servers[0].url]
     recovers(create_vllm_publisher([server.url for server in servers]), servers)  # a trainer that knows of nothing
 
 
 def test_one_that_hangs_with_requests_in_the_middle_costs_no_answer_and_is_taken_back(servers, expected, monkeypatch):
-    monkeypatch.setattr(pool, "PROBE_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(server_module, "PROBE_TIMEOUT_S", 3.0)
     urls = [server.url for server in servers]
     client = VLLMChatClient(urls=urls, tokenizer=servers[0].tokenizer, backoff_s=0.0, silence_s=3.0)
 

@@ -67,7 +67,7 @@ class HostileServer:
     drip_body})` on one.
 
     with HostileServer(endless) as server:
-        Http().ask("GET", server.url, ...)
+        Http().request("GET", server.url, ...)
     """
 
     def __init__(self, usually, by_path=None):

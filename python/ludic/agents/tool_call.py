@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import inspect
 import json
-import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from ludic.errors import DataError, LudicError
+from ludic.event_loop import run_in_daemon_thread
 
 
 class ToolTimeoutError(LudicError, TimeoutError):
@@ -47,36 +45,9 @@ async def run_tool(tool: Callable[..., Any], arguments: Mapping[str, Any], timeo
         async with asyncio.timeout(timeout_s) as deadline:
             if inspect.iscoroutinefunction(tool):
                 return await tool(**arguments)
-            result = await _in_own_thread(lambda: tool(**arguments))
+            result = await run_in_daemon_thread(lambda: tool(**arguments), name="tool")
             return await result if inspect.isawaitable(result) else result
     except TimeoutError:
         if deadline.expired():
             raise ToolTimeoutError(f"no result within {timeout_s} s") from None
         raise
-
-
-async def _in_own_thread(call: Callable[[], Any]) -> Any:
-    """Not one of the loop's own pool: a few tools that hang would use it up, and the interpreter
-    would wait for them at its end."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if not done.done():
-            done.set_result((result, error))
-
-    def work() -> None:
-        result, failure = None, None
-        try:
-            result = context.run(call)
-        except BaseException as error:
-            failure = error
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=work, name="tool", daemon=True).start()
-    result, error = await done
-    if error is not None:
-        raise error
-    return result

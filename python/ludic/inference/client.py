@@ -1,4 +1,4 @@
-"""What an inference client offers to agents and publishers."""
+"""The interfaces of inference clients, for agents and publishers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["ChatClient", "ChatResponse", "VersionedClient"]
 
 
 class ChatClient(Protocol):
-    """A model behind a chat interface. Clients may derive from it, or just have its methods."""
+    """A model behind a chat interface. Clients may subclass it or just have its methods."""
 
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
-        """One completion, and what else the server said."""
+        """One completion, and an info with what else the server returned."""
         raise NotImplementedError(f"{type(self).__name__} does not complete requests")
 
     def sync_weights(self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
-        """Replace weights by name; returns the version that is now served."""
+        """Replace weights by name; returns the version now served."""
         raise NotImplementedError(f"{type(self).__name__} does not take new weights")
 
 
 class VersionedClient(ChatClient, Protocol):
-    """A client that knows which weights it serves."""
+    """A client that knows the version of its weights."""
 
     async def get_policy_version(self) -> int:
         """The version last committed by `sync_weights`."""

@@ -18,10 +18,11 @@ from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
 from ludic.inference.servers.answers import WeightInfo
 from ludic.inference.servers.calls import ServerCalls
-from ludic.inference.servers.errors import AbortedError, may_pass
-from ludic.inference.servers.http import Answer
-from ludic.inference.servers.pool import Server, ServerPool
-from ludic.inference.servers.retries import Persistence
+from ludic.inference.servers.errors import AbortedError
+from ludic.inference.servers.http import HttpResponse
+from ludic.inference.servers.pool import ServerPool
+from ludic.inference.servers.retries import RetryPolicy
+from ludic.inference.servers.server import Server
 from ludic.inference.servers.weight_versions import served_version, version_number
 from ludic.inference.vllm.responses import TokenId, check_length, check_logprobs, check_vocabulary
 from ludic.types import ChatResponse, TokenTrace
@@ -95,7 +96,7 @@ class SGLangClient(PushTarget):
         self._vocab_size = vocab_size
         self.server_urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
         self._pool = ServerPool([Server(url, api_key, timeout_s) for url in self.server_urls])
-        self._persistence = Persistence(timeout_s, max_retries, backoff_s)
+        self._retries = RetryPolicy(timeout_s, max_retries, backoff_s)
         self._tokens = None if tokenizer is None else PromptTokens(tokenizer)
         self._publisher: PolicyPublisher | None = None
         self._version = 0
@@ -116,8 +117,8 @@ class SGLangClient(PushTarget):
         prompt = self._tokens.encode(request.messages)
         trace, info = await self._sample(prompt, request.sampling, request.seed)
         ids = trace.completion_token_ids
-        text = self._tokens.text(ids[:-1] if info["ended_by_token"] else ids)
-        self._tokens.answered(request.messages, (), {"role": "assistant", "content": text}, prompt, ids)
+        text = self._tokens.decode(ids[:-1] if info["ended_by_token"] else ids)
+        self._tokens.remember_answer(request.messages, (), {"role": "assistant", "content": text}, prompt, ids)
         spec = request.return_
         response = ChatResponse(
             text=text,
@@ -156,7 +157,7 @@ class SGLangClient(PushTarget):
         def send() -> Any:
             return self._pool.send(once)
 
-        trace, info = await self._persistence.carry_out(send, name=", ".join(self.server_urls), again=may_pass)
+        trace, info = await self._retries.run(send, name=", ".join(self.server_urls))
         version = version_number(info["weight_version"])
         return trace, {**info, "policy_version": self._version if version is None else version}
 
@@ -212,7 +213,9 @@ class _Generated(Struct):
     output_ids: list[TokenId] = []
 
 
-def _trace(answer: Answer, prompt: Sequence[int], max_tokens: int, vocab_size: int | None) -> tuple[TokenTrace, dict[str, Any]]:
+def _trace(
+    answer: HttpResponse, prompt: Sequence[int], max_tokens: int, vocab_size: int | None
+) -> tuple[TokenTrace, dict[str, Any]]:
     """The sampled tokens. Raises InferenceError for an answer without ids or log-probabilities, or
     with impossible ones."""
     url, generated = answer.url, answer.read(_Generated)

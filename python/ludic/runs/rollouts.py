@@ -12,8 +12,8 @@ from ludic.agents import Agent
 from ludic.context import GivenDialog
 from ludic.errors import ConfigError
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
-from ludic.inference.local.sampler import check_sampling
 from ludic.inference.prompts.tokens import PromptTokens
+from ludic.inference.sampling import check_sampling
 from ludic.interaction import SingleAgentProtocol
 from ludic.recipes.schema import Recipe, RolloutSection
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic

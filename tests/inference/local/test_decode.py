@@ -111,10 +111,10 @@ def test_an_end_token_ends_its_row_and_no_other():
 
 
 def test_a_stop_on_the_last_token_allowed_is_a_stop():
-    job = DecodeRequest([1], SamplingParams(temperature=0.0), 3, stopped=lambda ids: ids[-2:] == [3, 4])
+    job = DecodeRequest([1], SamplingParams(temperature=0.0), 3, contains_stop=lambda ids: ids[-2:] == [3, 4])
     got = run(Bare(), [job])[0]
     assert (got.token_ids, got.finish_reason) == ([2, 3, 4], "stop")
-    job = DecodeRequest([1], SamplingParams(temperature=0.0), 3, stopped=lambda ids: ids[-1] == 5)
+    job = DecodeRequest([1], SamplingParams(temperature=0.0), 3, contains_stop=lambda ids: ids[-1] == 5)
     assert run(Bare(), [job])[0].finish_reason == "length"
 
 
@@ -122,7 +122,7 @@ def test_a_row_that_nobody_waits_for_is_left_out_of_the_rest():
     model = Bare()
     asked = iter([False, True])
     jobs = [
-        DecodeRequest([1], SamplingParams(temperature=0.0), 9, abandoned=lambda: next(asked)),
+        DecodeRequest([1], SamplingParams(temperature=0.0), 9, is_abandoned=lambda: next(asked)),
         DecodeRequest([4], SamplingParams(temperature=0.0), 3),
     ]
     assert run(model, jobs)[1].token_ids == [5, 6, 7]

@@ -145,7 +145,7 @@ def test_calls_come_back_in_openais_shape_with_the_tokens_that_were_sampled(monk
     }
     assert (response.text, response.finish_reason) == (f"So.\n{CALL}", "tool_calls")
     assert client.tokenizer.decode(response.completion_token_ids[:-1]) == response.text
-    assert client.tokenizer.decode(response.prompt_token_ids) == client._template.render([user()], [TOOL])
+    assert client.tokenizer.decode(response.prompt_token_ids) == client._prompts._template.render([user()], [TOOL])
     assert info["policy_version"] == 0
     # The next prompt goes on from these tokens: nothing is written again in another way.
     told = [user(), choice["message"], {"role": "tool", "tool_call_id": "call00000", "name": "add", "content": "2"}]

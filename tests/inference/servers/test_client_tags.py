@@ -60,7 +60,7 @@ def test_groups_and_outputs_of_others_are_left_out_and_counted():
     answer = {
         "results": [group("a"), group("b"), group(None, group("a"), group("b")), group(None, group("b")), group("a", group())]
     }
-    kept = mine.mine(answer)
+    kept = mine.filter(answer)
     assert kept["results"] == [group("a"), group(None, group("a")), group("a", group())]
     assert (mine.counts.filtered, mine.counts.errors, mine.counts.untagged) == (3, 0, 0)
     assert len(answer["results"]) == 5  # nothing is changed in place
@@ -69,11 +69,11 @@ def test_groups_and_outputs_of_others_are_left_out_and_counted():
 def test_when_nothing_is_left_it_is_an_error():
     mine = ClientTag("a")
     with pytest.raises(ClientTagError, match="another client_tag than 'a'"):
-        mine.mine({"choices": [group("b"), group("c")]})
+        mine.filter({"choices": [group("b"), group("c")]})
     with pytest.raises(ClientTagError, match="carries the client_tag 'b' and not 'a'"):
-        mine.mine({"client_tag": "b", "text": ["x"]})
+        mine.filter({"client_tag": "b", "text": ["x"]})
     with pytest.raises(ClientTagError):
-        mine.mine({"metadata": {"client_tag": "b"}, "choices": [group()]})
+        mine.filter({"metadata": {"client_tag": "b"}, "choices": [group()]})
     assert mine.counts.errors == 3
 
 
@@ -81,11 +81,11 @@ def test_an_answer_without_a_tag_is_an_error_that_says_what_the_server_needs_or_
     with pytest.raises(
         ClientTagError, match=r"--middleware ludic\.inference\.vllm\.in_server\.client_tag_middleware\.ClientTagMiddleware"
     ):
-        ClientTag("a", "require_echo").mine({"choices": [group()]})
+        ClientTag("a", "require_echo").filter({"choices": [group()]})
     lenient = ClientTag("a", "lenient")
-    assert lenient.mine({"choices": [group()]}) == {"choices": [group()]}
+    assert lenient.filter({"choices": [group()]}) == {"choices": [group()]}
     assert lenient.counts.untagged == 1
-    assert ClientTag("a", "require_echo").mine({"metadata": {"client_tag": "a"}, "choices": [group()]})["choices"] == [group()]
+    assert ClientTag("a", "require_echo").filter({"metadata": {"client_tag": "a"}, "choices": [group()]})["choices"] == [group()]
 
 
 tags = st.sampled_from([None, "a", "b"])
@@ -112,9 +112,9 @@ def test_nothing_of_another_is_ever_kept_and_nothing_of_mine_is_lost(results):
     mine = ClientTag("a")
     if results and not expected:
         with pytest.raises(ClientTagError):
-            mine.mine({"results": results})
+            mine.filter({"results": results})
     else:
-        assert mine.mine({"results": results})["results"] == expected
+        assert mine.filter({"results": results})["results"] == expected
 
 
 def test_a_tag_that_no_header_can_carry_is_refused():
@@ -271,7 +271,7 @@ def test_the_tag_comes_back_in_the_header_and_in_every_part(by, chunks):
     assert seen == body
     assert [choice["metadata"] for choice in found["choices"]] == [{"client_tag": "a"}, {"x": 1, "client_tag": "a"}]
     assert found["results"][0]["outputs"][0] == {"text": "é", "metadata": {"client_tag": "a"}}
-    assert ClientTag("a", "require_echo").mine(found) == found
+    assert ClientTag("a", "require_echo").filter(found) == found
 
 
 def test_errors_carry_the_tag_too():

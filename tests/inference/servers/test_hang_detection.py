@@ -9,9 +9,10 @@ from tiny_policy import tiny_tokenizer
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference import SamplingParams, VLLMChatClient
-from ludic.inference.servers import pool
-from ludic.inference.servers.pool import Server, ServerPool
-from ludic.inference.vllm import server_queries as session
+from ludic.inference.servers import server as server_module
+from ludic.inference.servers.pool import ServerPool
+from ludic.inference.servers.server import Server
+from ludic.inference.vllm import server_queries
 
 
 class Hanging:
@@ -89,7 +90,7 @@ async def test_one_that_works_on_what_it_has_is_not_left_though_a_probe_waits_be
 
 async def looked_at(hanging):
     """Whether a server was suspected within five times the time that it may be silent."""
-    silence, looks = hanging.pool._silence, []
+    silence, looks = hanging.pool._hang_detector, []
     is_silent, seen = silence._is_silent, asyncio.Event()
 
     def counting(*given):
@@ -128,7 +129,7 @@ async def test_an_only_server_is_not_watched_nor_is_any_where_that_is_set(settin
     hanging.released.set()
     held = asyncio.create_task(hanging.pool.send(hanging.call))
     assert await held == "http://s0"
-    assert hanging.pool._silence is None or not hanging.pool._silence._tasks
+    assert hanging.pool._hang_detector is None or not hanging.pool._hang_detector._tasks
 
 
 async def test_where_the_others_have_nothing_to_do_one_that_hangs_is_left_too():
@@ -145,7 +146,7 @@ async def test_an_error_is_an_answer_too():
     while len(hanging.taken) < 2:
         await asyncio.sleep(0)
     with pytest.raises(InferenceError, match="400"):
-        async with hanging.pool._silence.over(hanging.pool.servers[1]):
+        async with hanging.pool._hang_detector.watch(hanging.pool.servers[1]):
             raise InferenceError("400")
     await asyncio.wait_for(hanging.probed.wait(), 60)
     hanging.given.set()
@@ -181,7 +182,7 @@ def test_silence_must_last_some_time():
 
 
 def test_requests_of_a_server_that_hangs_are_answered_by_the_other_as_it_would_have(monkeypatch):
-    monkeypatch.setattr(pool, "PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(server_module, "PROBE_TIMEOUT_S", 0.3)
 
     async def scenario(servers):
         urls = [server.url for server in servers]
@@ -214,14 +215,14 @@ vllm:generation_tokens_created{engine="0",model_name="tiny"} 1.7e+09
     ("answer", "expected"), [((200, METRICS), 127.0), ((200, ""), None), ((404, METRICS), None), (CUT, None), (HANG, None)]
 )
 def test_progress_is_what_a_server_counts_of_its_tokens_and_is_asked_once(monkeypatch, answer, expected):
-    monkeypatch.setattr(session, "VERSION_TIMEOUT_S", 30.0 if expected else 0.2)
+    monkeypatch.setattr(server_queries, "VERSION_TIMEOUT_S", 30.0 if expected else 0.2)
     with StubVLLM() as server:
         server.fail("/metrics", answer)
-        assert asyncio.run(session.read_progress({}, server.url)) == expected
+        assert asyncio.run(server_queries.read_progress({}, server.url)) == expected
         assert len(server.asked("/metrics")) <= 1
 
 
 def test_progress_is_not_known_of_a_server_that_is_gone():
     with StubVLLM() as server:
         url = server.url
-    assert asyncio.run(session.read_progress({}, url)) is None
+    assert asyncio.run(server_queries.read_progress({}, url)) is None

@@ -22,7 +22,7 @@ from ludic.errors import (
 )
 from ludic.inference.servers.answers import WeightInfo
 from ludic.inference.servers.calls import convert_answer
-from ludic.inference.servers.errors import BusyError, may_pass
+from ludic.inference.servers.errors import BusyError, is_retryable
 from ludic.inference.servers.http import BlockingHttp, Http
 
 DEADLINE_S = 0.4
@@ -32,13 +32,15 @@ least, or never ends."""
 
 
 def blocking(url, **settings):
-    return BlockingHttp(settings.pop("headers", None)).ask(settings.pop("method", "GET"), url, **{"timeout_s": 10.0, **settings})
+    return BlockingHttp(settings.pop("headers", None)).request(
+        settings.pop("method", "GET"), url, **{"timeout_s": 10.0, **settings}
+    )
 
 
 def awaiting(url, **settings):
     async def once():
         async with Http(settings.pop("headers", None)) as http:
-            return await http.ask(settings.pop("method", "GET"), url, **{"timeout_s": 10.0, **settings})
+            return await http.request(settings.pop("method", "GET"), url, **{"timeout_s": 10.0, **settings})
 
     return asyncio.run(once())
 
@@ -99,8 +101,10 @@ def test_what_is_compressed_is_not_asked_for_and_not_taken(ask):
 @pytest.mark.parametrize("status", ["301 Moved Permanently", "307 Temporary Redirect", "308 Permanent Redirect"])
 def test_nobody_is_followed_to_another_origin_with_prompts_and_keys(ask, status):
     with HostileServer(plain()) as other, HostileServer(redirect(f"{other.url}/steal", status)) as server:
-        with pytest.raises(ServerError, match=r"sends us to .*/steal, where nobody follows"):
-            ask(server.url, method="POST", json={"prompt": "secret"}, headers={"Authorization": "Bearer secret"}).checked()
+        with pytest.raises(ServerError, match=r"redirects to .*/steal; redirects are not followed"):
+            ask(
+                server.url, method="POST", json={"prompt": "secret"}, headers={"Authorization": "Bearer secret"}
+            ).raise_for_status()
         assert server.paths() == ["/"]
         assert other.requests == []
 
@@ -108,12 +112,12 @@ def test_nobody_is_followed_to_another_origin_with_prompts_and_keys(ask, status)
 def test_headers_go_with_everything_that_is_asked_and_are_named_once():
     async def twice(url):
         async with Http({"X-Secret": "s", "x-team": "rl"}) as http:
-            await http.ask("GET", url, timeout_s=5.0)
-            await http.ask("POST", url, json={}, headers={"x-secret": "other"}, timeout_s=5.0)
+            await http.request("GET", url, timeout_s=5.0)
+            await http.request("POST", url, json={}, headers={"x-secret": "other"}, timeout_s=5.0)
 
     with HostileServer(plain()) as server:
         asyncio.run(twice(server.url))
-        BlockingHttp({"X-Secret": "s"}).ask("GET", server.url, timeout_s=5.0)
+        BlockingHttp({"X-Secret": "s"}).request("GET", server.url, timeout_s=5.0)
     given = [request.lower() for _, request in server.requests]
     assert [request.count(b"x-secret") for request in given] == [1, 1, 1]
     assert [b"x-secret: s\r\n" in request for request in given] == [True, False, True]
@@ -140,17 +144,17 @@ def test_an_address_that_is_none_is_said_to_be_none(ask, url):
 @pytest.mark.parametrize("header", [{"X-Name": "Zo\u00eb's secret"}, {"X-N\u00e4me": "1"}])
 def test_a_header_that_is_not_ascii_is_named_and_its_value_is_not(header):
     with pytest.raises(ConfigError, match="must be ASCII") as caught:
-        BlockingHttp(header).ask("GET", "http://127.0.0.1:1/", timeout_s=1.0)
+        BlockingHttp(header).request("GET", "http://127.0.0.1:1/", timeout_s=1.0)
     assert "secret" not in str(caught.value)
 
 
 @both
-def test_nobody_there_may_pass_and_is_said_to_be_out_of_reach(ask):
+def test_nobody_there_is_retryable_and_is_said_to_be_out_of_reach(ask):
     with HostileServer(plain()) as server:
         url = server.url
     with pytest.raises(ServerUnreachableError, match="cannot be reached") as caught:
         ask(url)
-    assert may_pass(caught.value)
+    assert is_retryable(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +169,7 @@ def test_nobody_there_may_pass_and_is_said_to_be_out_of_reach(ask):
         (b'{"ids": null}', "got `null`"),
         (b"[1]", "Expected `object`, got `array`"),
         (b'{"ids": [1' + b"\xff" * 10, "which is no JSON"),
-        (b"[" * 10**6, "which is no JSON|which is not what it must be"),
+        (b"[" * 10**6, "which is no JSON|which does not have the expected form"),
     ],
 )
 def test_an_answer_of_another_type_is_one_error_that_shows_it_and_converts_nothing(body, said):
@@ -187,7 +191,7 @@ def test_an_answer_of_another_type_is_one_error_that_shows_it_and_converts_nothi
 )
 def test_a_status_is_the_error_that_it_means(status, body, kind):
     with HostileServer(plain(body, status, retry_after=7)) as server, pytest.raises(kind) as caught:
-        blocking(server.url).checked()
+        blocking(server.url).raise_for_status()
     assert type(caught.value) is kind
     assert body in str(caught.value)
     assert getattr(caught.value, "retry_after_s", 7.0) == 7.0
@@ -217,7 +221,7 @@ def test_blocking_calls_work_inside_a_running_loop_and_from_many_threads():
 CHILD = """
 import os, sys
 from ludic.inference.servers.http import BlockingHttp
-def ask(): return BlockingHttp().ask("GET", sys.argv[1], timeout_s=10).status
+def ask(): return BlockingHttp().request("GET", sys.argv[1], timeout_s=10).status
 assert ask() == 200
 pid = os.fork()
 if pid == 0:
@@ -240,5 +244,7 @@ def test_a_fork_asks_with_a_thread_of_its_own_and_the_process_ends_in_silence():
 
 def test_decoded_json_of_another_type_is_an_error_that_names_the_server():
     assert convert_answer({"weight_version": 3, "more": 1}, WeightInfo, "http://a").weight_version == 3
-    with pytest.raises(InferenceError, match=r"http://a answered .*weight.*which is not what it must be: .*weight_version"):
+    with pytest.raises(
+        InferenceError, match=r"http://a answered .*weight.*which does not have the expected form: .*weight_version"
+    ):
         convert_answer({"weights": 3}, WeightInfo, "http://a")

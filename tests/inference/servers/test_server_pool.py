@@ -10,7 +10,8 @@ from tiny_policy import tiny_tokenizer
 
 from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerUnreachableError
 from ludic.inference import SamplingParams, VLLMChatClient
-from ludic.inference.servers.pool import Server, ServerPool
+from ludic.inference.servers.pool import ServerPool
+from ludic.inference.servers.server import Server
 
 
 class Clock:
@@ -262,7 +263,7 @@ def test_a_server_that_came_back_with_old_weights_gets_nothing():
 def test_the_version_is_read_from_a_server_that_lives():
     async def scenario(client, servers):
         servers[1].weight_version = "3"
-        client._pool.drain(client._pool.servers[0], "gone")
+        client._servers.pool.drain(client._servers.pool.servers[0], "gone")
         return await client.get_policy_version()
 
     assert run(2, scenario) == 3

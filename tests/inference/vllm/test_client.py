@@ -253,8 +253,8 @@ def swapped(**parts):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (swapped(prompt_token_ids=[1, 2]), "not the one of"),
-        (swapped(prompt_token_ids=None), "did not say which prompt"),
+        (swapped(prompt_token_ids=[1, 2]), r"read a prompt of 2 tokens, not the \d+ tokens that were sent"),
+        (swapped(prompt_token_ids=None), "did not report the prompt"),
         (swapped(token_ids=None), "no token ids"),
         (swapped(logprobs=None), "0 log-probabilities for"),
         (swapped(token_ids=[1], logprobs={"content": [{"token_id": 2, "logprob": -1.0}]}), "other tokens"),
@@ -397,7 +397,7 @@ def test_what_will_not_pass_is_an_error_at_once(server, path):
 @pytest.mark.parametrize("path", [GENERATE, CHAT])
 def test_an_engine_that_is_dead_is_said_to_be_and_not_asked_again(server, path):
     server.dead = True
-    with pytest.raises(EngineDeadError, match="start the server again") as dead:
+    with pytest.raises(EngineDeadError, match="restart the server") as dead:
         answer(server, **in_use(server, path))
     assert len(server.asked(path)) == 1
     assert DEAD in str(dead.value)
@@ -497,15 +497,11 @@ def test_a_version_that_cannot_be_read_is_the_last_one_known():
     with StubVLLM() as server:
         server.weight_version = "5"
         assert run(server, scenario) == 5  # a failure to read it does not make the samples old
-    assert asyncio.run(bare().get_policy_version()) == 0
 
 
 def test_a_client_for_inference_only_takes_no_weights(server):
-    with pytest.raises(RuntimeError, match="inference only"):
-        bare().sync_weights({})
-
     async def scenario(client):
-        with pytest.raises(RuntimeError, match="enable_weight_updates=True"):
+        with pytest.raises(RuntimeError, match=r"inference only.*enable_weight_updates=True"):
             client.sync_weights({})
 
     run(server, scenario)

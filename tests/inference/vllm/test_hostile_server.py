@@ -11,9 +11,9 @@ from tiny_policy import tiny_tokenizer
 
 from ludic.errors import InferenceError, ServerUnreachableError
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMChatClient
-from ludic.inference.servers.errors import may_pass
+from ludic.inference.servers.errors import is_retryable
 from ludic.inference.sglang import SGLangClient
-from ludic.inference.vllm import client as client_module, server_queries as session
+from ludic.inference.vllm import server_queries, servers as servers_module
 
 DEADLINE_S = 0.5
 SLACK_S = 1.5
@@ -24,7 +24,7 @@ HEALTHY = {"/health": plain(b""), "/v1/models": plain(json.dumps(MODELS)), "/wei
 @pytest.mark.parametrize("hostile", [silent, drip_head, drip_body, endless])
 @pytest.mark.parametrize("path", ["/health", "/v1/models"])
 def test_the_constructor_takes_no_longer_than_it_may(hostile, path, monkeypatch):
-    monkeypatch.setattr(session, "HEALTH_INTERVAL_S", 0.1)
+    monkeypatch.setattr(server_queries, "HEALTH_INTERVAL_S", 0.1)
     with HostileServer(plain(), {**HEALTHY, path: hostile}) as server:
         outcome, took_s = seconds(VLLMChatClient, urls=[server.url], connection_timeout_s=DEADLINE_S)
     if hostile is endless and path == "/v1/models":
@@ -38,7 +38,7 @@ def test_the_constructor_takes_no_longer_than_it_may(hostile, path, monkeypatch)
 @pytest.mark.parametrize("hostile", [silent, drip_head, drip_body])
 @pytest.mark.parametrize("path", ["/weight_info", CHAT])
 def test_a_completion_takes_no_longer_than_it_may_whatever_is_asked_beside_it(hostile, path, monkeypatch):
-    monkeypatch.setattr(client_module, "VERSION_AGE_S", -1.0)  # the version is read before every request
+    monkeypatch.setattr(servers_module, "VERSION_AGE_S", -1.0)  # the version is read before every request
 
     async def complete(server):
         async with VLLMChatClient(urls=[server.url], timeout_s=DEADLINE_S) as client:
@@ -83,9 +83,9 @@ def answered(path, ids, logprobs=None, **parts):
 
 
 IMPOSSIBLE = {
-    "above 0": (lambda path: answered(path, [5, 6], [-0.5, 0.2]), "log-probability 0.2; none is above 0"),
-    "a logit": (lambda path: answered(path, [5, 6], [-0.5, 1e30]), "none is above 0"),
-    "too many": (lambda path: answered(path, [5, 6, 7, 8]), r"4 tokens; max_tokens \(3\)"),
+    "above 0": (lambda path: answered(path, [5, 6], [-0.5, 0.2]), "log-probability 0.2; it must be at most 0"),
+    "a logit": (lambda path: answered(path, [5, 6], [-0.5, 1e30]), "it must be at most 0"),
+    "too many": (lambda path: answered(path, [5, 6, 7, 8]), r"4 tokens; the request allows max_tokens \(3\)"),
     "outside": (lambda path: answered(path, [5, 384]), "token id 384, and the policy's vocabulary has 384"),
     "negative": (lambda path: answered(path, [5, -1]), "Expected `int` >= 0"),
     "fraction": (lambda path: answered(path, [5, 10.5]), "Expected `int`, got `float`"),
@@ -111,7 +111,7 @@ def test_what_cannot_be_sampled_is_one_clear_error_and_never_an_answer(path, cas
             change = {}
         with pytest.raises(InferenceError, match=said) as caught:
             ask(stub, path, change)
-    assert not may_pass(caught.value)
+    assert not is_retryable(caught.value)
 
 
 def test_rounding_above_0_is_taken_and_so_are_the_largest_id_and_the_most_tokens():
@@ -123,8 +123,8 @@ def test_rounding_above_0_is_taken_and_so_are_the_largest_id_and_the_most_tokens
 @pytest.mark.parametrize(
     ("span", "said"),
     [
-        ({"version": -1, "start": 0, "end": 2}, "serves version -1"),
-        ({"version": str(10**30), "start": 0, "end": 2}, "serves version 1000"),
+        ({"version": -1, "start": 0, "end": 2}, "reports weight version -1"),
+        ({"version": str(10**30), "start": 0, "end": 2}, "reports weight version 1000"),
         ({"version": "3", "start": 0, "end": 9}, "must lie within"),
         ({"version": "3", "start": 2, "end": 0}, "must lie within"),
         ({"version": 1.5, "start": 0, "end": 2}, "got `float`"),
@@ -142,11 +142,11 @@ def test_versions_that_no_weights_have_are_errors(span, said):
         ({"output_ids": [10.5, 6]}, "Expected `int`, got `float`"),
         ({"output_ids": [5, 99]}, "log-probabilities of 2 others"),
         ({"meta_info": {"output_token_logprobs": [[-1.0, 10.5, None]]}, "output_ids": [10]}, "Expected `int`, got `float`"),
-        ({"meta_info": {"output_token_logprobs": [[0.5, 10, None]]}, "output_ids": [10]}, "none is above 0"),
+        ({"meta_info": {"output_token_logprobs": [[0.5, 10, None]]}, "output_ids": [10]}, "it must be at most 0"),
         ({"meta_info": {"output_token_logprobs": [[-1.0, 300, None]]}, "output_ids": [300]}, "vocabulary has 272"),
         ({"meta_info": {"output_token_logprobs": [[-1.0, 5, None]] * 4}, "output_ids": [5] * 4}, r"max_tokens \(3\)"),
         ({"meta_info": {"finish_reason": {"type": "banana"}}}, "Invalid enum value"),
-        ({"meta_info": {"weight_version": "-7"}}, "serves version -7"),
+        ({"meta_info": {"weight_version": "-7"}}, "reports weight version -7"),
         ({"meta_info": {}}, "log-probabilities of 0 others"),
         ({"meta_info": 7}, "Expected `object`, got `int`"),
     ],

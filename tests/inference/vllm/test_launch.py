@@ -248,7 +248,7 @@ def test_a_server_finds_this_package_and_nothing_that_lies_beside_it(monkeypatch
     assert (root / "ludic").resolve() == Path(ludic.__file__).resolve().parent
     monkeypatch.setenv("PYTHONPATH", "/ours")
     monkeypatch.setenv("PYTHONHOME", "/home")
-    env = server_variables("/elsewhere/bin/python", cpu=True, given={"PYTHONPATH": "/given"})
+    env = server_variables("/elsewhere/bin/python", cpu=True, overrides={"PYTHONPATH": "/given"})
     assert env["PYTHONPATH"] == os.pathsep.join([str(root), "/given"])
     assert "PYTHONHOME" not in env
     assert server_variables(sys.executable, cpu=False)["PYTHONPATH"] == os.pathsep.join([str(root), "/ours"])

@@ -12,9 +12,9 @@ import pytest
 from processes import is_running, until_gone
 
 import ludic
-from ludic.inference.vllm import orphan_reaper as guard
+from ludic.inference.vllm import orphan_reaper as reaper_module
 from ludic.inference.vllm.launch import free_port, start_vllm_server, stop_vllm_server
-from ludic.inference.vllm.orphan_reaper import Guard
+from ludic.inference.vllm.orphan_reaper import OrphanReaper
 
 STARTER = """
 import os, signal, sys, time
@@ -29,7 +29,7 @@ while not facts.exists() or not facts.read_text():
 fork = os.fork() if sys.argv[3] == "forks" else None
 if fork == 0:
     time.sleep(600)
-print(proc.pid, launch._GUARDS[proc.pid].pid, fork or 0, flush=True)
+print(proc.pid, launch._REAPERS[proc.pid].pid, fork or 0, flush=True)
 time.sleep(600)
 """
 SLEEPER = "import signal, sys; print(flush=True); signal.pause()"
@@ -77,40 +77,40 @@ def test_a_server_ends_with_the_process_that_started_it_however_that_ends(tmp_pa
         starter.communicate()
 
 
-def test_no_guard_is_left_of_a_server_that_was_stopped(tmp_path):
+def test_no_reaper_is_left_of_a_server_that_was_stopped(tmp_path):
     from ludic.inference.vllm import launch
 
     python = fake_vllm.install(tmp_path / "venv")
     env = {"FAKE_VLLM": "deaf", "FAKE_VLLM_FACTS": str(tmp_path / "facts.json")}
     proc = start_vllm_server("tiny", "127.0.0.1", free_port(), python=python, env=env, stream_output=False)
-    watcher = launch._GUARDS[proc.pid]
+    watcher = launch._REAPERS[proc.pid]
     assert is_running(watcher.pid)
     stop_vllm_server(proc, timeout_s=0.1)
     assert not is_running(watcher.pid)
-    assert proc.pid not in launch._GUARDS
-    assert watcher not in guard._STANDING
+    assert proc.pid not in launch._REAPERS
+    assert watcher not in reaper_module._ACTIVE
 
 
-def test_a_server_that_cannot_be_started_leaves_no_guard(tmp_path):
-    before = set(guard._STANDING)
+def test_a_server_that_cannot_be_started_leaves_no_reaper(tmp_path):
+    before = set(reaper_module._ACTIVE)
     python = fake_vllm.install(tmp_path / "venv")
     with pytest.raises(FileNotFoundError):
         start_vllm_server("tiny", "127.0.0.1", free_port(), python=python, log_path=tmp_path / "no" / "log")
-    assert before == guard._STANDING
+    assert before == reaper_module._ACTIVE
 
 
 def test_a_group_that_does_not_end_when_asked_is_ended_after_the_grace(sleeper):
     stubborn = sleeper(STUBBORN)
-    watcher = Guard(grace_s=0.2)
+    watcher = OrphanReaper(grace_s=0.2)
     watcher.watch(stubborn.pid)
     watcher.close()
     assert watcher._process.wait(60) == 0
     assert stubborn.wait(60) == -signal.SIGKILL
 
 
-def test_a_guard_that_was_dismissed_touches_nothing(sleeper):
+def test_a_reaper_that_was_dismissed_touches_nothing(sleeper):
     proc = sleeper()
-    watcher = Guard(grace_s=0.2)
+    watcher = OrphanReaper(grace_s=0.2)
     watcher.watch(proc.pid)
     watcher.dismiss()
     watcher.dismiss()
@@ -118,28 +118,28 @@ def test_a_guard_that_was_dismissed_touches_nothing(sleeper):
     assert proc.poll() is None
 
 
-def test_a_guard_leaves_with_the_last_of_its_group(sleeper, monkeypatch):
+def test_a_reaper_leaves_with_the_last_of_its_group(sleeper, monkeypatch):
     """The number may come to mean another group."""
-    monkeypatch.setattr(guard, "LOOK_S", 0.01)
+    monkeypatch.setattr(reaper_module, "CHECK_S", 0.01)
     proc = sleeper()
     read, write = os.pipe()
     os.write(write, b"%d\n" % proc.pid)
     try:
         proc.kill()
         proc.wait()
-        guard.stand_guard(read, 60.0)  # returns, though the pipe is open
+        reaper_module.reap_at_end(read, 60.0)  # returns, though the pipe is open
     finally:
         os.close(read)
         os.close(write)
 
 
-def test_a_guard_that_was_never_told_a_group_ends_none(monkeypatch):
+def test_a_reaper_that_was_never_told_a_group_ends_none(monkeypatch):
     signals = []
     monkeypatch.setattr(os, "killpg", lambda *sent: signals.append(sent))
     for said in (b"", b"12", b"-1\n"):
         read, write = os.pipe()
         os.write(write, said)
         os.close(write)
-        guard.stand_guard(read, 0.0)
+        reaper_module.reap_at_end(read, 0.0)
         os.close(read)
     assert signals == []

@@ -269,11 +269,3 @@ async def test_one_port_is_a_server_that_scores(server):
     assert await using.score_batch([[10]], normalize=False) == [0.1]
     assert using.reads_ids_of(tokenizer())
     await using.close_async_session()
-
-
-async def test_a_client_made_without_its_constructor_has_no_scores():
-    using = object.__new__(VLLMClient)
-    with pytest.raises(InferenceError, match="knows no scoring server"):
-        await using.score_batch([[10]])
-    using.close_communicator()
-    await using.close_async_session()

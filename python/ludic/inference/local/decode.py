@@ -32,9 +32,9 @@ class DecodeRequest:
     limit: int
     """Tokens sampled at most: what the request asks for, or what the model's context leaves."""
     seed: int | None = None
-    stopped: Callable[[list[int]], bool] | None = None
+    contains_stop: Callable[[list[int]], bool] | None = None
     """Whether the completion so far contains a stop string; asked after each token."""
-    abandoned: Callable[[], bool] | None = None
+    is_abandoned: Callable[[], bool] | None = None
     """Whether nobody waits for it any more; asked after each token, possibly from another thread
     than the one that answers."""
     episode: Episode | None = None
@@ -171,7 +171,7 @@ class _Decoding:
         self.ragged = not bool(self.mask.all())
         self.left: list[tuple[Snapshot, list[int], int]] = []
         """Caches, the requests of their rows, and how many sampled tokens they hold."""
-        self.watched = any(request.stopped for request in requests)
+        self.watched = any(request.contains_stop for request in requests)
         self.drawn: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def run(self) -> list[Completion]:
@@ -272,7 +272,7 @@ class _Decoding:
         self._flush()
         going = alive.tolist()
         for i, row in enumerate(self.rows):
-            stopped, result = self.requests[row].stopped, self.results[row]
+            stopped, result = self.requests[row].contains_stop, self.results[row]
             if stopped is not None and going[i] and stopped(result.token_ids):
                 result.finish_reason = "stop"
                 self.limits[row] = len(result.token_ids)
@@ -281,7 +281,7 @@ class _Decoding:
 
     def _wanted(self, alive: Tensor) -> Tensor:
         """Less the rows that nobody waits for."""
-        unwanted = [i for i, row in enumerate(self.rows) if (asked := self.requests[row].abandoned) is not None and asked()]
+        unwanted = [i for i, row in enumerate(self.rows) if (asked := self.requests[row].is_abandoned) is not None and asked()]
         if unwanted:
             alive[unwanted] = False
         return alive

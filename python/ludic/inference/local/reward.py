@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ludic import _core
 from ludic.errors import ConfigError, DataError, InferenceError
-from ludic.inference.local.threads import in_own_thread
+from ludic.event_loop import run_in_thread
 from ludic.inference.local.weights import copy_weights
 from ludic.inference.prompts.vocabulary import reads_same_ids
 from ludic.inference.reward_types import (
@@ -95,7 +95,7 @@ class LocalRewardModel:
         Raises DataError for a sequence that the model cannot read, InferenceError where it fails.
         """
         check_one_label(n_labels)
-        logits_NL = await in_own_thread(self._logits, list(inputs), pooling_type)
+        logits_NL = await run_in_thread(self._logits, list(inputs), pooling_type)
         if logits_NL.shape[1] != 1:
             raise ConfigError(
                 f"{self.name} gives {logits_NL.shape[1]} labels a sequence, a reward is one number; use a model with one"
@@ -104,7 +104,7 @@ class LocalRewardModel:
 
     async def score(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:
         """What `score_batch` does, with all labels. The info carries `reward_model_version`."""
-        logits_NL = await in_own_thread(self._logits, list(request.inputs), request.pooling_type)
+        logits_NL = await run_in_thread(self._logits, list(request.inputs), request.pooling_type)
         return self._response(request, logits_NL), {"reward_model_version": self._version}
 
     def score_sync(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:

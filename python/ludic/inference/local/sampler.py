@@ -22,23 +22,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ludic.errors import ConfigError
 from ludic.inference.sampling import SamplingParams
 
 CHUNK_ELEMENTS = 1 << 22
 """Probabilities worked on at once."""
 BLOCK = 64
 """Uniforms taken from each stream at once; a multiple of four."""
-
-
-def check_sampling(params: SamplingParams) -> None:
-    """Refuse settings that have no meaning."""
-    if not 0 <= params.temperature < float("inf"):
-        raise ConfigError(f"temperature ({params.temperature}) must be >= 0 and finite; 0 takes the most likely token")
-    if not 0 < params.top_p <= 1:
-        raise ConfigError(f"top_p ({params.top_p}) must be in (0, 1]; 1 keeps all tokens")
-    if params.max_tokens < 1:
-        raise ConfigError(f"max_tokens ({params.max_tokens}) must be >= 1")
 
 
 def stream_key(seed: int | None, prompt_ids: Sequence[int]) -> NDArray[np.uint64]:

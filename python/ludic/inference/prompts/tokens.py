@@ -1,5 +1,5 @@
-"""Messages as the token ids that a model reads, so that the turns of a dialogue extend one
-another token by token."""
+"""Messages to the token ids that a model reads, with a cache, so that each turn of a dialogue
+extends the one before it token by token."""
 
 from __future__ import annotations
 
@@ -7,46 +7,114 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 from ludic.inference.prompts.template import ChatTemplate
 from ludic.types import Message
 
-REMEMBERED = 4096
-"""Prompts and answers that are kept: the members of a group share a prompt, and the next turn of
-each begins with its last answer."""
+V = TypeVar("V")
+
+CACHE_SIZE = 4096
+"""Dialogues in a cache. The members of a group share a prompt, and the next turn of each begins
+with its last answer."""
 
 
-class PromptTokens:
-    """Renders with the tokenizer's chat template, and encodes without special tokens of its own.
+@dataclass(frozen=True)
+class Dialogue:
+    """Messages, and the tools that the model may call."""
 
-    A prompt that begins with an earlier prompt and the answer to it, as text, begins with the very
-    tokens of both; only what follows is encoded. Without this a sampled answer would be split into
-    tokens anew, and differently wherever the model did not write it the way that the tokenizer
-    does. Where the template changes earlier turns, such as one that leaves thoughts out, the whole
-    is encoded. Of two answers to the same messages with the same text, the tokens of the later one
-    count.
-    """
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    @cached_property
+    def key(self) -> str:
+        return json.dumps([list(self.messages), list(self.tools)])
+
+
+class DialogueCache(Generic[V]):
+    """What was computed of the last `CACHE_SIZE` dialogues. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[str, V] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, dialogue: Dialogue) -> V | None:
+        key = dialogue.key
+        with self._lock:
+            return self._values.get(key)
+
+    def put(self, dialogue: Dialogue, value: V) -> None:
+        """Store a value; drops the oldest beyond `CACHE_SIZE`."""
+        key = dialogue.key
+        with self._lock:
+            self._values[key] = value
+            while len(self._values) > CACHE_SIZE:
+                self._values.popitem(last=False)
+
+
+class PromptEncoder:
+    """Renders prompts with the tokenizer's chat template, and encodes them without adding special
+    tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
-        self._prompts: OrderedDict[str, list[int]] = OrderedDict()
-        self._answered: OrderedDict[str, tuple[str, list[int]]] = OrderedDict()
-        """Dialogues up to an answer -> text and ids up to it."""
-        self._lock = threading.Lock()
+        self._prompts: DialogueCache[list[int]] = DialogueCache()
+
+    def encode_batch(self, dialogues: Sequence[Dialogue]) -> list[list[int] | Exception]:
+        """[P] ids of each prompt, or the error of its rendering. Calls the tokenizer once."""
+        results: list[list[int] | str | Exception] = [self._ids_or_text(dialogue) for dialogue in dialogues]
+        texts = list(dict.fromkeys(text for text in results if isinstance(text, str)))
+        ids_of = dict(zip(texts, self._tokenize(texts) if texts else [], strict=True))
+        for dialogue, text in zip(dialogues, results, strict=True):
+            if isinstance(text, str):
+                self._prompts.put(dialogue, ids_of[text])
+        return [list(ids_of[result]) if isinstance(result, str) else result for result in results]
+
+    def _ids_or_text(self, dialogue: Dialogue) -> list[int] | str | Exception:
+        """The prompt's ids if they are cached, else its text, else why it cannot be rendered."""
+        try:
+            ids = self._prompts.get(dialogue)
+            return self._template.render(dialogue.messages, dialogue.tools) if ids is None else list(ids)
+        except Exception as error:
+            return error
+
+    def _tokenize(self, texts: str | list[str]) -> Any:
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+class PromptTokens(PromptEncoder):
+    """A `PromptEncoder` that remembers the tokens of sampled answers.
+
+    A prompt whose text begins with an earlier prompt and its answer begins with exactly the tokens
+    of both; only the rest is encoded. Otherwise a sampled answer would be tokenised again, and
+    differently wherever the model did not write it as the tokenizer does. A template that changes
+    earlier turns, such as one that drops thoughts, makes the whole prompt be encoded. Of two
+    answers to the same messages with the same text, the later one's tokens are used.
+
+    Example: prompt `[5, 6]` and answer `[7, 8, 2]` (2 ends a turn) make the next prompt
+    `[5, 6, 7, 8, 2, ...]`, even if the tokenizer would encode the answer's text as `[9, 2]`.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self._answers: DialogueCache[tuple[str, list[int]]] = DialogueCache()
+        """Dialogue that ends with an answer -> its text and ids, up to and including the answer."""
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """[P] ids of the prompt. Raises ConfigError where the template cannot show the tools."""
-        key = _key(messages, tools)
-        with self._lock:
-            known = self._prompts.get(key)
-        if known is None:
-            known = self._encode(messages, tools)
-            self._remember(self._prompts, key, known)
-        return list(known)
+        """[P] ids of the prompt. Raises ConfigError if the template cannot show the tools."""
+        dialogue = Dialogue(messages, tools)
+        ids = self._prompts.get(dialogue)
+        if ids is None:
+            text = self._template.render(messages, tools)
+            prefix_text, prefix_ids = self._longest_answered_prefix(dialogue, text)
+            ids = [*prefix_ids, *self._tokenize(text[len(prefix_text) :])]
+            self._prompts.put(dialogue, ids)
+        return list(ids)
 
-    def answered(
+    def remember_answer(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
@@ -54,42 +122,22 @@ class PromptTokens:
         prompt_ids: Sequence[int],
         completion_ids: Sequence[int],
     ) -> None:
-        """Remember which tokens an answer was made of, for the turns that follow it."""
-        text = self._template.render(messages, tools) + self._text(completion_ids)
-        self._remember(self._answered, _key([*messages, answer], tools), (text, [*prompt_ids, *completion_ids]))
+        """Remember the tokens of an answer for the turns that follow it."""
+        completion = self.tokenizer.decode(list(completion_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._template.render(messages, tools) + str(completion)
+        self._answers.put(Dialogue([*messages, answer], tools), (text, [*prompt_ids, *completion_ids]))
 
-    def text(self, ids: Sequence[int]) -> str:
-        """Ids as the text of an answer, without special tokens."""
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of an answer, without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def _encode(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        text = self._template.render(messages, tools)
-        before, ids = self._known_beginning(messages, tools, text)
-        return [*ids, *self.tokenizer(text[len(before) :], add_special_tokens=False)["input_ids"]]
-
-    def _known_beginning(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], text: str
-    ) -> tuple[str, list[int]]:
-        """The longest dialogue that was answered here and that the text begins with."""
-        for end in range(len(messages) - 1, 0, -1):
-            if messages[end - 1].get("role") != "assistant":
+    def _longest_answered_prefix(self, dialogue: Dialogue, text: str) -> tuple[str, list[int]]:
+        """Text and ids of the longest answered dialogue that `text` begins with; empty if there is
+        none."""
+        for end in range(len(dialogue.messages) - 1, 0, -1):
+            if dialogue.messages[end - 1].get("role") != "assistant":
                 continue
-            with self._lock:
-                before, ids = self._answered.get(_key(messages[:end], tools), ("", []))
-            if before and text.startswith(before):
-                return before, ids
+            prefix, ids = self._answers.get(Dialogue(dialogue.messages[:end], dialogue.tools)) or ("", [])
+            if prefix and text.startswith(prefix):
+                return prefix, ids
         return "", []
-
-    def _text(self, ids: Sequence[int]) -> str:
-        """Ids as the text that a prompt has them in, special tokens included."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    def _remember(self, memory: OrderedDict[str, Any], key: str, value: object) -> None:
-        with self._lock:
-            memory[key] = value
-            while len(memory) > REMEMBERED:
-                memory.popitem(last=False)
-
-
-def _key(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-    return json.dumps([list(messages), list(tools)])

@@ -1,2 +1,1 @@
-"""What clients of any server over HTTP share: calls with deadlines, errors by their meaning,
-several servers behind one client, tags."""
+"""What all clients of HTTP servers share: deadlines, retries, errors, server pools, client tags."""

@@ -1,4 +1,4 @@
-"""What servers of several kinds answer alike: which models they have, and which weights."""
+"""Responses that several kinds of servers have in common: their models and weight versions."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from typing import Any
 from msgspec import Struct
 
 LONG_PARTS = ("logprobs", "token_ids", "prompt_token_ids")
-"""Of an answer: an entry for each token."""
+"""Keys of a completion with an entry for each token."""
 
 
 class ServedModel(Struct):
-    """One of `GET /v1/models`."""
+    """An entry of `GET /v1/models`."""
 
     id: str
     max_model_len: int | None = None
-    """Tokens of prompt and answer together, where the server says it."""
+    """Prompt plus completion tokens, if the server reports it."""
 
 
 class ModelList(Struct):
-    """`GET /v1/models`."""
+    """Response of `GET /v1/models`."""
 
     data: list[ServedModel]
 
 
 class WeightInfo(Struct):
-    """`GET /weight_info`."""
+    """Response of `GET /weight_info`."""
 
     weight_version: str | int | None
 
 
 def without_nulls(answer: Any) -> Any:
-    """JSON without the keys whose value is null. `LONG_PARTS` are left as they are."""
+    """Drop the keys whose value is null. `LONG_PARTS` are not searched."""
     if isinstance(answer, list):
         return [without_nulls(element) for element in answer]
     if not isinstance(answer, dict):

@@ -1,4 +1,4 @@
-"""Calls to a server beside its completions, each with a deadline, their failures in our words."""
+"""Control calls to one server, each with a deadline, with errors of this library."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ QUICK_TIMEOUT_S = 30.0
 
 
 class ServerCalls:
-    """One server. What it is asked is for those who derive from this."""
+    """Calls to one server. Subclasses add a method for each endpoint."""
 
     hint = ""
-    """What a server needs so that it has a path."""
+    """How to start a server that has the endpoints; shown when one is missing."""
 
     def __init__(self, url: str, *, headers: Mapping[str, str] | None = None, timeout_s: float = QUICK_TIMEOUT_S) -> None:
-        """`headers` go with every call, beside those of the protocol."""
+        """`headers` are sent with every call."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self.timeout_s = timeout_s
         self._http = BlockingHttp(headers)
@@ -39,15 +39,15 @@ class ServerCalls:
         timeout_s: float | None = None,
         answer: type[T] | None = None,
     ) -> T:
-        """What the server answers: JSON of the type `answer`; without one, whatever JSON there is,
-        or the text where it is none.
+        """The response as JSON of the type `answer`; without a type, any JSON, or the text if it is
+        not JSON.
 
-        Raises ServerError, ServerTimeoutError and ServerUnreachableError, and InferenceError for an
-        answer of another type.
+        Raises ServerError, ServerTimeoutError and ServerUnreachableError, and InferenceError for
+        JSON of another type.
         """
         deadline_s = self.timeout_s if timeout_s is None else timeout_s
         body = None if method == "get" else dict(json or {})
-        given = self._http.ask(
+        response = self._http.request(
             method.upper(),
             f"{self.url}{path}",
             json=body,
@@ -55,19 +55,21 @@ class ServerCalls:
             headers=secret_headers(self.url),
             timeout_s=deadline_s,
         )
-        if given.status != 200:
-            raise ServerError(self._refusal(path, given.status, given.quoted()), status=given.status, said=given.text)
+        if response.status != 200:
+            raise ServerError(
+                self._message(path, response.status, response.excerpt()), status=response.status, said=response.text
+            )
         if answer is not None:
-            return given.read(answer)
+            return response.read(answer)
         try:
-            decoded: T = given.json()
+            decoded: T = response.json()
             return decoded
         except InferenceError:
-            return given.text  # type: ignore[return-value]
+            return response.text  # type: ignore[return-value]
 
-    def _refusal(self, path: str, status: int, said: str) -> str:
+    def _message(self, path: str, status: int, excerpt: str) -> str:
         hint = f"{self.hint}; " if status in (404, 405) and self.hint else ""
-        return f"{self.url}{path} answered {status}: {hint}it said {said}"
+        return f"{self.url}{path} answered {status}: {hint}it said {excerpt}"
 
 
 def convert_answer(payload: object, kind: type[T], url: str) -> T:
@@ -76,4 +78,4 @@ def convert_answer(payload: object, kind: type[T], url: str) -> T:
     try:
         return msgspec.convert(payload, kind)
     except msgspec.ValidationError as error:
-        raise InferenceError(f"{url} answered {str(payload)[:200]}, which is not what it must be: {error}") from error
+        raise InferenceError(f"{url} answered {str(payload)[:200]}, which does not have the expected form: {error}") from error

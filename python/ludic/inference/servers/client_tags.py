@@ -1,11 +1,10 @@
-"""Whose answer is this: the tag that a client sends to a server shared by several, and looks for in
-what comes back.
+"""Client tags: several clients of one server each send a tag, and check that responses carry it.
 
 The tag travels as the JSON field `client_tag` and the header `X-VLLM-Client-Tag`. vLLM drops both;
 a server that clients share behind something that fans requests in must be started with
 `ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware` (`ludic serve
---client-tags`), which says them again. An answer without a tag is an error under `require_echo`,
-and taken for one's own under `lenient`.
+--client-tags`), which echoes them. A response without a tag is an error under `require_echo`, and
+is accepted under `lenient`.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from ludic.inference.vllm.in_server.client_tag_middleware import FIELD, HEADER, 
 
 TagPolicy = Literal["require_echo", "lenient"]
 PLACES = ("metadata", "meta", "context", "extra", "request")
-"""Where an object may say its tag, if it does not at its top."""
+"""Keys of an object in which its tag is looked for, after its top level."""
 DEPTH = 5
 BREADTH = 8
-"""How far down, and how many elements of a list, a tag is looked for."""
+"""Levels of nesting, and elements of a list, that are searched for a tag."""
 
 
-def resolve_client_tag(given: str | None = None, environment: Mapping[str, str] | None = None) -> str | None:
-    """The tag given, else `VLLM_CLIENT_TAG`, else `rank-I-of-N` of a launcher's variables
-    (`rank-I` where N is unknown), else None."""
+def resolve_client_tag(client_tag: str | None = None, environment: Mapping[str, str] | None = None) -> str | None:
+    """`client_tag`, else `VLLM_CLIENT_TAG`, else `rank-I-of-N` from a launcher's variables
+    (`rank-I` if N is unknown), else None."""
     env = os.environ if environment is None else environment
-    for tag in (given, env.get("VLLM_CLIENT_TAG")):
+    for tag in (client_tag, env.get("VLLM_CLIENT_TAG")):
         if tag is not None and tag.strip():
             return tag.strip()
     rank = _first(env, "RANK", "LOCAL_RANK", "SLURM_PROCID")
@@ -41,7 +40,7 @@ def resolve_client_tag(given: str | None = None, environment: Mapping[str, str] 
 
 
 def find_tag(value: object, depth: int = DEPTH) -> str | None:
-    """The first tag in an answer: `client_tag` of an object, else one in its metadata."""
+    """The first tag in a response: `client_tag` of an object, else one in its metadata."""
     if depth < 0:
         return None
     if isinstance(value, list):
@@ -56,18 +55,18 @@ def find_tag(value: object, depth: int = DEPTH) -> str | None:
 
 @dataclass
 class TagCounts:
-    """What the tags have done so far."""
+    """Counts since the client was made."""
 
     filtered: int = 0
-    """Groups and outputs left out because they were another client's."""
+    """Groups and outputs dropped because they carry another client's tag."""
     untagged: int = 0
-    """Answers without any tag, taken under `lenient`."""
+    """Responses without any tag, accepted under `lenient`."""
     errors: int = 0
 
 
 @dataclass
 class ClientTag:
-    """One client's tag and how strict it is."""
+    """A client's tag, and what happens to responses without one."""
 
     tag: str
     policy: TagPolicy = "lenient"
@@ -82,29 +81,29 @@ class ClientTag:
     def headers(self) -> dict[str, str]:
         return {HEADER: self.tag}
 
-    def mine(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """The payload without the groups and choices of others. ClientTagError if nothing is
-        left, or no tag is where one must be."""
-        kept = dict(payload)
+    def filter(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """Drop the groups and choices of other clients. Raises ClientTagError if nothing is left,
+        or if a required tag is missing."""
+        filtered = dict(payload)
         lists = [name for name in OUTER_LISTS if isinstance(payload.get(name), list)]
         root = find_tag(payload)
         if root is not None and root != self.tag and not lists:
             raise self._error(f"the answer carries the client_tag {root!r} and not {self.tag!r}")
         seen = root is not None
         for name in lists:
-            groups, tagged = self._groups(payload[name], root)
+            groups, tagged = self._own_groups(payload[name], root)
             seen = seen or tagged
             if payload[name] and not groups:
                 raise self._error(f"every one of the {len(payload[name])} {name} carries another client_tag than {self.tag!r}")
-            kept[name] = groups
+            filtered[name] = groups
         if not seen:
-            self._untagged()
-        return kept
+            self._record_untagged()
+        return filtered
 
-    def _groups(self, groups: list[Any], root: str | None) -> tuple[list[Any], bool]:
-        """(those that are mine, whether any tag was seen). A group that says nothing is what the
-        whole answer says."""
-        mine, seen = [], False
+    def _own_groups(self, groups: list[Any], root: str | None) -> tuple[list[Any], bool]:
+        """(own groups, whether any tag was seen). A group without a tag has the tag of the whole
+        response."""
+        own, seen = [], False
         for group in groups:
             outputs = group.get("outputs") if isinstance(group, Mapping) else None
             tag = find_tag(group)
@@ -113,15 +112,15 @@ class ClientTag:
                 self.counts.filtered += 1
                 continue
             if isinstance(outputs, list) and outputs:
-                kept, tagged = self._groups(outputs, tag)
+                own_outputs, tagged = self._own_groups(outputs, tag)
                 seen = seen or tagged
-                if not kept:
+                if not own_outputs:
                     continue
-                group = {**group, "outputs": kept}
-            mine.append(group)
-        return mine, seen
+                group = {**group, "outputs": own_outputs}
+            own.append(group)
+        return own, seen
 
-    def _untagged(self) -> None:
+    def _record_untagged(self) -> None:
         if self.policy == "require_echo":
             raise self._error(
                 "the answer carries no client_tag. A shared server must echo it: start it with --middleware "
@@ -130,9 +129,9 @@ class ClientTag:
             )
         self.counts.untagged += 1
 
-    def _error(self, what: str) -> ClientTagError:
+    def _error(self, message: str) -> ClientTagError:
         self.counts.errors += 1
-        return ClientTagError(what)
+        return ClientTagError(message)
 
 
 def _first(env: Mapping[str, str], *names: str) -> str | None:

@@ -1,5 +1,5 @@
-"""A server that the ranks of a run share: the settings of its clients, from the variables that a
-launcher sets."""
+"""Client settings for a server that the ranks of a run share, from a launcher's environment
+variables."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SIZES = ("WORLD_SIZE", "SLURM_NTASKS")
 def shared_server_settings(
     environment: Mapping[str, str] | None = None, *, client_tag: str | None = None, max_prompt_tokens: int | None = None
 ) -> dict[str, Any]:
-    """Keywords of `VLLMChatClient`, to be given beside the address.
+    """Keywords of `VLLMChatClient`, except its address.
 
-    `client_tag`, else `VLLM_CLIENT_TAG`, else the rank; the echo of it is required when there is
-    more than one rank. Prompts are cut to `MAX_PROMPT_CHARS` (2048; 0 sets no limit).
+    The tag is `client_tag`, else `VLLM_CLIENT_TAG`, else the rank; its echo is required with more
+    than one rank. Prompts are cut to `MAX_PROMPT_CHARS` (2048; 0 sets no limit). Also read:
     `VLLM_API_KEY`, `VLLM_EXTRA_HEADERS` (a JSON object), `VLLM_TIMEOUT` (120 s), `VLLM_MAX_RETRIES`
-    (3), `VLLM_BACKOFF` (1 s) and `VLLM_BACKOFF_MULTIPLIER` (2) are what they are called.
+    (3), `VLLM_BACKOFF` (1 s) and `VLLM_BACKOFF_MULTIPLIER` (2).
 
     Example: `VLLMChatClient(urls=[url], **shared_server_settings())`.
     """
@@ -54,11 +54,11 @@ def _number(env: Mapping[str, str], name: str, kind: Callable[[str], Any], defau
 def _headers(env: Mapping[str, str]) -> dict[str, str]:
     text = env.get("VLLM_EXTRA_HEADERS", "").strip()
     try:
-        given = json.loads(text or "{}")
+        headers = json.loads(text or "{}")
     except ValueError:
-        given = None
-    if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
+        headers = None
+    if not isinstance(headers, dict) or not all(isinstance(value, str) for value in headers.values()):
         raise ConfigError(
             'VLLM_EXTRA_HEADERS must be a JSON object of texts, such as {"X-Team": "rl"}; its value is not shown here'
         )
-    return given
+    return headers

@@ -1,4 +1,5 @@
-"""What the status of a server's answer means: come again, engine dead, or wrong."""
+"""Maps the status of an HTTP response to an error: try again, the engine is dead, or a bad
+request."""
 
 from __future__ import annotations
 
@@ -7,56 +8,56 @@ from collections.abc import Mapping
 from ludic.errors import EngineDeadError, InferenceError, ServerError, ServerUnreachableError
 
 TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
-"""Besides 500 and above: the server asks to come again."""
+"""Statuses below 500 after which a retry may succeed. All of 500 and above are transient too."""
 DEAD_MARKS = ("EngineCore encountered an issue", "EngineDeadError", "EngineGenerateError")
-"""How a vLLM server says that its engine is gone, in the body of a 500."""
+"""Text in the body of a 500 by which vLLM reports that its engine has died."""
 SHOWN = 500
 """Characters of a body that errors quote."""
 
 
 class AbortedError(InferenceError):
-    """The server stopped a request on somebody's order. What it had sampled is no whole answer;
-    the request may be made again."""
+    """The server aborted a request, so its partial output is discarded. The request can be
+    retried."""
 
 
 class BusyError(ServerError):
-    """The server asks to come again."""
+    """The server asks for a retry."""
 
     def __init__(self, message: str, *, status: int, retry_after_s: float) -> None:
         super().__init__(message, status=status)
         self.retry_after_s = retry_after_s
-        """0 where it does not say when."""
+        """0 where the response has no Retry-After header."""
 
 
-def may_pass(error: BaseException) -> bool:
+def is_retryable(error: BaseException) -> bool:
     """Whether the same request may succeed later."""
     return isinstance(error, BusyError | AbortedError | ServerUnreachableError)
 
 
-def has_no_path(error: Exception) -> bool:
-    """Whether a server does not offer what was asked for, as opposed to not having the model."""
+def is_missing_endpoint(error: Exception) -> bool:
+    """Whether the server lacks the endpoint. False for a 404 because it lacks the model."""
     return isinstance(error, ServerError) and error.status in (403, 404, 405) and "model" not in error.said.lower()
 
 
-def refusal(url: str, status: int, said: str, headers: Mapping[str, str]) -> InferenceError:
-    """The error for an answer whose status is not 2xx."""
-    shown = " ".join(said.split())[:SHOWN] or "nothing"
-    if status >= 500 and any(mark in said for mark in DEAD_MARKS):
-        return EngineDeadError(f"the engine of {url} is dead ({shown}); start the server again and push the weights to it")
+def status_error(url: str, status: int, body: str, headers: Mapping[str, str]) -> InferenceError:
+    """The error for a response whose status is not 2xx."""
+    shown = " ".join(body.split())[:SHOWN] or "nothing"
+    if status >= 500 and any(mark in body for mark in DEAD_MARKS):
+        return EngineDeadError(f"the engine of {url} is dead ({shown}); restart the server and push the weights to it")
     if status in TRANSIENT_STATUS or status >= 500:
         return BusyError(f"{url} answered {status}: {shown}", status=status, retry_after_s=_retry_after_s(headers))
     if 300 <= status < 400:
-        to = headers.get("location", "nowhere")[:SHOWN]
+        target = headers.get("location", "nowhere")[:SHOWN]
         return ServerError(
-            f"{url} answered {status} and sends us to {to}, where nobody follows: what is sent has prompts and keys; give the address "
-            "that answers itself",
+            f"{url} answered {status} and redirects to {target}; redirects are not followed because requests carry prompts and keys: "
+            "use the final address",
             status=status,
         )
-    return ServerError(f"{url} answered {status}: {shown}", status=status, said=said)
+    return ServerError(f"{url} answered {status}: {shown}", status=status, said=body)
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:
     try:
         return max(0.0, float(headers.get("retry-after", 0.0)))
-    except ValueError:  # a date
+    except ValueError:  # an HTTP date
         return 0.0

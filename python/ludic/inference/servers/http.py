@@ -1,29 +1,27 @@
-"""How servers are asked, whatever for: one deadline for a whole exchange, a limit on the body, no
-redirects.
+"""HTTP requests with one deadline for the whole exchange, a limit on the body, and no redirects.
 
 `Http` is for code that awaits and keeps its connections, `BlockingHttp` for code that cannot await.
-The deadline covers finding the address, connecting, sending and every byte of the answer, so that a
-server which drips is left in time, as is one that is silent. Bodies are taken as they come over the
-wire: none is decompressed. Where a server sends us elsewhere, nobody follows: what is sent has
-prompts and keys.
+The deadline covers name resolution, connecting, sending and every byte of the response, so a server
+that drips is given up in time, as is a silent one. Bodies are read as they come over the wire and
+never decompressed. Redirects are not followed: requests carry prompts and keys.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import ipaddress
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Required, TypedDict, TypeVar, Unpack
 from urllib.parse import urlsplit
 
 import msgspec
 
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, ServerTimeoutError, ServerUnreachableError
-from ludic.inference.servers.errors import refusal
+from ludic.inference.servers.errors import status_error
 from ludic.inference.servers.loop_thread import run_blocking
+from ludic.inference.servers.server_secret import is_this_machine
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient, Response
@@ -33,17 +31,18 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S = 30.0
 CONNECTIONS = 1000
 KEEPALIVE_S = 2.0
-"""How long an idle connection is used again. Servers close theirs after 5 s, some of them just
-as the next request is on its way."""
+"""How long an idle connection is reused. Servers close theirs after 5 s, some of them just as the
+next request arrives."""
 MAX_BYTES = 256 * 2**20
-"""Of an answer. A million tokens with their log-probabilities take about 130 MB."""
+"""Limit on a response. A million tokens with their log-probabilities take about 130 MB."""
 SHOWN = 400
 """Characters of a body that errors quote."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a server said. Example: `Answer(url, 200, b'{"data": []}').json() == {"data": []}`."""
+class HttpResponse:
+    """A response with its whole body. Example: `HttpResponse(url, 200, b'{"data": []}').json() ==
+    {"data": []}`."""
 
     url: str
     status: int
@@ -55,73 +54,76 @@ class Answer:
     def text(self) -> str:
         return self.body.decode("utf-8", errors="replace")
 
-    def checked(self) -> Answer:
-        """Itself with a status of 2xx. Otherwise raises what the status means: EngineDeadError,
-        BusyError or ServerError."""
+    def raise_for_status(self) -> HttpResponse:
+        """Return itself if the status is 2xx; otherwise raise EngineDeadError, BusyError or
+        ServerError."""
         if 200 <= self.status < 300:
             return self
-        raise refusal(self.url, self.status, self.text, self.headers)
+        raise status_error(self.url, self.status, self.text, self.headers)
 
     def json(self) -> Any:
-        """The body as JSON, whatever it holds. Raises InferenceError where it is none."""
+        """The body as JSON of any type. Raises InferenceError if it is not JSON."""
         return self.read(object)
 
     def read(self, kind: type[T]) -> T:
-        """The body as JSON of this type, of which nothing is converted: 10.5, true and "7" are
-        no int. Raises InferenceError."""
+        """The body as JSON of this type, without conversions: 10.5, true and "7" are no int.
+        Raises InferenceError."""
         try:
             decoded: T = _decoder(kind).decode(self.body)
         except msgspec.ValidationError as error:
-            raise InferenceError(f"{self.url} answered {self.quoted()}, which is not what it must be: {error}") from error
+            raise InferenceError(
+                f"{self.url} answered {self.excerpt()}, which does not have the expected form: {error}"
+            ) from error
         except (ValueError, RecursionError) as error:
             broken = any(word in self.body for word in (b"NaN", b"Infinity"))
             cause = "numbers that are not finite; check the server's weights" if broken else "is this the right address?"
-            raise InferenceError(f"{self.url} answered {self.quoted()}, which is no JSON ({error}): {cause}") from error
+            raise InferenceError(f"{self.url} answered {self.excerpt()}, which is no JSON ({error}): {cause}") from error
         return decoded
 
-    def quoted(self) -> str:
-        """The beginning of the body, for a message."""
-        said = " ".join(self.body[: 4 * SHOWN].decode("utf-8", errors="replace").split())
-        return said[:SHOWN] or "nothing"
+    def excerpt(self) -> str:
+        """The beginning of the body, for an error message."""
+        text = " ".join(self.body[: 4 * SHOWN].decode("utf-8", errors="replace").split())
+        return text[:SHOWN] or "nothing"
+
+
+class RequestOptions(TypedDict, total=False):
+    """Keywords of `Http.request`."""
+
+    json: Any
+    params: Mapping[str, str] | None
+    headers: Mapping[str, str] | None
+    timeout_s: Required[float]
+    max_bytes: int
 
 
 class Http:
     """Connections of one event loop, to any number of servers.
 
     >>> async with Http({"Authorization": "Bearer local"}) as http:
-    ...     answer = await http.ask("GET", "http://127.0.0.1:8000/v1/models", timeout_s=30.0)
+    ...     answer = await http.request("GET", "http://127.0.0.1:8000/v1/models", timeout_s=30.0)
     """
 
     def __init__(self, headers: Mapping[str, str] | None = None, *, keepalive_s: float = KEEPALIVE_S) -> None:
-        """`headers` go with everything that is asked. `keepalive_s` of 0 opens a connection for
-        each call."""
+        """`headers` are sent with every request. `keepalive_s=0` opens a new connection for each
+        request."""
         self.headers = _lower(headers or {})
         self._keepalive_s = keepalive_s
         self._clients: dict[tuple[bool, bool], AsyncClient] = {}
-        """By whether the server is on this machine, and whether it is asked over TLS."""
+        """Keyed by (server is on this machine, TLS)."""
 
-    async def ask(
-        self,
-        method: str,
-        url: str,
-        *,
-        json: Any = None,
-        params: Mapping[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float,
-        max_bytes: int = MAX_BYTES,
-    ) -> Answer:
-        """What the server says within `timeout_s`, whatever its status.
+    async def request(self, method: str, url: str, **options: Unpack[RequestOptions]) -> HttpResponse:
+        """The response within `timeout_s`, whatever its status.
 
-        Raises ServerTimeoutError at the deadline, ServerUnreachableError where nobody is there or
-        the connection breaks, and InferenceError for a body that is longer than `max_bytes` or
-        compressed. ConfigError for a URL or a header that is none.
+        Raises ServerTimeoutError at the deadline, ServerUnreachableError if connecting fails or the
+        connection breaks, InferenceError for a body that is compressed or longer than `max_bytes`,
+        and ConfigError for an invalid URL or header.
         """
         import httpx2
 
-        _check_address(url, {**self.headers, **(headers or {})})
-        content = None if json is None else _encoded(json, url)
-        sent = {**self.headers, **_lower(headers or {}), "accept-encoding": "identity"}
+        json, timeout_s, headers = options.get("json"), options["timeout_s"], options.get("headers") or {}
+        _check_address(url, {**self.headers, **headers})
+        content = None if json is None else _encode(json, url)
+        sent = {**self.headers, **_lower(headers), "accept-encoding": "identity"}
         sent |= {"content-type": "application/json"} if content is not None else {}
         sent |= {"connection": "close"} if not self._keepalive_s else {}
         connecting = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)
@@ -129,15 +131,16 @@ class Http:
             async with (
                 asyncio.timeout(timeout_s),
                 self._client(url).stream(
-                    method, url, content=content, params=params, headers=sent, timeout=connecting
+                    method, url, content=content, params=options.get("params"), headers=sent, timeout=connecting
                 ) as response,
             ):
-                return Answer(url, response.status_code, await _body(response, url, max_bytes), dict(response.headers))
+                body = await _body(response, url, options.get("max_bytes", MAX_BYTES))
+                return HttpResponse(url, response.status_code, body, dict(response.headers))
         except TimeoutError as error:
             raise ServerTimeoutError(f"{url} gave no answer within {timeout_s:g} s") from error
         except httpx2.TransportError as error:
-            said = " ".join(filter(None, [type(error).__name__, str(error)]))
-            raise ServerUnreachableError(f"{url} cannot be reached ({said}); is the server running there?") from error
+            reason = " ".join(filter(None, [type(error).__name__, str(error)]))
+            raise ServerUnreachableError(f"{url} cannot be reached ({reason}); is the server running there?") from error
         except httpx2.InvalidURL as error:
             raise ConfigError(f"{url!r} is no URL: {error}") from error
 
@@ -154,54 +157,42 @@ class Http:
         await self.aclose()
 
     def _client(self, url: str) -> AsyncClient:
-        """No proxy of the environment leads to this machine."""
+        """The connections for a URL. Proxies of the environment are not used for this machine."""
         import httpx2
 
-        here, secure = kind = is_loopback(url), url.startswith("https://")
-        if kind not in self._clients:
+        is_local, secure = key = is_loopback(url), url.startswith("https://")
+        if key not in self._clients:
             limits = httpx2.Limits(
                 max_connections=CONNECTIONS,
                 max_keepalive_connections=CONNECTIONS if self._keepalive_s else 0,
                 keepalive_expiry=self._keepalive_s,
             )
-            certificates = _certificates() if secure or not here else _no_certificates()
-            self._clients[kind] = httpx2.AsyncClient(limits=limits, trust_env=not here, verify=certificates)
-        return self._clients[kind]
+            certificates = _certificates() if secure or not is_local else _no_certificates()
+            self._clients[key] = httpx2.AsyncClient(limits=limits, trust_env=not is_local, verify=certificates)
+        return self._clients[key]
 
 
 class BlockingHttp:
-    """`Http` for code that cannot await, each call over a connection of its own. It may be
-    called where an event loop runs."""
+    """`Http` for code that cannot await. Opens a connection for each request. Also works in a
+    thread that runs an event loop."""
 
     def __init__(self, headers: Mapping[str, str] | None = None) -> None:
-        """`headers` go with everything that is asked."""
+        """`headers` are sent with every request."""
         self.headers = dict(headers or {})
 
-    def ask(
-        self,
-        method: str,
-        url: str,
-        *,
-        json: Any = None,
-        params: Mapping[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float,
-        max_bytes: int = MAX_BYTES,
-    ) -> Answer:
-        """As `Http.ask`."""
+    def request(self, method: str, url: str, **options: Unpack[RequestOptions]) -> HttpResponse:
+        """Like `Http.request`."""
 
-        async def once() -> Answer:
+        async def once() -> HttpResponse:
             async with Http(self.headers, keepalive_s=0.0) as http:
-                return await http.ask(
-                    method, url, json=json, params=params, headers=headers, timeout_s=timeout_s, max_bytes=max_bytes
-                )
+                return await http.request(method, url, **options)
 
         return run_blocking(once())
 
 
 def _check_address(url: str, headers: Mapping[str, str]) -> None:
-    """Raise ConfigError for what could not be sent: a port beyond 65535, brackets that are no
-    address, a header that is not ASCII."""
+    """Raise ConfigError for a port beyond 65535, brackets that hold no address, or a header that is
+    not ASCII."""
     try:
         _ = urlsplit(url).port
     except ValueError as error:
@@ -212,39 +203,36 @@ def _check_address(url: str, headers: Mapping[str, str]) -> None:
 
 
 def _lower(headers: Mapping[str, str]) -> dict[str, str]:
-    """Names of headers have no case; two spellings of one would both be sent."""
+    """Lower-case the names: they are case-insensitive, but two spellings of one would both be
+    sent."""
     return {name.lower(): value for name, value in headers.items()}
 
 
 def is_loopback(url: str) -> bool:
-    """Whether an address is on this machine."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    """Whether a URL is on this machine."""
+    return is_this_machine(urlsplit(url).hostname or "")
 
 
 async def _body(response: Response, url: str, max_bytes: int) -> bytes:
     encoding = response.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("identity", ""):
         raise InferenceError(
-            f"{url} answered in the encoding {encoding[:40]!r}; none was asked for, and none is taken: a small body may decode to one "
-            "that fills the memory"
+            f"{url} answered in the encoding {encoding[:40]!r}; no encoding was requested, and none is accepted: a small body may "
+            "decode to one that fills the memory"
         )
     body = bytearray()
     async for chunk in response.aiter_raw():
         body += chunk
         if len(body) > max_bytes:
-            raise InferenceError(f"{url} answered with more than {max_bytes} bytes and was left; is this the right address?")
+            raise InferenceError(f"{url} answered with more than {max_bytes} bytes; is this the right address?")
     return bytes(body)
 
 
-def _encoded(body: Any, url: str) -> bytes:
+def _encode(body: Any, url: str) -> bytes:
     try:
         return msgspec.json.encode(body)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigTypeError(f"what is to be sent to {url} cannot be written as JSON: {error}") from error
+        raise ConfigTypeError(f"the request to {url} cannot be written as JSON: {error}") from error
 
 
 _decoder: Callable[[Any], msgspec.json.Decoder[Any]] = functools.cache(msgspec.json.Decoder)
@@ -259,5 +247,5 @@ def _certificates() -> ssl.SSLContext:
 
 @functools.cache
 def _no_certificates() -> ssl.SSLContext:
-    """For connections that need none: the system's take a while to load."""
+    """For connections without TLS: loading the system's certificates takes a while."""
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,8 +1,7 @@
-"""Coroutines for code that cannot await: one event loop for the process, in a thread that is
-nobody's else.
+"""Runs coroutines for code that cannot await, on one event loop in a thread of its own.
 
-Unlike `asyncio.run`, this works where a loop runs already, and leaves at its deadline a call that
-waits in another thread, as one for the address of a host does.
+Unlike `asyncio.run`, this works where a loop runs already, and its deadlines also end a call that
+waits in another thread, such as a name resolution.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop in a daemon thread, begun when first needed."""
+    """An event loop in a daemon thread, started at the first call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What the coroutine returns or raises. It is cancelled where this thread is
-        interrupted, by Ctrl-C for one."""
+        """Return what the coroutine returns. It is cancelled when this thread is interrupted, by
+        Ctrl-C for example."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._running())
         try:
             return future.result()
@@ -45,14 +44,14 @@ _thread = LoopThread()
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine from code that cannot await. It must end by a deadline of its own."""
+    """Run a coroutine from code that cannot await. It must have a deadline of its own."""
     return _thread.run(coroutine)
 
 
-def _begin_anew() -> None:
-    """A fork has the loop and not its thread."""
+def _reset_in_fork() -> None:
+    """A fork copies the loop but not its thread."""
     global _thread
     _thread = LoopThread()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_reset_in_fork)

@@ -1,5 +1,5 @@
-"""A model behind an OpenAI-compatible server: `POST {base_url}/chat/completions` and nothing
-else that is specific to one server."""
+"""A model behind any OpenAI-compatible server. Uses only `POST {base_url}/chat/completions` and
+`GET {base_url}/models`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from msgspec import Struct
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.servers.answers import ModelList, without_nulls
-from ludic.inference.servers.errors import may_pass
-from ludic.inference.servers.http import CONNECT_TIMEOUT_S, Answer, Http, is_loopback
-from ludic.inference.servers.retries import Persistence
+from ludic.inference.servers.http import CONNECT_TIMEOUT_S, Http, HttpResponse, is_loopback
+from ludic.inference.servers.requests import chat_fields, request_body
+from ludic.inference.servers.retries import RetryPolicy
 from ludic.types import ChatResponse
 
 if TYPE_CHECKING:
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 class OpenAIChatClient:
     """Chat completions over HTTP, with a deadline and retries.
 
-    A call takes at most `timeout_s`, retries and the waits between them included. Connections that
-    fail and the statuses 408, 409, 425, 429 and 500 and above are tried again up to `max_retries`
-    times, after the server's Retry-After or a random wait that grows from `backoff_s`; anything
-    else that is no completion is an InferenceError at once.
+    A call takes at most `timeout_s`, including retries and the waits between them. Failed
+    connections and the statuses 408, 409, 425, 429 and 500 and above are retried up to
+    `max_retries` times, after the server's Retry-After or a random wait that grows from
+    `backoff_s`. Anything else that is not a completion raises InferenceError at once.
 
-    Token ids come back only from servers that know vLLM's `return_token_ids`, and are asked for
-    only with `returns_token_ids`; without them an evaluation has no traces, and training is not
-    possible. Weights cannot be pushed through this interface.
+    Only servers that support vLLM's `return_token_ids` return token ids, and they are requested
+    only with `returns_token_ids=True`. Without them an evaluation has no traces and training is
+    impossible. Weights cannot be pushed through this interface.
 
-    `api_key` is sent to `base_url` as it is given, and no key of the environment is. The client
-    belongs to the event loop that first uses it; close it there with `aclose`, or use it as an
-    asynchronous context manager.
+    `api_key` is sent to `base_url`; keys in the environment are not. The client belongs to the
+    event loop that first uses it: close it there with `aclose`, or use it as an asynchronous
+    context manager.
     """
 
     def __init__(
@@ -50,35 +50,31 @@ class OpenAIChatClient:
         if not base_url.startswith(("http://", "https://")):
             raise ConfigError(f"base_url ({base_url}) must begin with http:// or https://, such as http://127.0.0.1:8000/v1")
         self.base_url = base_url.rstrip("/")
-        self._persistence = Persistence(timeout_s, max_retries, backoff_s)
+        self._retries = RetryPolicy(timeout_s, max_retries, backoff_s)
         self.returns_token_ids = returns_token_ids
         self._http = Http({"Authorization": f"Bearer {api_key}"})
 
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
         """One completion. The info has `raw_response` and `used_args`.
 
-        Raises TimeoutError after `timeout_s`, InferenceError for an answer that is none,
-        ConfigError for settings that this interface does not have.
+        Raises TimeoutError after `timeout_s`, InferenceError for a response that is not a
+        completion, and ConfigError for settings that this interface does not have.
         """
         if request.extensions is not None:
             raise ConfigError(f"unsupported request.extensions: {type(request.extensions).__name__}; OpenAIChatClient has none")
         arguments = self._arguments(request)
-        body = {**arguments, **arguments.get("extra_body", {})}
-        body.pop("extra_body", None)
-        answer = await self._ask("POST", "/chat/completions", body)
-        return answer.read(_Completion).response(self.base_url), {
-            "raw_response": without_nulls(answer.json()),
-            "used_args": arguments,
-        }
+        response = await self._request("POST", "/chat/completions", request_body(arguments))
+        info = {"raw_response": without_nulls(response.json()), "used_args": arguments}
+        return response.read(_Completion).response(self.base_url), info
 
     async def models(self) -> list[str]:
         """Names of the models that the server offers."""
-        return [model.id for model in (await self._ask("GET", "/models")).read(ModelList).data]
+        return [model.id for model in (await self._request("GET", "/models")).read(ModelList).data]
 
     def sync_weights(self, params: Mapping[str, Any], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
-        """Always an InferenceError: OpenAI's interface has no such thing."""
+        """Always raises InferenceError: OpenAI's interface cannot replace weights."""
         raise InferenceError(
-            f"{self.base_url} is spoken to in OpenAI's interface, which takes no weights; use a client that can push"
+            f"OpenAI's interface, which {self.base_url} is used through, takes no weights; use a client that can push"
         )
 
     async def aclose(self) -> None:
@@ -92,18 +88,8 @@ class OpenAIChatClient:
         await self.aclose()
 
     def _arguments(self, request: ChatCompletionRequest) -> dict[str, Any]:
-        """Keywords of the request's body."""
-        arguments: dict[str, Any] = {
-            "model": request.model,
-            "messages": request.messages,
-            **request.sampling.to_openai_kwargs(),
-        }
-        if request.seed is not None:
-            arguments["seed"] = request.seed
-        if request.tools is not None:
-            arguments["tools"] = request.tools.tools
-            if request.tools.tool_choice is not None:
-                arguments["tool_choice"] = request.tools.tool_choice
+        """Keywords of `chat.completions.create`."""
+        arguments = chat_fields(request)
         if request.return_.return_chosen_logprobs:
             arguments["logprobs"] = True
             if request.return_.top_logprobs_k > 1:
@@ -112,20 +98,20 @@ class OpenAIChatClient:
             arguments["extra_body"] = {"return_token_ids": True}
         return arguments
 
-    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Answer:
-        """The answer at a path of the interface, asked for as often as allowed."""
-        timeout_s = self._persistence.timeout_s
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> HttpResponse:
+        """The response at a path below `base_url`, with retries."""
+        timeout_s = self._retries.timeout_s
 
-        async def once() -> Answer:
-            answer = await self._http.ask(method, f"{self.base_url}{path}", json=body, timeout_s=timeout_s)
-            return answer.checked()
+        async def attempt() -> HttpResponse:
+            response = await self._http.request(method, f"{self.base_url}{path}", json=body, timeout_s=timeout_s)
+            return response.raise_for_status()
 
-        return await self._persistence.carry_out(once, name=self.base_url, again=may_pass)
+        return await self._retries.run(attempt, name=self.base_url)
 
 
 def open_client(base_url: str, *, api_key: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> AsyncOpenAI:
-    """A client of the openai package that tries nothing again by itself, follows nobody
-    elsewhere, sends no name of the environment's, and asks no proxy for this machine."""
+    """A client of the openai package without retries or redirects, that sends no organization or
+    project of the environment and uses no proxy for this machine."""
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
     timeout = Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
@@ -133,7 +119,7 @@ def open_client(base_url: str, *, api_key: str, timeout_s: float, headers: Mappi
     client = AsyncOpenAI(
         base_url=base_url, api_key=api_key, max_retries=0, timeout=timeout, http_client=http, default_headers=headers
     )
-    client.organization = client.project = None  # the environment's are not for other servers
+    client.organization = client.project = None  # those of the environment belong to OpenAI
     return client
 
 
@@ -158,19 +144,19 @@ class _Choice(Struct):
 
 
 class _Completion(Struct):
-    """What `/chat/completions` answers, as far as it is read."""
+    """Response of `/chat/completions`, the fields that are read."""
 
     choices: list[_Choice]
     prompt_token_ids: list[int] | None = None
 
     def response(self, base_url: str) -> ChatResponse:
-        """What the first choice says. Raises InferenceError if there is none, or if the server
-        gave up on it."""
+        """The first choice. Raises InferenceError if there is none, or if the server aborted
+        it."""
         if not self.choices:
             raise InferenceError(f"{base_url} answered without a choice")
         choice = self.choices[0]
         if choice.finish_reason == "abort":
-            raise InferenceError(f"{base_url} aborted the request; what it had sampled is no whole answer")
+            raise InferenceError(f"{base_url} aborted the request; its partial output is discarded")
         content = None if choice.logprobs is None else choice.logprobs.content
         return ChatResponse(
             text=choice.message.content or "",

@@ -1,5 +1,5 @@
-"""Prompts that are too long are cut within what the user says, so that the template's head and
-its call for an answer stay whole."""
+"""Cuts prompts that are too long. Only user messages are cut, so the beginning and the end of the
+rendered template stay whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ludic.types import Message
 logger = logging.getLogger(__name__)
 
 MAX_PROMPT_CHARS = 2048
-"""Unless the environment's `MAX_PROMPT_CHARS` says otherwise."""
+"""Default of the environment variable `MAX_PROMPT_CHARS`."""
 CHARS_PER_TOKEN = 4
 
 
@@ -26,8 +26,8 @@ def prompt_limit(
 ) -> int | None:
     """Characters that a prompt may have; None for no limit.
 
-    `max_prompt_chars`, else the environment's `MAX_PROMPT_CHARS`, else 2048; 0 and below set no
-    limit. Where a limit in tokens is known, four characters of each are let through.
+    The limit is `max_prompt_chars`, else the environment's `MAX_PROMPT_CHARS`, else 2048; 0 and
+    below set none. With `max_prompt_tokens` it is at least four characters for each token.
     """
     env = os.environ if environment is None else environment
     limit = max_prompt_chars
@@ -52,30 +52,30 @@ class PromptClipper:
     _warned: bool = field(default=False, repr=False)
 
     def __call__(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages, those of the user cut at their ends, the longest first, by as many
-        characters as are too many."""
+        """The messages, with the excess characters cut from the ends of user messages, the longest
+        first."""
         texts = [message.get("content") for message in messages]
         lengths = [len(text) if isinstance(text, str) else 0 for text in texts]
         excess = 0 if self.limit is None else sum(lengths) - self.limit
         if excess <= 0:
             return list(messages)
-        cut = list(messages)
+        clipped = list(messages)
         users = [i for i, message in enumerate(messages) if message.get("role") == "user" and isinstance(texts[i], str)]
         for i in sorted(users, key=lambda i: -lengths[i]):
-            gone = min(excess, lengths[i])
-            cut[i] = {**messages[i], "content": str(texts[i])[: lengths[i] - gone]}
-            excess -= gone
+            removed = min(excess, lengths[i])
+            clipped[i] = {**messages[i], "content": str(texts[i])[: lengths[i] - removed]}
+            excess -= removed
             if not excess:
                 break
         self._count(sum(lengths))
-        return cut
+        return clipped
 
     def _count(self, length: int) -> None:
         self.clipped += 1
         if not self._warned:
             self._warned = True
             logger.warning(
-                "a prompt of %d characters was cut to %d; set MAX_PROMPT_CHARS higher, or 0 for no limit (said once)",
+                "a prompt of %d characters was cut to %d; set MAX_PROMPT_CHARS higher, or 0 for no limit (logged once)",
                 length,
                 self.limit,
             )

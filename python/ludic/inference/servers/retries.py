@@ -1,4 +1,4 @@
-"""Calls over the network: one deadline for all attempts, and which failures are worth another."""
+"""Retries of network calls: one deadline for all attempts, backoff between them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import TypeVar
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from ludic.errors import ConfigError
-from ludic.inference.servers.errors import BusyError
+from ludic.inference.servers.errors import BusyError, is_retryable
 
 T = TypeVar("T")
 
 LONGEST_WAIT_S = 60.0
-"""Between two attempts, whatever the server's Retry-After says."""
+"""Between two attempts, even if the server's Retry-After is longer."""
 
 
 @dataclass(frozen=True)
-class Persistence:
-    """How long and how often something is asked for."""
+class RetryPolicy:
+    """How long and how often a call is attempted."""
 
     timeout_s: float
     """For all attempts and the waits between them."""
     max_retries: int
     backoff_s: float
-    """The scale of the first random wait."""
+    """Scale of the first random wait."""
     backoff_growth: float = 2.0
-    """By how much the scale of each next one is larger."""
+    """Factor by which the scale grows with each retry."""
 
     def __post_init__(self) -> None:
         if not self.timeout_s > 0 or self.max_retries < 0 or self.backoff_s < 0 or not self.backoff_growth >= 1:
@@ -37,15 +37,15 @@ class Persistence:
                 f"must be >= 0, backoff_growth ({self.backoff_growth}) must be >= 1"
             )
 
-    async def carry_out(self, attempt: Callable[[], Awaitable[T]], *, name: str, again: Callable[[BaseException], bool]) -> T:
-        """What `attempt` gives, tried as often as allowed while `again` says so of its error.
-        TimeoutError names the server."""
+    async def run(self, attempt: Callable[[], Awaitable[T]], *, name: str) -> T:
+        """Return what `attempt` returns, retrying it after each retryable error. Raises
+        TimeoutError, with the server's `name`, when `timeout_s` is over."""
 
         async def once() -> T:
             return await attempt()
 
         attempts = AsyncRetrying(
-            stop=stop_after_attempt(1 + self.max_retries), wait=self._wait_s, retry=retry_if_exception(again), reraise=True
+            stop=stop_after_attempt(1 + self.max_retries), wait=self._wait_s, retry=retry_if_exception(is_retryable), reraise=True
         )
         try:
             async with asyncio.timeout(self.timeout_s):

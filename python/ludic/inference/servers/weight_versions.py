@@ -1,4 +1,4 @@
-"""The weights that a server says it samples from."""
+"""Versions of weights as servers report them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from ludic.errors import InferenceError
 
 INITIAL_VERSION = "default"
 LARGEST_VERSION = 2**53
-"""The largest whole number that every reader of JSON keeps."""
+"""The largest integer that every JSON parser keeps exact."""
 
 
 def version_number(version: object) -> int | None:
-    """A version that is a number, however it is written; None for any other. What vLLM serves
-    before the first push is `default`: 0."""
+    """The version as an int, also from a string; None if it is not a number. vLLM's name for the
+    weights before the first push, `default`, is 0."""
     if version == INITIAL_VERSION:
         return 0
     try:
@@ -21,9 +21,9 @@ def version_number(version: object) -> int | None:
 
 
 def served_version(version: object, url: str) -> int | None:
-    """`version_number` of what a server says. Raises InferenceError for a number that no version
-    can be."""
+    """`version_number` of a server's response. Raises InferenceError for a number that cannot be a
+    version."""
     number = version_number(version)
     if number is not None and not 0 <= number <= LARGEST_VERSION:
-        raise InferenceError(f"{url} says that it serves version {str(version)[:40]}; versions are from 0 to {LARGEST_VERSION}")
+        raise InferenceError(f"{url} reports weight version {str(version)[:40]}; versions are from 0 to {LARGEST_VERSION}")
     return number

@@ -1,5 +1,5 @@
-"""The room that a prompt leaves for its answer in a server's context. The server clips what does
-not fit, without a word."""
+"""Checks that a prompt and `max_tokens` fit into the server's context, because the server silently
+clips what does not fit."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from ludic.types import ChatResponse
 
 
 class ContextRoom:
-    """Of the models of one client's servers.
+    """The context lengths of one client's models.
 
-    >>> ContextRoom({"tiny": 512}).fitted("tiny", prompt_ids, SamplingParams(max_tokens=64))
+    >>> ContextRoom({"tiny": 512}).fit("tiny", prompt_ids, SamplingParams(max_tokens=64))
     """
 
     def __init__(self, lengths: Mapping[str, int], *, on_overflow: Literal["error", "clip"] = "error") -> None:
-        """`lengths`: tokens of prompt and answer together, by model; where none is known,
-        everything fits. What does not is a ConfigError, or is clipped here and counted."""
+        """`lengths`: prompt plus completion tokens, by model; without any, everything fits. With
+        `on_overflow="error"` what does not fit raises ConfigError; with "clip" it is clipped and
+        counted."""
         if on_overflow not in ("error", "clip"):
             raise ConfigError(f"on_overflow ({on_overflow!r}) must be 'error' or 'clip'")
         self.lengths, self._on_overflow = dict(lengths), on_overflow
         self.clipped = 0
 
-    def fitted(self, model: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> SamplingParams:
-        """Sampling whose `max_tokens` fits behind the prompt. Raises InferenceError for a prompt
+    def fit(self, model: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> SamplingParams:
+        """Sampling whose `max_tokens` fits after the prompt. Raises InferenceError for a prompt
         that is empty or leaves no room."""
         length = self._length(model)
         if not prompt_ids:
@@ -36,25 +37,24 @@ class ContextRoom:
             return sampling
         if len(prompt_ids) >= length:
             raise InferenceError(
-                f"the prompt has {len(prompt_ids)} tokens and the server's context {length}, which leaves no room for an answer; "
+                f"the prompt has {len(prompt_ids)} tokens and the server's context {length}, which leaves no room for a completion; "
                 "shorten the prompt or start the server with a larger --max-model-len"
             )
-        self._overflow(model, len(prompt_ids), sampling.max_tokens)
+        self._handle_overflow(model, len(prompt_ids), sampling.max_tokens)
         return replace(sampling, max_tokens=length - len(prompt_ids))
 
-    def check_answer(self, model: str, response: ChatResponse, max_tokens: int) -> None:
-        """Where the server rendered the prompt, only its answer tells that there was less room
-        than `max_tokens`."""
-        prompt, answer = response.prompt_token_ids, response.completion_token_ids
-        if prompt is None or answer is None or response.finish_reason != "length" or len(answer) >= max_tokens:
+    def check_completion(self, model: str, response: ChatResponse, max_tokens: int) -> None:
+        """Detect clipping from the response, for a prompt that the server rendered."""
+        prompt, completion = response.prompt_token_ids, response.completion_token_ids
+        if prompt is None or completion is None or response.finish_reason != "length" or len(completion) >= max_tokens:
             return
-        self._overflow(model, len(prompt), max_tokens)
+        self._handle_overflow(model, len(prompt), max_tokens)
 
-    def _overflow(self, model: str, prompt: int, max_tokens: int) -> None:
+    def _handle_overflow(self, model: str, prompt: int, max_tokens: int) -> None:
         if self._on_overflow == "error":
             raise ConfigError(
                 f"the prompt ({prompt} tokens) and max_tokens ({max_tokens}) must fit into the server's context ({self._length(model)}), "
-                "which would clip the answer without a word; lower max_tokens, start the server with a larger --max-model-len, or set "
+                "which would silently clip the completion; lower max_tokens, start the server with a larger --max-model-len, or set "
                 "on_overflow='clip'"
             )
         self.clipped += 1

@@ -1,11 +1,10 @@
-"""Starts vLLM servers, waits until they can be used, and stops them with all their processes."""
+"""Starts vLLM servers, waits until they are ready, and stops them with all their processes."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import logging
-import math
 import os
 import signal
 import socket
@@ -18,9 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from ludic.errors import ConfigError, EngineDeadError, InferenceError
-from ludic.inference.servers.answers import ModelList
-from ludic.inference.servers.http import BlockingHttp
+from ludic.errors import ConfigError, InferenceError
+from ludic.inference.servers.loop_thread import run_blocking
 from ludic.inference.servers.server_secret import VARIABLE, drop_secret, is_this_machine, keep_secret, secret_of
 from ludic.inference.vllm.environment import check_has_vllm, is_cpu_build, server_python, server_variables
 from ludic.inference.vllm.in_server.flags import (
@@ -32,17 +30,20 @@ from ludic.inference.vllm.in_server.flags import (
     missing_flags,
     weight_flags,
 )
-from ludic.inference.vllm.orphan_reaper import Guard
-from ludic.inference.vllm.server_queries import HEALTH_TIMEOUT_S, MODELS_TIMEOUT_S, server_url
+from ludic.inference.vllm.orphan_reaper import OrphanReaper
+from ludic.inference.vllm.server_queries import can_sample, poll_until, server_url
 
 logger = logging.getLogger(__name__)
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 CPU_CACHE_BYTES = 64 * 2**20
 TAIL_LINES = 60
-KEPT_LINES = 10_000
+MAX_LINES = 10_000
 GRACE_S = 15.0
-"""Between asking a server to end and ending it."""
+"""Between SIGTERM and SIGKILL."""
+READY_INTERVAL_S = 0.2
+Flag = tuple[str, str | None]
+"""A flag and its value; None for a flag without one."""
 
 
 def start_vllm_server(
@@ -66,63 +67,67 @@ def start_vllm_server(
     env: Mapping[str, str] | None = None,
     log_path: str | os.PathLike[str] | None = None,
 ) -> subprocess.Popen[Any]:
-    """A server as a child process in a process group of its own. It is stopped when this process
-    ends, if not before, and also where that is killed: a guard beside the server sees to it.
+    """Start a server as a child process in its own process group. It is stopped when this process
+    ends, even if that is killed.
 
-    It runs in `python`, else in what `LUDIC_VLLM_PYTHON` names, else in ./.venv-vllm, else in this
-    interpreter. `device="auto"` is the CPU if vLLM's build for CPUs is installed there: then
-    weights are float32, as bfloat16 kills the worker on machines that only claim to have the
-    instructions for it, the cache has 64 MiB, and nothing is compiled at the first request.
-    `extra_args` come last and win.
+    It runs in `python`, else `LUDIC_VLLM_PYTHON`, else ./.venv-vllm, else this interpreter.
+    `device="auto"` is the CPU if vLLM's CPU build is installed there. `extra_args` override all
+    flags.
 
-    The log-probabilities are those of the distribution drawn from (`processed_logprobs`), sampling
-    defaults are vLLM's and not the model's, and the token endpoint is on. `weights` is how new
-    weights come: gloo through host memory, ludic_nccl between GPUs, disk from a folder that both
-    see. Who changes what is served must send the server's secret: `LUDIC_SERVER_SECRET` if that is
-    set, else a random one, which this user's processes on this machine find by themselves. Sampling
-    needs none, so `host` should be this machine. `client_tags` loads the middleware that says the
-    tags of clients again, `think_limits` what heeds `max_think`.
+    Log-probabilities are those of the distribution sampled from (`processed_logprobs`), sampling
+    defaults are vLLM's rather than the model's, and the token endpoint is on. `weights` is the
+    transport of new weights: "gloo" through host memory, "ludic_nccl" between GPUs, "disk" from a
+    shared folder. Requests that change what is served need the server's secret:
+    `LUDIC_SERVER_SECRET` if set, else a random one, which this user's processes on this machine
+    find. Sampling needs none, so `host` should be this machine. `client_tags` loads the middleware
+    that echoes client tags, `think_limits` the logits processor for `max_think`.
 
-    Output goes where ours does, to `log_path`, or with `stream_output=False` is kept for
-    `collect_proc_output`. Raises ConfigError for a port that is taken, and for an interpreter that
-    is not there or has no vLLM.
+    Output goes to this process's own, or to `log_path`; with `stream_output=False` it is kept for
+    `collect_proc_output`. Raises ConfigError for a port in use, and for an interpreter that does
+    not exist or lacks vLLM.
     """
     interpreter = server_python(python)
-    _check_port(host, port)
+    _check_address(host, port)
     check_has_vllm(interpreter)
     cpu = device == "cpu" or (device == "auto" and is_cpu_build(interpreter))
-    if not is_this_machine(host):
-        logger.warning(
-            "the server listens on %s: whoever reaches it can sample, and can read what travels, the secret for new weights too",
-            host,
-        )
-    given = list(extra_args or ())
-    flags: list[tuple[str, str | None]] = [("--host", host), ("--port", str(port))]
-    flags += [("--served-model-name", served_model_name)] if served_model_name is not None else []
-    flags += [("--max-model-len", str(max_model_len))] if max_model_len is not None else []
-    flags += [("--dtype", dtype or "float32")] if dtype is not None or cpu else []
-    flags += [("--logprobs-mode", logprobs_mode), *DEFAULT_FLAGS]
+    values = {"--host": host, "--port": port, "--served-model-name": served_model_name, "--max-model-len": max_model_len}
+    flags = [*_flags(values), ("--logprobs-mode", logprobs_mode), *DEFAULT_FLAGS, *weight_flags(weights)]
+    flags += _device_flags(dtype, gpu_memory_utilization, cpu=cpu)
     flags += [("--enforce-eager", None)] if enforce_eager else []
-    flags += weight_flags(weights)
     flags += [("--logits-processors", THINK_PROCESSOR)] if think_limits else []
-    if cpu:
-        flags += [("--kv-cache-memory-bytes", str(CPU_CACHE_BYTES)), ("--max-num-seqs", "64")]
-    else:
-        flags += [("--gpu-memory-utilization", str(gpu_memory_utilization))]
-    command = [interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *missing_flags(flags, given)]
-    command += ["--middleware", TAG_MIDDLEWARE] if client_tags else []  # may be given several times
-    command += ["--middleware", SECRET_MIDDLEWARE, *given]
-    variables = server_variables(interpreter, cpu=cpu, given=env, arguments=command)
+    command = [interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += _arguments(flags, extra_args or (), client_tags=client_tags)
+    variables = server_variables(interpreter, cpu=cpu, overrides=env, arguments=command)
     with _secret_for(port, variables) as secret:
         proc = _start(command, {**variables, VARIABLE: secret}, stream_output=stream_output, log_path=log_path)
         _SECRETS[proc] = port, secret
     return proc
 
 
+def _flags(values: Mapping[str, object]) -> list[Flag]:
+    """The flags that have a value."""
+    return [(name, str(value)) for name, value in values.items() if value is not None]
+
+
+def _device_flags(dtype: str | None, gpu_memory_utilization: float, *, cpu: bool) -> list[Flag]:
+    """On the CPU weights default to float32: bfloat16 kills the worker on machines that wrongly
+    claim to support it."""
+    if not cpu:
+        return _flags({"--dtype": dtype, "--gpu-memory-utilization": gpu_memory_utilization})
+    return _flags({"--dtype": dtype or "float32", "--kv-cache-memory-bytes": CPU_CACHE_BYTES, "--max-num-seqs": 64})
+
+
+def _arguments(flags: Sequence[Flag], extra_args: Sequence[str], *, client_tags: bool) -> list[str]:
+    """The flags that `extra_args` lacks, the middlewares (a flag that may be repeated), and
+    `extra_args`."""
+    tags = ["--middleware", TAG_MIDDLEWARE] if client_tags else []
+    return [*missing_flags(flags, extra_args), *tags, "--middleware", SECRET_MIDDLEWARE, *extra_args]
+
+
 @contextlib.contextmanager
 def _secret_for(port: int, variables: Mapping[str, str]) -> Iterator[str]:
-    """The secret of a server that is being started. One that was not given lies where clients
-    look, unless the start fails."""
+    """The secret for a server that is being started. A random one is written to the file where
+    clients look, and removed again if the start fails."""
     secret = secret_of(variables)
     if not variables.get(VARIABLE):
         keep_secret(port, secret)
@@ -134,23 +139,28 @@ def _secret_for(port: int, variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def wait_for_vllm_health(host: str, port: int, proc: subprocess.Popen[Any], timeout_s: float = 180.0) -> None:
-    """Return when the server at this address is healthy and has sampled a token: engines that
-    cannot are healthy until they are asked.
+    """Wait until the server at this address is healthy and has sampled a token: a broken engine
+    may be healthy until its first request.
 
-    Raises InferenceError, which is a RuntimeError, with the end of the server's output if it ends
-    or is not ready within `timeout_s`; its processes are then stopped. A server without models to
-    complete with is ready when it is healthy.
+    Raises InferenceError, which is a RuntimeError, with the end of the server's output if it exits
+    or is not ready within `timeout_s`; its processes are then stopped. A server without models need
+    only be healthy.
     """
     deadline = time.monotonic() + timeout_s
     url = server_url(host, port)
+    ready = False
+
+    async def is_ready_or_has_exited() -> bool:
+        nonlocal ready
+        ready = await can_sample(url, deadline)
+        return ready or proc.poll() is not None
+
     try:
-        while not _is_ready(BlockingHttp(), url, deadline):
-            code = proc.poll()
-            if code is not None:
-                raise InferenceError(f"the server at {url} ended with status {code} before it was ready{_log(proc)}")
-            if time.monotonic() > deadline:
-                raise InferenceError(f"the server at {url} was not ready within {timeout_s} s and was stopped{_log(proc)}")
-            time.sleep(0.2)
+        run_blocking(poll_until(is_ready_or_has_exited, deadline=deadline, interval_s=READY_INTERVAL_S))
+        if not ready and proc.poll() is not None:
+            raise InferenceError(f"the server at {url} ended with status {proc.poll()} before it was ready{_log(proc)}")
+        if not ready:
+            raise InferenceError(f"the server at {url} was not ready within {timeout_s} s and was stopped{_log(proc)}")
     except InferenceError:
         stop_vllm_server(proc)
         raise
@@ -159,8 +169,8 @@ def wait_for_vllm_health(host: str, port: int, proc: subprocess.Popen[Any], time
 def stop_vllm_server(
     proc: subprocess.Popen[Any], timeout_s: float = GRACE_S, *, ask: signal.Signals = signal.SIGTERM
 ) -> int | None:
-    """End a server and every process that it started: asked first, ended after `timeout_s`. The
-    exit status, None if it stays."""
+    """Stop a server and every process that it started: send it `ask`, and SIGKILL after
+    `timeout_s`. Returns the exit status, None if it still runs."""
     if proc.poll() is None:
         _signal(proc, ask)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -168,21 +178,18 @@ def stop_vllm_server(
     _signal(proc, signal.SIGKILL)  # children may outlive the process that started them
     with contextlib.suppress(subprocess.TimeoutExpired):
         proc.wait(timeout_s)
-    if proc.poll() is not None and (guard := _GUARDS.pop(proc.pid, None)) is not None:
-        guard.dismiss()
+    if proc.poll() is not None and (reaper := _REAPERS.pop(proc.pid, None)) is not None:
+        reaper.dismiss()
     if proc in _SECRETS:
         drop_secret(*_SECRETS.pop(proc))
     return proc.poll()
 
 
 def collect_proc_output(proc: subprocess.Popen[Any], timeout: float | None = None) -> tuple[str, str]:
-    """(standard output, standard error) of a process, waiting up to `timeout` seconds for its end;
-    what there is so far if it goes on.
-
-    Empty where the output went elsewhere.
-    """
-    kept = _OUTPUT.get(proc)
-    if kept is None:
+    """(standard output, standard error) of a process, after waiting up to `timeout` seconds for its
+    end; the output so far if it still runs. Empty if the output went elsewhere."""
+    output = _OUTPUT.get(proc)
+    if output is None:
         try:
             out, err = proc.communicate(timeout=timeout)
         except subprocess.TimeoutExpired as expired:
@@ -190,22 +197,21 @@ def collect_proc_output(proc: subprocess.Popen[Any], timeout: float | None = Non
         return _as_text(out), _as_text(err)
     with contextlib.suppress(subprocess.TimeoutExpired):
         proc.wait(timeout)
-    return kept.text("stdout"), kept.text("stderr")
+    return output.text("stdout"), output.text("stderr")
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on just now."""
-    with socket.socket() as found:
-        found.bind((host, 0))
-        return int(found.getsockname()[1])
+    """A port that is free at the moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 class _Output:
-    """What a process writes, read as it comes: a pipe that nobody reads stops the one who
-    writes."""
+    """The output of a process, read continuously: a pipe that is not read blocks its writer."""
 
     def __init__(self, proc: subprocess.Popen[Any]) -> None:
-        self._lines = {name: deque[str](maxlen=KEPT_LINES) for name in ("stdout", "stderr")}
+        self._lines = {name: deque[str](maxlen=MAX_LINES) for name in ("stdout", "stderr")}
         self._threads = []
         for name in self._lines:
             pipe = getattr(proc, name)
@@ -231,9 +237,9 @@ _OUTPUT: weakref.WeakKeyDictionary[subprocess.Popen[Any], _Output] = weakref.Wea
 _LOGS: weakref.WeakKeyDictionary[subprocess.Popen[Any], Path] = weakref.WeakKeyDictionary()
 _RUNNING: weakref.WeakSet[subprocess.Popen[Any]] = weakref.WeakSet()
 _SECRETS: weakref.WeakKeyDictionary[subprocess.Popen[Any], tuple[int, str]] = weakref.WeakKeyDictionary()
-"""Port and secret."""
-_GUARDS: dict[int, Guard] = {}
-"""By the server's process. One whose `Popen` nobody holds any more is guarded all the same."""
+"""The port and the secret of each server."""
+_REAPERS: dict[int, OrphanReaper] = {}
+"""By process id, so that a server whose `Popen` is gone keeps its reaper."""
 
 
 @atexit.register
@@ -247,14 +253,14 @@ def _start(
     command: list[str], env: dict[str, str], *, stream_output: bool, log_path: str | os.PathLike[str] | None
 ) -> subprocess.Popen[Any]:
     logger.info("starting %s", " ".join(command))
-    guard = Guard(grace_s=GRACE_S)
+    reaper = OrphanReaper(grace_s=GRACE_S)
     try:
         proc = _process(command, env, stream_output=stream_output, log_path=log_path)
     except BaseException:
-        guard.dismiss()
+        reaper.dismiss()
         raise
-    guard.watch(proc.pid)
-    _GUARDS[proc.pid] = guard
+    reaper.watch(proc.pid)
+    _REAPERS[proc.pid] = reaper
     _RUNNING.add(proc)
     return proc
 
@@ -283,31 +289,9 @@ def _process(
     return proc
 
 
-def _is_ready(http: BlockingHttp, url: str, deadline: float) -> bool:
-    """Whether the server is healthy and gives a token. EngineDeadError if it is healthy and
-    cannot."""
-
-    def left_s(most: float) -> float:
-        return max(0.0, min(most, deadline - time.monotonic()))
-
-    try:
-        if http.ask("GET", f"{url}/health", timeout_s=left_s(HEALTH_TIMEOUT_S)).status != 200:
-            return False
-        listed = http.ask("GET", f"{url}/v1/models", timeout_s=left_s(MODELS_TIMEOUT_S))
-        models = listed.read(ModelList).data if listed.status == 200 else []
-        if not models:
-            return True
-        body = {"model": models[0].id, "prompt": [[0]], "max_tokens": 1, "temperature": 0, "logprobs": 0}
-        answer = http.ask("POST", f"{url}/v1/completions", json=body, timeout_s=left_s(math.inf))
-    except InferenceError:
-        return False
-    if answer.status >= 500:
-        raise EngineDeadError(f"the server at {url} is healthy and cannot sample: {answer.status}: {answer.quoted()}")
-    return True
-
-
 def _signal(proc: subprocess.Popen[Any], number: signal.Signals) -> None:
-    """To the process group that the process leads; to it alone if it leads none."""
+    """Send a signal to the process group of a server started here, or to any other process
+    alone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if proc in _RUNNING:  # started here, so its group is its own, and outlives it while a child does
             os.killpg(proc.pid, number)
@@ -316,10 +300,10 @@ def _signal(proc: subprocess.Popen[Any], number: signal.Signals) -> None:
 
 
 def _log(proc: subprocess.Popen[Any]) -> str:
-    """The end of what the process said, for an error."""
-    kept, path = _OUTPUT.get(proc), _LOGS.get(proc)
-    if kept is not None:
-        text = kept.text("stdout") + kept.text("stderr")
+    """The end of the process's output, for an error message."""
+    output, path = _OUTPUT.get(proc), _LOGS.get(proc)
+    if output is not None:
+        text = output.text("stdout") + output.text("stderr")
     elif path is not None:
         text = path.read_text(encoding="utf-8", errors="replace")
     else:
@@ -329,15 +313,22 @@ def _log(proc: subprocess.Popen[Any]) -> str:
     return f"; it wrote nothing{where}" if not lines else f"; the end of its output{where}:\n" + "\n".join(lines)
 
 
-def _check_port(host: str, port: int) -> None:
-    """A port that is taken would answer for a server that never came up."""
+def _check_address(host: str, port: int) -> None:
+    """Raise ConfigError if the port is in use: its owner would answer for a server that never
+    started. Warn if other machines can reach the host."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind((host, port))
         except OSError as error:
-            raise ConfigError(f"port {port} of {host} cannot be listened on ({error.strerror}); choose another port") from error
+            raise ConfigError(f"port {port} of {host} is not available ({error.strerror}); choose another port") from error
+    if not is_this_machine(host):
+        logger.warning(
+            "the server listens on %s: every machine that reaches it can sample from it, and can read its traffic, which includes the "
+            "secret for new weights",
+            host,
+        )
 
 
 def _as_text(output: str | bytes | None) -> str:

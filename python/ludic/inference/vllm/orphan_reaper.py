@@ -1,10 +1,9 @@
-"""Ends a server whose starter is gone, however it went: a killed process runs no code of its own
-that could.
+"""Stops a server after its parent process is gone, even if that was killed and ran no cleanup code.
 
-A guard is a small process beside each server, in a session of its own, that reads from a pipe whose
-other end the starter alone holds. When the pipe ends without a word, the server's process group is
-asked to end, and ended after the grace. The file is run as a script, by an interpreter that imports
-nothing but the standard library.
+A reaper is a small process beside each server, in a session of its own. It reads from a pipe of
+which only the server's parent holds the other end. When the pipe closes without a dismissal, the
+reaper sends SIGTERM to the server's process group, and SIGKILL after the grace period. This file is
+run as a script by an interpreter that imports only the standard library.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ import subprocess
 import sys
 import time
 
-LOOK_S = 2.0
-"""How often a guard looks whether its group is still there: the number of one that is gone may
-come to mean another."""
+CHECK_S = 2.0
+"""How often a reaper checks that its group still exists: the system may reuse the id of a dead
+group."""
 POLL_S = 0.05
-LEAVE_S = 10.0
-"""What a guard that was dismissed may take to end."""
+EXIT_S = 10.0
+"""How long a dismissed reaper may take to exit."""
 DISMISSED = b"dismissed\n"
 
 
-class Guard:
-    """Beside one server, from before it starts until `dismiss`.
+class OrphanReaper:
+    """The reaper of one server, from before the server starts until `dismiss`.
 
-    >>> guard = Guard(grace_s=15.0)
+    >>> reaper = OrphanReaper(grace_s=15.0)
     >>> server = subprocess.Popen(command, start_new_session=True)
-    >>> guard.watch(server.pid)
+    >>> reaper.watch(server.pid)
     """
 
     def __init__(self, *, grace_s: float) -> None:
-        """`grace_s` lies between asking the server to end and ending it."""
-        theirs, ours = os.pipe()  # closed in every program that this process starts
+        """`grace_s` is the time between SIGTERM and SIGKILL."""
+        theirs, ours = os.pipe()  # not inherited by the programs that this process starts
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", os.path.abspath(__file__), str(grace_s)],
@@ -51,96 +50,97 @@ class Guard:
         finally:
             os.close(theirs)
         self._pipe: int | None = ours
-        _STANDING.add(self)
+        _ACTIVE.add(self)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def watch(self, group: int) -> None:
-        """The process group to end when this process is gone."""
-        self._tell(b"%d\n" % group)
+        """Set the process group to stop when this process is gone."""
+        self._write(b"%d\n" % group)
 
     def dismiss(self) -> None:
-        """Have the guard end and touch nothing. A second time is none."""
+        """Make the reaper exit without stopping the server. Does nothing the second time."""
         if self._pipe is None:
             return
-        self._tell(DISMISSED)
+        self._write(DISMISSED)
         self.close()
         try:
-            self._process.wait(LEAVE_S)
+            self._process.wait(EXIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
     def close(self) -> None:
-        """Give up this end of the pipe. If no other process has it, that is its end."""
+        """Close this end of the pipe, which ends the pipe unless another process holds it too."""
         if self._pipe is not None:
             pipe, self._pipe = self._pipe, None
             os.close(pipe)
-        _STANDING.discard(self)
+        _ACTIVE.discard(self)
 
-    def _tell(self, line: bytes) -> None:
+    def _write(self, line: bytes) -> None:
         assert self._pipe is not None
-        with contextlib.suppress(BrokenPipeError):  # somebody ended the guard
+        with contextlib.suppress(BrokenPipeError):  # the reaper was killed
             os.write(self._pipe, line)
 
 
-_STANDING: set[Guard] = set()
+_ACTIVE: set[OrphanReaper] = set()
 
 
 def _close_in_fork() -> None:
-    """A fork that lives on would keep the pipes open after the process that it comes from."""
-    for guard in list(_STANDING):
-        guard.close()
+    """A fork that outlives this process would keep the pipes open."""
+    for reaper in list(_ACTIVE):
+        reaper.close()
 
 
 os.register_at_fork(after_in_child=_close_in_fork)
 
 
-def stand_guard(pipe: int, grace_s: float) -> None:
-    """Read a group's number from the pipe, then wait for its end, or that of the group."""
-    said = b""
+def reap_at_end(pipe: int, grace_s: float) -> None:
+    """Read a process group id from the pipe; stop the group when the pipe closes. Return early if
+    the group ends by itself."""
+    message = b""
     while True:
-        if select.select([pipe], [], [], LOOK_S)[0]:
+        if select.select([pipe], [], [], CHECK_S)[0]:
             chunk = os.read(pipe, 1024)
             if not chunk:
                 break
-            said += chunk
-        elif (group := _group(said)) is not None and not _is_there(group):
+            message += chunk
+        elif (group := _group_id(message)) is not None and not _exists(group):
             return
-    group = _group(said)
-    if group is not None and DISMISSED not in said:
-        _end(group, grace_s)
+    group = _group_id(message)
+    if group is not None and DISMISSED not in message:
+        _stop(group, grace_s)
 
 
-def _group(said: bytes) -> int | None:
-    number, end, _ = said.partition(b"\n")
+def _group_id(message: bytes) -> int | None:
+    number, end, _ = message.partition(b"\n")
     return int(number) if end and number.isdigit() else None
 
 
-def _end(group: int, grace_s: float) -> None:
+def _stop(group: int, grace_s: float) -> None:
     _signal(group, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while _is_there(group) and time.monotonic() < deadline:
+    while _exists(group) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     _signal(group, signal.SIGKILL)
 
 
-def _is_there(group: int) -> bool:
+def _exists(group: int) -> bool:
     return _signal(group, 0)
 
 
 def _signal(group: int, number: int) -> bool:
-    """Whether there was somebody to get it."""
+    """Signal a process group. Returns whether it exists."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:
         return False
-    except PermissionError:  # some have left us
+    except PermissionError:  # some processes have changed their user
         pass
     return True
 
 
 if __name__ == "__main__":
-    stand_guard(sys.stdin.fileno(), float(sys.argv[1]))
+    reap_at_end(sys.stdin.fileno(), float(sys.argv[1]))

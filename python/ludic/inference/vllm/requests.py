@@ -1,16 +1,18 @@
-"""What is asked of a vLLM server, checked here: the server ignores fields that it does not know
-and clips lengths without a word."""
+"""Builds and checks requests to vLLM servers, which silently ignore fields that they do not
+know."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.inference.extensions import VLLMExtensions
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
+from ludic.inference.servers.requests import chat_fields
 
 SAMPLING_FIELDS = frozenset(
     [
@@ -37,7 +39,7 @@ SAMPLING_FIELDS = frozenset(
         "presence_penalty",
     ]
 )
-"""Settings of one request's sampling that vLLM 0.32 knows on every endpoint."""
+"""Sampling fields that vLLM 0.32 accepts on every endpoint."""
 CHAT_FIELDS = SAMPLING_FIELDS | frozenset(
     [
         "add_generation_prompt",
@@ -67,23 +69,56 @@ CHAT_FIELDS = SAMPLING_FIELDS | frozenset(
         "vllm_xargs",
     ]
 )
-"""Those of a chat completion beside."""
+"""All fields that a chat completion accepts."""
+TOKEN_FIELDS = SAMPLING_FIELDS | {"vllm_xargs"}
+"""All fields that a continuation of token ids accepts."""
+
+
+@dataclass(frozen=True)
+class TokenRequest:
+    """Continue token ids. Example: `TokenRequest("tiny", [5, 6], SamplingParams(max_tokens=8))`."""
+
+    model: str
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+    seed: int | None = None
+    top_k: int = 1
+    """Alternatives for each token; 1 is the sampled token alone."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """More fields of the body, which override the others."""
+
+    def generate_body(self) -> dict[str, Any]:
+        """The body for `/inference/v1/generate`."""
+        fields = dict(self.fields)
+        if "vllm_xargs" in fields:
+            fields["extra_args"] = fields.pop("vllm_xargs")
+        return {
+            "model": self.model,
+            "token_ids": list(self.prompt_ids),
+            "sampling_params": {**self._sampling_fields(), **fields},
+            "return_token_ids": True,
+        }
+
+    def completions_body(self) -> dict[str, Any]:
+        """The body of the same request for `/v1/completions`."""
+        prompt = {"model": self.model, "prompt": [list(self.prompt_ids)]}
+        return {**prompt, **self._sampling_fields(), "return_token_ids": True, **self.fields}
+
+    def _sampling_fields(self) -> dict[str, Any]:
+        fields = {**self.sampling.to_openai_kwargs(), "logprobs": 0 if self.top_k == 1 else self.top_k}
+        return fields if self.seed is None else {**fields, "seed": self.seed}
 
 
 def chat_arguments(request: ChatCompletionRequest) -> dict[str, Any]:
-    """Keywords of `chat.completions.create`. Raises before anything is sent.
+    """Keywords of `chat.completions.create`. Raises ConfigError and ConfigTypeError for invalid
+    extensions.
 
-    `logprobs` is the number of alternatives, 1 at least; beyond one, the body says the same as
-    OpenAI's interface does, since there `logprobs` is true or false.
+    `logprobs` is the number of alternatives, at least 1. OpenAI's interface has a bool there, so
+    with more than one the body also says it OpenAI's way.
     """
-    extra = extra_body(request)
-    arguments: dict[str, Any] = {"model": request.model, "messages": request.messages, **request.sampling.to_openai_kwargs()}
-    if request.seed is not None:
-        arguments["seed"] = request.seed
-    if request.tools is not None:
-        arguments["tools"] = request.tools.tools
-        if request.tools.tool_choice is not None:
-            arguments["tool_choice"] = request.tools.tool_choice
+    extra: dict[str, Any] = {"return_token_ids": True} if request.return_.return_token_ids else {}
+    extra |= extension_fields(request.extensions)
+    arguments = chat_fields(request)
     if request.return_.return_chosen_logprobs:
         arguments["logprobs"] = int(max(1, request.return_.top_logprobs_k))
         if arguments["logprobs"] > 1:
@@ -93,15 +128,9 @@ def chat_arguments(request: ChatCompletionRequest) -> dict[str, Any]:
     return arguments
 
 
-def extra_body(request: ChatCompletionRequest) -> dict[str, Any]:
-    """What the body has beyond OpenAI's interface, the caller's own fields last."""
-    body: dict[str, Any] = {"return_token_ids": True} if request.return_.return_token_ids else {}
-    return {**body, **extension_fields(request.extensions)}
-
-
 def extension_fields(extensions: object) -> dict[str, Any]:
-    """The fields that `VLLMExtensions` stands for. Raises ConfigTypeError for another kind,
-    ConfigError for values without meaning."""
+    """The body fields of `VLLMExtensions`. Raises ConfigTypeError for other extensions and
+    ConfigError for invalid values."""
     if extensions is None:
         return {}
     if not isinstance(extensions, VLLMExtensions):
@@ -118,45 +147,9 @@ def extension_fields(extensions: object) -> dict[str, Any]:
 
 
 def check_fields(fields: Mapping[str, Any], known: frozenset[str] = CHAT_FIELDS) -> None:
-    """Refuse a field that the server would ignore."""
+    """Raise ConfigError for a field that the server would ignore."""
     for name in fields:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "set allow_unknown_fields=True if your server knows it"
-            raise ConfigError(f"extra_body_overrides has {name!r}, which vLLM would ignore without a word; {hint}")
-
-
-def check_sampling_params(sampling: SamplingParams) -> None:
-    """Refuse settings without meaning, in the words of their names."""
-    if not 0 <= sampling.temperature < float("inf"):
-        raise ConfigError(f"temperature ({sampling.temperature}) must be >= 0 and finite; 0 takes the most likely token")
-    if not 0 < sampling.top_p <= 1:
-        raise ConfigError(f"top_p ({sampling.top_p}) must be in (0, 1]; 1 keeps all tokens")
-    if sampling.max_tokens < 1:
-        raise ConfigError(f"max_tokens ({sampling.max_tokens}) must be >= 1")
-    for name in ("frequency_penalty", "presence_penalty"):
-        if not -2 <= getattr(sampling, name) <= 2:
-            raise ConfigError(f"{name} ({getattr(sampling, name)}) must be in [-2, 2]; 0 changes nothing")
-
-
-def generate_body(
-    prompt_ids: Sequence[int], sampling: SamplingParams, seed: int | None, top_k: int, fields: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Of `/inference/v1/generate`. `top_k` alternatives a token; 1 is the sampled token alone."""
-    params = {**sampling.to_openai_kwargs(), "logprobs": 0 if top_k == 1 else top_k}
-    if seed is not None:
-        params["seed"] = seed
-    own = dict(fields)
-    if "vllm_xargs" in own:
-        own["extra_args"] = own.pop("vllm_xargs")
-    return {"token_ids": list(prompt_ids), "sampling_params": {**params, **own}, "return_token_ids": True}
-
-
-def completions_body(
-    prompt_ids: Sequence[int], sampling: SamplingParams, seed: int | None, top_k: int, fields: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Of `/v1/completions`, the same request."""
-    body = {"prompt": [list(prompt_ids)], **sampling.to_openai_kwargs(), "logprobs": 0 if top_k == 1 else top_k}
-    if seed is not None:
-        body["seed"] = seed
-    return {**body, "return_token_ids": True, **fields}
+            raise ConfigError(f"extra_body_overrides has {name!r}, which vLLM would silently ignore; {hint}")

@@ -24,8 +24,6 @@ class VLLMClient(VLLMChatClient):
     `VLLMChatClient`.
     """
 
-    _scoring: VLLMScoringClient | None = None
-
     def __init__(
         self,
         *,
@@ -60,9 +58,9 @@ class VLLMClient(VLLMChatClient):
             model=model_name,
             tokenizer=scoring_tokenizer,
             pooling_type=pooling_type,
-            timeout_s=self._persistence.timeout_s,
-            max_retries=self._persistence.max_retries,
-            backoff_s=self._persistence.backoff_s,
+            timeout_s=self._retries.timeout_s,
+            max_retries=self._retries.max_retries,
+            backoff_s=self._retries.backoff_s,
             api_key=options.get("api_key", "local"),
             publisher_settings=options.get("publisher_settings"),
         )
@@ -70,8 +68,6 @@ class VLLMClient(VLLMChatClient):
     @property
     def scoring(self) -> VLLMScoringClient:
         """The client of the scoring server."""
-        if self._scoring is None:
-            raise InferenceError("this client was made without its constructor and knows no scoring server")
         return self._scoring
 
     def reads_ids_of(self, tokenizer: Any) -> bool:
@@ -104,7 +100,7 @@ class VLLMClient(VLLMChatClient):
             return await self.scoring.get_server_info()
         if server != "policy":
             raise ConfigError(f"server ({server!r}) must be 'scoring' or 'policy'")
-        async with VLLMScoringClient(self.server_url, timeout_s=self._persistence.timeout_s) as policy:
+        async with VLLMScoringClient(self.server_url, timeout_s=self._retries.timeout_s) as policy:
             return await policy.get_server_info()
 
     def sync_reward_weights(
@@ -127,15 +123,12 @@ class VLLMClient(VLLMChatClient):
     def close_communicator(self) -> None:
         """Close the connections over which weights are pushed to either server."""
         super().close_communicator()
-        if self._scoring is not None:
-            self._scoring.close_communicator()
+        self._scoring.close_communicator()
 
     async def close_async_session(self) -> None:
         """Close the connections of this event loop to both servers."""
         await self.aclose()
 
     async def aclose(self) -> None:
-        if self._scoring is not None:
-            await self._scoring.aclose()
-        if self._pool is not None:
-            await super().aclose()
+        await self._scoring.aclose()
+        await super().aclose()

@@ -35,10 +35,11 @@ from ludic.inference.reward_types import (
 from ludic.inference.reward_weights import select_trained_weights
 from ludic.inference.servers.answers import ModelList, WeightInfo
 from ludic.inference.servers.calls import convert_answer
-from ludic.inference.servers.errors import has_no_path, may_pass
+from ludic.inference.servers.errors import is_missing_endpoint
 from ludic.inference.servers.loop_thread import run_blocking
-from ludic.inference.servers.pool import Server, ServerPool
-from ludic.inference.servers.retries import Persistence
+from ludic.inference.servers.pool import ServerPool
+from ludic.inference.servers.retries import RetryPolicy
+from ludic.inference.servers.server import Server
 from ludic.inference.servers.weight_versions import version_number
 from ludic.inference.vllm.weight_push import make_publisher
 
@@ -100,7 +101,7 @@ class VLLMScoringClient:
         """`publisher_settings` are keywords of `ludic.distributed.create_vllm_publisher`, for
         servers that take new weights."""
         urls = [_address(each) for each in ([url] if isinstance(url, str) else url)]
-        self._persistence = Persistence(timeout_s, max_retries, backoff_s)
+        self._retries = RetryPolicy(timeout_s, max_retries, backoff_s)
         self._pool = ServerPool([Server(each, api_key, timeout_s) for each in urls], probe=self._probe)
         self.url = urls[0]
         self.model, self.tokenizer, self.pooling_type = model, tokenizer, pooling_type
@@ -255,7 +256,7 @@ class VLLMScoringClient:
             except ServerError as error:
                 raise _translate_error(error) from error
 
-        return await self._persistence.carry_out(lambda: self._pool.send(once), name=f"{self.url}{path}", again=may_pass)
+        return await self._retries.run(lambda: self._pool.send(once), name=f"{self.url}{path}")
 
     async def _probe(self, server: Server) -> None:
         """Score one token. Raises the error if there is no score."""
@@ -311,7 +312,7 @@ def _translate_error(error: ServerError) -> Exception:
     the endpoint, which is another case than a server without the model."""
     if error.status in REFUSED_STATUS:
         return DataError(f"the input was refused: {error}")
-    if has_no_path(error):
+    if is_missing_endpoint(error):
         return InferenceError(f"{error}; is it a server of a reward model, started with --runner pooling?")
     return error
 

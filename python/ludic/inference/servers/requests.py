@@ -1,0 +1,26 @@
+"""Builds the part of a chat completion request that all servers with OpenAI's interface share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ludic.inference.request import ChatCompletionRequest
+
+
+def chat_fields(request: ChatCompletionRequest) -> dict[str, Any]:
+    """Model, messages, sampling, seed and tools. Log-probabilities and token ids are asked for
+    differently by each kind of server."""
+    fields: dict[str, Any] = {"model": request.model, "messages": request.messages, **request.sampling.to_openai_kwargs()}
+    if request.seed is not None:
+        fields["seed"] = request.seed
+    if request.tools is not None:
+        fields["tools"] = request.tools.tools
+        if request.tools.tool_choice is not None:
+            fields["tool_choice"] = request.tools.tool_choice
+    return fields
+
+
+def request_body(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The JSON body for keywords of `chat.completions.create`: `extra_body` is merged in, last."""
+    body = {name: value for name, value in arguments.items() if name not in ("extra_body", "extra_headers")}
+    return {**body, **arguments.get("extra_body", {})}

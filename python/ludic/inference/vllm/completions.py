@@ -1,0 +1,153 @@
+"""Completions from vLLM servers: of a chat that the server renders, or of token ids of a chat that
+is rendered here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ludic.inference.prompts.tokens import PromptTokens
+from ludic.inference.request import ChatCompletionRequest
+from ludic.inference.sampling import check_penalties, check_sampling
+from ludic.inference.servers.prompt_clipping import PromptClipper
+from ludic.inference.servers.requests import request_body
+from ludic.inference.servers.server import Server
+from ludic.inference.servers.weight_versions import version_number
+from ludic.inference.vllm.context_room import ContextRoom
+from ludic.inference.vllm.rendered_chat import RenderedChat
+from ludic.inference.vllm.requests import (
+    CHAT_FIELDS,
+    TOKEN_FIELDS,
+    TokenRequest,
+    chat_arguments,
+    check_fields,
+    extension_fields,
+)
+from ludic.inference.vllm.responses import ResponseReader, SampledTokens, chat_response
+from ludic.inference.vllm.servers import VLLMServers
+from ludic.inference.vllm.token_endpoints import CHAT, TokenEndpoints
+from ludic.types import ChatResponse
+
+Completion = tuple[ChatResponse, dict[str, Any]]
+"""The response, and the info of `ChatClient.complete`."""
+
+
+@dataclass(frozen=True)
+class CompletionSettings:
+    """How a client changes its requests and checks its responses."""
+
+    room: ContextRoom
+    reader: ResponseReader
+    clipper: PromptClipper | None
+    allow_unknown_fields: bool
+    served_names: dict[str, str] = field(default_factory=dict)
+    """Requested model -> name under which its newest weights are served."""
+
+
+class ChatCompletions:
+    """Sends messages to `/v1/chat/completions`; the server renders them."""
+
+    def __init__(self, servers: VLLMServers, settings: CompletionSettings) -> None:
+        self._servers, self._settings = servers, settings
+
+    async def complete(self, request: ChatCompletionRequest) -> Completion:
+        """One completion. Raises ConfigError before anything is sent, InferenceError after."""
+        check_sampling(request.sampling)
+        check_penalties(request.sampling)
+        settings, tag = self._settings, self._settings.reader.tag
+        if not settings.allow_unknown_fields:
+            check_fields(extension_fields(request.extensions), CHAT_FIELDS)
+        sent = chat_arguments(request)
+        sent["model"] = settings.served_names.get(request.model, request.model)
+        if settings.clipper is not None:
+            sent["messages"] = settings.clipper(request.messages)
+        if tag is not None:
+            sent["extra_body"] = {**sent.get("extra_body", {}), "client_tag": tag.tag}
+            sent["extra_headers"] = tag.headers()
+        body = request_body(sent)
+
+        async def call(server: Server) -> tuple[ChatResponse, dict[str, Any]]:
+            answer = await server.post(CHAT, body, headers=sent.get("extra_headers"))
+            response, payload = settings.reader.read_chat(answer, request)
+            settings.room.check_completion(request.model, response, request.sampling.max_tokens)
+            return response, payload
+
+        (response, payload), version = await self._servers.send(call, reports_version=False)
+        return response, {"raw_response": payload, "used_args": sent, "policy_version": version}
+
+
+class TokenCompletions:
+    """Sends token ids to the token endpoint."""
+
+    def __init__(self, servers: VLLMServers, settings: CompletionSettings) -> None:
+        self._servers, self._settings = servers, settings
+        self.endpoints = TokenEndpoints()
+
+    async def sample(self, request: TokenRequest) -> tuple[SampledTokens, dict[str, Any]]:
+        """One continuation, and an info with `policy_version`, `used_args` without the prompt, and
+        `weight_versions` if the server reports them."""
+        request = self._as_sent(request)
+        tag = self._settings.reader.tag
+        tag_field = {} if tag is None else {"client_tag": tag.tag}
+        generate, completions = {**tag_field, **request.generate_body()}, {**tag_field, **request.completions_body()}
+
+        async def call(server: Server) -> SampledTokens:
+            answer = await self.endpoints.post(server, generate, completions, None if tag is None else tag.headers())
+            return self._settings.reader.read_tokens(answer, request)
+
+        sampled, version = await self._servers.send(call, reports_version=not self.endpoints.without_generate)
+        numbers = [version_number(span["version"]) for span in sampled.weight_versions]
+        known = [number for number in numbers if number is not None]
+        info: dict[str, Any] = {"policy_version": min(known) if known else version}
+        if known:
+            info["weight_versions"] = sampled.weight_versions
+        info["used_args"] = {key: value for key, value in generate.items() if key != "token_ids"}
+        return sampled, info
+
+    def _as_sent(self, request: TokenRequest) -> TokenRequest:
+        """With the served name, and `max_tokens` that fits into the context."""
+        sampling = self._settings.room.fit(request.model, request.prompt_ids, request.sampling)
+        model = self._settings.served_names.get(request.model, request.model)
+        return replace(request, model=model, sampling=sampling)
+
+
+class RenderedCompletions:
+    """Renders and encodes chats with the policy's tokenizer, and sends the token ids."""
+
+    def __init__(self, completions: TokenCompletions, settings: CompletionSettings, tokens: PromptTokens) -> None:
+        self._completions, self._settings, self._tokens = completions, settings, tokens
+
+    async def complete(self, request: ChatCompletionRequest) -> Completion:
+        """One completion. Raises ConfigError before anything is sent, InferenceError after."""
+        check_sampling(request.sampling)
+        check_penalties(request.sampling)
+        clipper = self._settings.clipper
+        chat = RenderedChat(request, request.messages if clipper is None else clipper(request.messages), self._tokens)
+        fields = extension_fields(request.extensions)
+        if not self._settings.allow_unknown_fields:
+            check_fields(fields, TOKEN_FIELDS)
+        sampled, info = await self._completions.sample(
+            TokenRequest(
+                request.model,
+                chat.prompt_ids,
+                request.sampling,
+                request.seed,
+                top_k=request.return_.top_logprobs_k,
+                fields=fields,
+            )
+        )
+        response, choice = chat.read(sampled)
+        return response, {"raw_response": {"choices": [choice]}, **info}
+
+
+class OpenAICompletions:
+    """Sends chats through a client of the openai package, without the checks of the others."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def complete(self, request: ChatCompletionRequest) -> Completion:
+        """One completion."""
+        arguments = chat_arguments(request)
+        answer = await self._client.chat.completions.create(**arguments)
+        return chat_response(answer), {"raw_response": answer.model_dump(exclude_none=True), "used_args": arguments}

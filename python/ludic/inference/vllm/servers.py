@@ -1,0 +1,119 @@
+"""The vLLM servers behind one client: sends calls to them and tracks the weight version that they
+serve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
+
+from ludic.errors import InferenceError
+from ludic.inference.servers.errors import AbortedError
+from ludic.inference.servers.http import BlockingHttp
+from ludic.inference.servers.loop_thread import run_blocking
+from ludic.inference.servers.pool import ServerPool
+from ludic.inference.servers.retries import RetryPolicy
+from ludic.inference.servers.server import Server
+from ludic.inference.servers.weight_versions import version_number
+from ludic.inference.vllm.server_queries import connect, read_progress, read_version, reset_prefix_cache
+from ludic.inference.vllm.token_endpoints import COMPLETIONS
+
+T = TypeVar("T")
+
+VERSION_AGE_S = 1.0
+"""How long a version that was read is used for requests to endpoints that do not report it."""
+
+
+class VLLMServers:
+    """One or more servers of the same model, with retries."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        retries: RetryPolicy,
+        api_key: str,
+        headers: Mapping[str, str],
+        silence_s: float | None,
+        connection_timeout_s: float,
+    ) -> None:
+        """Waits until every server is healthy. Raises HealthTimeoutError after
+        `connection_timeout_s`."""
+        self.urls = list(urls)
+        self._retries = retries
+        servers = [Server(url, api_key, retries.timeout_s, headers=dict(headers)) for url in urls]
+        self.pool = ServerPool(servers, probe=self._probe, progress=self._read_progress, silence_s=silence_s)
+        self.request_headers = servers[0].request_headers
+        """Sent with every request, the key included."""
+        self.aborted = 0
+        """Responses that the servers aborted."""
+        self.context_lengths, self.version = run_blocking(connect(self.request_headers, urls, connection_timeout_s))
+        self._version_read_at = time.monotonic()
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.urls[0] if len(self.urls) == 1 else f"none of {len(self.urls)} servers"
+
+    async def send(self, call: Callable[[Server], Awaitable[T]], *, reports_version: bool) -> tuple[T, int]:
+        """Return what `call` returns at a live server, and the version served before it. Unless
+        the response `reports_version`, that version is read first."""
+
+        async def counting_aborts(server: Server) -> T:
+            try:
+                return await call(server)
+            except AbortedError:
+                self.aborted += 1
+                raise
+
+        async def attempt() -> tuple[T, int]:
+            version = self.version if reports_version else await self._recent_version()
+            return await self.pool.send(counting_aborts), version
+
+        return await self._retries.run(attempt, name=self.name)
+
+    async def read_version(self) -> int:
+        """The version that a live server reports; the last known one if it reports none."""
+        server = next(iter(self.pool.live), self.pool.servers[0])
+        version = await read_version(server.request_headers, server.url)
+        self._version_read_at = time.monotonic()
+        if version is not None:
+            self.version = version
+        return self.version
+
+    def record_push(self, version: str | int | None, *, lost: Sequence[str]) -> None:
+        """The servers serve `version` from now on, except those at the `lost` URLs, which are
+        drained."""
+        number = version_number(version)
+        if number is not None:
+            self.version, self._version_read_at = number, time.monotonic()
+        for server in self.pool.servers:
+            if server.url in lost:
+                self.pool.drain(server, "its last push of weights could not be completed")
+
+    async def probe(self) -> dict[str, bool]:
+        """Ask every server for one token. Returns whether each URL is alive."""
+        return {server.url: await self.pool.probe(server) for server in self.pool.servers}
+
+    def reset_prefix_cache(self) -> None:
+        """Empty every server's prefix cache. Raises InferenceError if that fails."""
+        for server in self.pool.servers:
+            reset_prefix_cache(BlockingHttp(server.request_headers), server.url)
+
+    async def _recent_version(self) -> int:
+        """The current version or an older one, read at most once in `VERSION_AGE_S`."""
+        if time.monotonic() - self._version_read_at > VERSION_AGE_S:
+            self._version_read_at = time.monotonic()
+            await self.read_version()
+        return self.version
+
+    async def _probe(self, server: Server) -> None:
+        """Sample one token. Raises InferenceError if that fails, or if the server came back with
+        older weights."""
+        await server.probe(COMPLETIONS, {"model": next(iter(self.context_lengths), ""), "prompt": [[0]], "max_tokens": 1})
+        version = await read_version(server.request_headers, server.url)
+        if self.version and (version is None or version < self.version):
+            raise InferenceError(f"it serves version {version} of the weights and not {self.version}; push to it first")
+
+    async def _read_progress(self, server: Server) -> float | None:
+        return await read_progress(server.request_headers, server.url)
