@@ -1,7 +1,7 @@
-"""Packages whose names are imported when they are first asked for.
+"""Packages that import a name when it is first read.
 
-The stub beside the package's `__init__.py` is the one list of names: a type checker reads it, and
-so does `lazy_exports`.
+The stub beside the package's `__init__.py` is the one list of names: type checkers read it, and so
+does `lazy_exports`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,6 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
 
 
 def _homes(stub: Path) -> dict[str, str]:
-    """The name of each import in the stub -> the module that it comes from."""
+    """Name -> module, from the imports of the stub."""
     imports = (node for node in ast.parse(stub.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom))
     return {alias.name: node.module for node in imports if node.module for alias in node.names}

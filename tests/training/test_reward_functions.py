@@ -227,7 +227,7 @@ def test_exactly_the_groups_with_a_failure_have_no_reward(bad, coroutine):
         ([float("inf")], "reward function own returned inf, where"),
         (["1.0"], "reward function own returned the text '1.0', where a reward must be a number"),
         ([[1.0]], r"reward function own returned \[1\.0\], where a reward must be a number or None"),
-        ([None], "no reward function had anything to say about the answer to the prompt '2"),
+        ([None], "every reward function returned None for the answer to the prompt '2"),
         ([GradingError("too long")], "too long"),
     ],
 )
@@ -305,7 +305,7 @@ def test_a_long_prompt_is_shown_in_part():
     errors = asyncio.run(RewardFunctions(lambda completions: [None]).score([played]))
     assert (
         str(errors[played.id])
-        == f"no reward function had anything to say about the answer to the prompt {('why? ' * 16)[:77] + '...'!r}"
+        == f"every reward function returned None for the answer to the prompt {('why? ' * 16)[:77] + '...'!r}"
     )
 
 

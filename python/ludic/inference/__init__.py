@@ -1,4 +1,4 @@
-"""Clients of language models: the interfaces, an engine in this process, servers with OpenAI's
+"""Clients of language models: the interfaces, an engine in this process, and servers with OpenAI's
 interface.
 
 Importing it loads no model library.

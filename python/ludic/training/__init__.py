@@ -1,5 +1,5 @@
-"""Losses, credit, batching and the trainer. Every name is imported when it is first asked for;
-torch is all that they need."""
+"""Losses, credit, batching and the trainer. A name is imported when it is first read; torch is all
+that they need."""
 
 from ludic._lazy import lazy_exports
 

@@ -36,15 +36,34 @@ PreprocessFn = Callable[[SAWBatch], SAWBatch]
 
 @dataclass
 class RLAlgorithm:
-    """Credit assignment, loss and preprocessing under one name."""
+    """Credit assignment, preprocessing, loss and correction under one name. Who calls what, in the
+    life of a batch:
+
+    1. `RolloutEngine` plays the requests. A scorer (`RewardFunctions`, `RewardModelReward`,
+       `RewardModelScorer`) rewards or scores the finished rollouts.
+    2. `credit_assigner.compute(rollouts)` gives each step one weight; the batch source calls it and
+       makes samples (`SAWItem`) of the steps.
+    3. `preprocess(batch)` drops or checks samples, once a macro-batch; the trainer calls it.
+    4. The trainer packs the samples of each optimizer step into micro-batches. `compute_loss` runs
+       the model on one of them and returns the loss times the micro-batch's share of the step.
+       `correction` weights its gradient token by token.
+    5. The backend adds up the gradients of the micro-batches and takes the optimizer step; the
+       publisher sends the new weights to whoever samples.
+
+    Three numbers are easily confused. A **score** is what a reward model says of a rollout
+    (`reward_scorer`). A **reward** is what the environment or a reward function, which is code,
+    gave a step (`reward_functions`); a score can become one. **Credit** is the weight that a step
+    is trained with, computed from rewards, and from scores in `reward_credit`
+    (`credit_assignment`).
+    """
 
     name: str
     credit_assigner: CreditAssigner
     loss: Loss
     preprocess: PreprocessFn | None = None
     correction: Correction | None = None
-    """For samples of another engine or an older policy; see `loss.correction`. Only for losses
-    that read the logits through their shared context alone."""
+    """For samples of another engine or an older policy; see `loss.correction`. Needs a loss with
+    `reads_shared_only`."""
 
     def __post_init__(self) -> None:
         self.loss = as_loss(self.loss)
@@ -63,13 +82,13 @@ class RLAlgorithm:
         totals: BatchTotals | None = None,
         temperature: float = 1.0,
     ) -> tuple[Tensor, Stats]:
-        """One forward pass and the loss of a collated batch, scaled by its share of `totals` (1
+        """One forward pass and the loss of a collated batch, times its share of `totals` (1
         without).
 
-        `cast_logits_to_fp32` computes log-probabilities in float32, chunk by chunk; without it in
-        the dtype of the logits. The policy is that of logits / `temperature`. The statistics hold
-        the sums of `loss.mismatch` where the batch has the sampler's log-probabilities and the loss
-        computes the policy's.
+        `cast_logits_to_fp32`: compute log-probabilities in float32, chunk by chunk; without it in
+        the dtype of the logits. `temperature`: the policy is that of logits / temperature. The
+        statistics include the sums of `loss.mismatch` if the batch has the sampler's
+        log-probabilities and the loss computes the policy's.
         """
         logits = forward_logits(model, batch)
         shared = SharedContext(
@@ -87,11 +106,11 @@ class RLAlgorithm:
 
 
 def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits [B, T, V] of a padded batch, [1, S, V] of a padding-free one, whose position ids keep
-    its rows apart.
+    """Logits [B, T, V] of a padded batch, or [1, S, V] of a padding-free one, whose position ids
+    keep its rows apart.
 
-    A model of transformers is told to keep no key-value cache: with one it would not tell the rows
-    apart.
+    A transformers model is called with `use_cache=False`: with a key-value cache it would not tell
+    the rows apart.
     """
     cached = hasattr(getattr(transformer_of(model), "config", None), "use_cache")
     keywords: dict[str, Any] = {"use_cache": False} if cached else {}
@@ -116,10 +135,11 @@ def compose_preprocess(*fns: PreprocessFn) -> PreprocessFn:
 
 
 def validate_actor_logps(saw_batch: SAWBatch) -> SAWBatch:
-    """Check that every sample carries one log-probability for each action token; ratios need them.
+    """Return the batch if every sample carries one log-probability for each action token; ratios
+    need them.
 
-    Raises DataError for a wrong count or a sample without any, DataTypeError for values that are no
-    numbers.
+    Raises DataError for a wrong count or a sample without any, DataTypeError for values that are
+    not numbers.
     """
     missing = []
     for index, item in enumerate(saw_batch.items):
@@ -149,7 +169,7 @@ def _check_logps(index: int, item: SAWItem, logps: Any) -> None:
 def drop_zero_weight_samples(saw_batch: SAWBatch, *, eps: float = 1e-4) -> SAWBatch:
     """Keep the samples with |weight| > eps. Changes `saw_batch.items`.
 
-    Under a mean over samples this raises the weight of the others; the trainer's `skip_zero_weight`
+    Under a mean over samples this raises the weight of the others. The trainer's `skip_zero_weight`
     saves the same work and keeps the gradient.
     """
     if eps < 0:
@@ -162,9 +182,9 @@ def filter_zero_variance_groups(saw_batch: SAWBatch, *, eps: float = 1e-6) -> SA
     """Drop the groups whose weights have a sample standard deviation of at most `eps`: they carry
     no signal.
 
-    A group is the samples with one `meta["request_meta"]["group_id"]`. Groups of one sample, and
-    samples without a group, stay. The order of the samples stays.
-    `saw_batch.meta["zvp_filter_frac"]` is the share of groups dropped. Changes `saw_batch.items`.
+    A group is the samples with one `meta["request_meta"]["group_id"]`. Groups of one sample and
+    samples without a group are kept, in their order. `saw_batch.meta["zvp_filter_frac"]` becomes
+    the fraction of groups dropped. Changes `saw_batch.items`.
     """
     if eps < 0:
         raise ConfigError(f"eps must be >= 0, got {eps}")
@@ -182,7 +202,8 @@ def filter_zero_variance_groups(saw_batch: SAWBatch, *, eps: float = 1e-6) -> SA
 
 
 def __getattr__(name: str) -> Any:
-    """The `make_` functions of `presets`, which build on this module, can be imported from it too."""
+    """The `make_` functions of `presets`, which build on this module, can be imported from it
+    too."""
     from ludic.training import presets
 
     if name in {preset.function for preset in presets.PRESETS.values()}:

@@ -1,16 +1,15 @@
-"""How well scores tell the preferred response of a pair: accuracy, margins, calibration, and errors
-at a threshold.
+"""How well scores identify the preferred response of a pair: accuracy, margins, calibration, and
+errors at a threshold.
 
-P pairs, each with a score for the chosen and one for the rejected response and a label y, the
-probability that the chosen one is the better; m is the margin, chosen less rejected. All is
+P pairs, each with a score of the chosen and one of the rejected response and a label y, the
+probability that the chosen one is better; the margin m is chosen minus rejected. Everything is
 computed in float64 from the scores of single responses.
 
-A label counts as what it says. A pair stands for two: (chosen, rejected) with weight y, (rejected,
-chosen) with weight 1 - y. So 1 is the pair as it is, 0 the pair reversed, and 0.75 three such pairs
-of four. Margins, the area under the curve, calibration and rates of responses are means with these
-weights, as scikit-learn has them with `sample_weight`. What decides on a pair (accuracy, and rates
-of pairs) is held against the likelier order: the chosen response where y > 1/2, else the rejected
-one.
+A pair stands for two: (chosen, rejected) with weight y and (rejected, chosen) with weight 1 - y. So
+label 1 is the pair as it is, 0 the pair reversed, and 0.75 three such pairs of four. Margins, the
+area under the curve, calibration and rates of responses are means with these weights, as
+scikit-learn computes them with `sample_weight`. Decisions on a pair (accuracy, and rates of pairs)
+are compared with the likelier order: the chosen response if y > 1/2, else the rejected one.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ludic.training.averages import array_mean_or_zero
 
 Floats = NDArray[np.float64]
 PERCENTILES = (5, 25, 50, 75, 95)
-"""Of the margins, as `margin_p5` and so on."""
+"""Percentiles of the margins, reported as `margin_p5` and so on."""
 
 
 @dataclass
@@ -43,17 +42,17 @@ class PreferenceMetrics:
     calibration_bins: int = 10
     """Bins of equal width over [0, 1]."""
     thresholds: Sequence[float] | None = field(default_factory=lambda: [0.5])
-    """Where `fpr@t` and `fnr@t` are computed; None: nowhere."""
+    """Where `fpr@t` and `fnr@t` are computed; None for nowhere."""
     beta: float = 1.0
-    """sigma(beta m) is the probability that the chosen response is the better."""
+    """sigma(beta m) is the probability that the chosen response is better."""
     thresholds_on: Literal["pairs", "responses"] = field(default="pairs", kw_only=True)
-    """What a threshold divides. `pairs`: sigma(beta m) > t, against y > 1/2. `responses`: score
-    > t, the preferred responses being the positives and the others the negatives; `tpr@t` as
-    well."""
+    """What a threshold divides. `pairs`: sigma(beta m) > t, compared with y > 1/2. `responses`:
+    score > t, where the preferred responses are the positives and the others the negatives; this
+    adds `tpr@t`."""
     both_orders: bool = field(default=False, kw_only=True)
     """Calibrate over each pair in both orders, p against y and 1 - p against 1 - y. Without it,
-    data whose chosen response is always the preferred one have no negatives, and their `ece` is
-    the mean of 1 - p."""
+    data whose chosen response is always the preferred one have no negatives, and their `ece` is the
+    mean of 1 - p."""
 
     def __post_init__(self) -> None:
         if self.calibration_bins < 1:
@@ -69,9 +68,9 @@ class PreferenceMetrics:
         self._columns: list[tuple[Floats, Floats, Floats]] = []
 
     def update(self, chosen_scores: Any, rejected_scores: Any, labels: Any = None) -> None:
-        """Add pairs: tensors, arrays or lists [P] of numbers; without labels the chosen
-        responses are the better ones. Raises DataError for another number of them, for scores
-        that are not finite, and for labels that are no probabilities."""
+        """Add pairs: tensors, arrays or lists [P] of numbers. Without labels the chosen responses
+        are the better ones. Raises DataError for different lengths, for scores that are not finite,
+        and for labels outside [0, 1]."""
         chosen, rejected = as_floats(chosen_scores), as_floats(rejected_scores)
         label = np.ones_like(chosen) if labels is None else as_floats(labels)
         if not len(chosen) == len(rejected) == len(label):
@@ -97,7 +96,7 @@ class PreferenceMetrics:
 
     @property
     def scores(self) -> tuple[Floats, Floats, Floats]:
-        """[P] scores of the chosen responses, of the rejected ones, and labels."""
+        """[P] scores of the chosen responses, [P] of the rejected ones, and [P] labels."""
         empty = [(np.zeros(0),) * 3]
         chosen, rejected, labels = (np.concatenate(column) for column in zip(*(self._columns or empty), strict=True))
         return chosen, rejected, labels
@@ -165,16 +164,15 @@ def compute_pairwise_accuracy(chosen_scores: Any, rejected_scores: Any) -> float
 
 
 def compute_margin_stats(chosen_scores: Any, rejected_scores: Any, labels: Any = None) -> dict[str, float]:
-    """`mean_margin`, `margin_std` (population), `negative_margin_rate`, and the percentiles;
-    without labels the chosen responses are the better ones."""
+    """`mean_margin`, `margin_std` (population), `negative_margin_rate`, and the percentiles.
+    Without labels the chosen responses are the better ones."""
     margins = as_floats(chosen_scores) - as_floats(rejected_scores)
     label = np.ones_like(margins) if labels is None else as_floats(labels)
     return {**_spread(*margins_in_both_orders(margins, label)), **percentiles(margins, label)}
 
 
 def pairwise_accuracy(chosen: Floats, rejected: Floats, better: NDArray[np.bool]) -> float:
-    """Share of pairs with m > 0 where the chosen response is the better one, m < 0 where it is
-    not."""
+    """Share of pairs with m > 0 if the chosen response is better, m < 0 if it is not."""
     margins = chosen - rejected
     return array_mean_or_zero(np.where(better, margins > 0, margins < 0))
 
@@ -192,14 +190,18 @@ def preference_loss(chosen: Floats, rejected: Floats, labels: Floats, beta: floa
 
 
 def margins_in_both_orders(margins: Floats, labels: Floats) -> tuple[Floats, Floats]:
-    """[N] margins of the preferred response less the other, and [N] their weights: m with weight
-    y, -m with weight 1 - y, and none of weight 0. The weights sum to the number of pairs."""
+    """[N] margins of the preferred response minus the other, and [N] weights: m with weight y and
+    -m with weight 1 - y; entries of weight 0 are left out. The weights sum to the number of pairs.
+
+    Example: margins [2, 1] with labels [1, 0.75] give [2, 1, -1] with weights [1, 0.75, 0.25].
+    """
     signed, weights = np.concatenate([margins, -margins]), np.concatenate([labels, 1.0 - labels])
     return signed[weights > 0], weights[weights > 0]
 
 
 def _responses(chosen: Floats, rejected: Floats, labels: Floats) -> tuple[Floats, Floats, Floats]:
-    """[2P] scores, and their weights as positives and as negatives, which sum to 1 for each."""
+    """[2P] scores, and [2P] weights of each as a positive and as a negative; the two weights of a
+    response sum to 1."""
     positive = np.concatenate([labels, 1.0 - labels])
     return np.concatenate([chosen, rejected]), positive, 1.0 - positive
 
@@ -223,16 +225,16 @@ def roc_auc(scores: Floats, positive: Floats, negative: Floats) -> float:
 
 @dataclass(frozen=True)
 class CalibrationBins:
-    """Predictions sorted into bins of equal width, [a, b); the last has its upper end, too."""
+    """Predictions in bins of equal width, [a, b); the last bin includes its upper end."""
 
     edges: Floats
     """[K + 1] from 0 to 1."""
     counts: NDArray[np.int64]
-    """[K] predictions."""
+    """[K] numbers of predictions."""
     confidence: Floats
-    """[K] mean prediction; 0 where there is none."""
+    """[K] mean predictions; 0 for an empty bin."""
     frequency: Floats
-    """[K] how often they came true; 0 where there is none."""
+    """[K] how often the predictions came true; 0 for an empty bin."""
 
 
 def calibration_bins(probability: Floats, came_true: NDArray[Any], bins: int = 10) -> CalibrationBins:
@@ -250,19 +252,23 @@ def calibration_bins(probability: Floats, came_true: NDArray[Any], bins: int = 1
     )
 
 
-def calibration_error(found: CalibrationBins) -> float:
+def calibration_error(bins: CalibrationBins) -> float:
     """Expected calibration error: the mean over predictions of |confidence - frequency| of their
-    bin (Guo et al. 2017, arXiv:1706.04599, eq. 3). 0.0 without any."""
-    total = found.counts.sum()
-    return float((found.counts * np.abs(found.confidence - found.frequency)).sum() / total) if total else 0.0
+    bin (Guo et al. 2017, arXiv:1706.04599, eq. 3). 0.0 without predictions."""
+    total = bins.counts.sum()
+    return float((bins.counts * np.abs(bins.confidence - bins.frequency)).sum() / total) if total else 0.0
 
 
 def percentiles(margins: Floats, labels: Floats) -> dict[str, float]:
     """`margin_p5` to `margin_p95` of P margins in both orders, interpolated between neighbours; 0
     without margins.
 
-    Sorted, with their weights laid end to end, they reach from 0 to P; the k-th smallest margin is
-    the mean from k - 1 to k. Where every label is 0 or 1 that is the k-th of the margins.
+    The sorted margins, laid end to end with their weights as lengths, reach from 0 to P; the k-th
+    smallest margin is the mean from k - 1 to k. If every label is 0 or 1 that is the k-th of the
+    margins.
+
+    Example: margins [-1, 1, 2] with weights [0.25, 0.75, 1] and P = 2: the first is 0.25 * -1 +
+    0.75 * 1 = 0.5, the second 2.
     """
     signed, weights = margins_in_both_orders(margins, labels)
     order = np.argsort(signed, kind="stable")
@@ -275,7 +281,7 @@ def percentiles(margins: Floats, labels: Floats) -> dict[str, float]:
 
 
 def as_floats(values: Any) -> Floats:
-    """A tensor, an array or a list of numbers as float64 [N]."""
+    """float64 [N] from a tensor, an array or a list of numbers."""
     if hasattr(values, "detach"):
         values = values.detach().double().cpu().numpy()
     return np.asarray(values, dtype=np.float64).reshape(-1)

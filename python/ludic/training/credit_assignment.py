@@ -1,4 +1,4 @@
-"""Credit: how the rewards of rollouts become one weight a step. Plain float64 arithmetic, no
+"""Credit: how the rewards of rollouts become one weight for each step. Plain float64 arithmetic, no
 torch."""
 
 from __future__ import annotations
@@ -64,13 +64,16 @@ class GroupNormalizedReturn:
     """A_i = R_i - mean(R of its group), at every step of rollout i (GRPO, arXiv:2402.03300, section
     4.1).
 
-    In this order: centred; clamped at 0 if `positive_only`; divided by (population standard
+    Steps, in this order: centre; clamp at 0 if `positive_only`; divide by (population standard
     deviation of the group's advantages + `eps`) if `normalize_adv`. A group is the rollouts with
-    one `meta["request_meta"]["group_id"]`, and with one `agent_id` where several agents play; a
-    group of equal returns gets exactly 0. With `allow_partial` a group may be smaller than
-    `group_size`, for engines that lose rollouts; a larger one is always an error. With
-    `leave_one_out` a return is compared with the mean of the others (RLOO, arXiv:2402.14740), which
-    is G / (G - 1) times as much.
+    one `meta["request_meta"]["group_id"]` and, with several agents, one `agent_id`. A group of
+    equal returns gets exactly 0. With `allow_partial` a group may be smaller than `group_size`, for
+    engines that lose rollouts; a larger one is always an error. With `leave_one_out` a return is
+    compared with the mean of the others (RLOO, arXiv:2402.14740), which multiplies the advantage by
+    G / (G - 1).
+
+    Example: returns [1, 0, 0, 1] have mean 0.5 and advantages [0.5, -0.5, -0.5, 0.5]; normalised
+    they are [1, -1, -1, 1].
     """
 
     group_size: int
@@ -86,24 +89,24 @@ class GroupNormalizedReturn:
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         advantages = np.zeros(len(rollouts))
         for members in _groups(rollouts, self.group_size, allow_partial=self.allow_partial):
-            centred = _centred([_return(rollouts[i]) for i in members])
+            advantage = _subtract_mean([_return(rollouts[i]) for i in members])
             if self.leave_one_out and len(members) > 1:
-                centred = centred * (len(members) / (len(members) - 1))
+                advantage = advantage * (len(members) / (len(members) - 1))
             if self.positive_only:
-                centred = np.maximum(centred, 0.0)
+                advantage = np.maximum(advantage, 0.0)
             if self.normalize_adv:
-                centred = centred / (centred.std() + self.eps)
-            advantages[members] = centred
+                advantage = advantage / (advantage.std() + self.eps)
+            advantages[members] = advantage
         return _by_rollout(rollouts, advantages.tolist())
 
 
 @dataclass
 class HybridNormalizedReturn:
-    """A_i = (R_i - mean(R of its group)) / (std of all centred returns of the batch + eps):
-    ScaleRL, arXiv:2510.13786.
+    """A_i = (R_i - mean(R of its group)) / (std of all centred returns of the batch + eps)
+    (ScaleRL, arXiv:2510.13786).
 
     The population standard deviation is over rollouts, one value each. `positive_only` clamps at 0
-    at the end.
+    last.
     """
 
     group_size: int
@@ -117,7 +120,7 @@ class HybridNormalizedReturn:
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         advantages = np.zeros(len(rollouts))
         for members in _groups(rollouts, self.group_size, allow_partial=self.allow_partial):
-            advantages[members] = _centred([_return(rollouts[i]) for i in members])
+            advantages[members] = _subtract_mean([_return(rollouts[i]) for i in members])
         if len(rollouts):
             advantages = advantages / (advantages.std() + self.eps)
         if self.positive_only:
@@ -139,26 +142,26 @@ class BatchNormalizedReturn:
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         if not rollouts:
             return {}
-        centred = _centred([_return(rollout) for rollout in rollouts])
-        return _by_rollout(rollouts, (centred / (centred.std() + self.eps)).tolist())
+        advantage = _subtract_mean([_return(rollout) for rollout in rollouts])
+        return _by_rollout(rollouts, (advantage / (advantage.std() + self.eps)).tolist())
 
 
 @dataclass
 class OverlongPenalty:
-    """The credit of `inner` after a penalty on answers that come close to their limit (DAPO,
+    """The credit of `inner` after a penalty on answers close to the token limit (DAPO,
     arXiv:2503.14476, soft overlong punishment).
 
     An answer of n sampled tokens loses factor * clamp((n - (max_tokens - buffer_tokens)) /
     buffer_tokens, 0, 1) of its reward. Example: with max_tokens=100 and buffer_tokens=20, 80 tokens
-    cost 0, 90 cost 0.5 and 100 cost 1. Only the credit sees it: the rewards of the rollouts, which
-    are logged, stay what the environment gave.
+    cost 0, 90 cost 0.5 and 100 cost 1. Only the credit sees the penalty; the rewards of the
+    rollouts, which are logged, do not change.
     """
 
     inner: CreditAssigner
     max_tokens: int
-    """`max_tokens` of sampling: an answer that was cut has so many."""
+    """`max_tokens` of sampling: the length of an answer that was cut off."""
     buffer_tokens: int
-    """Over how many tokens before the limit the penalty rises; 0: there is none."""
+    """The penalty rises over this many tokens before the limit. 0: no penalty."""
     factor: float = 1.0
 
     def __post_init__(self) -> None:
@@ -168,7 +171,7 @@ class OverlongPenalty:
             raise ConfigError(f"factor ({self.factor}) must be >= 0: it is subtracted from the reward")
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
-        """Raises DataError for a step without a token trace: its length is not known."""
+        """Raises DataError for a step without a token trace, whose length is unknown."""
         return self.inner.compute([self._penalised(rollout) for rollout in rollouts])
 
     def _penalised(self, rollout: Rollout) -> Rollout:
@@ -186,17 +189,16 @@ class OverlongPenalty:
 
 
 def _return(rollout: Rollout) -> float:
-    """Sum of the rewards, rounded once: equal rewards in another order are an equal return, so
-    that their group's credit is exactly 0."""
+    """Sum of the rewards, rounded once: the same rewards in another order give the same return, so
+    their group's credit is exactly 0. Raises DataError for rewards that are not finite."""
     rewards = [step.reward for step in rollout.steps]
     if not all(map(math.isfinite, rewards)):
         raise DataError(f"the rewards of rollout {rollout.id} are {rewards}; rewards must be finite")
     return math.fsum(rewards)
 
 
-def _centred(returns: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Returns less their mean; exactly 0 where they are all equal, whatever the rounding of the
-    mean."""
+def _subtract_mean(returns: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Returns minus their mean; exactly 0 if all are equal, whatever the rounding of the mean."""
     values = np.asarray(returns, dtype=np.float64)
     if np.all(values == values[0]):
         return np.zeros_like(values)

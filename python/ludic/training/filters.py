@@ -1,6 +1,8 @@
-"""Filters of samples: predicates that say which to keep. Each named filter is one; called
-without an argument it returns itself, so that `combine(drop_truncated, ...)` and
-`combine(drop_truncated(), ...)` are the same."""
+"""Filters of samples: predicates that say which samples to keep.
+
+A named filter called without an argument returns itself, so `combine(drop_truncated, ...)` and
+`combine(drop_truncated(), ...)` are the same.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from ludic.training.types import SampleFilter, SAWItem
 
 
 class _Predicate:
-    """A named filter."""
+    """A named filter, callable with a sample or with nothing."""
 
     def __init__(self, keep: Callable[[SAWItem], bool]) -> None:
         self._keep = keep
@@ -49,12 +51,12 @@ def drop_incomplete_completions(item: SAWItem) -> bool:
 
 @_Predicate
 def drop_parse_errors(item: SAWItem) -> bool:
-    """Drop actions that the parser refused (`meta["parse_error"]`)."""
+    """Drop actions that the parser rejected (`meta["parse_error"]`)."""
     return not item.meta.get("parse_error", False)
 
 
 def combine(*filters: SampleFilter) -> SampleFilter:
-    """Keep what every filter keeps."""
+    """Keep samples that every filter keeps."""
 
     def keep(item: SAWItem) -> bool:
         return all(f(item) for f in filters)
@@ -63,7 +65,7 @@ def combine(*filters: SampleFilter) -> SampleFilter:
 
 
 def any_of(*filters: SampleFilter) -> SampleFilter:
-    """Keep what at least one filter keeps."""
+    """Keep samples that at least one filter keeps."""
 
     def keep(item: SAWItem) -> bool:
         return any(f(item) for f in filters)

@@ -1,4 +1,5 @@
-"""What the GPU is, and which attention implementation suits it. Nothing here is needed on a CPU."""
+"""The GPU's architecture, and the attention implementation that suits it. A CPU needs none of
+this."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ FLASH_3 = frozenset({"hopper"})
 
 
 def detect_gpu_architecture() -> str | None:
-    """The architecture of the current GPU; None without CUDA. A capability that is not listed
-    counts as its nearest predecessor, or as `older` below 8.0."""
+    """The architecture of the current GPU; None without CUDA. An unlisted capability counts as its
+    nearest predecessor, or as `older` below 8.0."""
     if not torch.cuda.is_available():
         return None
     capability = torch.cuda.get_device_capability()
@@ -39,7 +40,7 @@ def detect_gpu_architecture() -> str | None:
         return GPU_ARCHITECTURES[capability]
     if capability < (8, 0):
         return "older"
-    return GPU_ARCHITECTURES[max(known for known in GPU_ARCHITECTURES if known <= capability)]
+    return GPU_ARCHITECTURES[max(listed for listed in GPU_ARCHITECTURES if listed <= capability)]
 
 
 def get_cuda_version() -> tuple[int, int] | None:
@@ -51,8 +52,8 @@ def get_cuda_version() -> tuple[int, int] | None:
 
 
 def get_optimal_attention_impl(*, disable_flash_attn: bool = False) -> str:
-    """What to pass as `attn_implementation`: `flash_attention_3` on Hopper (CUDA >= 12.3),
-    `flash_attention_2` from Ampere on (CUDA >= 11.6), each where its package is installed; else
+    """The value for `attn_implementation`: `flash_attention_3` on Hopper (CUDA >= 12.3),
+    `flash_attention_2` on Ampere and later (CUDA >= 11.6), each if its package is installed; else
     `sdpa`."""
     architecture, version = detect_gpu_architecture(), get_cuda_version()
     if disable_flash_attn or architecture is None or version is None or not _installed("flash_attn"):
@@ -69,8 +70,8 @@ def _installed(package: str) -> bool:
 
 
 def configure_flash_attention(device: str | torch.device = "cuda", *, disable_flash_attn: bool = False) -> str:
-    """The attention implementation for a device, with torch's flash kernels switched on; `eager`
-    for a device that is no GPU here."""
+    """The attention implementation for a device, with torch's flash kernels switched on; `eager` if
+    the device is no GPU of this machine."""
     if torch.device(device).type != "cuda" or not torch.cuda.is_available():
         return "eager"
     if not disable_flash_attn:

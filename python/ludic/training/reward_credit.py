@@ -1,4 +1,4 @@
-"""Credit that takes a reward model's score into account."""
+"""Credit computed from a reward model's scores."""
 
 from __future__ import annotations
 
@@ -13,19 +13,24 @@ from ludic.training.types import CreditAssigner, RolloutStepKey
 from ludic.types import Rollout
 
 CombineMode = Literal["replace", "add", "multiply", "weighted", "bonus"]
-"""How a score and what it is combined with become one number; see `combined`."""
+"""How a score and a base, a reward or a weight, become one number; see `combine_score`."""
 
 
-def combined(mode: CombineMode, base: float, score: float, *, rm_coeff: float = 1.0, alpha: float = 0.5) -> float:
-    """`replace`: score. `add`: base + score. `multiply`: base * score. `weighted`: alpha * base +
-    (1 - alpha) * score.
-    `bonus`: base + rm_coeff * score."""
-    scale, added = shares(mode, score, rm_coeff=rm_coeff, alpha=alpha)
-    return scale * base + added
+def combine_score(mode: CombineMode, base: float, score: float, *, rm_coeff: float = 1.0, alpha: float = 0.5) -> float:
+    """One number from a base and a score:
+
+    - `replace`: score
+    - `add`: base + score
+    - `multiply`: base * score
+    - `weighted`: alpha * base + (1 - alpha) * score
+    - `bonus`: base + rm_coeff * score
+    """
+    scale, offset = score_line(mode, score, rm_coeff=rm_coeff, alpha=alpha)
+    return scale * base + offset
 
 
-def shares(mode: CombineMode, score: float, *, rm_coeff: float = 1.0, alpha: float = 0.5) -> tuple[float, float]:
-    """(a, b) of `combined = a * base + b`."""
+def score_line(mode: CombineMode, score: float, *, rm_coeff: float = 1.0, alpha: float = 0.5) -> tuple[float, float]:
+    """(scale, offset) such that `combine_score` is scale * base + offset."""
     match check_mode(mode):
         case "replace":
             return 0.0, score
@@ -40,14 +45,14 @@ def shares(mode: CombineMode, score: float, *, rm_coeff: float = 1.0, alpha: flo
 
 
 def check_mode(mode: CombineMode) -> CombineMode:
-    """The mode, or ConfigError for one that `combined` does not have."""
+    """`mode`. Raises ConfigError for an unknown one."""
     if mode not in get_args(CombineMode):
         raise ConfigError(f"unknown mode {mode!r}; it must be one of {', '.join(get_args(CombineMode))}")
     return mode
 
 
 def score_of(rollout: Rollout, key: str) -> float:
-    """The score that a `RewardModelScorer` left in the rollout's meta. DataError where there is
+    """The score that a `RewardModelScorer` left in the rollout's meta. Raises DataError if there is
     none, or none that is finite."""
     score = rollout.meta.get(key)
     if isinstance(score, bool) or not isinstance(score, Real) or not math.isfinite(score):
@@ -60,13 +65,13 @@ def score_of(rollout: Rollout, key: str) -> float:
 
 @dataclass
 class RewardModelCreditAssigner:
-    """The weights of `inner_assigner`, each combined with the score of its rollout; without one the
-    base is 1 at every step.
+    """The weights of `inner_assigner`, each combined with the score of its rollout; without an
+    inner assigner the base is 1 at every step.
 
-    The score is `rollout.meta[rm_score_key]`. It is used as it is, at every step of the rollout: it
-    has no baseline, so that in the modes that add it a model whose scores are all positive raises
-    the probability of everything. To have scores compared within their group instead, let them be
-    the reward (`RewardModelReward`) and leave the credit to `GroupNormalizedReturn`.
+    The score is `rollout.meta[rm_score_key]`, used unchanged at every step of the rollout. It has
+    no baseline: in the modes that add it, a model whose scores are all positive raises the
+    probability of everything. To compare scores within their group instead, make them the reward
+    (`RewardModelReward`) and leave the credit to `GroupNormalizedReturn`.
     """
 
     mode: CombineMode = "bonus"
@@ -79,8 +84,7 @@ class RewardModelCreditAssigner:
         check_mode(self.mode)
 
     def compute(self, rollouts: Sequence[Rollout]) -> dict[RolloutStepKey, float]:
-        """Raises DataError for a rollout without a score: one that could not be scored has none,
-        and not a score of 0."""
+        """Raises DataError for a rollout without a score; it does not count as a score of 0."""
         inner = self.inner_assigner.compute(rollouts) if self.inner_assigner is not None else None
         weights: dict[RolloutStepKey, float] = {}
         for rollout in rollouts:
@@ -88,5 +92,5 @@ class RewardModelCreditAssigner:
             for step in rollout.steps:
                 key = (rollout.id, step.index)
                 base = 1.0 if inner is None else inner[key]
-                weights[key] = combined(self.mode, base, score, rm_coeff=self.rm_coeff, alpha=self.alpha)
+                weights[key] = combine_score(self.mode, base, score, rm_coeff=self.rm_coeff, alpha=self.alpha)
         return weights

@@ -1,11 +1,11 @@
-"""Reward functions as TRL's trainers take them, called once a batch on what was played.
+"""Reward functions as TRL's trainers take them, called once for all completions of a batch.
 
-`fn(prompts, completions, **columns) -> list[float]`, one element a completion, all of the batch at
-once. `prompts` and `completions` are text, or lists of messages where the data set has messages.
-Every other column of the data set is a keyword with a list; so are `completion_ids`, and
-`trainer_state`, `log_extra` and `log_metric`. A function gets those that its signature names, or
-all if it has `**kwargs`. It may be a coroutine function; those of one call run at the same time.
-None as an element: the function has nothing to say about this completion.
+`fn(prompts, completions, **columns) -> list[float]`, one element for each completion. `prompts` and
+`completions` are text, or lists of messages if the data set has messages. Every other column of the
+data set is a keyword with a list; so are `completion_ids`, `trainer_state`, `log_extra` and
+`log_metric`. A function gets those that its signature names, or all if it has `**kwargs`. It may be
+a coroutine function; the coroutines of one call run concurrently. None as an element: the function
+does not apply to this completion.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ludic.types import Message, Rollout, group_of
 
 RewardFunction = Callable[..., Any]
 Reward = float | None | Exception
-"""Of one function for one completion: a number, nothing to say, or why there is none."""
+"""Result of one function for one completion: a number, None if it does not apply, or the error."""
 
 SHOWN_PROMPT = 80
 """Characters of a prompt that an error shows."""
@@ -34,25 +34,25 @@ _PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_e
 
 @dataclass
 class TrainerState:
-    """What a reward function may ask of the run."""
+    """The state of the run that a reward function may read."""
 
     global_step: int = 0
-    """Batches of training before the one that is rewarded."""
+    """Batches trained before the one that is rewarded."""
 
 
 class RewardFunctions:
-    """A scorer for `RolloutEngine`: the weighted sum of what the functions return is added to the
-    reward of each rollout's last step.
+    """A scorer for `RolloutEngine`: adds the weighted sum of the functions' results to the reward
+    of each rollout's last step.
 
-    Functions that return None for a completion are left out of its sum. Info of the last step:
-    `rewards/NAME` for each function that spoke, and what `log_extra` and `log_metric` were given as
-    `reward_log`.
+    A function that returns None for a completion is left out of its sum. The info of the last step
+    has `rewards/NAME` for each function that applied, and in `reward_log` what was passed to
+    `log_extra` and `log_metric`.
 
-    What is no reward is an error of its rollout and never a 0: no function had anything to say; an
-    element is not finite or an exception; a function raised. One that raises is called again group
-    by group, so that it costs only the groups it fails on; one that takes longer than `timeout_s`
-    is not. Only coroutine functions can be stopped at that deadline: plain ones run in the thread
-    of the event loop, where they may use signals, as math-verify's own deadline does.
+    A missing reward is an error of its rollout, never a 0: no function applied; an element is not
+    finite or is an exception; a function raised. A function that raises is called again group by
+    group, so that it costs only the groups it fails on; one that exceeds `timeout_s` is not called
+    again. The deadline stops coroutine functions only. Plain functions run in the thread of the
+    event loop, where they may use signals, as math-verify's own deadline does.
     """
 
     def __init__(
@@ -79,10 +79,11 @@ class RewardFunctions:
         self._timeout_s = timeout_s
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Raise ConfigError for a function that asks for a column which is not among these."""
-        known = {*_PROVIDED, *columns}
+        """Raise ConfigError for a function whose signature needs a column that is not in
+        `columns`."""
+        available = {*_PROVIDED, *columns}
         for name, function in zip(self.names, self.functions, strict=True):
-            missing = [needed for needed in _required(function) if needed not in known]
+            missing = [needed for needed in _required(function) if needed not in available]
             if missing:
                 raise ConfigError(
                     f"reward function {name} asks for {' and '.join(missing)}, which the data does not have; its columns are "
@@ -90,125 +91,128 @@ class RewardFunctions:
                 )
 
     async def score(self, rollouts: Sequence[Rollout]) -> dict[str, Exception]:
-        """Reward the rollouts in place; the errors of those that could not be, by their id."""
+        """Reward the rollouts in place. Returns the errors of those that could not be rewarded, by
+        id."""
         errors: dict[str, Exception] = {}
-        asked: list[_Asked] = []
+        inputs: list[_FunctionInput] = []
         for rollout in rollouts:
             try:
-                asked.append(_Asked(rollout))
+                inputs.append(_FunctionInput(rollout))
             except DataError as error:
                 errors[rollout.id] = error
-        if asked:
-            columns = await self._all_rewards(asked)
-            for index, one in enumerate(asked):
-                failure = self._settle(one.rollout, [column[index] for column in columns])
+        if inputs:
+            columns = await self._all_rewards(inputs)
+            for index, one in enumerate(inputs):
+                failure = self._add_reward(one.rollout, [column[index] for column in columns])
                 if failure is not None:
                     errors[one.rollout.id] = failure
         return errors
 
-    async def _all_rewards(self, asked: Sequence[_Asked]) -> list[list[Reward]]:
-        """[function][completion]."""
-        results = [self._start(function, asked) for function in self.functions]
+    async def _all_rewards(self, inputs: Sequence[_FunctionInput]) -> list[list[Reward]]:
+        """[function][completion] rewards."""
+        results = [self._start(function, inputs) for function in self.functions]
         first = await asyncio.gather(*results)
         return [
-            await self._by_group(name, function, asked, result) if isinstance(result, Exception) else result
+            await self._by_group(name, function, inputs, result) if isinstance(result, Exception) else result
             for name, function, result in zip(self.names, self.functions, first, strict=True)
         ]
 
-    def _start(self, function: RewardFunction, asked: Sequence[_Asked]) -> Awaitable[list[Reward] | Exception]:
-        """Call the function now; what it returned is there when the result is awaited."""
+    def _start(self, function: RewardFunction, inputs: Sequence[_FunctionInput]) -> Awaitable[list[Reward] | Exception]:
+        """Call the function now; awaiting the result gives its rewards or its error."""
         try:
-            returned = function(**self._arguments(function, asked))
+            returned = function(**self._arguments(function, inputs))
         except Exception as error:
             returned = error
         except SystemExit as error:
             returned = _exit(error)
-        return self._finish(returned, asked)
+        return self._finish(returned, inputs)
 
-    async def _finish(self, returned: Any, asked: Sequence[_Asked]) -> list[Reward] | Exception:
+    async def _finish(self, returned: Any, inputs: Sequence[_FunctionInput]) -> list[Reward] | Exception:
         try:
             if isinstance(returned, Exception):
                 raise returned
             if inspect.isawaitable(returned):
                 returned = await self._awaited(returned)
-            return _checked(returned, len(asked))
+            return _checked_rewards(returned, len(inputs))
         except Exception as error:
             return error
         except SystemExit as error:
             return _exit(error)
 
     async def _awaited(self, returned: Awaitable[Any]) -> Any:
-        """Raises _TookTooLong at the deadline; a TimeoutError of the function's own is an error
-        like others."""
+        """The coroutine's result. Raises _DeadlineExceeded at the deadline; a TimeoutError of the
+        function itself is an error like any other."""
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
                 return await returned
         except TimeoutError as error:
             if deadline.expired():
-                raise _TookTooLong(f"it took longer than {self._timeout_s} s") from error
+                raise _DeadlineExceeded(f"it took longer than {self._timeout_s} s") from error
             raise
 
-    async def _by_group(self, name: str, function: RewardFunction, asked: Sequence[_Asked], error: Exception) -> list[Reward]:
-        """One call a group, after the call for all has failed."""
+    async def _by_group(
+        self, name: str, function: RewardFunction, inputs: Sequence[_FunctionInput], error: Exception
+    ) -> list[Reward]:
+        """One call for each group, after the call for all has failed."""
         groups: dict[object, list[int]] = {}
-        for index, one in enumerate(asked):
+        for index, one in enumerate(inputs):
             groups.setdefault(one.group, []).append(index)
-        rewards: list[Reward] = [_failure(name, function, error)] * len(asked)
-        if len(groups) == 1 or isinstance(error, _TookTooLong):
+        rewards: list[Reward] = [_failure(name, function, error)] * len(inputs)
+        if len(groups) == 1 or isinstance(error, _DeadlineExceeded):
             return rewards
         for members in groups.values():
-            result = await self._start(function, [asked[index] for index in members])
+            result = await self._start(function, [inputs[index] for index in members])
             for position, index in enumerate(members):
                 rewards[index] = _failure(name, function, result, error) if isinstance(result, Exception) else result[position]
         return rewards
 
-    def _arguments(self, function: RewardFunction, asked: Sequence[_Asked]) -> dict[str, Any]:
-        rows = [one.row for one in asked]
+    def _arguments(self, function: RewardFunction, inputs: Sequence[_FunctionInput]) -> dict[str, Any]:
+        rows = [one.row for one in inputs]
         names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "completion", "completion_ids"))
-        given: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
-        given |= {
-            "prompts": [one.row["prompt"] for one in asked],
-            "completions": [one.completion for one in asked],
-            "completion_ids": [one.completion_ids for one in asked],
+        arguments: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
+        arguments |= {
+            "prompts": [one.row["prompt"] for one in inputs],
+            "completions": [one.completion for one in inputs],
+            "completion_ids": [one.completion_ids for one in inputs],
             "trainer_state": self.trainer_state,
-            "log_extra": lambda column, values: _log_each(asked, column, values),
-            "log_metric": lambda name, value: _log_each(asked, name, [value] * len(asked)),
+            "log_extra": lambda column, values: _log_each(inputs, column, values),
+            "log_metric": lambda name, value: _log_each(inputs, name, [value] * len(inputs)),
         }
-        return {name: value for name, value in given.items() if _takes(function, name)}
+        return {name: value for name, value in arguments.items() if _takes(function, name)}
 
-    def _settle(self, rollout: Rollout, rewards: Sequence[Reward]) -> Exception | None:
-        """Add the sum to the last step, or say why there is none."""
+    def _add_reward(self, rollout: Rollout, rewards: Sequence[Reward]) -> Exception | None:
+        """Add the sum to the last step. Returns the error if there is no reward."""
         for name, reward in zip(self.names, rewards, strict=True):
             if isinstance(reward, _NoReward):
                 return GradingError(f"reward function {name} returned {reward} for {_shown_prompt(rollout)}")
             if isinstance(reward, Exception):
                 return reward
         each = zip(self.names, self.weights, rewards, strict=True)
-        spoken = [(name, weight, reward) for name, weight, reward in each if isinstance(reward, float)]
-        if not spoken:
-            return GradingError(f"no reward function had anything to say about the answer to {_shown_prompt(rollout)}")
+        applied = [(name, weight, reward) for name, weight, reward in each if isinstance(reward, float)]
+        if not applied:
+            return GradingError(f"every reward function returned None for the answer to {_shown_prompt(rollout)}")
         last = rollout.steps[-1]
-        last.reward += math.fsum(weight * reward for _, weight, reward in spoken)
-        last.info.update({f"rewards/{name}": reward for name, _, reward in spoken})
+        last.reward += math.fsum(weight * reward for _, weight, reward in applied)
+        last.info.update({f"rewards/{name}": reward for name, _, reward in applied})
         return None
 
 
-class _TookTooLong(TimeoutError):
+class _DeadlineExceeded(TimeoutError):
     """The deadline of this module has passed."""
 
 
 class _NoReward(GradingError):
-    """An element that is neither a number nor None; the message is what it is and what it must
+    """An element that is neither a number nor None. The message says what it is and what it must
     be."""
 
 
 class _WrongLength(DataError):
-    """More rewards than completions, or fewer."""
+    """The number of rewards is not that of the completions."""
 
 
-class _Asked:
-    """A rollout as a reward function sees it."""
+class _FunctionInput:
+    """A rollout in the form that reward functions read."""
 
     def __init__(self, rollout: Rollout) -> None:
         self.rollout = rollout
@@ -221,8 +225,8 @@ class _Asked:
 
 
 def row_of(rollout: Rollout) -> Mapping[str, Any]:
-    """The row of the data set that a rollout was played on: `row` in the info of a step (see
-    `PromptEnv`), or in the request's meta."""
+    """The data set's row that a rollout was played on: `row` in the info of a step (see
+    `PromptEnv`), or in the request's meta. Raises DataError if there is none."""
     places = [step.info for step in reversed(rollout.steps)] + [rollout.meta.get("request_meta") or {}]
     row = next((place["row"] for place in places if "row" in place), None)
     if row is None or "prompt" not in row:
@@ -234,8 +238,8 @@ def row_of(rollout: Rollout) -> Mapping[str, Any]:
 
 
 def completion_of(rollout: Rollout, *, conversational: bool) -> str | list[Message]:
-    """What the model wrote. An episode of several steps is a list of messages whatever the form
-    of the data set."""
+    """What the model wrote. An episode of several steps is a list of messages, whatever the form of
+    the data set."""
     if not conversational and len(rollout.steps) == 1:
         return rollout.steps[0].action
     messages: list[Message] = []
@@ -246,7 +250,7 @@ def completion_of(rollout: Rollout, *, conversational: bool) -> str | list[Messa
     return messages
 
 
-def _checked(returned: Any, expected: int) -> list[Reward]:
+def _checked_rewards(returned: Any, expected: int) -> list[Reward]:
     if hasattr(returned, "tolist"):
         returned = returned.tolist()
     if not isinstance(returned, list | tuple):
@@ -269,8 +273,8 @@ def _reward(element: Any) -> Reward:
 
 
 def _failure(name: str, function: RewardFunction, error: Exception, first: Exception | None = None) -> Exception:
-    """`first` is the error of the call for the whole batch, where that was not `error`: it may
-    say more."""
+    """The error of a function. `first` is the error of the call for the whole batch, if a different
+    one; it may say more."""
     if isinstance(error, _WrongLength) and isinstance(first, _WrongLength) and str(first) != str(error):
         reason = f"{first}, and called again for one group alone {error}"
     else:
@@ -281,7 +285,7 @@ def _failure(name: str, function: RewardFunction, error: Exception, first: Excep
 
 
 def _reason(function: RewardFunction, error: Exception) -> str:
-    if isinstance(error, LudicError | _TookTooLong):
+    if isinstance(error, LudicError | _DeadlineExceeded):
         return str(error)
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
     place = place_of(error, None if code is None else code.co_filename)
@@ -299,13 +303,13 @@ def _shown_prompt(rollout: Rollout) -> str:
     return f"the prompt {text if len(text) <= SHOWN_PROMPT else text[: SHOWN_PROMPT - 3] + '...'!r}"
 
 
-def _log_each(asked: Sequence[_Asked], column: str, values: Sequence[Any]) -> None:
-    for one, value in zip(asked, values, strict=True):
+def _log_each(inputs: Sequence[_FunctionInput], column: str, values: Sequence[Any]) -> None:
+    for one, value in zip(inputs, values, strict=True):
         one.rollout.steps[-1].info.setdefault("reward_log", {})[column] = value
 
 
 def _names(functions: Sequence[RewardFunction]) -> list[str]:
-    """`exact`, and `exact_2` for a second function of that name."""
+    """Names of the functions: `exact`, and `exact_2` for a second function of that name."""
     seen: Counter[str] = Counter()
     names: list[str] = []
     for function in functions:

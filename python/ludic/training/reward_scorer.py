@@ -1,5 +1,5 @@
-"""Scores of a reward model for rollouts: beside the reward, where credit finds them, or as the
-reward itself."""
+"""Scores of a reward model for rollouts: kept beside the reward, for credit, or used as the reward
+itself."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ludic.errors import ConfigError, DataError, GradingError
 from ludic.event_loop import await_if_needed
 from ludic.inference.reward_types import ScoringInput
-from ludic.training.reward_credit import CombineMode, check_mode, score_of, shares
+from ludic.training.reward_credit import CombineMode, check_mode, score_line, score_of
 from ludic.training.types import RolloutScorer
 from ludic.types import Message, Rollout
 
@@ -25,42 +25,48 @@ TASK_REWARD_INFO = "rewards/task"
 
 
 class RewardModelClient(Protocol):
-    """A reward model.
-
-    It may also offer `reads_ids_of(tokenizer) -> bool`: whether `score_batch` takes lists of that
-    tokenizer's ids beside text.
-    """
+    """A reward model. A client that also reads token ids declares it as `ReadsTokenIds`."""
 
     async def score_batch(self, inputs: list[Any], *, normalize: bool = True) -> list[float]:
-        """[N] one score for each input. DataError for an input that it refuses: the others are
-        then scored without it."""
+        """[N] one score for each input. A DataError rejects an input; the others are then scored
+        without it."""
+        ...
+
+
+@runtime_checkable
+class ReadsTokenIds(Protocol):
+    """A reward model that can score token ids as well as text."""
+
+    def reads_ids_of(self, tokenizer: Any) -> bool:
+        """Whether `score_batch` accepts lists of this tokenizer's ids."""
         ...
 
 
 @dataclass
 class RewardModelScorer:
-    """Writes a reward model's score of each rollout to `rollout.meta[score_key]`. Rewards stay as
-    they are.
+    """Writes a reward model's score of each rollout to `rollout.meta[score_key]`; rewards do not
+    change.
 
-    It is a scorer for `RolloutEngine(scorer=...)`, where a rollout that cannot be scored is a
-    failed episode, counted, and never one with a score of 0. Called by itself it returns the errors
-    by rollout id; a rollout without a score is then refused when credit is given.
+    It is a scorer for `RolloutEngine(scorer=...)`, where a rollout that cannot be scored counts as
+    a failed episode, never as one with a score of 0. Called directly it returns the errors by
+    rollout id; a rollout without a score is then rejected when credit is assigned.
 
     What is scored, in this order:
+
     1. the text of `render_fn`;
     2. with `use_chat_template` the conversation as `tokenizer` renders it: the messages that the
-       last step's agent saw and its answer, else the observations and actions by turns, with
-       `system_prompt` before them where they have none;
-    3. the tokens of the last step as they were sampled, prompt and completion, where
-       `policy_tokenizer` made them and the client says that its own reads the same ids;
+       last step's agent saw and its answer, else the observations and actions in turn, after
+       `system_prompt` if they have none;
+    3. the tokens of the last step as they were sampled, prompt and completion, if
+       `policy_tokenizer` made them and the client says that it reads the same ids;
     4. observations and actions, one a line.
-    `meta[score_key + "_from"]` says `tokens` or `text`. Text is an approximation: it is tokenised
-    again and has no end token, so a model that was trained on tokens judges something else than
-    what was sampled.
 
-    Equal inputs of a call are scored once, so that equal answers have equal scores to the bit.
-    `batch_size` inputs go into one call of the client, all calls run at the same time, and each has
-    `timeout_s`.
+    `meta[score_key + "_from"]` is `tokens` or `text`. Text is an approximation: it is tokenised
+    again and has no end token, so a model trained on tokens judges something else than what was
+    sampled.
+
+    Equal inputs of a call are scored once, so equal answers have exactly equal scores. One call of
+    the client scores `batch_size` inputs; all calls run concurrently, and each has `timeout_s`.
     """
 
     client: RewardModelClient
@@ -72,8 +78,8 @@ class RewardModelScorer:
     render_fn: RenderFn | None = None
     policy_tokenizer: Any = None
     normalize: bool = True
-    """Passed to the client: scores in (0, 1). Without, scores as the model gives them, which
-    differences of scores are meant for."""
+    """Passed to the client. True: scores in (0, 1). False: scores as the model gives them, for
+    modes that take differences of scores."""
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -81,31 +87,31 @@ class RewardModelScorer:
             raise ConfigError(f"batch_size ({self.batch_size}) must be >= 1")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s ({self.timeout_s}) must be > 0")
-        if self.use_chat_template and not (hasattr(self.tokenizer, "apply_chat_template") and _template_of(self.tokenizer)):
+        if self.use_chat_template and not (hasattr(self.tokenizer, "apply_chat_template") and _has_template(self.tokenizer)):
             raise ConfigError("use_chat_template needs a tokenizer that has a chat template; give one as tokenizer")
         self._takes_ids: bool | None = None
 
     async def score(self, rollouts: Sequence[Rollout]) -> dict[str, Exception]:
-        """Score the rollouts in place; why a rollout has no score, by its id."""
+        """Score the rollouts in place. Returns why a rollout has no score, by its id."""
         errors: dict[str, Exception] = {}
         inputs: dict[str, ScoringInput] = {}
         for rollout in rollouts:
             rollout.meta.pop(self.score_key, None)
             try:
-                inputs[rollout.id] = self._input_of(rollout)
+                inputs[rollout.id] = self._model_input(rollout)
             except Exception as error:
                 errors[rollout.id] = _failure(error)
         scores = await self._scores(list(dict.fromkeys(inputs.values())))
         for rollout in rollouts:
             if rollout.id not in inputs:
                 continue
-            given = inputs[rollout.id]
-            score = scores[given]
+            scored = inputs[rollout.id]
+            score = scores[scored]
             if isinstance(score, Exception):
                 errors[rollout.id] = score
             else:
                 rollout.meta[self.score_key] = score
-                rollout.meta[f"{self.score_key}_from"] = "text" if isinstance(given, str) else "tokens"
+                rollout.meta[f"{self.score_key}_from"] = "text" if isinstance(scored, str) else "tokens"
         return errors
 
     async def _scores(self, inputs: Sequence[ScoringInput]) -> dict[ScoringInput, float | Exception]:
@@ -114,12 +120,12 @@ class RewardModelScorer:
         return dict(zip(inputs, (score for result in results for score in result), strict=True))
 
     async def _batch(self, inputs: Sequence[ScoringInput]) -> list[float | Exception]:
-        """A score or an error for each. Where the client refuses an input, halves of the batch
-        are tried, down to the one it refuses."""
+        """A score or an error for each input. If the client rejects the batch, its halves are
+        tried, down to the input it rejects."""
         try:
             async with asyncio.timeout(self.timeout_s):
-                given = [each if isinstance(each, str) else list(each) for each in inputs]
-                scores = await await_if_needed(self.client.score_batch(given, normalize=self.normalize))
+                batch = [each if isinstance(each, str) else list(each) for each in inputs]
+                scores = await await_if_needed(self.client.score_batch(batch, normalize=self.normalize))
             return _checked(scores, len(inputs))
         except DataError as error:
             if len(inputs) == 1:
@@ -129,7 +135,7 @@ class RewardModelScorer:
         except Exception as error:
             return [_failure(error)] * len(inputs)
 
-    def _input_of(self, rollout: Rollout) -> ScoringInput:
+    def _model_input(self, rollout: Rollout) -> ScoringInput:
         if not rollout.steps:
             raise DataError(f"rollout {rollout.id} has no step; there is nothing to score")
         if self.render_fn is not None:
@@ -146,8 +152,8 @@ class RewardModelScorer:
 
     def _reads_ids(self) -> bool:
         if self._takes_ids is None:
-            reads = getattr(self.client, "reads_ids_of", None)
-            self._takes_ids = self.policy_tokenizer is not None and reads is not None and bool(reads(self.policy_tokenizer))
+            reads_ids = isinstance(self.client, ReadsTokenIds) and self.client.reads_ids_of
+            self._takes_ids = bool(self.policy_tokenizer is not None and reads_ids and reads_ids(self.policy_tokenizer))
             if self.policy_tokenizer is not None and not self._takes_ids:
                 logger.warning("the reward model does not read the policy's token ids; what it scores is text, tokenised again")
         return self._takes_ids
@@ -155,17 +161,17 @@ class RewardModelScorer:
 
 @dataclass
 class RewardModelReward:
-    """Makes the score the reward, so that whatever compares returns within a group compares scores.
-    A scorer for `RolloutEngine`.
+    """Makes the score the reward, so that what compares returns within a group compares scores. A
+    scorer for `RolloutEngine`.
 
-    The return becomes `combined(mode, return, score)`: rewards of steps are scaled alike and what
-    is added is added to the last step. `before` is asked first: reward functions, whose sum is then
-    the return that is combined. Info of the last step says what was combined: `rewards/task` and
-    `rewards/reward_model`.
+    The return becomes `combine_score(mode, return, score)`: every step's reward is scaled, and the
+    offset is added to the last step. `before` runs first, for example reward functions, whose sum
+    is then the return that is combined. The info of the last step has both parts: `rewards/task`
+    and `rewards/reward_model`.
 
-    `unfinished_penalty` is taken off the score of a rollout whose last answer ran into the token
-    limit. A reward model is trained on answers that end, and what it says of one that does not is
-    chance: policies were seen to find that chance within twenty steps, and to never end again.
+    `unfinished_penalty` is subtracted from the score of a rollout whose last answer reached the
+    token limit. A reward model is trained on finished answers and scores others at random: policies
+    found such a score within twenty steps and then never ended an answer.
     """
 
     scorer: RewardModelScorer
@@ -181,7 +187,7 @@ class RewardModelReward:
             raise ConfigError(f"unfinished_penalty ({self.unfinished_penalty}) must be a finite number >= 0; it is subtracted")
 
     async def score(self, rollouts: Sequence[Rollout]) -> Mapping[str, Exception]:
-        """Reward the rollouts in place; the errors of those that could not be, by their id."""
+        """Reward the rollouts in place. Returns why a rollout could not be rewarded, by its id."""
         errors: dict[str, Exception] = {} if self.before is None else dict(await self.before.score(rollouts))
         errors |= await self.scorer.score([rollout for rollout in rollouts if rollout.id not in errors])
         for rollout in rollouts:
@@ -192,23 +198,23 @@ class RewardModelReward:
     def _reward(self, rollout: Rollout) -> None:
         score, task = score_of(rollout, self.scorer.score_key), rollout.total_reward
         judged = score - self.unfinished_penalty if _is_unfinished(rollout) else score
-        scale, added = shares(self.mode, judged, rm_coeff=self.rm_coeff, alpha=self.alpha)
+        scale, offset = score_line(self.mode, judged, rm_coeff=self.rm_coeff, alpha=self.alpha)
         for step in rollout.steps:
             step.reward *= scale
         last = rollout.steps[-1]
-        last.reward += added
+        last.reward += offset
         last.info.update({SCORE_INFO: score, TASK_REWARD_INFO: task})
 
 
 def _is_unfinished(rollout: Rollout) -> bool:
     last = rollout.steps[-1]
-    said = last.trace.finish_reason if last.trace is not None else last.info.get("finish_reason")
-    return said == "length"
+    finish_reason = last.trace.finish_reason if last.trace is not None else last.info.get("finish_reason")
+    return finish_reason == "length"
 
 
 def conversation_of(rollout: Rollout, system_prompt: str | None = None) -> list[Message]:
-    """What was said, as messages: what the last agent that recorded it saw, and its answer; else
-    observations and actions by turns."""
+    """The conversation as messages: what the last agent that recorded its prompt saw, and its
+    answer; else observations and actions in turn."""
     messages: list[Message] = []
     for step in reversed(rollout.steps):
         if step.info.get("chat_prompt_messages"):
@@ -233,8 +239,8 @@ def _score_or_error(score: float) -> float | Exception:
 
 
 def _failure(error: Exception) -> Exception:
-    """For one rollout; a failure of many is one object each would share, and raising adds to its
-    traceback."""
+    """The error of one rollout. Rollouts do not share an error object, because raising it adds to
+    its traceback."""
     if isinstance(error, GradingError):
         return error
     reason = "it took too long" if isinstance(error, TimeoutError) and not str(error) else str(error)
@@ -243,6 +249,7 @@ def _failure(error: Exception) -> Exception:
     return failure
 
 
-def _template_of(tokenizer: Any) -> bool:
-    """Whether the tokenizer can render. One that is no tokenizer of transformers is trusted to."""
+def _has_template(tokenizer: Any) -> bool:
+    """Whether the tokenizer can render. An object without `chat_template`, which is no tokenizer of
+    transformers, is assumed to."""
     return getattr(tokenizer, "chat_template", True) is not None

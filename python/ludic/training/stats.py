@@ -1,8 +1,8 @@
-"""What samples and rollouts say of themselves, as numbers of a step: counts, means of rewards and
-lengths, and reducers of one's own.
+"""Statistics of a step from its samples and rollouts: counts, means of rewards and lengths, and the
+user's own reducers.
 
-How the statistics of a loss become those of a step is in `micro_stats`; what each key means is in
-docs/metrics.md.
+`loop.micro_stats` combines the statistics of a loss into those of a step; docs/metrics.md explains
+each key.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 KINDS = ("mean", "sum", "count_true")
 SAMPLED_REWARD = "avg_sampled_reward"
-"""Mean total reward of every rollout of a step, also of those whose samples were then filtered
-or left out."""
+"""Mean total reward of every rollout of a step, including those whose samples were filtered or
+dropped later."""
 
 ReducerKind = Literal["mean", "sum", "count_true"]
 Denominator = Literal["samples", "rollouts"]
@@ -42,21 +42,22 @@ class Reducer:
 
     kind: ReducerKind
     """`mean` of the values, their `sum`, or how many are true. Absent values (None) are skipped;
-    NaN is a value."""
+    NaN counts as a value."""
     source: str | Callable[[Any], Any]
-    """Dotted path into the metadata, or a function of the sample (of the record, for records)."""
+    """Dotted path into the metadata, or a function of the sample (of the record, when records are
+    reduced)."""
     transform: Callable[[Any], Any] | None = None
-    """Applied to each value that is there."""
+    """Applied to each value that is present."""
     normalize_by: Denominator | None = None
-    """Divide the sum, or the count, by the number of samples, or of the rollouts that were asked
-    for; 0 if there is none. `count_true` by rollouts counts the rollouts with a true step, so
-    that it is a rate whatever their length."""
+    """Divide the sum or count by the number of samples, or of the rollouts that were requested; 0
+    if there are none. `count_true` by rollouts counts the rollouts with a true step, so it is a
+    rate whatever their length."""
     as_percent: bool = False
-    """The value is a `Percent`: a fraction that displays show as 25.0%."""
+    """Make the value a `Percent`: a fraction that displays show as 25.0%."""
 
 
 def default_reducers() -> dict[str, Reducer]:
-    """How often a completion ran into its token limit, and a sample into `max_seq_len`."""
+    """How often a completion reached its token limit, and a sample `max_seq_len`."""
     return {
         "completion_truncated_rate": Reducer(
             "count_true",
@@ -82,8 +83,8 @@ OWN_KEYS = frozenset(
 
 
 def check_reducers(reducers: Mapping[str, Reducer]) -> None:
-    """Raise ConfigError for a reducer that cannot be applied, or whose name the trainer needs
-    for a statistic of its own."""
+    """Raise ConfigError for a reducer that cannot be applied, or whose name the trainer uses
+    itself."""
     for name, reducer in reducers.items():
         _check(name, reducer)
         key = _grouped(name)
@@ -107,7 +108,8 @@ def apply_reducers_to_records(
     sample_count: int | None = None,
     rollout_count: int | None = None,
 ) -> dict[str, float]:
-    """Reduce records, such as those of an evaluation. Both denominators default to their number."""
+    """Reduce records, such as those of an evaluation. Both denominators default to the number of
+    records."""
     samples = len(records) if sample_count is None else sample_count
     rollouts = len(records) if rollout_count is None else rollout_count
     return _reduce(records, records, reducers, (samples, rollouts))
@@ -119,8 +121,7 @@ def _reduce(
     reducers: Mapping[str, Reducer],
     counts: tuple[int, int],
 ) -> dict[str, float]:
-    """Reducers that are plain paths are done by the core in one pass; functions hand it a
-    column."""
+    """The core reduces plain paths in one pass; functions produce a column for it."""
     for name, reducer in reducers.items():
         _check(name, reducer)
     plain = {name: reducer for name, reducer in reducers.items() if _is_plain(reducer)}
@@ -175,11 +176,11 @@ def aggregate_stats(
     reducers: Mapping[str, Reducer] | None = None,
     micro_batch_sizes: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """Statistics of a step from those of its micro-batches and from its batches. No micro-batch
-    gives `{}`.
+    """Statistics of a step from those of its micro-batches and from its batches; `{}` without
+    micro-batches.
 
-    All tensors come to the host in one transfer. `micro_stats` says how keys are combined; one of
-    which nothing was measured is 0, as is `avg_total_reward` of samples without a reward. The
+    All tensors come to the host in one transfer. `loop.micro_stats` says how keys are combined. A
+    key of which nothing was measured is 0, like `avg_total_reward` of samples without a reward. The
     reducers see the samples of the batches.
     """
     if not micro_stats_list:
@@ -198,7 +199,7 @@ def aggregate_stats(
 
 def batch_stats(batches: Sequence[SAWBatch]) -> dict[str, Stat]:
     """Counts of the batches, and mean reward and length over their samples; a sample without a
-    reward has no part in its mean."""
+    reward is left out of the mean."""
     items = [item for batch in batches for item in batch.items]
     rewards = [float(item.meta["total_reward"]) for item in items if item.meta.get("total_reward") is not None]
     lengths = [float(_completion_length(item)) for item in items]
@@ -214,8 +215,8 @@ def batch_stats(batches: Sequence[SAWBatch]) -> dict[str, Stat]:
 
 
 def reducer_stats(items: Sequence[SAWItem], reducers: Mapping[str, Reducer], rollouts: int) -> dict[str, Stat]:
-    """The reducers over samples of one training step. One that raises is reported and left out:
-    the step has been taken by then."""
+    """The reducers over the samples of one training step. A reducer that raises is logged and left
+    out, because the step has already been taken."""
     records, counts = [item.meta for item in items], (len(items), rollouts)
     try:
         reduced = _reduce(items, records, reducers, counts)
@@ -230,22 +231,22 @@ def reducer_stats(items: Sequence[SAWItem], reducers: Mapping[str, Reducer], rol
 
 
 def _reducer_stat(reducer: Reducer, value: float, counts: tuple[int, int]) -> Stat:
-    """How it joins that of other ranks: plain sums and counts are summed, the rest is weighted
-    by its denominator, or by samples."""
+    """How a value joins those of other ranks: plain sums and counts are summed; the rest is
+    weighted by its denominator, or by samples."""
     if reducer.kind != "mean" and reducer.normalize_by is None:
         return Stat(value, rule="sum")
     return Stat(value, float(counts[1] if reducer.normalize_by == "rollouts" else counts[0]))
 
 
 def as_percents(stats: Mapping[str, float], reducers: Mapping[str, Reducer]) -> dict[str, float]:
-    """The same, with `Percent` for the reducers that say so."""
+    """`stats`, with `Percent` for the reducers that ask for it."""
     shares = {name for name, reducer in reducers.items() if reducer.as_percent}
     return {key: Percent(value) if key in shares else value for key, value in stats.items()}
 
 
 def target_rollouts(batch: SAWBatch) -> int:
-    """How many rollouts were asked for; `batch_size` and `num_rollouts` are older names, and
-    without any it is those that came."""
+    """Rollouts that were requested. `batch_size` and `num_rollouts` are older names; without any of
+    them, the rollouts that arrived."""
     for key in ("target_rollouts", "batch_size", "num_rollouts"):
         if batch.meta.get(key) is not None:
             return int(batch.meta[key])
@@ -253,7 +254,7 @@ def target_rollouts(batch: SAWBatch) -> int:
 
 
 def distinct_rollouts(items: Sequence[SAWItem]) -> int:
-    """Rollouts that the samples are from; a sample that names none is one of its own."""
+    """Rollouts that the samples come from; a sample without a rollout id counts as one."""
     return len({_rollout(item.meta, index) for index, item in enumerate(items)})
 
 
@@ -263,9 +264,10 @@ def _completion_length(item: SAWItem) -> int:
 
 
 def group_keys(stats: Mapping[str, float]) -> dict[str, float]:
-    """Keys under `train/`, `eval/` or `perf/`: `loss` is `train/loss`, `eval_loss` is `eval/loss`,
-    `gpu_x` is `perf/gpu_x`.
-    `mismatch/*` stays as it is."""
+    """Keys under `train/`, `eval/` or `perf/`; `mismatch/*` stays as it is.
+
+    Example: `loss` becomes `train/loss`, `eval_loss` `eval/loss` and `gpu_x` `perf/gpu_x`.
+    """
     return {_grouped(key): value for key, value in stats.items() if key != "phase"}
 
 

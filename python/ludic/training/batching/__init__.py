@@ -1,8 +1,4 @@
-"""Batch sources and packing: from samples to mini-batches and micro-batches.
-
-This package imports `training.rollouts` and `training.samples`; they do not import it. The names it
-re-exports are imported on first use.
-"""
+"""From requests to micro-batches. A name is imported when it is first read."""
 
 from ludic._lazy import lazy_exports
 

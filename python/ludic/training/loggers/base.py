@@ -1,4 +1,4 @@
-"""What the trainer tells a logger."""
+"""What a logger is, and how keys and values are shown."""
 
 from __future__ import annotations
 
@@ -16,24 +16,31 @@ class TrainingLogger(Protocol):
 
 @runtime_checkable
 class SyncedLogger(Protocol):
-    """A logger whose lines outlive the machine once `sync` returns. The trainer calls it before
-    it writes a checkpoint."""
+    """A logger whose lines survive a crash of the machine once `sync` returns. The trainer calls it
+    before it writes a checkpoint."""
 
     def sync(self) -> None: ...
 
 
+@runtime_checkable
+class ClosableLogger(Protocol):
+    """A logger that holds a file or a connection until `close`."""
+
+    def close(self) -> None: ...
+
+
 def select(stats: Mapping[str, float], keys: Sequence[str]) -> list[tuple[str, float]]:
-    """The statistics whose full name, or name without prefix, is among `keys`; in the order of
+    """The statistics whose full name, or name without prefix, is in `keys`, in the order of
     `keys`."""
     return [(name, stats[name]) for key in keys for name in stats if key in (name, bare(name))]
 
 
 def bare(name: str) -> str:
-    """`train/loss` is `loss`; `train/cispo/loss` is `cispo/loss`."""
+    """The name without its prefix: `train/loss` becomes `loss`, `train/cispo/loss` `cispo/loss`."""
     prefix, slash, rest = name.partition("/")
     return rest if slash and prefix in ("train", "eval", "perf") else name
 
 
 def plain_values(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for services that know floats alone: a `Percent` is its fraction."""
+    """The statistics for services that accept floats only: a `Percent` becomes its fraction."""
     return {key: float(value) if isinstance(value, Percent) else value for key, value in stats.items()}

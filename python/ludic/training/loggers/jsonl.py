@@ -1,4 +1,4 @@
-"""One JSON object a line."""
+"""One JSON object for each step, a line each."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TextIO
 
 
 class JSONLLogger:
-    """Appends `{"step": ..., <statistics>}` to a file, flushed after each line. Values that are not
-    finite become null.
+    """Appends `{"step": ..., <statistics>}` to a file and flushes it after each line. Values that
+    are not finite become null.
 
     >>> with JSONLLogger("runs/a/metrics.jsonl") as logger:
     ...     logger.log(1, {"train/loss": 0.5})
@@ -26,9 +26,9 @@ class JSONLLogger:
     def log(self, step: int, stats: Mapping[str, float]) -> None:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            torn = self.path.is_file() and not _ends_with_a_line(self.path)
+            is_cut_short = self.path.is_file() and not _ends_with_a_line(self.path)
             self._file = self.path.open("a", encoding="utf-8")
-            self._file.write("\n" if torn else "")  # what a full disk left unfinished stays a line of its own
+            self._file.write("\n" if is_cut_short else "")  # a line cut short by a full disk stays a line of its own
         record = {"step": step, **{key: _null_if_not_finite(value) for key, value in stats.items()}}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()

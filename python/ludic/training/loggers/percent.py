@@ -1,10 +1,10 @@
-"""A share that displays show as a percentage."""
+"""A fraction that displays show as a percentage."""
 
 from __future__ import annotations
 
 
 class Percent(float):
-    """A fraction, 0.25, that loggers for the eye show as 25.0%. For everything else it is a float.
+    """A fraction, such as 0.25, that terminals show as 25.0%. For everything else it is a float.
 
     >>> Percent(0.25) + 1, Percent(0.25).shown(1)
     (1.25, '25.0%')
@@ -13,5 +13,5 @@ class Percent(float):
     __slots__ = ()
 
     def shown(self, places: int) -> str:
-        """In percent, with so many decimal places."""
+        """The percentage with `places` decimals."""
         return f"{100.0 * self:.{places}f}%"

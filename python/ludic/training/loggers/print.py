@@ -1,4 +1,4 @@
-"""Plain lines."""
+"""Statistics as plain lines on standard output."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class PrintLogger:
         precision: int = 4,
         max_items_per_line: int = 6,
     ) -> None:
-        """`keys` are the statistics shown, in that order, with or without their prefix; None:
-        all, sorted. `precision`: decimal places, two less of a percentage."""
+        """`keys`: the statistics to show, in that order, with or without their prefix; None: all,
+        sorted. `precision`: decimal places; percentages have two less."""
         self.prefix, self.keys = prefix, keys
         self.precision, self.max_items_per_line = precision, max(1, max_items_per_line)
 

@@ -1,5 +1,5 @@
-"""A dashboard in the terminal: train, eval and perf side by side, or one above another where it
-is narrow, and the course of one metric."""
+"""A dashboard in the terminal: train, eval and perf side by side (one below another if it is
+narrow), and the course of one metric."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ SECTIONS = {"train": "green", "eval": "magenta", "perf": "cyan"}
 HIDDEN = frozenset({"phase", "train_step", "eval_step", "train/step", "eval/step"})
 BARS = "▁▂▃▄▅▆▇█"
 NARROW = 72
-"""Columns of a terminal below which the panels stand one above another: side by side they would
-have no room for names."""
+"""Width in columns below which the panels are stacked: side by side their names would not fit."""
 
 
 class RichLiveLogger:
@@ -47,8 +46,8 @@ class RichLiveLogger:
         console: Console | None = None,
         live: Live | None = None,
     ) -> None:
-        """`keys` filters what is shown, by full or bare name; `spark_key` is the metric of the
-        sparkline, of whose last `history` values `spark_window` are drawn."""
+        """`keys` filters what is shown, by full or bare name. `spark_key` is the metric of the
+        sparkline: its last `history` values are kept, the last `spark_window` drawn."""
         self.keys, self.spark_key = keys, spark_key
         self.spark_window, self.precision = spark_window, precision
         self.history_vals: deque[float] = deque(maxlen=history)
@@ -57,55 +56,54 @@ class RichLiveLogger:
         self._owns_live = False
         self._latest: dict[str, dict[str, float]] = {section: {} for section in SECTIONS}
         self._step = 0
-        self._quieted = False
+        self._bars_disabled = False
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
         value = stats.get(self.spark_key, stats.get(f"train/{self.spark_key}"))
         if value is not None and math.isfinite(value):
             self.history_vals.append(float(value))
-        self._keep(step, stats)
+        self._store_latest(step, stats)
         self.start()
         assert self._live is not None
         latest = {key: value for section in self._latest.values() for key, value in section.items()}
         self._live.update(self.render(self._step, latest), refresh=True)
 
-    def _keep(self, step: int, stats: Mapping[str, float]) -> None:
-        """Each section shows what it was last told: an evaluation leaves the training's numbers
-        where they are, and the other way round."""
+    def _store_latest(self, step: int, stats: Mapping[str, float]) -> None:
+        """Store the latest values of each section: an evaluation does not clear the training's
+        numbers, and vice versa."""
         for section in SECTIONS:
-            told = {key: value for key, value in stats.items() if section_of(key) == section}
-            if told:
-                self._latest[section] = told
+            values = {key: value for key, value in stats.items() if section_of(key) == section}
+            if values:
+                self._latest[section] = values
                 self._step = step if section == "train" else self._step or step
 
     def start(self) -> None:
-        """Take the terminal, unless a running display was passed in."""
+        """Start the live display, unless a running one was passed in."""
         if self._live is None:
             self._live = Live(console=self.console, auto_refresh=False, transient=False)
             self._owns_live = True
         if not self._live.is_started:
             self._live.start()
             self._owns_live = True
-        self._quiet_bars()
+        self._disable_bars()
 
-    def _quiet_bars(self) -> None:
-        """Progress bars that transformers draws over a checkpoint's files would break into the
-        picture."""
+    def _disable_bars(self) -> None:
+        """Switch off the progress bars of transformers, which would break the display."""
         bars = sys.modules.get("transformers.utils.logging")
-        if bars is not None and not self._quieted and bars.is_progress_bar_enabled():
+        if bars is not None and not self._bars_disabled and bars.is_progress_bar_enabled():
             bars.disable_progress_bar()
-            self._quieted = True
+            self._bars_disabled = True
 
     def close(self) -> None:
-        """Give the terminal back; the last picture stays."""
+        """Stop the live display; its last frame stays."""
         if self._live is not None and self._owns_live:
             self._live.stop()
             self._live, self._owns_live = None, False
-        if self._quieted:
+        if self._bars_disabled:
             with warnings.catch_warnings():  # where the environment forbids bars altogether
                 warnings.simplefilter("ignore")
                 sys.modules["transformers.utils.logging"].enable_progress_bar()
-            self._quieted = False
+            self._bars_disabled = False
 
     def __enter__(self) -> RichLiveLogger:
         self.start()
@@ -129,7 +127,7 @@ class RichLiveLogger:
         return Group(columns, self._sparkline_panel())
 
     def _by_section(self, stats: Mapping[str, float]) -> dict[str, list[tuple[str, float]]]:
-        """What each column shows."""
+        """The statistics of each column."""
         shown = list(stats.items()) if self.keys is None else select(stats, self.keys)
         return {
             section: [(bare(key), value) for key, value in shown if key not in HIDDEN and section_of(key) == section]
@@ -184,7 +182,8 @@ def section_of(key: str) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One bar a value, from the lowest to the highest of them; a constant is a line at half height.
+    """One bar for each value, from the lowest to the highest. Equal values give a line at half
+    height.
 
     >>> sparkline([0.0, 0.5, 1.0])
     '▁▅█'

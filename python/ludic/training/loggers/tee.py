@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 
-from ludic.training.loggers.base import SyncedLogger, TrainingLogger
+from ludic.training.loggers.base import ClosableLogger, SyncedLogger, TrainingLogger
 
 logger = logging.getLogger(__name__)
 
 
 class TeeLogger:
-    """Tells each of its loggers. One that fails is reported and does not keep the others from their
-    turn.
+    """Passes the statistics to each of its loggers. If one fails, the error is logged and the
+    others still get theirs.
 
     As a context manager it enters and leaves those that are context managers.
     """
 
     def __init__(self, *loggers: TrainingLogger | None) -> None:
-        """None is skipped, so that `TeeLogger(a, b if wanted else None)` reads well."""
+        """None is skipped, so `TeeLogger(a, b if condition else None)` works."""
         self.loggers: list[TrainingLogger] = [each for each in loggers if each is not None]
         self._entered = ExitStack()
 
@@ -32,20 +32,20 @@ class TeeLogger:
                 logger.exception("%s failed at step %d", type(each).__name__, step)
 
     def sync(self) -> None:
-        """Of those that have something to sync."""
+        """Sync the loggers that can be synced."""
         for each in self.loggers:
             if isinstance(each, SyncedLogger):
                 each.sync()
 
     def close(self) -> None:
         for each in self.loggers:
-            if hasattr(each, "close"):
+            if isinstance(each, ClosableLogger):
                 each.close()
 
     def __enter__(self) -> TeeLogger:
         for each in self.loggers:
-            if hasattr(each, "__enter__"):
-                self._entered.enter_context(each)  # type: ignore[arg-type]
+            if isinstance(each, AbstractContextManager):
+                self._entered.enter_context(each)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

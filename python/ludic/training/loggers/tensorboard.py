@@ -13,9 +13,8 @@ from ludic.training.loggers.base import plain_values
 
 
 class TensorboardLogger:
-    """Writes each statistic as a scalar into `log_dir`, for `tensorboard --logdir`. The file begins
-    with the first statistics, and what is written reaches it within `flush_secs` seconds and at
-    `close`.
+    """Writes each statistic as a scalar into `log_dir`, for `tensorboard --logdir`. The first
+    statistics create the file; values are flushed within `flush_secs` seconds and at `close`.
 
     >>> with TensorboardLogger("runs/a/tensorboard") as logger:
     ...     logger.log(1, {"train/loss": 0.5})
@@ -31,7 +30,7 @@ class TensorboardLogger:
         self._writer: Any = None
 
     def start(self) -> None:
-        """Make the file; the first `log` does it otherwise."""
+        """Create the file; otherwise the first `log` does."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 

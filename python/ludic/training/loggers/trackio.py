@@ -1,4 +1,4 @@
-"""Trackio: experiments in a local database, or on a server of one's own or of the hub."""
+"""Trackio: experiments in a local database, on your own server or on the hub."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ DEFAULT_PROJECT = "Ludic"
 
 
 class TrackioLogger:
-    """Logs to a run of its own, begun with the first statistics. Without `space_id` or `server_url`
-    it stays on this machine; `trackio show` displays it.
+    """Logs to a new run, which the first statistics start. Without `space_id` or `server_url` it
+    stays on this machine; `trackio show` displays it.
 
-    Named arguments outrank `init_kwargs`, which `trackio.init` is given as well. The project is
-    `Ludic` unless it is given or `TRACKIO_PROJECT` is set.
+    Named arguments take precedence over `init_kwargs`, the other arguments of `trackio.init`. The
+    project is `Ludic` unless it is passed or `TRACKIO_PROJECT` is set.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class TrackioLogger:
         resume: str | None = None,
     ) -> None:
         """Raises MissingExtraError without the package trackio. `resume`: never (the default),
-        allow or must, of a run of this name."""
+        allow or must, for a run of this name."""
         try:
             self._trackio = importlib.import_module("trackio")
         except ImportError as error:
@@ -49,12 +49,12 @@ class TrackioLogger:
             "server_url": server_url,
             "resume": resume,
         }
-        given = {**(init_kwargs or {}), **{key: value for key, value in named.items() if value is not None}}
-        self.init_kwargs = {"project": os.environ.get("TRACKIO_PROJECT") or DEFAULT_PROJECT, **given}
+        explicit = {**(init_kwargs or {}), **{key: value for key, value in named.items() if value is not None}}
+        self.init_kwargs = {"project": os.environ.get("TRACKIO_PROJECT") or DEFAULT_PROJECT, **explicit}
         self._run: Any = None
 
     def start(self) -> None:
-        """Begin the run; the first `log` does it otherwise."""
+        """Start the run; otherwise the first `log` does."""
         if self._run is None:
             self._run = self._trackio.init(**self.init_kwargs)
 
@@ -63,7 +63,7 @@ class TrackioLogger:
         self._run.log(plain_values(stats), step=step)
 
     def close(self) -> None:
-        """End the run; what it was told is then in the database."""
+        """End the run; everything logged is then in the database."""
         if self._run is not None:
             self._run.finish()
             self._run = None

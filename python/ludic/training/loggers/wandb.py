@@ -18,12 +18,12 @@ DEFAULT_PROJECT = "Ludic"
 
 
 class WandbLogger:
-    """Logs to the run that is open when the first statistics come (`wandb.run`), which it leaves
-    open; without one, to a run of its own, which `close` ends.
+    """Logs to the run that is open when the first statistics arrive (`wandb.run`) and leaves it
+    open. Without one it starts a run, which `close` ends.
 
-    The arguments are those of its own run; named ones outrank `init_kwargs`. The project is `Ludic`
-    unless it is given or `WANDB_PROJECT` is set. `init_kwargs={"reinit": ...}` begins a run of its
-    own in any case.
+    The arguments are those of a run that it starts; named ones take precedence over `init_kwargs`.
+    The project is `Ludic` unless it is passed or `WANDB_PROJECT` is set. `init_kwargs={"reinit":
+    ...}` always starts a run.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class WandbLogger:
         self._owns_run = False
 
     def start(self) -> None:
-        """Find the open run, or begin one; the first `log` does it otherwise."""
+        """Find the open run, or start one; otherwise the first `log` does."""
         if self._run is not None:
             return
         open_run = getattr(self._wandb, "run", None)

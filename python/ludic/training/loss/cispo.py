@@ -16,10 +16,10 @@ from ludic.training.loss.statistics import masked_stats, outside, policy_stats
 class CISPOLoss(Loss):
     """L = -mean_b mean_t sg(clip(r_bt, 1 - low, 1 + high)) A_b log pi_bt.
 
-    MiniMax-M1 (arXiv:2506.13585, eq. 4 and 5). The clipped ratio is detached: every token keeps its
-    gradient, whatever its ratio. The default lower side is open. Without `length_normalize` the
-    mean over t is a sum; `normalizer="tokens"` takes one mean over all action tokens of the batch,
-    as the paper does over a group.
+    MiniMax-M1 (arXiv:2506.13585, eq. 4 and 5). The clipped ratio is detached, so every token keeps
+    its gradient, whatever its ratio. By default there is no lower bound. Without `length_normalize`
+    the mean over t is a sum; `normalizer="tokens"` takes one mean over all action tokens of the
+    batch, where the paper takes one over a group.
     """
 
     clip_eps_low: float = 1e6

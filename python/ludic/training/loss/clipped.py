@@ -21,8 +21,8 @@ class ClippedSurrogateLoss(Loss):
 
     GSPO (arXiv:2507.18071, eq. 5 to 7): with `length_normalize`, r_b is the geometric mean of the
     token ratios. `ratio_clip` caps r_b from above before anything else. Nothing is detached: a
-    sequence out of range on the side that its advantage pushes gets no gradient. `clip_eps` is the
-    older single range; it sets both sides and warns.
+    sequence whose ratio is out of range in the direction of its advantage gets no gradient.
+    `clip_eps` is the older single range; it sets both sides and warns.
     """
 
     clip_eps_low: float = 3e-4
@@ -68,9 +68,9 @@ class TokenClippedSurrogateLoss(Loss):
     t.
 
     GRPO (DeepSeekMath, arXiv:2402.03300, eq. 3, without its KL term) with the asymmetric range of
-    DAPO (arXiv:2503.14476, eq. 10). The sum over tokens is divided by their number if
-    `length_normalize`; `normalizer="tokens"` takes one mean over all action tokens of the batch
-    (DAPO, eq. 8). `ratio_clip` caps r_bt from above first. Nothing is detached.
+    DAPO (arXiv:2503.14476, eq. 10). With `length_normalize` the sum over tokens is divided by their
+    number; `normalizer="tokens"` takes one mean over all action tokens of the batch (DAPO, eq. 8).
+    `ratio_clip` caps r_bt from above first. Nothing is detached.
     """
 
     clip_eps_low: float = 0.2

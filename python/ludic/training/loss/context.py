@@ -7,8 +7,8 @@ Four log-probabilities of a token occur, [B, T - 1] each:
 - `proximal_logp`: under the trainer's own weights at the beginning of the step. It differs from
   `sampler_logp` because another engine, or older weights, sampled.
 - `old_logp`: what ratios divide by. The sampler's; with a correction the proximal one.
-- `current_logp`: under the model as it is now, with gradient. `token_logp` is the same value; with a
-  correction its gradient is weighted token by token.
+- `current_logp`: under the model as it is now, with gradient. `token_logp` is the same value; with
+  a correction its gradient is weighted token by token.
 
 Shapes: B samples, T tokens of the longest sample. A padded batch is [rows, T], a padding-free one
 [1, S], and several samples may share a row. Only this module knows these layouts: a quantity called

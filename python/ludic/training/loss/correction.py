@@ -1,20 +1,19 @@
-"""Corrections for samples that another engine, or an older policy, drew: a weight on each token's
+"""Corrections for samples drawn by another engine or an older policy: a weight on each token's
 gradient.
 
 Two engines give the same tokens different probabilities even at the same weights. With pi_s the
 sampler's policy and pi_o the trainer's own at the beginning of the step, w_t = pi_o(y_t) /
-pi_s(y_t) is the importance weight that turns the sampler's tokens into the trainer's. A correction
-makes a bounded weight f(w_t) of it, and the ratios of the loss are then taken against pi_o instead
-of pi_s:
+pi_s(y_t) is the importance weight of a token. A correction replaces it by a bounded weight f(w_t),
+and the ratios of the loss are taken against pi_o instead of pi_s:
 
     grad L = E_s[ f(w_t) grad l(pi / pi_o) ]
 
 f is detached. It multiplies the gradient at the token's log-probability
-(`SharedContext.token_logp`); the value that a loss reports is that without the correction. An
-entropy bonus, whose gradient does not go through the tokens' log-probabilities, is not weighed.
-Weights are those of one token or of one sample, so that they do not depend on how a batch is split.
+(`SharedContext.token_logp`); the reported value of the loss is the uncorrected one. An entropy
+bonus is not weighted, because its gradient does not go through the tokens' log-probabilities. A
+weight depends on one token or one sample only, so it does not depend on how a batch is split.
 
-Shapes: B rows, T tokens.
+Shapes: B samples, T tokens.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class TruncatedImportanceSampling:
 
     Truncated importance sampling (Ionides 2008) between the engines of sampling and training (Yao
     et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
-    `level="sequence"` takes the product of w over a sample's tokens and gives it to all of them,
-    which is unbiased up to the cap, and of a spread that grows with the length.
+    `level="sequence"` gives all tokens of a sample the product of their w: unbiased up to the cap,
+    with a variance that grows with the length.
     """
 
     cap: float = 2.0
@@ -57,9 +56,9 @@ class TruncatedImportanceSampling:
 class MaskedImportanceSampling:
     """f(w) = w if w <= cap, else 0.
 
-    What truncation would keep at the cap is left out: masked importance sampling (Liu et al. 2025,
-    "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch").
-    `level="sequence"` leaves out whole samples.
+    Masked importance sampling (Liu et al. 2025, "When Speed Kills Stability: Demystifying RL
+    Collapse from the Training-Inference Mismatch"): drops what truncation would keep at the cap.
+    `level="sequence"` drops whole samples.
     """
 
     cap: float = 2.0
@@ -77,8 +76,8 @@ class MaskedImportanceSampling:
 class IcePop:
     """f(w) = w if low <= w <= high, else 0, token by token.
 
-    IcePop (Ling Team 2025, "Every Step Evolves", arXiv:2510.18855): tokens on which the engines are
-    far apart, on either side, are left out.
+    IcePop (Ling Team 2025, "Every Step Evolves", arXiv:2510.18855): drops the tokens on which the
+    engines are far apart in either direction.
     """
 
     low: float = 0.5
@@ -102,17 +101,20 @@ CORRECTIONS: dict[str, type[TruncatedImportanceSampling | MaskedImportanceSampli
 """By the names that recipes use."""
 
 
-def correction_of(given: Correction | str | None) -> Correction | None:
-    """A correction, or the one of that name with its defaults."""
-    if not isinstance(given, str):
-        return given
-    if given not in CORRECTIONS:
-        raise ConfigError(f"correction ({given!r}) must be one of {', '.join(CORRECTIONS)}, an object with `weights`, or None")
-    return CORRECTIONS[given]()
+def correction_of(correction: Correction | str | None) -> Correction | None:
+    """The correction itself, or the one of that name with its defaults. Raises ConfigError for an
+    unknown name."""
+    if not isinstance(correction, str):
+        return correction
+    if correction not in CORRECTIONS:
+        raise ConfigError(
+            f"correction ({correction!r}) must be one of {', '.join(CORRECTIONS)}, an object with `weights`, or None"
+        )
+    return CORRECTIONS[correction]()
 
 
 def _at_level(log_ratio: Tensor, level: Level) -> Tensor:
-    """[B, T - 1] of each token, or of its whole row."""
+    """[B, T - 1] log-ratios of tokens, or of the whole sample at each of its tokens."""
     return log_ratio if level == "token" else log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
 
 

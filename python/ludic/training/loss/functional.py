@@ -1,9 +1,11 @@
-"""Log-probabilities and entropy of logits, in float32 and in chunks, so that no copy of `[B, T, V]`
-is made.
+"""Log-probabilities and entropy of logits, computed in float32 and in chunks, without a copy of [B,
+T, V].
 
-The next-token shift of a causal model is in the three `compute_token_...` functions, and nowhere
-else: `logits[:, t]` scores `input_ids[:, t + 1]`, so that results have T - 1 columns. Shapes: B
-rows, T tokens, V vocabulary, N rows of flattened logits.
+The next-token shift of a causal model is in the three `compute_token_...` functions and nowhere
+else: `logits[:, t]` scores `input_ids[:, t + 1]`, so results have T - 1 columns. Example: for ids
+[a b c], logits[0] scores b and logits[1] scores c; logits[2] is not used.
+
+Shapes: B rows, T tokens, V vocabulary, N rows of flattened logits.
 """
 
 from __future__ import annotations
@@ -19,43 +21,45 @@ from torch.nn.functional import pad
 from ludic.errors import DataError
 
 CHUNK_ELEMENTS = 1 << 20
-"""Logits worked on at once, in elements: 4 MiB of float32."""
+"""Elements of logits processed at a time: 4 MiB of float32."""
 
 
 class LogitsUse:
-    """Who reads a tensor of logits, so that the last reader's gradient may take its place in
-    memory.
+    """How a tensor of logits is read, and whether the last reader's gradient may overwrite it.
 
-    `consume` says that nobody needs the logits after the backward pass. If one function here is
-    then their only reader, its backward writes the gradient over them, and no second tensor of
-    their size is made. Parameters, and logits that the operation which made them kept for its own
-    backward pass (tanh does), are left alone. Should yet another operation have kept them, autograd
-    raises instead of computing a wrong gradient: the write counts as a change in place.
+    `consume` says that nobody needs the logits after the backward pass. If one function of this
+    module is then their only reader, its backward pass writes the gradient over them and allocates
+    no second tensor of their size. Two cases are left alone: parameters, and logits that the
+    operation which made them saved for its own backward pass, as tanh does. If another operation
+    saved them, autograd raises instead of computing a wrong gradient: the write counts as an
+    in-place change.
     """
 
     def __init__(self, *, consume: bool = False, wide: bool = True, temperature: float = 1.0) -> None:
-        """`temperature`: what is computed is that of logits / temperature."""
+        """`wide`: compute in float32 whatever the dtype of the logits. `temperature`: divide the
+        logits by it first."""
         self.consume = consume
         self.wide = wide
         self.temperature = temperature
         self.readers = 0
 
     def read(self, logits: Tensor) -> None:
-        """Count a reader of `logits`, and look whether they may be written over."""
+        """Count a reader of `logits` and check whether they may be overwritten."""
         self.readers += 1
         self.consume = self.consume and _is_free(logits)
 
     def dtype(self, logits: Tensor) -> torch.dtype:
-        """What is computed in: float32, float64 for logits that are, or with `wide=False` their
-        own."""
+        """The dtype to compute in: float64 for float64 logits, else float32, or with `wide=False`
+        that of the logits."""
         return logits.dtype if logits.dtype == torch.float64 or not self.wide else torch.float32
 
     def tempered(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
-        """Logits / temperature in `dtype`; at temperature 1 the logits as they are."""
+        """Logits / temperature in `dtype`; the logits unchanged at temperature 1."""
         return logits if self.temperature == 1.0 else logits.to(dtype) / self.temperature
 
     def buffer(self, logits_NV: Tensor) -> Tensor:
-        """Where the gradient goes. Each chunk of logits is read before its part is written."""
+        """Where the gradient is written: over the logits or into a new tensor. Each chunk of logits
+        is read before its part is written."""
         return logits_NV if self.consume and self.readers == 1 else torch.empty_like(logits_NV)
 
 
@@ -63,7 +67,7 @@ def selective_log_softmax(logits: Tensor, index: Tensor, *, use: LogitsUse | Non
     """`log_softmax(logits)` at `index` only. logits [..., V], index [...] int64, result [...]
     float32.
 
-    The gradient is exact: softmax is computed again, chunk by chunk, in the backward pass.
+    The gradient is exact: the backward pass recomputes softmax chunk by chunk.
     """
     if logits.shape[:-1] != index.shape:
         raise DataError(f"index {tuple(index.shape)} must have the shape of logits {tuple(logits.shape)} without its last axis")
@@ -74,19 +78,19 @@ def selective_log_softmax(logits: Tensor, index: Tensor, *, use: LogitsUse | Non
 
 
 def compute_token_logp(logits: Tensor, input_ids: Tensor, *, use: LogitsUse | None = None) -> Tensor:
-    """Log-probability of each next token. logits [B, T, V], input_ids [B, T] int64, result [B, T
-    - 1] float32."""
+    """Log-probability of each next token. logits [B, T, V], input_ids [B, T] int64, result [B, T -
+    1] float32."""
     _check_shapes(logits, input_ids)
     # The last position predicts nothing; leaving it out of the logits would copy them.
     return selective_log_softmax(logits, pad(input_ids[:, 1:], (0, 1)), use=use)[:, :-1]
 
 
 def compute_logp_action(logits: Tensor, input_ids: Tensor, action_mask: Tensor, *, length_normalize: bool = False) -> Tensor:
-    """Log-probability of each row's action: the masked sum over tokens, divided by their number if
+    """Log-probability of each row's action: the sum over its tokens, or their mean if
     `length_normalize`.
 
-    logits [B, T, V], input_ids and action_mask [B, T], result [B] float32. What the mask leaves out
-    may be -inf.
+    logits [B, T, V], input_ids and action_mask [B, T], result [B] float32. Values off the mask may
+    be -inf.
     """
     _check_shapes(logits, input_ids)
     if action_mask.shape != input_ids.shape:
@@ -97,8 +101,8 @@ def compute_logp_action(logits: Tensor, input_ids: Tensor, action_mask: Tensor, 
 
 
 def compute_token_entropy(logits: Tensor, *, use: LogitsUse | None = None) -> Tensor:
-    """Entropy in nats of the distribution of each next token. logits [B, T, V], result [B, T -
-    1] float32."""
+    """Entropy in nats of the distribution of each next token. logits [B, T, V], result [B, T - 1]
+    float32."""
     if logits.ndim != 3:
         raise DataError(f"logits must be [B, T, V], got {tuple(logits.shape)}")
     use = use or LogitsUse()
@@ -108,8 +112,8 @@ def compute_token_entropy(logits: Tensor, *, use: LogitsUse | None = None) -> Te
 
 
 def compute_token_logp_and_entropy(logits: Tensor, input_ids: Tensor, *, use: LogitsUse | None = None) -> tuple[Tensor, Tensor]:
-    """Both of the above as one reader of the logits, whose gradient is one tensor instead of
-    three."""
+    """`compute_token_logp` and `compute_token_entropy` with one reader of the logits, so that their
+    gradient is one tensor instead of three."""
     _check_shapes(logits, input_ids)
     use = use or LogitsUse()
     use.read(logits)
@@ -120,15 +124,16 @@ def compute_token_logp_and_entropy(logits: Tensor, input_ids: Tensor, *, use: Lo
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """The values where the mask is not 0, and exactly 0 elsewhere, be they infinite."""
+    """`values`, but zero where the mask is 0, even if the value there is inf or nan (`values *
+    mask` would give nan)."""
     return values.masked_fill(mask == 0, 0.0)
 
 
 def capped_exp(log_ratio: Tensor, ratio_clip: float | None) -> Tensor:
-    """exp(log_ratio), at most `ratio_clip` if there is one; no gradient where the cap acts.
+    """exp(log_ratio), at most `ratio_clip` if that is given; no gradient where the cap acts.
 
-    With a cap nothing overflows, however large the logarithm. Without one an infinite ratio is left
-    to be seen: it says that the log-probabilities are wrong, and the trainer stops at it.
+    With a cap nothing overflows, however large the logarithm. Without one an infinite ratio stays
+    infinite: the log-probabilities are wrong then, and the trainer stops.
     """
     if ratio_clip is None:
         return log_ratio.exp()
@@ -136,8 +141,7 @@ def capped_exp(log_ratio: Tensor, ratio_clip: float | None) -> Tensor:
 
 
 def with_scaled_gradient(values: Tensor, weight: Tensor) -> Tensor:
-    """The values as they are; the gradient that comes back to them is multiplied by `weight`, of
-    their shape."""
+    """`values` unchanged; their gradient is multiplied by `weight`, which has their shape."""
     scaled: Tensor = _ScaledGradient.apply(values, weight)
     return scaled
 
@@ -158,15 +162,16 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 def _is_free(logits: Tensor) -> bool:
-    """Whether neither a parameter nor the operation that made the logits shares their memory."""
+    """Whether no parameter and no saved tensor of the operation that made the logits shares their
+    memory."""
     sources = [logits] if logits._base is None else [logits, logits._base]
-    return not any(source.is_leaf or _is_kept_by_maker(source) for source in sources)
+    return not any(source.is_leaf or _is_saved_by_maker(source) for source in sources)
 
 
-def _is_kept_by_maker(tensor: Tensor) -> bool:
+def _is_saved_by_maker(tensor: Tensor) -> bool:
     node, address = tensor.grad_fn, tensor.untyped_storage().data_ptr()
-    kept = (getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
-    return any(isinstance(saved, Tensor) and saved.untyped_storage().data_ptr() == address for saved in kept)
+    saved_tensors = (getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
+    return any(isinstance(saved, Tensor) and saved.untyped_storage().data_ptr() == address for saved in saved_tensors)
 
 
 def _check_shapes(logits: Tensor, input_ids: Tensor) -> None:
@@ -194,12 +199,12 @@ class _SelectedLogp(torch.autograd.Function):
         ctx.use = use
         norms_N = _norms(logits_NV, use)
         ctx.save_for_backward(logits_NV, index_N, norms_N)
-        return _chosen(logits_NV, index_N, norms_N, use)
+        return _selected(logits_NV, index_N, norms_N, use)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grad_N,) = _of_logits(ctx.use, grads)
+        (grad_N,) = _unscale_gradients(ctx.use, grads)
         logits_NV, index_N, norms_N = ctx.saved_tensors
         size = _rows(logits_NV)
         out_NV = ctx.use.buffer(logits_NV)
@@ -210,14 +215,13 @@ class _SelectedLogp(torch.autograd.Function):
         return out_NV, None, None
 
 
-def _of_logits(use: LogitsUse, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Gradients of what is computed from logits / temperature, so that their product with its
-    derivative is that of the logits."""
+def _unscale_gradients(use: LogitsUse, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Gradients with respect to the logits from those with respect to logits / temperature."""
     return grads if use.temperature == 1.0 else tuple(grad / use.temperature for grad in grads)
 
 
 def _norms(logits_NV: Tensor, use: LogitsUse) -> Tensor:
-    """[N] log of the sum of exponentials."""
+    """[N] logsumexp of each row."""
     size = _rows(logits_NV)
     norms_N = logits_NV.new_empty(logits_NV.shape[0], dtype=use.dtype(logits_NV))
     for start in _chunks(logits_NV):
@@ -226,14 +230,14 @@ def _norms(logits_NV: Tensor, use: LogitsUse) -> Tensor:
     return norms_N
 
 
-def _chosen(logits_NV: Tensor, index_N: Tensor, norms_N: Tensor, use: LogitsUse) -> Tensor:
-    chosen_N = logits_NV.gather(1, index_N[:, None]).squeeze(1)
-    return use.tempered(chosen_N, norms_N.dtype).to(norms_N.dtype) - norms_N
+def _selected(logits_NV: Tensor, index_N: Tensor, norms_N: Tensor, use: LogitsUse) -> Tensor:
+    selected_N = logits_NV.gather(1, index_N[:, None]).squeeze(1)
+    return use.tempered(selected_N, norms_N.dtype).to(norms_N.dtype) - norms_N
 
 
 def _selected_gradient(logits_NV: Tensor, index_N1: Tensor, norms_N1: Tensor, grad_N1: Tensor) -> Tensor:
-    """(onehot - softmax) * grad in the dtype of the norms: in that of half-precision logits, 1 -
-    softmax of a likely token is 0."""
+    """(onehot - softmax) * grad, in the dtype of the norms: in half precision 1 - softmax of a
+    likely token would be 0."""
     return torch.sub(logits_NV, norms_N1).exp_().mul_(-grad_N1).scatter_add_(1, index_N1, grad_N1)
 
 
@@ -258,7 +262,7 @@ def _entropy_gradient(logits_NV: Tensor, entropy_N1: Tensor, grad_N1: Tensor) ->
 
 
 def _finite_log_softmax(logits_NV: Tensor, wide: torch.dtype) -> Tensor:
-    """Log-probabilities of which none is -inf, so that p log p is 0 where p is."""
+    """Log-probabilities clamped to finite values, so that p log p is 0 where p is 0."""
     return torch.log_softmax(logits_NV, dim=-1, dtype=wide).clamp_(min=torch.finfo(wide).min)
 
 
@@ -275,7 +279,7 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad_N,) = _of_logits(ctx.use, grads)
+        (grad_N,) = _unscale_gradients(ctx.use, grads)
         logits_NV, entropy_N = ctx.saved_tensors
         size = _rows(logits_NV)
         out_NV = ctx.use.buffer(logits_NV)
@@ -287,19 +291,19 @@ class _Entropy(torch.autograd.Function):
 
 
 class _SelectedLogpAndEntropy(torch.autograd.Function):
-    """Both: their gradients are added chunk by chunk."""
+    """Both; their gradients are added chunk by chunk."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, index_N: Tensor, use: LogitsUse) -> tuple[Tensor, Tensor]:
         ctx.use = use
         norms_N, entropy_N = _norms(logits_NV, use), _entropies(logits_NV, use)
         ctx.save_for_backward(logits_NV, index_N, norms_N, entropy_N)
-        return _chosen(logits_NV, index_N, norms_N, use), entropy_N
+        return _selected(logits_NV, index_N, norms_N, use), entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logp_grad_N, entropy_grad_N = _of_logits(ctx.use, grads)
+        logp_grad_N, entropy_grad_N = _unscale_gradients(ctx.use, grads)
         logits_NV, index_N, norms_N, entropy_N = ctx.saved_tensors
         size = _rows(logits_NV)
         out_NV = ctx.use.buffer(logits_NV)

@@ -17,13 +17,13 @@ from ludic.training.loss.statistics import capped, masked_stats, outside, policy
 
 @dataclass
 class GMPOLoss(Loss):
-    """L = -mean_b R_b A_b with log R_b = mean_t s_b g_bt, where s_b = sign(A_b) and
-    g_bt = min(s_b log r_bt, clip(s_b log r_bt, -low, high)), r_bt the ratio of token t.
+    """L = -mean_b R_b A_b, with log R_b = mean_t s_b g_bt, s_b = sign(A_b) and g_bt = min(s_b log
+    r_bt, clip(s_b log r_bt, -low, high)); r_bt is the ratio of token t.
 
-    Geometric-Mean Policy Optimization (arXiv:2507.20673): PPO's pessimistic clip on each token, in
-    the logarithm, so that the range of r_bt is [e^-low, e^high]. Without `length_normalize` the
-    mean over t is a sum, and R_b a product. `ratio_clip` caps r_bt from above first. Nothing is
-    detached.
+    Geometric-Mean Policy Optimization (arXiv:2507.20673): PPO's pessimistic clip on each token,
+    applied to the logarithm, so that r_bt is bounded by [e^-low, e^high]. Without
+    `length_normalize` the mean over t is a sum, and R_b a product. `ratio_clip` caps r_bt from
+    above first. Nothing is detached.
     """
 
     clip_eps_low: float = 0.4

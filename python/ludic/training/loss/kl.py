@@ -16,9 +16,9 @@ from ludic.training.loss.functional import masked
 from ludic.training.loss.statistics import masked_stats, spread
 
 Estimator = Literal["k1", "k2", "k3"]
-"""Estimates of KL(policy || actor) from log_ratio = log pi - log pi_actor. k1: log_ratio,
-unbiased in value, but its gradient is zero in expectation on the actor's own samples; k2:
-log_ratio^2 / 2; k3: exp(-log_ratio) - 1 + log_ratio, as in GRPO."""
+"""Estimates of KL(policy || actor) from log_ratio = log pi - log pi_actor. k1: log_ratio; unbiased,
+but its gradient is zero in expectation on the actor's own samples. k2: log_ratio^2 / 2. k3:
+exp(-log_ratio) - 1 + log_ratio, as in GRPO."""
 
 
 @dataclass
@@ -58,9 +58,11 @@ class TokenKLLoss(Loss):
 
 @dataclass
 class KLLoss(Loss):
-    """L = coeff * mean_b k(l_b - l_b^old), l_b the log-probability of sequence b; k1 is the
-    default, as in TokenKLLoss. With `length_normalize` both are means over tokens. l_b^old is a
-    constant."""
+    """L = coeff * mean_b k(l_b - l_b^old), l_b the log-probability of sequence b.
+
+    k1 is the default, as in TokenKLLoss. With `length_normalize` both are means over tokens.
+    l_b^old is a constant.
+    """
 
     coeff: float = 1.0
     old_logp_key: str = "old_logp_action"
@@ -82,9 +84,11 @@ class KLLoss(Loss):
 
 @dataclass
 class EntropyBonus(Loss):
-    """L = -coeff * (sum of H_t over the actions) / (number of actions), H_t the entropy of the
-    distribution that token t was drawn from. A mean over all action tokens of the mini-batch; 0
-    when there is none."""
+    """L = -coeff * (sum of H_t over the actions) / (number of actions).
+
+    H_t is the entropy of the distribution that token t was drawn from. The mean is over all action
+    tokens of the mini-batch; it is 0 if there are none.
+    """
 
     coeff: float = 0.01
 
@@ -99,7 +103,7 @@ class EntropyBonus(Loss):
 
 
 def estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
-    """KL(policy || actor) at each token from log pi - log pi_actor."""
+    """KL(policy || actor) of each token, estimated from log pi - log pi_actor."""
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":

@@ -1,18 +1,18 @@
-"""How far the trainer's log-probabilities are from those that the sampler gave with its tokens:
-`mismatch/*`.
+"""`mismatch/*`: how far the trainer's log-probabilities are from those that the sampler reported.
 
-With d_t = log pi_trainer(y_t) - log pi_sampler(y_t) over all action tokens, drawn by the sampler,
-and w_t = exp(d_t):
+With d_t = log pi_trainer(y_t) - log pi_sampler(y_t) over all n action tokens, and w_t = exp(d_t):
 
-    mismatch/mean      mean of |d|                                    in nats
+    mismatch/mean      mean of |d|, in nats
     mismatch/max       largest |d|
-    mismatch/kl        mean of w - 1 - d: KL(sampler || trainer), estimated without bias and never negative (k3, Schulman 2020)
-    mismatch/ess       (sum w)^2 / (n sum w^2): the share of the tokens that importance weighting would leave effective, in (0, 1]
+    mismatch/kl        mean of w - 1 - d, an unbiased estimate of KL(sampler || trainer)
+                       that is never negative (k3, Schulman 2020)
+    mismatch/ess       (sum w)^2 / (n sum w^2), in (0, 1]: the share of the tokens that
+                       importance weighting would leave effective
     mismatch/tokens    n
 
-Both sides are of one distribution only at the temperature that the trainer was told
-(`TrainerConfig.temperature`). A micro-batch gives sums, so that the numbers of a step are exact
-means over its tokens, however they were split.
+Both sides describe one distribution only if the trainer knows the sampling temperature
+(`TrainerConfig.temperature`). A micro-batch reports sums, so the numbers of a step are exact means
+over its tokens, however they were split.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from ludic.training.loss.functional import masked
 PREFIX = "mismatch/"
 SUMS = ("tokens", "abs_sum", "kl_sum", "ratio_sum", "ratio_square_sum", "gradient_weight_sum", "gradient_kept_sum")
 LARGEST = "abs_max"
-LONGEST_LOG_RATIO = 20.0
-"""Beyond this a ratio is no number to average: exp(20) is 5e8."""
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to +-this: exp(20) is 5e8, which no mean survives."""
 
 
 def mismatch_sums(shared: SharedContext) -> Stats:
-    """Of one micro-batch, as detached scalars on its device. Nothing where the batch has no
-    log-probabilities of the sampler, or where
-    the loss did not ask for the policy's: none are computed for this."""
+    """Sums over one micro-batch, as detached scalars on its device. Empty if the batch has no
+    log-probabilities of the sampler, or if the loss did not compute the policy's: none are computed
+    for this."""
     if "actor_logps" not in shared.batch or not shared.has_computed_logp:
         return {}
     mask = shared.token_mask
     difference = masked(shared.proximal_logp - shared.sampler_logp, mask).detach()
-    bounded = difference.clamp(-LONGEST_LOG_RATIO, LONGEST_LOG_RATIO)
+    bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = bounded.exp() * mask
     sums = {
         "tokens": mask.sum(),
@@ -63,8 +63,8 @@ def is_mismatch_sum(key: str) -> bool:
 
 
 def mismatch_of(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """The statistics from sums over all micro-batches (and the largest `abs_max`), by full key.
-    Without a token, nothing."""
+    """The statistics of a step, by full key, from sums over its micro-batches and the largest
+    `abs_max`. Empty if there was no token."""
     part = {key.removeprefix(PREFIX): value for key, value in sums.items() if is_mismatch_sum(key)}
     if not part or not float(part["tokens"]):
         return {}

@@ -31,16 +31,16 @@ class BradleyTerryLoss(Loss):
     Bradley and Terry 1952; as a loss of reward models Ouyang et al. 2022 (arXiv:2203.02155), eq. 1.
     s_c and s_r are the scores of the chosen and the rejected sample: the model's one logit, or with
     `score_type="logprob"` the summed log-probability of the action. The second term is a norm over
-    the pairs of the whole mini-batch, not a mean, and grows with their number: by sqrt(P) for l2,
-    by P for l1. The gradient of the l2 norm needs the scores of all pairs, so that over several
-    micro-batches the model is run twice, first without gradient. Nothing is detached.
+    the pairs of the whole mini-batch, not a mean: it grows with their number P, by sqrt(P) for l2
+    and by P for l1. The gradient of the l2 norm needs the scores of all pairs, so over several
+    micro-batches the model runs twice, first without gradient. Nothing is detached.
 
-    The batch needs `meta` with `pair_id`, `role` and `label`. Samples whose other half is absent
-    say nothing.
+    The batch needs `meta` with `pair_id`, `role` and `label`. Samples without their partner are
+    ignored.
     """
 
     beta: float = 1.0
-    """How much a difference of scores says: the inverse of a temperature."""
+    """Scale of the score difference; the inverse of a temperature."""
     score_type: ScoreType = "reward"
     """Where scores come from: logits [B] or [B, 1], or the log-probabilities of logits [B, T,
     V]."""
@@ -50,9 +50,9 @@ class BradleyTerryLoss(Loss):
     label_smoothing: float = 0.0
     """eps: 0.1 turns labels of 1 and 0 into 0.95 and 0.05."""
     compile: bool | None = None
-    """Accepted and without effect: the formula is of a few numbers a pair."""
+    """Accepted for compatibility; without effect."""
     score_regularization_lambda: float = 0.0
-    """Weight of the squared scores, which Bradley-Terry leaves free to drift together."""
+    """Weight of the squared scores. Bradley-Terry alone lets both scores drift together."""
 
     normalizer = "pairs"
 
@@ -60,9 +60,13 @@ class BradleyTerryLoss(Loss):
         check_score_type(self.score_type)
         if self.beta <= 0:
             raise ConfigError(f"beta must be positive, got {self.beta}")
-        for name in ("regularization_lambda", "score_regularization_lambda"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be non-negative, got {getattr(self, name)}")
+        weights = {
+            "regularization_lambda": self.regularization_lambda,
+            "score_regularization_lambda": self.score_regularization_lambda,
+        }
+        for name, weight in weights.items():
+            if weight < 0:
+                raise ConfigError(f"{name} must be non-negative, got {weight}")
         if self.regularization_type not in get_args(RegularizationType):
             raise ConfigError(f"regularization_type must be one of l2, l1, got {self.regularization_type!r}")
         if not 0 <= self.label_smoothing <= 1:
@@ -114,17 +118,17 @@ class BradleyTerryLoss(Loss):
         return scores[chosen], scores[rejected], scores.new_tensor(labels)
 
     def _norm(self, difference: Tensor, shared: SharedContext) -> Tensor:
-        """This micro-batch's part of the norm over the mini-batch, divided by its share, by
-        which the loss will be multiplied. The parts of sum_i |d_i| are plain; of n = sqrt(sum_i
-        d_i^2) a part is sum_k d_k^2 / n, whose gradient must be d_k / n."""
+        """This micro-batch's part of the norm over the mini-batch, divided by its share, by which
+        the loss is multiplied later. For l1, sum_i |d_i|, the parts are plain. For l2, n =
+        sqrt(sum_i d_i^2), a part is sum_k d_k^2 / n with gradient d_k / n."""
         share = shared.share(self.normalizer)
         if self.regularization_type == "l1":
             return difference.abs().sum() / share
         squares = difference.square().sum()
-        norm = self._squares_of_all(squares, len(difference), shared).sqrt().clamp(min=torch.finfo(squares.dtype).tiny)
+        norm = self._total_squares(squares, len(difference), shared).sqrt().clamp(min=torch.finfo(squares.dtype).tiny)
         return (squares + squares.detach()) / (2 * norm) / share
 
-    def _squares_of_all(self, own: Tensor, pairs: int, shared: SharedContext) -> Tensor:
+    def _total_squares(self, own: Tensor, pairs: int, shared: SharedContext) -> Tensor:
         measured = shared.totals.measured.get(SQUARED_MARGINS)
         if measured is not None:
             return measured.to(own)
@@ -149,8 +153,8 @@ def check_score_type(score_type: str) -> None:
 
 
 def preference_scores(shared: SharedContext, score_type: ScoreType) -> Tensor:
-    """[B] score of each sample, in float32 or wider. Raises DataError for logits that are not
-    one a sample."""
+    """[B] score of each sample, in float32 or wider. Raises DataError unless there is one logit for
+    each sample."""
     if score_type == "logprob":
         return shared.logp_action()
     logits, rows = shared.logits, num_rows(shared.batch)
@@ -166,11 +170,15 @@ Index = slice | list[int]
 
 
 def pairs_in(batch: Batch) -> tuple[Index, Index, list[float]]:
-    """Where the chosen and the rejected sample of each complete pair are, and its label."""
+    """Rows of the chosen and of the rejected sample of each complete pair, and its label.
+
+    Example: pair ids [p, q, p, q] with roles [chosen, chosen, rejected, rejected] give [0, 1], [2,
+    3] and two labels. Neighbours [p, p, q, q], chosen first, give slices.
+    """
     pair_ids, roles, labels = _preference_meta(batch)
     if _alternate(pair_ids, roles, labels):
         return slice(0, None, 2), slice(1, None, 2), [float(label) for label in labels[::2]]
-    return _looked_up(pair_ids, roles, labels)
+    return _rows_by_role(pair_ids, roles, labels)
 
 
 def _preference_meta(batch: Batch) -> tuple[list[Any], list[Any], list[Any]]:
@@ -188,7 +196,7 @@ def _preference_meta(batch: Batch) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 def _alternate(pair_ids: list[Any], roles: list[Any], labels: list[Any]) -> bool:
-    """Whether neighbours are pairs, chosen first, each pair once."""
+    """Whether neighbouring samples are pairs, chosen first, each pair once."""
     return (
         len(roles) % 2 == 0
         and roles == ["chosen", "rejected"] * (len(roles) // 2)
@@ -198,19 +206,19 @@ def _alternate(pair_ids: list[Any], roles: list[Any], labels: list[Any]) -> bool
     )
 
 
-def _looked_up(pair_ids: list[Any], roles: list[Any], labels: list[Any]) -> tuple[list[int], list[int], list[float]]:
-    found: dict[Any, dict[str, int]] = {}
+def _rows_by_role(pair_ids: list[Any], roles: list[Any], labels: list[Any]) -> tuple[list[int], list[int], list[float]]:
+    rows_of: dict[Any, dict[str, int]] = {}
     for row, (pair_id, role) in enumerate(zip(pair_ids, roles, strict=True)):
         if role not in ("chosen", "rejected"):
             raise DataError(f"the role of sample {row} ({role!r}) must be 'chosen' or 'rejected'")
-        halves = found.setdefault(pair_id, {})
+        halves = rows_of.setdefault(pair_id, {})
         if role in halves:
             logger.warning("pair %r has two %s samples; the last one counts", pair_id, role)
         halves[role] = row
-    for pair_id, halves in found.items():
-        given = {labels[row] for row in halves.values()}
-        if len(given) > 1:
-            raise DataError(f"pair {pair_id!r} has conflicting labels {sorted(given)}; its two samples must have one label")
-    complete = [halves for halves in found.values() if len(halves) == 2]
+    for pair_id, halves in rows_of.items():
+        pair_labels = {labels[row] for row in halves.values()}
+        if len(pair_labels) > 1:
+            raise DataError(f"pair {pair_id!r} has conflicting labels {sorted(pair_labels)}; its two samples must have one label")
+    complete = [halves for halves in rows_of.values() if len(halves) == 2]
     chosen = [halves["chosen"] for halves in complete]
     return chosen, [halves["rejected"] for halves in complete], [float(labels[row]) for row in chosen]

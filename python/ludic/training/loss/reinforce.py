@@ -15,14 +15,14 @@ from ludic.training.loss.statistics import k3, spread
 
 @dataclass
 class ReinforceLoss(Loss):
-    """L = -mean_b[ sg(r_b) A_b l_b ], with l_b = log pi(action_b), r_b = exp(l_b - l_b^old), A_b
+    """L = -mean_b[ sg(r_b) A_b l_b ], with l_b = log pi(action_b), r_b = exp(l_b - l_b^old) and A_b
     the weight.
 
-    Williams 1992, eq. 4, with the importance weight of off-policy policy gradient (Degris et al.
-    2012, eq. 5) for the difference between the sampling and the training engine. r_b is detached.
-    With `length_normalize` both l_b and l_b^old are means over the action's tokens. r_b is a
-    product over tokens, whose spread grows with the length: `ratio_clip` caps it from above, as
-    truncated importance sampling does (Ionides 2008); for long answers prefer CISPO.
+    Williams 1992, eq. 4. The detached importance weight r_b is that of the off-policy policy
+    gradient (Degris et al. 2012, eq. 5); it corrects for the difference between the sampling and
+    the training engine. With `length_normalize` both l_b and l_b^old are means over the action's
+    tokens. r_b is a product over tokens whose variance grows with the length: `ratio_clip` caps it
+    from above, as truncated importance sampling does (Ionides 2008); for long answers prefer CISPO.
     """
 
     length_normalize: bool = False
@@ -43,9 +43,9 @@ class ReinforceLoss(Loss):
 class ReinforceBaselineLoss(Loss):
     """ReinforceLoss with A_b = w_b - mean(w), divided by (std(w) + 1e-8) if `normalize`.
 
-    Mean and population standard deviation are those of the mini-batch (`BatchTotals`), so that they
-    do not depend on how it was split. A sample of weight 0 has advantage -mean(w): it stays in the
-    forward pass.
+    Mean and population standard deviation are those of the mini-batch (`BatchTotals`), so they do
+    not depend on how it was split. A sample of weight 0 has advantage -mean(w), so it is not
+    skipped.
     """
 
     normalize: bool = False
@@ -71,8 +71,8 @@ class ReinforceBaselineLoss(Loss):
 def importance_weighted(
     settings: ReinforceLoss | ReinforceBaselineLoss, shared: SharedContext, advantage: Tensor
 ) -> tuple[Tensor, Stats]:
-    """-mean_b[ sg(r_b) A_b l_b ] for advantages [B], and its statistics. `ratio_mean` is that of
-    the weights used."""
+    """-mean_b[ sg(r_b) A_b l_b ] for advantages [B], and its statistics. `ratio_mean` is over the
+    capped ratios."""
     logp = shared.logp_action(length_normalize=settings.length_normalize)
     old = shared.old_logp_action(settings.old_logp_key, length_normalize=settings.length_normalize)
     log_ratio = (logp - old).detach()

@@ -1,6 +1,6 @@
 """Statistics that losses report: detached scalars that stay on the device of the logits.
 
-Shapes: B rows, T tokens. Per-token values are [B, T - 1], and count where the next token is an
+Shapes: B samples, T tokens. Per-token values are [B, T - 1] and count where the next token is an
 action.
 """
 
@@ -15,8 +15,8 @@ from ludic.training.loss.functional import masked
 
 
 def policy_stats(shared: SharedContext, ratio: Tensor) -> Stats:
-    """What every loss on token ratios [B, T - 1] reports. `kl_actor_policy` is that of the ratio
-    before any cap."""
+    """What every loss on token ratios [B, T - 1] reports. `kl_actor_policy` is computed before any
+    cap on the ratio."""
     advantage = shared.weight
     return {
         **masked_stats(shared, ratio_mean=ratio, kl_actor_policy=k3(shared.log_ratio)),
@@ -29,7 +29,7 @@ def policy_stats(shared: SharedContext, ratio: Tensor) -> Stats:
 
 
 def masked_stats(shared: SharedContext, **values: Tensor) -> Stats:
-    """Means of [B, T - 1] values over the actions; 0 where there is none."""
+    """Means of [B, T - 1] values over the actions; 0 if there are none."""
     mask = shared.token_mask
     count = mask.sum().clamp(min=1.0)
     return {name: masked(value.detach(), mask).sum() / count for name, value in values.items()}
@@ -53,13 +53,13 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def outside(ratio: Tensor, low: float, high: float) -> Tensor:
-    """1.0 where the ratio is out of [1 - low, 1 + high]."""
+    """1.0 where the ratio is outside [1 - low, 1 + high]."""
     ratio = ratio.detach()
     return ((ratio < 1.0 - low) | (ratio > 1.0 + high)).float()
 
 
 def capped(ratio: Tensor, ratio_clip: float | None) -> Tensor:
-    """1.0 where the ratio reached `ratio_clip`."""
+    """1.0 where the ratio has reached `ratio_clip`."""
     if ratio_clip is None:
         return torch.zeros_like(ratio.detach())
     return (ratio.detach() >= ratio_clip).float()

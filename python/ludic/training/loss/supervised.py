@@ -17,8 +17,8 @@ class MaskedCausalLMCrossEntropyLoss(Loss):
     """L = mean_b w_b mean_t -log pi_bt over the action tokens, in float32.
 
     Without `length_normalize` the mean over t is a sum; `normalizer="tokens"` takes one mean over
-    all action tokens, as causal language models are usually trained. A batch without `weight` has
-    weight 1 everywhere.
+    all action tokens, as causal language models are usually trained. Without `weight` in the batch
+    every weight is 1.
     """
 
     length_normalize: bool = True
