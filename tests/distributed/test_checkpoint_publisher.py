@@ -1,4 +1,4 @@
-"""Weights through folders: SGLang servers, and engines that are told to read a checkpoint."""
+"""Publishing through folders: SGLang servers, and engines that read a checkpoint."""
 
 import contextlib
 import json
@@ -118,13 +118,13 @@ async def test_engines_read_a_checkpoint_and_answer_in_their_order(start, server
 
 
 def cut(folder):
-    """The file ends in the middle, as that of a trainer that was killed."""
+    """The file is cut off, as that of a trainer that was killed."""
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
 
 
 def without_one(folder):
-    """One of two files is not there yet."""
+    """One of two files is still missing."""
     names = list(weights(5))
     save_file({name: weights(5)[name] for name in names[1:]}, folder / "model.safetensors")
     places = {**dict.fromkeys(names, "model.safetensors"), names[0]: "first.safetensors"}

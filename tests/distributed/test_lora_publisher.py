@@ -1,4 +1,4 @@
-"""Adapters pushed as adapters: each version under its own name, on all servers or on none."""
+"""Publishing adapters: each version under its own name, on all servers or on none."""
 
 import copy
 import json
@@ -100,7 +100,7 @@ def test_a_server_that_was_restarted_gets_the_next_version(start, model, tmp_pat
 
 
 def test_a_resumed_run_replaces_the_version_that_the_run_before_left(start, model, tmp_path):
-    """The servers live on; loading a name that they have is an error of theirs."""
+    """The servers were not restarted, and refuse to load a name that they have."""
     server = start()
     create_lora_publisher(server.url, model, directory=tmp_path / "before").publish({}, version=4)
     resumed = create_lora_publisher(server.url, model, directory=tmp_path / "after")

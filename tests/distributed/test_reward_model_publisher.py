@@ -1,5 +1,5 @@
-"""Weights of a reward model on their way: what its training changed, and nothing that the
-receiver is not told of."""
+"""Publishing a reward model: the weights that its training changed, and none that were not
+announced."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ WEIGHTS = {"model.norm.weight": torch.ones(2), "score.weight": torch.zeros(1, 2)
 
 
 class Receiver:
-    """Fails as a receiver that filters on its own side does: by waiting for what never comes."""
+    """Fails as a receiver does that skips tensors itself: it waits for one that never comes."""
 
     def __init__(self):
         self.got = []

@@ -1,5 +1,5 @@
-"""Pushes that bring nothing new: what is served is called by their version, and a publisher that
-never brings anything is found out."""
+"""Pushes of unchanged weights: servers change the version alone, and a publisher that never changes
+anything is an error."""
 
 import copy
 import itertools
@@ -116,8 +116,7 @@ def test_weights_of_a_push_that_failed_are_pushed_again(start):
 
 
 class Batches:
-    """Groups whose answers are all equal, so that there is nothing to learn; `weight` as long as
-    there is something."""
+    """Batches with these weights, then batches of weight 0, from which nothing is learnt."""
 
     def __init__(self, *weights):
         self.weights = itertools.chain(weights, itertools.repeat(0.0))

@@ -1,5 +1,5 @@
 """A push to vLLM servers: what is served before, during and after it, when it succeeds and when
-anything in it fails."""
+any step fails."""
 
 import logging
 import os
@@ -36,13 +36,13 @@ def publisher(*servers, **options):
 
 
 def serves(server, version, seed):
-    """Wholly these weights, under this version, with nothing cached of others, and requests run."""
+    """Assert that these weights are served under this version, with no stale cache, unpaused."""
     assert same(server.served, weights(seed))
     assert (server.version, server.paused, server.cache_is_stale, server.active) == (version, None, False, False)
 
 
 def out_of_service(server):
-    """Nothing is answered: what it holds is not known to be right."""
+    """Assert that the server answers nothing, because what it holds is not known."""
     assert server.paused == "abort"
 
 
@@ -162,8 +162,8 @@ def test_nothing_to_publish_is_an_error(start):
 
 
 def test_frozen_weights_keep_the_servers_values(start):
-    """A fused layer is loaded whole: of the layer of a weight that came, the server adds what it
-    has."""
+    """A fused layer is loaded completely: the server adds its own weights of a layer that is pushed
+    in part."""
     server = start()
     push = publisher(server, partial=True)
     for version in (1, 2):
@@ -326,7 +326,7 @@ def test_a_cache_that_cannot_be_reset_takes_the_server_out_of_service(start):
     [("start_update", 1), ("pause", 2), ("finish_update", 2), ("reset_prefix_cache", 2), ("resume", 2)],
 )
 def test_ctrl_c_leaves_the_old_version_everywhere_or_the_new(start, step, served, count):
-    """From pause to resume it waits: a server that was let go on in the middle would answer with
+    """Between pause and resume it is delayed: a server resumed in the middle would answer with
     keys and values of the old weights."""
     servers = [start() for _ in range(count)]
     push = publisher(*servers)
@@ -362,7 +362,7 @@ def test_a_second_ctrl_c_is_raised_at_once(start):
         commit(*given)
 
     class Again(logging.Handler):
-        """Presses it again when the first is said to have been heard."""
+        """Presses Ctrl-C again when the first one is logged."""
 
         def emit(self, record):
             os.kill(os.getpid(), signal.SIGINT)
@@ -384,8 +384,8 @@ def test_a_second_ctrl_c_is_raised_at_once(start):
 
 
 def test_what_a_server_cached_before_is_forgotten_before_it_goes_on(start):
-    """A push that another trainer left in the middle of: the server is paused, and its cache is
-    of weights that it had."""
+    """A push that another trainer left unfinished: the server is paused, and its cache is of
+    weights that it had before."""
     servers = [start(), start()]
     push = publisher(*servers)
     servers[0].paused, servers[0].cache_is_stale = "abort", True
@@ -423,7 +423,7 @@ def two_servers(tmp_path_factory):
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(failing=st.sampled_from(PUSH), after=st.booleans(), who=st.integers(0, 1))
 def test_whatever_fails_a_server_serves_the_old_version_or_the_new_or_nothing(two_servers, failing, after, who):
-    """`after`: the server does as it is told, and its answer is lost."""
+    """`after`: the server does the step, and its answer is lost."""
     for server in two_servers:
         server.faults.clear()
         server.restart()
@@ -497,8 +497,7 @@ def test_a_clients_servers():
 
 
 def test_two_trainers_may_take_turns(start):
-    """A server knows one connection: who comes back finds that it is another's, and opens its
-    own again."""
+    """A server has one connection: a trainer that finds the other's opens its own again."""
     server = start()
     one, two = publisher(server), publisher(server)
     for version, push in enumerate((one, two, one, two), start=1):
@@ -519,7 +518,7 @@ def test_a_client_is_told_what_is_served_and_whom_not_to_ask(start):
 
 
 def test_a_server_that_hears_neither_pause_nor_resume_is_named_and_gets_no_requests(start):
-    """Whether it is paused is not known: it may hear of both later, in whatever order."""
+    """Whether it is paused is unknown: both requests may arrive later, in any order."""
     told = []
     servers = [start(), start()]
     client = SimpleNamespace(server_urls=[server.url for server in servers])

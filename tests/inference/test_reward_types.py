@@ -1,4 +1,4 @@
-"""What is asked of reward models, and which of their weights are published."""
+"""Requests to reward models, and which of their weights are published."""
 
 import pytest
 from hypothesis import given, strategies as st

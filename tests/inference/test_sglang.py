@@ -1,5 +1,5 @@
-"""The SGLang client against a stub: exact ids and log-probabilities, and whose weights they are
-of."""
+"""The SGLang client against a stub: exact ids and log-probabilities, and the version of the
+weights that sampled them."""
 
 import json
 

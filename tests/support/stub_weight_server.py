@@ -1,9 +1,9 @@
-"""A server's side of publishing, on loopback: the endpoints of vLLM 0.32 for weights, over the very
-receiver that its workers run.
+"""A stub of a server that takes weights: the endpoints of vLLM 0.32 on loopback, with the receiver
+that vLLM's workers run.
 
-What it keeps of the real one: an update that fails closes its session; a finish that fails does
-not; starting twice is refused; one call to the workers at a time; while paused, nothing is
-answered; after a restart the first weights are served under `default`.
+As in vLLM, a failed update ends the update and a failed finish does not, a second start is refused,
+workers take one call at a time, nothing is answered during a pause, and a restarted server has its
+first weights under the version `default`.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ def same(left, right):
 
 
 class StubWeightServer:
-    """`faults[path]` is called before the call of that path is answered, with its body; it may
-    raise, wait, or change the server."""
+    """`faults[path]` is called with the body of each request to that path before it is answered.
+    It may raise, wait, or change the server."""
 
     def __init__(self, folder, *, backend="gloo", tied=False, dtype="float32", first=None):
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,9 +49,9 @@ class StubWeightServer:
         self.folder, self.backend, self.tied, self.dtype = folder, backend, tied, dtype
         self.faults, self.calls, self.adapters = {}, [], {}
         self.secret = None
-        """Asked for as a server does that we start; None as one of somebody else's."""
+        """The secret that requests need, as at a server that we start. None: they need none."""
         self.headers = []
-        """Of everything that came, in order; names are lower case."""
+        """The headers of all requests, in order. Names are lower case."""
         self.without_extension = self.loads_nothing = False
         self.closing = threading.Event()
         self._boot()
@@ -68,7 +68,7 @@ class StubWeightServer:
         self._worker = threading.Lock()
 
     def restart(self):
-        """As after a crash: all that was pushed is gone."""
+        """Restart as after a crash: everything that was pushed is lost."""
         self.receiver.close()
         self._boot()
 
@@ -202,7 +202,7 @@ class StubWeightServer:
 
 
 class Refused(Exception):
-    """Answered with this status."""
+    """A request that is refused with this status."""
 
     def __init__(self, status, message):
         super().__init__(message)
@@ -210,7 +210,7 @@ class Refused(Exception):
 
 
 def refuse(message="Internal Server Error", status=500):
-    """A fault: the call is refused."""
+    """A fault that refuses the request."""
 
     def fault(_):
         raise Refused(status, message)

@@ -1,4 +1,4 @@
-"""Scores from a server: the numbers that it gives, refusals, retries and deadlines."""
+"""Scores from a server: their values, refusals, retries and deadlines."""
 
 import asyncio
 import math
@@ -208,7 +208,7 @@ async def test_the_server_is_described(server):
 
 @pytest.fixture
 def pushed(monkeypatch):
-    """What reaches the publisher: (settings, names, version)."""
+    """The calls of the publisher: (URLs, settings, names, version)."""
     seen = []
 
     def make(urls, **settings):

@@ -84,7 +84,8 @@ class LoraPublisher(Publisher):
         run_on_all(self.servers, lambda server: server.set_weight_version(str(version)))
         self.target.adapter_changed(self.name, self._loaded[-1])
         self.target.weights_changed(version)
-        self._unload_old()
+        while len(self._loaded) > self._keep:
+            self._unload(self._loaded[0])
         if self._folder is not None:
             self._folders.prune(self._folder)
 
@@ -120,10 +121,6 @@ class LoraPublisher(Publisher):
         if check_first and name in server.models():  # from before a resume, or from a load whose answer was lost
             server.unload_adapter(name)
         server.load_adapter(name, folder, timeout_s=self.timeout_s)
-
-    def _unload_old(self) -> None:
-        while len(self._loaded) > self._keep:
-            self._unload(self._loaded[0])
 
     def _unload(self, name: str) -> None:
         self._loaded.remove(name)

@@ -1,4 +1,4 @@
-"""Thoughts that are closed after so many tokens: which token each row of a batch must draw."""
+"""Thoughts that are closed after a number of tokens: which token each row of a batch must draw."""
 
 import os
 import subprocess

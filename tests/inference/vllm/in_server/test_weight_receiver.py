@@ -1,5 +1,5 @@
-"""What runs inside a server: pushes are taken aside and checked, and need nothing of the
-trainer's environment."""
+"""How a server receives weights: pushes are staged and checked, without the trainer's
+dependencies."""
 
 import socket
 import subprocess
@@ -39,7 +39,7 @@ def receiver(tmp_path):
 
 
 def test_it_needs_nothing_of_the_trainers_environment():
-    """The server's has vLLM, torch and safetensors."""
+    """The server's environment has vLLM, torch and safetensors."""
     absent = [
         "openai",
         "msgspec",
@@ -114,8 +114,8 @@ def test_what_is_not_the_models_is_refused(receiver, tmp_path, changed, message)
 
 
 def test_the_rest_of_a_layer_comes_from_the_servers_checkpoint(receiver, tmp_path):
-    """A server fuses queries, keys and values: of one that is loaded in part the rest would be
-    whatever lay in memory."""
+    """A server fuses queries, keys and values. If a part is loaded, the rest would be uninitialised
+    memory."""
     receiver.start()
     receiver.read(str(folder_with(tmp_path, "new", {QUERY: weights(1)[QUERY]})))
     assert same(dict(receiver.take()), {QUERY: weights(1)[QUERY], KEY: weights(0)[KEY]})
@@ -186,8 +186,8 @@ def test_connecting_ends_at_its_deadline_whoever_listens(receiver, listener):
 
 @pytest.mark.parametrize("time_around", range(3))
 def test_a_script_whose_last_line_closes_the_connection_ends_well(time_around):
-    """With the server in another process the group takes milliseconds to be freed, and Python
-    must not end meanwhile."""
+    """With the server in another process, freeing the group takes milliseconds, during which
+    Python must not end."""
     closing_trainer = Path(__file__).parents[3] / "support" / "closing_trainer.py"
     done = subprocess.run([sys.executable, closing_trainer], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

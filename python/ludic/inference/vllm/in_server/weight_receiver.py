@@ -59,7 +59,8 @@ class Checkpoint:
                 for name in file.keys():  # noqa: SIM118  it is no mapping
                     part = file.get_slice(name)
                     self._places[name] = path
-                    self.weights[name] = {"shape": list(part.get_shape()), "dtype": _dtype_name(part.get_dtype())}
+                    stored = part.get_dtype()
+                    self.weights[name] = {"shape": list(part.get_shape()), "dtype": DTYPES.get(stored, stored.lower())}
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors with these names. Each file is opened once."""
@@ -82,10 +83,6 @@ def _weight_files(folder: Path) -> list[Path]:
     if not files:
         raise WeightTransferError(f"{folder} holds no *.safetensors")
     return files
-
-
-def _dtype_name(stored: str) -> str:
-    return DTYPES.get(stored, stored.lower())
 
 
 class WeightReceiver:
