@@ -136,14 +136,14 @@ def shorter(folder):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [(cut, "no complete checkpoint"), (without_one, "no complete checkpoint"), (shorter, r"model\.norm\.weight.* missing")],
 )
-async def test_a_checkpoint_that_is_not_whole_is_refused_before_the_server_is_told(start, tmp_path, spoil, said):
+async def test_a_checkpoint_that_is_not_whole_is_refused_before_the_server_is_told(start, tmp_path, spoil, message):
     server = start()
     folder = CheckpointFolder(tmp_path / "checkpoints").write(weights(5), 5)
     spoil(folder)
-    with pytest.raises(PublishError, match=f"(?s)1 of 1 engines.*{said}"):
+    with pytest.raises(PublishError, match=f"(?s)1 of 1 engines.*{message}"):
         await sync_weights_to_engines([VLLMEngine(server.url)], str(folder))
     assert "/start_weight_update" not in server.paths()
     assert same(server.served, weights(0))

@@ -31,11 +31,11 @@ def step(model, by=0.1):
 
 def test_each_version_has_a_name_of_its_own_and_old_ones_are_unloaded(start, model, tmp_path):
     servers = [start(), start()]
-    told = []
+    versions = []
     client = SimpleNamespace(
         server_urls=[server.url for server in servers],
         served_names={},
-        weights_changed=lambda version, lost: told.append(version),
+        weights_changed=lambda version, lost: versions.append(version),
     )
     publisher = create_lora_publisher(client, model, directory=tmp_path / "adapters")
     for version in (1, 2, 3):
@@ -45,7 +45,7 @@ def test_each_version_has_a_name_of_its_own_and_old_ones_are_unloaded(start, mod
     for server in servers:
         assert list(server.adapters) == ["policy@2", "policy@3"]
         assert server.version == "3"
-    assert told == [1, 2, 3]
+    assert versions == [1, 2, 3]
     folder = tmp_path / "adapters" / "version_3"
     assert servers[0].adapters["policy@3"] == str(folder)
     assert json.loads((folder / "adapter_config.json").read_text())["r"] == 2
@@ -111,12 +111,12 @@ def test_a_resumed_run_replaces_the_version_that_the_run_before_left(start, mode
 def test_servers_are_asked_what_they_have_at_the_first_push_and_after_a_fault(start, model, tmp_path):
     server = start()
     publisher = create_lora_publisher(server.url, model, directory=tmp_path)
-    asked = []
+    listings = []
 
     def push(version):
         step(model)
         publisher.publish({}, version=version)
-        asked.append(server.paths().count("/v1/models"))
+        listings.append(server.paths().count("/v1/models"))
 
     for version in (1, 2, 3):
         push(version)
@@ -137,5 +137,5 @@ def test_servers_are_asked_what_they_have_at_the_first_push_and_after_a_fault(st
     push(6)
     push(7)
     push(8)
-    assert asked == [1, 1, 1, 2, 2, 2, 3, 4]
+    assert listings == [1, 1, 1, 2, 2, 2, 3, 4]
     assert server.adapters.keys() >= {"policy@7", "policy@8"}

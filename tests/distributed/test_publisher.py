@@ -82,27 +82,27 @@ def test_without_a_process_group_this_process_is_rank_zero():
 
 
 def test_rank_zero_passes_on_what_the_inner_publisher_is_told():
-    told = []
+    calls = []
 
     class Inner(Publisher):
         timings = {"transfer_s": 0.5}  # noqa: RUF012  read only
 
         def expect_change(self, expected):
-            told.append(expected)
+            calls.append(expected)
 
         def publish(self, state_dict, version=None):
-            told.append(version)
+            calls.append(version)
 
         def close(self):
-            told.append("closed")
+            calls.append("closed")
 
     publisher = Rank0OnlyPublisher(Inner)
     publisher.close()
     publisher.expect_change(False)
-    assert (told, publisher.timings) == ([], {})
+    assert (calls, publisher.timings) == ([], {})
     publisher.publish({}, 1)
     publisher.close()
-    assert told == [False, 1, "closed"]
+    assert calls == [False, 1, "closed"]
     assert publisher.timings == {"transfer_s": 0.5}
 
 

@@ -334,8 +334,8 @@ def test_ctrl_c_leaves_the_old_version_everywhere_or_the_new(start, step, served
     endpoints = push.control.links[-1].endpoints
     call, calls = getattr(endpoints, step), []
 
-    def interrupted(*given, **more):
-        call(*given, **more)
+    def interrupted(*args, **kwargs):
+        call(*args, **kwargs)
         calls.append(step)
         if len(calls) == 1:
             os.kill(os.getpid(), signal.SIGINT)
@@ -356,10 +356,10 @@ def test_a_second_ctrl_c_is_raised_at_once(start):
     link = push.control.links[0]
     commit, held = link.commit, threading.Event()
 
-    def slow(*given):
+    def slow(*args):
         os.kill(os.getpid(), signal.SIGINT)
         assert held.wait(60)
-        commit(*given)
+        commit(*args)
 
     class Again(logging.Handler):
         """Presses Ctrl-C again when the first one is logged."""
@@ -401,8 +401,8 @@ def test_where_the_cache_cannot_be_forgotten_the_server_stays_paused_and_the_err
     push = publisher(*servers)
     servers[0].on_reset_prefix_cache = lambda *_: {"success": False}
     servers[1].faults["/pause"] = refuse("a fault")
-    said = f"a fault.*may stay paused.*{servers[0].url}.*could not reset its prefix cache"
-    with pytest.raises(PublishError, match=said):
+    message = f"a fault.*may stay paused.*{servers[0].url}.*could not reset its prefix cache"
+    with pytest.raises(PublishError, match=message):
         push.publish(weights(1), version=1)
     assert servers[0].paused == "keep"
     serves(servers[1], "default", 0)
@@ -506,34 +506,34 @@ def test_two_trainers_may_take_turns(start):
 
 
 def test_a_client_is_told_what_is_served_and_whom_not_to_ask(start):
-    told = []
+    calls = []
     servers = [start(), start()]
     client = SimpleNamespace(server_urls=[server.url for server in servers])
-    client.weights_changed = lambda version, lost: told.append((version, lost))
+    client.weights_changed = lambda version, lost: calls.append((version, lost))
     push = create_vllm_publisher(client, tolerate_lost_servers=True, timeout_s=5.0)
     push.publish(weights(1), version=1)
     servers[1].faults["/finish_weight_update"] = refuse("")
     push.publish(weights(2), version=2)
-    assert told == [("1", []), ("2", [servers[1].url])]
+    assert calls == [("1", []), ("2", [servers[1].url])]
 
 
 def test_a_server_that_hears_neither_pause_nor_resume_is_named_and_gets_no_requests(start):
     """Whether it is paused is unknown: both requests may arrive later, in any order."""
-    told = []
+    calls = []
     servers = [start(), start()]
     client = SimpleNamespace(server_urls=[server.url for server in servers])
-    client.weights_changed = lambda version, lost: told.append((version, lost))
+    client.weights_changed = lambda version, lost: calls.append((version, lost))
     push = create_vllm_publisher(client, timeout_s=5.0)
     for path in ("/pause", "/resume"):
         servers[1].faults[path] = refuse("asleep")
     with pytest.raises(PublishError, match=f"no server loaded anything of it.*may stay paused.*{servers[1].url}/resume.*asleep"):
         push.publish(weights(1), version=1)
-    assert told == [(None, [servers[1].url])]
+    assert calls == [(None, [servers[1].url])]
     serves(servers[0], "default", 0)
     servers[1].faults.clear()
     servers[1].paused = "keep"
     push.publish(weights(2), version=2)
-    assert told[1:] == [("2", [])]
+    assert calls[1:] == [("2", [])]
     for server in servers:
         serves(server, "2", 2)
 

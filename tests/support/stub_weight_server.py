@@ -169,16 +169,16 @@ class StubWeightServer:
         return {**state, "group_id": receiver.group_id, "open": receiver.open}
 
     def ludic_manifest(self):
-        known = self.receiver.checkpoint.weights
-        return {"dtype": self.dtype, "tied": self.tied, "weights": {n: {**w, "dtype": self.dtype} for n, w in known.items()}}
+        own = self.receiver.checkpoint.weights
+        return {"dtype": self.dtype, "tied": self.tied, "weights": {n: {**w, "dtype": self.dtype} for n, w in own.items()}}
 
     def ludic_discard(self):
         self.receiver.discard()
 
     def ludic_fingerprint(self):
-        marks = self.receiver.fingerprints
-        seen = {name: self.served[name] for name in marks}
-        return {"loaded": marks, "served": fingerprint(seen), "broken": None}
+        fingerprints = self.receiver.fingerprints
+        held = {name: self.served[name] for name in fingerprints}
+        return {"loaded": fingerprints, "served": fingerprint(held), "broken": None}
 
     def on_update_weight_version(self, _, body):
         self.version = body["new_version"]

@@ -209,14 +209,14 @@ async def test_the_server_is_described(server):
 @pytest.fixture
 def pushed(monkeypatch):
     """The calls of the publisher: (URLs, settings, names, version)."""
-    seen = []
+    calls = []
 
     def make(urls, **settings):
-        push = lambda params, version: seen.append((urls, settings, sorted(params), version))  # noqa: E731
-        return SimpleNamespace(publish=push, close=lambda: seen.append("closed"))
+        push = lambda params, version: calls.append((urls, settings, sorted(params), version))  # noqa: E731
+        return SimpleNamespace(publish=push, close=lambda: calls.append("closed"))
 
     monkeypatch.setattr("ludic.distributed.adapters.vllm.create_vllm_publisher", make)
-    return seen
+    return calls
 
 
 def test_weights_of_the_mode_are_sent_and_no_others(server, pushed):

@@ -104,8 +104,8 @@ def test_a_tokenizer_that_cannot_say_it_cannot_close_thoughts():
 
 
 def test_the_servers_own_flags_win_and_the_rest_is_what_training_needs():
-    given = ["--model", "m", "--host", "0.0.0.0", "--logprobs-mode=raw_logprobs", "--batch-invariant"]
-    command, variables = server_command(given, {"VLLM_SERVER_DEV_MODE": "0"})
+    arguments = ["--model", "m", "--host", "0.0.0.0", "--logprobs-mode=raw_logprobs", "--batch-invariant"]
+    command, variables = server_command(arguments, {"VLLM_SERVER_DEV_MODE": "0"})
     assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
     assert command[-5:] == ["--model", "m", "--host", "0.0.0.0", "--logprobs-mode=raw_logprobs"]
     assert command.count("--host") == 1
@@ -137,30 +137,30 @@ def test_the_module_becomes_the_server(tmp_path):
         "VLLM_SERVER_DEV_MODE": "0",
     }
     command = [sys.executable, "-m", "ludic.inference.vllm.in_server.server", "--batch-invariant", "--model", "m"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=True)
-    assert found.stdout.split() == ["1", "0", "--model", "m"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=True)
+    assert done.stdout.split() == ["1", "0", "--model", "m"]
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "message"),
     [({}, "has no vLLM; build an environment with it by `make vllm`"), ({"LUDIC_SERVER_SECRET": "short"}, "at least 16")],
 )
-def test_the_module_says_what_it_lacks(tmp_path, environment, said):
+def test_the_module_says_what_it_lacks(tmp_path, environment, message):
     if "LUDIC_SERVER_SECRET" in environment:
         (tmp_path / "vllm").mkdir()
         (tmp_path / "vllm" / "__init__.py").touch()
     paths = os.pathsep.join([str(tmp_path), str(Path(ludic.__file__).parents[3])])
     command = [sys.executable, "-m", "ludic.inference.vllm.in_server.server", "--model", "m"]
     env = {**os.environ, "PYTHONPATH": paths, **environment}
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
-    assert found.returncode == 1
-    assert found.stderr.startswith("error: ")
-    assert said in found.stderr
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("given", "port"),
+    ("arguments", "port"),
     [([], 8000), (["--port", "8001"], 8001), (["--port=8002", "--model", "m"], 8002), (["--port", "1", "--port", "8003"], 8003)],
 )
-def test_the_module_keeps_the_secret_for_the_port_that_it_serves_at(given, port):
-    assert port_of(given) == port
+def test_the_module_keeps_the_secret_for_the_port_that_it_serves_at(arguments, port):
+    assert port_of(arguments) == port

@@ -125,9 +125,9 @@ def test_the_rest_of_a_layer_comes_from_the_servers_checkpoint(receiver, tmp_pat
 
 
 def test_layers_are_told_apart():
-    known = ["model.layers.1.a.weight", "model.layers.10.a.weight", "model.layers.1.mlp.experts.10.up.weight", "model.norm.weight", "lm_head.weight"]  # fmt: skip  # noqa: E501
-    assert neighbours(dict.fromkeys(known), {"model.layers.1.a.weight": 0}) == [known[0], known[2]]
-    assert neighbours(dict.fromkeys(known), {"lm_head.weight": 0}) == ["lm_head.weight"]
+    names = ["model.layers.1.a.weight", "model.layers.10.a.weight", "model.layers.1.mlp.experts.10.up.weight", "model.norm.weight", "lm_head.weight"]  # fmt: skip  # noqa: E501
+    assert neighbours(dict.fromkeys(names), {"model.layers.1.a.weight": 0}) == [names[0], names[2]]
+    assert neighbours(dict.fromkeys(names), {"lm_head.weight": 0}) == ["lm_head.weight"]
 
 
 def test_nothing_is_received_without_a_connection(receiver):
