@@ -129,3 +129,15 @@ def test_other_labels_of_the_same_tokens_are_other_data():
     before = ItemBatchSource(items_of(4, pair_id="p", role="chosen", label=1.0), batch_size=2).state_dict()
     with pytest.raises(ConfigError, match="digest"):
         ItemBatchSource(items_of(4, pair_id="p", role="chosen", label=0.5), batch_size=2).load_state_dict(before)
+
+
+def test_the_example_of_two_ranks(monkeypatch):
+    items = [SAWItem([index + 1], [1], [1], 1.0, {"number": index}) for index in range(5)]
+    monkeypatch.setattr("ludic.training.ranks.world_size", lambda: 2)
+    shares = {}
+    for drop_last in (False, True):
+        for rank in range(2):
+            monkeypatch.setattr("ludic.training.ranks.rank", lambda rank=rank: rank)
+            source = ItemBatchSource(items, batch_size=1, shuffle=False, drop_last=drop_last)
+            shares[drop_last, rank] = [item.meta["number"] for batch in source.iter_epoch() for item in batch.items]
+    assert shares == {(False, 0): [0, 2, 4], (False, 1): [1, 3, 0], (True, 0): [0, 2], (True, 1): [1, 3]}

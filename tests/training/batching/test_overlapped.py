@@ -182,7 +182,7 @@ def test_killed_anywhere_and_resumed_every_prompt_is_trained_exactly_once(max_la
             saved = (step, trained, source.state_dict())
             return True
         finally:
-            for entry in source._ahead:  # the process is gone: nothing is put back
+            for entry in source._pending:  # the process is gone: nothing is put back
                 entry.task.cancel()
             await settle()
 

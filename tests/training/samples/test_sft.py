@@ -112,5 +112,5 @@ def test_lines_are_numbered_and_blank_ones_are_none(tmp_path):
         with pytest.raises(DataError, match=f"rows.jsonl:2 {said}"):
             list(read_jsonl(path))
     path.write_text(json.dumps({}) + "\n" + "[" * 100_000)
-    with pytest.raises(DataError, match=r"rows\.jsonl:2 is not JSON"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:2 is nested too deeply"):
         list(read_jsonl(path))

@@ -1,4 +1,4 @@
-"""Samples that are there already, in batches, pass after pass."""
+"""Batches of samples that exist already, epoch after epoch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from ludic.training.types import SAWBatch, SAWItem
 
 
 class ItemBatchSource(BatchSourceBase):
-    """Goes through `items` again and again. Pass `k` has the order that `seed` and `k` give, so
-    that the position is the whole state and a resumed run goes on with the sample after the last
-    one.
+    """Goes through `items` again and again. The order of pass k follows from `seed` and k, so that
+    the position is the whole state and a resumed run continues with the next sample.
 
-    Over several ranks each takes its share of every pass: all have the same number of samples, for
-    which the last ones may be given twice (or left out, with `drop_last`). `batch_size` is that of
-    one rank.
+    Over several ranks, each takes its share of every pass. All shares have the same number of
+    samples: the first samples of the pass are repeated for that, or the last ones left out with
+    `drop_last`. `batch_size` is that of one rank.
+
+    Example: 5 samples on 2 ranks, not shuffled. The order 0 1 2 3 4 is extended to 0 1 2 3 4 0;
+    rank 0 gets 0 2 4, rank 1 gets 1 3 0. With `drop_last` they get 0 2 and 1 3.
     """
 
     shards_across_ranks = True
@@ -38,14 +40,15 @@ class ItemBatchSource(BatchSourceBase):
         name: str = "offline",
         unit: int | Sequence[int] = 1,
     ) -> None:
-        """`drop_last` leaves the last batch of a pass out where it is not full. `name` is the
-        batches' `source`. `unit` neighbouring items are one sample, which stays whole: 2 for
-        preference pairs; a sequence has one number for each sample."""
+        """`drop_last` leaves out the last batch of a pass unless it is full. `name` is the `source`
+        in the batches' meta. `unit` is how many neighbouring items form one sample, which is never
+        divided: 2 for preference pairs; a sequence has one number for each sample. Example: units
+        [2, 1] are samples of items 0..1 and of item 2."""
         if not items:
             raise ConfigError("there are no samples to make batches of")
         sizes = [unit] * -(-len(items) // unit) if isinstance(unit, int) else unit
         if sum(sizes) != len(items) or min(sizes) < 1:
-            raise ConfigError(f"{len(items)} items are no whole number of samples of {unit} items each")
+            raise ConfigError(f"{len(items)} items cannot be divided into whole samples of {unit} items each")
         if batch_size <= 0:
             raise ConfigError(f"batch_size ({batch_size}) must be positive")
         self.items, self.batch_size, self.shuffle, self.seed, self.drop_last = items, batch_size, shuffle, seed, drop_last
@@ -59,14 +62,14 @@ class ItemBatchSource(BatchSourceBase):
         self._digest: str | None = None
         self._pass, self._order = -1, np.arange(0)
         self.batches = 0
-        """Batches given so far."""
+        """Number of batches returned so far."""
 
     async def next_batch(self) -> SAWBatch:
-        """The next batch; after the last of a pass comes the first of the next."""
+        """The next batch; the last one of a pass is followed by the first of the next pass."""
         return self._next()
 
     def iter_epoch(self) -> Iterator[SAWBatch]:
-        """What is left of the present pass, batch by batch."""
+        """The remaining batches of the current pass."""
         last = (self.epoch + 1) * self.num_batches_per_epoch
         while self.batches < last:
             yield self._next()
@@ -92,16 +95,20 @@ class ItemBatchSource(BatchSourceBase):
 
     def _next(self) -> SAWBatch:
         number, index = divmod(self.batches, self.num_batches_per_epoch)
-        order = self._order_of(number)
+        order = self._order_of_pass(number)
         samples = order[index * self.batch_size : (index + 1) * self.batch_size]
-        chosen = [self.items[row] for sample in samples for row in self._rows_of(sample)]
+        items = [self.items[row] for sample in samples for row in self._rows_of(sample)]
         self.batches += 1
-        return SAWBatch(chosen, _meta(chosen, epoch=number, source=self._name))
+        return SAWBatch(items, _batch_meta(items, epoch=number, source=self._name))
 
     def _rows_of(self, sample: int) -> range:
+        """Rows of a sample in `items`. Example: units [2, 1, 1] end at [2, 3, 4]; sample 1 is row
+        2."""
         return range(self._ends[sample - 1] if sample else 0, self._ends[sample])
 
-    def _order_of(self, number: int) -> Any:
+    def _order_of_pass(self, number: int) -> Any:
+        """[share] this rank's samples of a pass. Example: order [2, 0, 1] on 2 ranks has shares of
+        2, is extended to [2, 0, 1, 2], and gives rank 1 every second from 1 on: [0, 2]."""
         if number != self._pass:
             count = len(self)
             whole = np.random.default_rng([self.seed, number]).permutation(count) if self.shuffle else np.arange(count)
@@ -113,8 +120,8 @@ class ItemBatchSource(BatchSourceBase):
         return {"batches": self.batches, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Raises ConfigError where samples, seed or sizes are
-        others: the order would be another."""
+        """Continue at the position in `state`. Raises ConfigError for other samples, settings or
+        number of ranks, since the batches would differ."""
         for name, own in self._identity().items():
             if state.get(name, own) != own:
                 raise ConfigError(
@@ -131,8 +138,7 @@ class ItemBatchSource(BatchSourceBase):
 
 
 def _digest(items: Sequence[SAWItem]) -> str:
-    """16 hex digits over the tokens, masks and weights of all samples, and what makes pairs of
-    them."""
+    """16 hex digits that depend on the tokens, masks, weights and pair metadata of all samples."""
     digest = hashlib.blake2b(digest_size=8)
     for item in items:
         digest.update(np.asarray(item.input_ids, dtype=np.int64).tobytes())
@@ -143,9 +149,9 @@ def _digest(items: Sequence[SAWItem]) -> str:
     return digest.hexdigest()
 
 
-def _meta(items: Sequence[SAWItem], *, epoch: int, source: str) -> dict[str, Any]:
-    """Facts of a batch. `target_rollouts` are the distinct rollouts in it; the mean reward is
-    there if every sample has one."""
+def _batch_meta(items: Sequence[SAWItem], *, epoch: int, source: str) -> dict[str, Any]:
+    """Statistics of a batch. `target_rollouts` counts its distinct rollouts; the mean reward is
+    included if every rollout has one."""
     rewards = {item.meta.get("rollout_id", row): item.meta.get("total_reward") for row, item in enumerate(items)}
     meta: dict[str, Any] = {
         "num_samples": len(items),
@@ -155,7 +161,7 @@ def _meta(items: Sequence[SAWItem], *, epoch: int, source: str) -> dict[str, Any
         "avg_prompt_length": mean_or_zero([item.meta.get("prompt_length", 0) for item in items]),
         "source": source,
     }
-    known = [float(reward) for reward in rewards.values() if reward is not None]
-    if len(known) == len(rewards):
-        meta["avg_total_reward"] = mean_or_zero(known)
+    numbers = [float(reward) for reward in rewards.values() if reward is not None]
+    if len(numbers) == len(rewards):
+        meta["avg_total_reward"] = mean_or_zero(numbers)
     return meta

@@ -26,7 +26,7 @@ from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
 class MicroBatch:
     """Samples that go through the model together.
 
-    >>> tensors = {"input_ids": ids_BT, "attention_mask": ..., "action_mask": ..., "weight": weight_B}
+    >>> tensors = {"input_ids": ids_BT, "attention_mask": ..., "action_mask": ..., "weight": w_B}
     >>> MicroBatch(tensors, num_items=4)
     """
 

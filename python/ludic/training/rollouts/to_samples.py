@@ -124,7 +124,12 @@ def _weight_of(weights: Mapping[RolloutStepKey, float], rollout: Rollout, step: 
     key = (rollout.id, step.index)
     if key not in weights:
         raise KeyError(f"the credit assigner gave no weight for rollout {rollout.id}, step {step.index}")
-    weight = float(weights[key])
+    return check_weight(weights[key], rollout, step)
+
+
+def check_weight(weight: float, rollout: Rollout, step: Step) -> float:
+    """The weight of a step as a float. Raises DataError unless it is finite."""
+    weight = float(weight)
     if not math.isfinite(weight):
         raise DataError(f"the weight of rollout {rollout.id}, step {step.index} is {weight}; weights must be finite")
     return weight
