@@ -1,5 +1,5 @@
-"""Which episode a request belongs to, so that an engine may keep what it has read for the
-episode's next turn."""
+"""The episode that a request belongs to, so that an engine can cache its prefix for the episode's
+next turn."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from contextvars import ContextVar
 
 
 class Episode:
-    """The identity of one episode. What is kept for it goes when it ends: others may hold on to
-    the object, as timers do that copied the context."""
+    """The identity of one episode. Caches drop its data when it ends rather than when the object is
+    freed: timers that copied the context may hold the object longer."""
 
     def __init__(self) -> None:
         self.is_over = False
-        self._endings: set[Callable[[Episode], None]] = set()
+        self._callbacks: set[Callable[[Episode], None]] = set()
 
-    def at_end(self, forget: Callable[[Episode], None]) -> None:
-        """Call `forget` with this episode when it ends; at once if it has. Other threads may
-        ask."""
-        self._endings.add(forget)
+    def on_end(self, callback: Callable[[Episode], None]) -> None:
+        """Call `callback` with this episode when it ends, or at once if it has. Thread-safe."""
+        self._callbacks.add(callback)
         if self.is_over:
             self.end()
 
     def end(self) -> None:
-        """The last turn was played, or the episode was given up."""
+        """End the episode: the last turn was played, or it was abandoned."""
         self.is_over = True
-        while self._endings:
-            self._endings.pop()(self)
+        while self._callbacks:
+            self._callbacks.pop()(self)
 
 
 _CURRENT: ContextVar[Episode | None] = ContextVar("ludic_episode", default=None)
@@ -35,17 +34,17 @@ _CURRENT: ContextVar[Episode | None] = ContextVar("ludic_episode", default=None)
 
 @contextmanager
 def new_episode() -> Iterator[Episode]:
-    """Requests made inside, and in tasks that are started inside, belong to one episode, which
-    ends with the block."""
+    """A block whose requests, also those of tasks started inside, belong to one episode. The
+    episode ends with the block."""
     episode = Episode()
     token = _CURRENT.set(episode)
     try:
         yield episode
     finally:
         episode.end()
-        _CURRENT.reset(token)  # fails in another context, such as that which closes a coroutine nobody waits for
+        _CURRENT.reset(token)  # fails in another context, as when an unawaited coroutine is closed
 
 
 def current_episode() -> Episode | None:
-    """The episode that the running task plays, if it plays one."""
+    """The episode of the running task, or None."""
     return _CURRENT.get()

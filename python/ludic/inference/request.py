@@ -1,4 +1,4 @@
-"""What is asked of an inference server: messages, sampling, what to return, tools."""
+"""Requests to a model: messages, sampling parameters, what to return, tools."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ludic.types import Message
 
 @dataclass(frozen=True)
 class ReturnSpec:
-    """What comes back beside the text."""
+    """What is returned in addition to the text."""
 
     return_token_ids: bool = False
     return_chosen_logprobs: bool = False
     """The log-probability of every sampled token."""
     top_logprobs_k: int = 1
-    """Alternatives a token, where the server offers them."""
+    """Alternatives for each token, if the server offers them."""
 
     def __post_init__(self) -> None:
         if self.top_logprobs_k <= 0:
@@ -32,7 +32,7 @@ class ReturnSpec:
 
     @classmethod
     def for_rl(cls, *, top_logprobs_k: int = 1) -> ReturnSpec:
-        """Token ids and their log-probabilities: what training needs."""
+        """Token ids and their log-probabilities, as training needs."""
         return cls(return_token_ids=True, return_chosen_logprobs=True, top_logprobs_k=top_logprobs_k)
 
 

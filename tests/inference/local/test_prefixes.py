@@ -19,7 +19,7 @@ from ludic.errors import ConfigError
 from ludic.inference import ChatCompletionRequest, LocalChatClient, SamplingParams
 from ludic.inference.current_episode import Episode, current_episode, new_episode
 from ludic.inference.local.decode import DecodeRequest, decode
-from ludic.inference.local.prefixes import PrefixCache, _common
+from ludic.inference.local.prefixes import PrefixCache, _common_length
 from ludic.models.byte_tokenizer import make_line_tokenizer
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest
@@ -215,7 +215,7 @@ def test_other_weights_read_everything_anew(change):
 def test_weights_that_stay_are_not_taken_for_others():
     model = model_of("Llama")
     prefixes = PrefixCache(ROOM)
-    prefixes.hold_to(model)
+    prefixes.clear_if_changed(model)
     episode = Episode()
     decode(
         model,
@@ -224,8 +224,8 @@ def test_weights_that_stay_are_not_taken_for_others():
         pad_id=0,
         prefixes=prefixes,
     )
-    prefixes.hold_to(model)
-    assert prefixes.longest(episode, [7, 8, 9, 10]).length == 3
+    prefixes.clear_if_changed(model)
+    assert prefixes.longest_match(episode, [7, 8, 9, 10]).length == 3
 
 
 def test_what_was_read_goes_with_its_episode():
@@ -251,7 +251,7 @@ def test_episodes_end_while_another_thread_keeps_and_drops_what_was_read():
     def decoding():
         try:
             for i, episode in enumerate(episodes):
-                prefixes.keep(episode, kept)
+                prefixes.add(episode, kept)
                 if i % 3 == 0:
                     prefixes.shrink()
         except Exception as fault:
@@ -282,9 +282,9 @@ def test_no_more_is_kept_than_allowed_and_the_oldest_goes_first():
     assert prefixes.nbytes == 8 * one
     read(episodes[2], [7, 8, 9, 10])
     assert prefixes.nbytes == 8 * one
-    assert [prefixes.longest(e, [7, 8, 9, 10, 11]) is not None for e in episodes] == [False, True, True]
+    assert [prefixes.longest_match(e, [7, 8, 9, 10, 11]) is not None for e in episodes] == [False, True, True]
     read(episodes[0], [7] * 11)  # more than may be kept at all
-    assert prefixes.longest(episodes[0], [7] * 12) is None
+    assert prefixes.longest_match(episodes[0], [7] * 12) is None
 
 
 def test_two_dialogues_of_one_episode_are_both_known():
@@ -292,13 +292,13 @@ def test_two_dialogues_of_one_episode_are_both_known():
     for ids in ([7, 8, 9], [20, 21, 22]):
         asked = [DecodeRequest(ids, SamplingParams(temperature=0), 1, 0, episode=episode)]
         decode(model, asked, eos_ids=frozenset(), pad_id=0, prefixes=prefixes)
-    assert [prefixes.longest(episode, [*ids, 50]).length for ids in ([7, 8, 9], [20, 21, 22])] == [3, 3]
-    assert prefixes.longest(Episode(), [7, 8, 9, 50]) is None
+    assert [prefixes.longest_match(episode, [*ids, 50]).length for ids in ([7, 8, 9], [20, 21, 22])] == [3, 3]
+    assert prefixes.longest_match(Episode(), [7, 8, 9, 50]) is None
 
 
 @given(a=st.lists(st.integers(0, 2), max_size=6), b=st.lists(st.integers(0, 2), max_size=6))
 def test_the_common_beginning(a, b):
-    length = _common(a, b)
+    length = _common_length(a, b)
     assert a[:length] == b[:length]
     assert length == min(len(a), len(b)) or a[length] != b[length]
 
@@ -386,7 +386,7 @@ def test_a_push_forgets_what_was_read():
         play(client.complete(request))
         assert client._prefixes.nbytes > 0
         client.sync_weights({name: tensor.clone() for name, tensor in model.state_dict().items()})
-        assert client._prefixes.longest(episode, [1, 2, 3]) is None
+        assert client._prefixes.longest_match(episode, [1, 2, 3]) is None
         assert client._prefixes.nbytes == 0
 
 
@@ -400,7 +400,7 @@ def test_an_episode_ends_with_a_coroutine_that_is_closed_in_another_context():
 
     async def episode():
         with new_episode() as mine:
-            mine.at_end(ended.append)
+            mine.on_end(ended.append)
             await asyncio.sleep(0)
 
     playing = episode()

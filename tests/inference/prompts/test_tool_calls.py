@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
-from ludic.inference.prompts.tool_calls import assistant_message, calls_made, parse_tool_calls
+from ludic.inference.prompts.tool_calls import assistant_message, count_tool_calls, parse_tool_calls
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
 
@@ -28,7 +28,7 @@ def test_calls_are_given_as_openai_gives_them():
     }
     assert assistant_message(ADD)["content"] is None
     assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in message["tool_calls"])
-    assert calls_made([message, {"role": "user", "content": ""}, message, {"role": "assistant", "tool_calls": None}]) == 4
+    assert count_tool_calls([message, {"role": "user", "content": ""}, message, {"role": "assistant", "tool_calls": None}]) == 4
 
 
 @pytest.mark.parametrize(

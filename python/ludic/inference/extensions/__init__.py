@@ -1,4 +1,4 @@
-"""Settings that only one kind of server understands."""
+"""Request settings of one kind of server."""
 
 from ludic.inference.extensions.base import BackendExtensions
 from ludic.inference.extensions.vllm import VLLMExtensions

@@ -1,4 +1,4 @@
-"""Settings that only one kind of server understands."""
+"""Request settings of one kind of server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class BackendExtensions:
-    """The root of all server-specific settings; `kind` names the server."""
+    """Base class of server-specific settings; `kind` names the server."""
 
     kind: str
 

@@ -1,4 +1,4 @@
-"""Settings that vLLM understands."""
+"""Request settings of vLLM."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ludic.inference.extensions.base import BackendExtensions
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMExtensions(BackendExtensions):
-    """vLLM's own request settings."""
+    """Request settings of vLLM."""
 
     max_think: int | None = None
-    """Output tokens after which `</think>` is forced."""
+    """Number of output tokens after which `</think>` is forced."""
     repetition_penalty: float = 1.0
     extra_body_overrides: dict[str, Any] = field(default_factory=dict)
-    """Merged last into the request's extra body."""
+    """Merged last into the extra body of the request."""
     kind: str = "vllm"

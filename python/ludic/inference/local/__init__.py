@@ -1,4 +1,4 @@
-"""Models in this process: an engine that samples, and one that scores with a reward model."""
+"""Models in this process: a chat client that samples, and a reward model that scores."""
 
 from ludic.inference.local.client import LocalChatClient
 from ludic.inference.local.reward import LocalRewardModel

@@ -21,7 +21,7 @@ from ludic.inference.local.prefixes import PrefixCache
 from ludic.inference.local.weights import copy_weights, own_copy
 from ludic.inference.prompts.template import offered_tools
 from ludic.inference.prompts.tokens import Dialogue, PromptEncoder
-from ludic.inference.prompts.tool_calls import assistant_message, calls_made
+from ludic.inference.prompts.tool_calls import assistant_message, count_tool_calls
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams, check_sampling
 from ludic.types import ChatResponse, Message, TokenTrace
@@ -136,7 +136,7 @@ class LocalChatClient:
             raise ConfigError(f"unsupported request.extensions: {type(request.extensions).__name__}; LocalChatClient has none")
         tools = offered_tools(request.tools)
         result = await self._enqueue(Dialogue(request.messages, tools), request.sampling, request.seed)
-        message = assistant_message(result.text, first_id=calls_made(request.messages)) if tools else None
+        message = assistant_message(result.text, first_id=count_tool_calls(request.messages)) if tools else None
         asked = request.return_
         response = ChatResponse(
             text=result.text,

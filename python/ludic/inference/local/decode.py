@@ -1,7 +1,6 @@
-"""Continues a batch of prompts token by token, with a key-value cache, on any causal model of
-transformers.
+"""Batched decoding with a key-value cache, for any causal model of transformers.
 
-It knows token ids only: rendering messages and reading text is left to `local`. Shapes: N rows, P
+It works on token ids; `client` renders messages and decodes text. Shapes: N rows, P tokens of the
 longest prompt, V vocabulary.
 """
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from ludic.errors import InferenceError
 from ludic.inference.current_episode import Episode
-from ludic.inference.local.prefixes import Match, Prefix, PrefixCache, Snapshot, is_plain, joined
+from ludic.inference.local.prefixes import Match, Prefix, PrefixCache, Snapshot, is_separable, join_prefixes
 from ludic.inference.local.sampler import Sampler, stream_key
 from ludic.inference.sampling import SamplingParams
 from ludic.models.evaluation_mode import evaluation_mode
@@ -30,39 +29,38 @@ class DecodeRequest:
     prompt_ids: list[int]
     sampling: SamplingParams
     limit: int
-    """Tokens sampled at most: what the request asks for, or what the model's context leaves."""
+    """Tokens sampled at most: the request's limit, or what the model's context leaves."""
     seed: int | None = None
     contains_stop: Callable[[list[int]], bool] | None = None
-    """Whether the completion so far contains a stop string; asked after each token."""
+    """Whether the completion so far contains a stop string; called after each token."""
     is_abandoned: Callable[[], bool] | None = None
-    """Whether nobody waits for it any more; asked after each token, possibly from another thread
-    than the one that answers."""
+    """Whether the caller has gone away; called after each token, from the decoding thread."""
     episode: Episode | None = None
-    """Whose next turn may begin with this one."""
+    """Its later turns may reuse the keys and values of this one."""
 
 
 @dataclass
 class Completion:
-    """What one request became."""
+    """The result of one request."""
 
     token_ids: list[int] = field(default_factory=list)
-    """The sampled ids, the end token among them."""
+    """The sampled ids, including the end token."""
     logprobs: list[float] = field(default_factory=list)
-    """Log-probability of each id under the model as it is: temperature 1, all tokens. This is
-    what a trainer's forward pass gives."""
+    """Log-probability of each id under the unmodified model: temperature 1, all tokens. A trainer's
+    forward pass computes the same."""
     drawn_logprobs: list[float] = field(default_factory=list)
-    """The same under the distribution that was sampled: after penalties, temperature and top-p."""
+    """The same under the distribution sampled from: after penalties, temperature and top-p."""
     finish_reason: str = "length"
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a model can read."""
+    """The limits of a model."""
 
     vocabulary: int | None
-    """Ids are below it; None: no bound is known."""
+    """Ids must be below it; None if unknown."""
     context: int | None
-    """Tokens of a prompt and its continuation."""
+    """Tokens of prompt plus continuation; None if unknown."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Bounds:
@@ -71,8 +69,8 @@ class Bounds:
         return cls(getattr(embeddings, "num_embeddings", None), None if context is None else int(context))
 
     def room(self, prompt_ids: Sequence[int]) -> int | None:
-        """Tokens that the context leaves after this prompt; None: no bound. Raises
-        InferenceError for a prompt that cannot be read."""
+        """Tokens that the context leaves after this prompt; None without a limit. Raises
+        InferenceError for an empty, too long or out-of-vocabulary prompt."""
         if not prompt_ids:
             raise InferenceError("the prompt has no token; a model needs at least one to continue")
         if self.vocabulary is not None and not 0 <= min(prompt_ids) <= max(prompt_ids) < self.vocabulary:
@@ -99,39 +97,39 @@ def decode(
 ) -> list[Completion]:
     """Continue every request until its end token, its stop string or its limit.
 
-    The model runs in evaluation mode and without gradients; both are as they were afterwards,
-    module by module. With `prefixes`, a request of an episode goes on from what the model read in
-    its turns before.
+    The model runs in evaluation mode and without gradients; the mode of each module is restored
+    afterwards. With `prefixes`, a request of an episode reuses the keys and values of its earlier
+    turns.
     """
-    with evaluation_mode(model), torch.no_grad():  # what inference mode made could not be part of a later backward pass
+    with evaluation_mode(model), torch.no_grad():  # tensors of inference mode could not be used in a later backward pass
         if prefixes is None or not any(request.episode for request in requests):
             return _Decoding(model, requests, eos_ids, pad_id).run()
-        prefixes.hold_to(model)
-        matches = [None if r.episode is None else prefixes.longest(r.episode, r.prompt_ids) for r in requests]
-        answers: dict[int, Completion] = {}
-        for known in (False, True):
-            rows = [i for i, match in enumerate(matches) if (match is not None) == known]
+        prefixes.clear_if_changed(model)
+        matches = [None if r.episode is None else prefixes.longest_match(r.episode, r.prompt_ids) for r in requests]
+        completions: dict[int, Completion] = {}
+        for has_prefix in (False, True):
+            rows = [i for i, match in enumerate(matches) if (match is not None) == has_prefix]
             if rows:
-                some, found = [requests[i] for i in rows], [match for i in rows if (match := matches[i])]
-                decoding = _Decoding(model, some, eos_ids, pad_id, found, room=prefixes.max_bytes)
-                answers.update(zip(rows, decoding.run(), strict=True))
-                for episode, prefix in decoding.read():
-                    prefixes.keep(episode, prefix)
+                row_requests, row_matches = [requests[i] for i in rows], [match for i in rows if (match := matches[i])]
+                decoding = _Decoding(model, row_requests, eos_ids, pad_id, row_matches, snapshot_bytes=prefixes.max_bytes)
+                completions.update(zip(rows, decoding.run(), strict=True))
+                for episode, prefix in decoding.prefixes():
+                    prefixes.add(episode, prefix)
                 prefixes.shrink()
-        return [answers[i] for i in range(len(requests))]
+        return [completions[i] for i in range(len(requests))]
 
 
-def _keywords(model: Any) -> frozenset[str]:
-    """Which of the keywords used here the model's forward pass takes. A wrapper that passes
-    everything on takes them all."""
+def _forward_keywords(model: Any) -> frozenset[str]:
+    """The keywords used here that the model's forward pass accepts; all of them for a wrapper that
+    passes everything on."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters hide the signature
     parameters = inspect.signature(inner.forward).parameters
-    wanted = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
-    return wanted & set(parameters) if "input_ids" in parameters else wanted
+    used = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
+    return used & set(parameters) if "input_ids" in parameters else used
 
 
 class _Decoding:
-    """The state of one batch. Row i of the tensors is request `rows[i]`; rows that ended are
+    """The state of one batch. Row i of the tensors belongs to request `rows[i]`; ended rows are
     dropped when they are the majority."""
 
     def __init__(
@@ -142,12 +140,12 @@ class _Decoding:
         pad_id: int,
         matches: Sequence[Match] = (),
         *,
-        room: int = 0,
+        snapshot_bytes: int = 0,
     ) -> None:
-        """`matches`: what is known of each prompt, or nothing. `room`: bytes of what is read
-        that may be kept, for `read`."""
-        self.model, self.requests, self.room = model, requests, room
-        self.keywords = _keywords(model)
+        """`matches`: the cached prefix of each prompt, or nothing. `snapshot_bytes`: limit on the
+        caches that are kept for `prefixes`."""
+        self.model, self.requests, self.snapshot_bytes = model, requests, snapshot_bytes
+        self.keywords = _forward_keywords(model)
         self.device = next(model.parameters()).device
         self.results = [Completion() for _ in requests]
         self.rows = list(range(len(requests)))
@@ -159,75 +157,95 @@ class _Decoding:
         self.limit = torch.tensor(self.limits, device=self.device)
         prompts = [tuple(request.prompt_ids) for request in requests]
         number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
-        self.distinct = torch.tensor([number[prompt] for prompt in prompts], device=self.device)
-        """[N] which of the different prompts each row has. Each of them is read once, and what
-        was read is shared out."""
-        if matches:  # each row has a cache of its own
-            self.cache, known = joined(matches)
+        self.prompt_of_row = torch.tensor([number[prompt] for prompt in prompts], device=self.device)
+        """[N] index into the distinct prompts, each of which the model reads once. Prompts a, b, a
+        give [0, 1, 0]."""
+        if matches:  # each row has its own cache
+            self.cache, prefix_mask = join_prefixes(matches)
             self.ids, mask = self._padded([p[match.length :] for p, match in zip(prompts, matches, strict=True)], pad_id)
-            self.mask = torch.cat([known, mask], dim=1)
+            self.mask = torch.cat([prefix_mask, mask], dim=1)
         else:
             self.ids, self.mask = self._padded(list(number), pad_id)
-        self.ragged = not bool(self.mask.all())
-        self.left: list[tuple[Snapshot, list[int], int]] = []
-        """Caches, the requests of their rows, and how many sampled tokens they hold."""
-        self.watched = any(request.contains_stop for request in requests)
+        self.has_padding = not bool(self.mask.all())
+        self.snapshots: list[tuple[Snapshot, list[int], int]] = []
+        """Caches, the requests of their rows, and the number of sampled tokens that they hold."""
+        self.has_stops = any(request.contains_stop for request in requests)
         self.drawn: list[tuple[Tensor, Tensor, Tensor]] = []
+        """Of each step since the last `_collect_drawn`: tokens and both log-probabilities, [N]
+        each."""
 
     def run(self) -> list[Completion]:
+        """Sample until every row has ended."""
         alive = torch.ones(len(self.rows), dtype=torch.bool, device=self.device)
         for step in range(max(self.limits)):
+            # 1. Run the model; in the first step, copy each distinct prompt's logits to its rows.
             logits = self._forward()
-            self.drawn.append(self.sampler.draw(logits if step else self._shared_out(logits), step))
-            token = self.drawn[-1][0]
-            alive = alive & ~torch.isin(token, self.eos)
-            if self.watched:
-                alive = self._watch(alive)
-            alive = self._wanted(alive & (self.limit > step + 1))
-            living = int(alive.sum())
-            if living == 0:
-                self._leave(step)
+            if step == 0:
+                logits = self._expand_to_rows(logits)
+            # 2. Draw a token for each row.
+            self.drawn.append(self.sampler.draw(logits, step))
+            tokens = self.drawn[-1][0]
+            # 3. End rows: end token, stop string, limit, caller gone.
+            alive = alive & ~torch.isin(tokens, self.eos)
+            if self.has_stops:
+                alive = self._end_at_stop_strings(alive)
+            alive = self._drop_abandoned(alive & (self.limit > step + 1))
+            num_alive = int(alive.sum())
+            if num_alive == 0:
+                self._save_snapshot(step)
                 break
-            self._extend(token)
-            if living * 2 <= len(self.rows):
+            # 4. Append the tokens to the model's input, and drop ended rows if they are the
+            #    majority.
+            self._append(tokens)
+            if num_alive * 2 <= len(self.rows):
                 alive = self._compact(alive, step)
-        self._flush()
-        return [self._finished(result, limit) for result, limit in zip(self.results, self.limits, strict=True)]
+        self._collect_drawn()
+        return [self._cut_after_end(result, limit) for result, limit in zip(self.results, self.limits, strict=True)]
+
+    def prefixes(self) -> Iterator[tuple[Episode, Prefix]]:
+        """After `run`: what the model has read of each episode's dialogue."""
+        done = set[int]()
+        for snapshot, rows, num_sampled in reversed(self.snapshots):  # a row is in every snapshot before its last one
+            for i, row in enumerate(rows):
+                request = self.requests[row]
+                if row not in done and request.episode is not None:
+                    done.add(row)
+                    ids = [*request.prompt_ids, *self.results[row].token_ids[:num_sampled]]
+                    yield request.episode, Prefix(snapshot, i, ids)
 
     def _forward(self) -> Tensor:
         """Logits [N, V] of each row's next token, float32."""
-        given: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
-        if self.ragged:
+        arguments: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
+        if self.has_padding:  # mask [0, 0, 1, 1, 1] -> positions [0, 0, 0, 1, 2]
             position = (self.mask.cumsum(dim=1) - 1).clamp(min=0)
-            given["attention_mask"] = self.mask
-            given["position_ids"] = position[:, -self.ids.shape[1] :]
-        given = {name: value for name, value in given.items() if name in self.keywords}
-        output = self.model(input_ids=self.ids, **given)
+            arguments["attention_mask"] = self.mask
+            arguments["position_ids"] = position[:, -self.ids.shape[1] :]
+        arguments = {name: value for name, value in arguments.items() if name in self.keywords}
+        output = self.model(input_ids=self.ids, **arguments)
         self.cache = getattr(output, "past_key_values", None)
         logits: Tensor = output.logits[:, -1].float()
         return logits
 
-    def _shared_out(self, logits: Tensor) -> Tensor:
-        """From one row for each different prompt to one for each request."""
+    def _expand_to_rows(self, logits: Tensor) -> Tensor:
+        """Logits, input and cache from one row for each distinct prompt to one for each request."""
         if len(self.rows) == len(logits):
             return logits
-        self.ids, self.mask = self.ids[self.distinct], self.mask[self.distinct]
+        self.ids, self.mask = self.ids[self.prompt_of_row], self.mask[self.prompt_of_row]
         if self.cache is not None:
-            self.cache.batch_select_indices(self.distinct)
-        return logits[self.distinct]
+            self.cache.batch_select_indices(self.prompt_of_row)
+        return logits[self.prompt_of_row]
 
-    def _extend(self, token: Tensor) -> None:
-        """What was drawn is read next. Without a cache the whole row is."""
-        column = token[:, None]
+    def _append(self, tokens: Tensor) -> None:
+        """Make the tokens the next input; a model without a cache reads the whole row again."""
+        column = tokens[:, None]
         self.ids = column if self.cache is not None else torch.cat([self.ids, column], dim=1)
         self.mask = torch.cat([self.mask, torch.ones_like(column)], dim=1)
 
-    def _flush(self) -> None:
-        """Append what was drawn since the last flush to the results, one transfer each, and
-        forget it."""
+    def _collect_drawn(self) -> None:
+        """Move the drawn tokens to the results, in one transfer for each of the three columns."""
         if not self.drawn:
             return
-        columns = [torch.stack(kept, dim=1).tolist() for kept in zip(*self.drawn, strict=True)]
+        columns = [torch.stack(steps, dim=1).tolist() for steps in zip(*self.drawn, strict=True)]
         for row, ids, logps, drawn in zip(self.rows, *columns, strict=True):
             result = self.results[row]
             result.token_ids += ids
@@ -235,11 +253,13 @@ class _Decoding:
             result.drawn_logprobs += drawn
         self.drawn.clear()
 
-    def _compact(self, alive: Tensor, read: int) -> Tensor:
-        """Go on with the rows that are still alive. The cache has `read` tokens of those that
-        were sampled."""
-        self._flush()
-        self._leave(read)
+    def _compact(self, alive: Tensor, num_sampled: int) -> Tensor:
+        """Keep only the rows that are alive. The cache holds `num_sampled` sampled tokens.
+
+        Rows of requests [0, 2, 5] and alive [T, F, T] become rows of requests [0, 5].
+        """
+        self._collect_drawn()
+        self._save_snapshot(num_sampled)
         keep = alive.nonzero().squeeze(1)
         self.rows = [self.rows[i] for i in keep.tolist()]
         self.ids, self.mask, self.limit = (t[keep] for t in (self.ids, self.mask, self.limit))
@@ -248,57 +268,52 @@ class _Decoding:
             self.cache.batch_select_indices(keep)
         return alive[keep]
 
-    def _leave(self, read: int) -> None:
-        """Put aside what the cache has of the rows that are about to go."""
-        if not self.room or not is_plain(self.model, self.cache, self.device):
+    def _save_snapshot(self, num_sampled: int) -> None:
+        """Keep the cache of the current rows, if rows of it can be reused and it fits."""
+        if not self.snapshot_bytes or not is_separable(self.model, self.cache, self.device):
             return
         snapshot = Snapshot.of(self.cache, self.mask[:, : self.cache.get_seq_length()])
-        if snapshot.nbytes <= self.room:
-            self.room -= snapshot.nbytes
-            self.left.append((snapshot, list(self.rows), read))
+        if snapshot.nbytes <= self.snapshot_bytes:
+            self.snapshot_bytes -= snapshot.nbytes
+            self.snapshots.append((snapshot, list(self.rows), num_sampled))
 
-    def read(self) -> Iterator[tuple[Episode, Prefix]]:
-        """After the run: what the model read of each episode's dialogue."""
-        done = set[int]()
-        for snapshot, rows, read in reversed(self.left):  # a row is in every snapshot before its last one
-            for i, row in enumerate(rows):
-                request = self.requests[row]
-                if row not in done and request.episode is not None:
-                    done.add(row)
-                    yield request.episode, Prefix(snapshot, i, [*request.prompt_ids, *self.results[row].token_ids[:read]])
-
-    def _watch(self, alive: Tensor) -> Tensor:
+    def _end_at_stop_strings(self, alive: Tensor) -> Tensor:
         """End the rows whose text now contains a stop string."""
-        self._flush()
-        going = alive.tolist()
+        self._collect_drawn()
+        still_alive = alive.tolist()
         for i, row in enumerate(self.rows):
-            stopped, result = self.requests[row].contains_stop, self.results[row]
-            if stopped is not None and going[i] and stopped(result.token_ids):
+            contains_stop, result = self.requests[row].contains_stop, self.results[row]
+            if contains_stop is not None and still_alive[i] and contains_stop(result.token_ids):
                 result.finish_reason = "stop"
                 self.limits[row] = len(result.token_ids)
-                going[i] = False
-        return torch.tensor(going, device=self.device)
+                still_alive[i] = False
+        return torch.tensor(still_alive, device=self.device)
 
-    def _wanted(self, alive: Tensor) -> Tensor:
-        """Less the rows that nobody waits for."""
-        unwanted = [i for i, row in enumerate(self.rows) if (asked := self.requests[row].is_abandoned) is not None and asked()]
-        if unwanted:
-            alive[unwanted] = False
+    def _drop_abandoned(self, alive: Tensor) -> Tensor:
+        """Drop rows whose caller has gone away."""
+        tests = [self.requests[row].is_abandoned for row in self.rows]
+        abandoned = [i for i, is_abandoned in enumerate(tests) if is_abandoned is not None and is_abandoned()]
+        if abandoned:
+            alive[abandoned] = False
         return alive
 
-    def _finished(self, result: Completion, limit: int) -> Completion:
-        """Cut what was drawn after the end."""
+    def _cut_after_end(self, result: Completion, limit: int) -> Completion:
+        """Drop the tokens that were drawn after a row had ended.
+
+        With end token 2 and limit 9, ids [7, 2, 8, 8] become [7, 2], finish reason "stop".
+        """
         ends = set(self.eos.tolist())
         end = next((i + 1 for i, token in enumerate(result.token_ids[:limit]) if token in ends), None)
         if end is not None:
             result.finish_reason = "stop"
-        cut = limit if end is None else end
-        for kept in (result.token_ids, result.logprobs, result.drawn_logprobs):
-            del kept[cut:]
+        length = limit if end is None else end
+        for values in (result.token_ids, result.logprobs, result.drawn_logprobs):
+            del values[length:]
         return result
 
     def _padded(self, prompts: Sequence[tuple[int, ...]], pad_id: int) -> tuple[Tensor, Tensor]:
-        """Left-padded ids and mask [N, P]."""
+        """Left-padded ids and mask [N, P]: prompts [7, 8] and [9] give [[7, 8], [pad, 9]] and
+        [[1, 1], [0, 1]]."""
         width = max(map(len, prompts))
         ids = torch.tensor([[pad_id] * (width - len(p)) + list(p) for p in prompts], device=self.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)

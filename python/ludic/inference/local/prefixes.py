@@ -1,8 +1,7 @@
-"""What the model has read of an episode stays read: its next turn begins with the keys and values
-of the turns before.
+"""Prefix cache: the turns of an episode reuse the keys and values of the turns before.
 
-They hold for the weights that computed them. Shapes: N rows, H heads, T columns of the cache, D
-size of a head, K tokens kept.
+They are valid only for the weights that computed them. Shapes: N rows, H heads, T columns of the
+cache, D size of a head, K cached tokens.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from torch import Tensor, nn
 
 from ludic.inference.current_episode import Episode
 
-LEAST_SHARE = 0.5
-"""Of a prompt that must be known: below it, reading the whole is as quick."""
+MIN_CACHED_SHARE = 0.5
+"""Of a prompt: below it, reading the whole prompt is as fast."""
 SAMPLED_ELEMENTS = 256
-"""Of each parameter, to tell a change that the version counters of tensors do not show."""
-PLAIN_ROPE = {"default", "linear", "llama3", "yarn"}
-"""Others, such as longrope and dynamic, turn the keys of a long dialogue in another way than
+"""Elements read of each parameter, to detect changes that tensors' version counters do not show."""
+PREFIX_STABLE_ROPE = {"default", "linear", "llama3", "yarn"}
+"""Other types, such as longrope and dynamic, rotate the keys of a long dialogue differently from
 those of a short one."""
 _numbers = count()
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The cache of one batch at one time."""
+    """The cache of one batch at one step."""
 
     layers: tuple[tuple[Tensor, Tensor], ...]
     """Keys and values, [N, H, T, D] each."""
     mask: Tensor
-    """[N, T] bool: which columns hold a token of the row."""
+    """[N, T] bool: which columns hold a token of the row, and not padding."""
     number: int
 
     @classmethod
@@ -50,76 +49,78 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Prefix:
-    """What was read of one dialogue."""
+    """The cached beginning of one dialogue."""
 
     snapshot: Snapshot
     row: int
     ids: list[int]
-    """[K] the tokens of the row's first K columns that hold one."""
+    """[K] the tokens in the row's first K columns that are not padding."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """The first `length` tokens of a prompt, which are those of `prefix`."""
+    """The first `length` tokens of a prompt are those of `prefix`."""
 
     prefix: Prefix
     length: int
 
 
 class PrefixCache:
-    """The prefixes of the episodes that are being played, of at most `max_bytes`, and while a
-    batch is decoded of twice that. The oldest go first."""
+    """The prefixes of running episodes: at most `max_bytes`, and twice that while a batch is being
+    decoded. The oldest are dropped first."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._prefixes: dict[Episode, list[Prefix]] = {}
-        """Of episodes that have not ended. They end in the thread that plays them, also while
-        another decodes."""
+        """Of episodes that have not ended. An episode may end in its own thread while another
+        thread decodes."""
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._weights: object = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values that are held."""
+        """Bytes of all cached keys and values."""
         return sum(snapshot.nbytes for snapshot in self._snapshots)
 
-    def hold_to(self, model: nn.Module) -> None:
-        """Forget everything if the weights are not those that it was computed with."""
-        weights = weights_mark(model)
+    def clear_if_changed(self, model: nn.Module) -> None:
+        """Clear the cache if the model's weights have changed."""
+        weights = weights_fingerprint(model)
         if weights != self._weights:
             self.clear()
             self._weights = weights
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all prefixes."""
         self._prefixes.clear()
 
-    def longest(self, episode: Episode, prompt_ids: Sequence[int]) -> Match | None:
-        """The most of a prompt that was read before; its last token is always read anew, for its
-        logits."""
+    def longest_match(self, episode: Episode, prompt_ids: Sequence[int]) -> Match | None:
+        """The longest cached prefix of a prompt, without its last token, whose logits are needed.
+
+        Cached [5, 6, 7] and prompt [5, 6, 7] match in 2 tokens; prompt [5, 6, 9, 9, 9] in none,
+        as 2 of 5 are below `MIN_CACHED_SHARE`.
+        """
         best: Match | None = None
         for prefix in self._prefixes.get(episode, ()):
-            length = min(_common(prefix.ids, prompt_ids), len(prompt_ids) - 1)
-            if length >= max(1, LEAST_SHARE * len(prompt_ids)) and (best is None or length > best.length):
+            length = min(_common_length(prefix.ids, prompt_ids), len(prompt_ids) - 1)
+            if length >= max(1, MIN_CACHED_SHARE * len(prompt_ids)) and (best is None or length > best.length):
                 best = Match(prefix, length)
         return best
 
-    def keep(self, episode: Episode, prefix: Prefix) -> None:
-        """Remember a dialogue for the episode's next turns. One that it goes on from is
-        forgotten."""
-        kept = self._prefixes.setdefault(episode, [])
-        kept[:] = [*(p for p in kept if _common(p.ids, prefix.ids) < len(p.ids)), prefix]
+    def add(self, episode: Episode, prefix: Prefix) -> None:
+        """Cache a dialogue for the episode's later turns. Replaces prefixes that it extends."""
+        cached = self._prefixes.setdefault(episode, [])
+        cached[:] = [*(p for p in cached if _common_length(p.ids, prefix.ids) < len(p.ids)), prefix]
         self._snapshots.add(prefix.snapshot)
-        episode.at_end(self._forget)
+        episode.on_end(self._drop)
 
-    def _forget(self, episode: Episode) -> None:
+    def _drop(self, episode: Episode) -> None:
         self._prefixes.pop(episode, None)
 
     def shrink(self) -> None:
-        """Forget the oldest snapshots until what is left fits."""
-        left = sorted(self._snapshots, key=lambda snapshot: snapshot.number)
-        size, dropped = sum(snapshot.nbytes for snapshot in left), set[int]()
-        for snapshot in left:
+        """Drop the oldest snapshots until the rest fits into `max_bytes`."""
+        snapshots = sorted(self._snapshots, key=lambda snapshot: snapshot.number)
+        size, dropped = sum(snapshot.nbytes for snapshot in snapshots), set[int]()
+        for snapshot in snapshots:
             if size <= self.max_bytes:
                 break
             size -= snapshot.nbytes
@@ -129,29 +130,29 @@ class PrefixCache:
                 prefixes[:] = [p for p in prefixes if p.snapshot.number not in dropped]
 
 
-def is_plain(model: Any, cache: Any, device: torch.device) -> bool:
-    """Whether rows of the cache can be taken apart and joined: every layer keeps every token,
-    all of them on one device, and positions are rotary ones that depend neither on the columns
-    between two tokens nor on how long the dialogue becomes."""
+def is_separable(model: Any, cache: Any, device: torch.device) -> bool:
+    """Whether rows of the cache can be separated and joined with others: every layer keeps every
+    token, all on one device, and positions are rotary and depend neither on the columns between
+    two tokens nor on the final length of the dialogue."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     return (
-        _rope_types(getattr(model, "config", None)) <= PLAIN_ROPE
+        _rope_types(getattr(model, "config", None)) <= PREFIX_STABLE_ROPE
         and type(cache) is DynamicCache
         and all(type(layer) is DynamicLayer and layer.keys.device == device for layer in cache.layers)
     )
 
 
 def _rope_types(config: Any) -> set[str]:
-    """The kinds of rotary positions of a model; `none` where it has none."""
-    given = getattr(config, "rope_parameters", None) or {}
-    of_layers = [part for part in given.values() if isinstance(part, dict)] or [given]
+    """The types of rotary positions of a model; `none` without any."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    of_layers = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]
     return {part.get("rope_type") or ("default" if "rope_theta" in part else "none") for part in of_layers}
 
 
-def joined(matches: Sequence[Match]) -> tuple[Any, Tensor]:
-    """The cache that the matches begin with, row by row, and which of its columns hold a token,
-    [N, T] int64."""
+def join_prefixes(matches: Sequence[Match]) -> tuple[Any, Tensor]:
+    """One cache whose row i holds the prefix of match i, and the mask of its columns that hold a
+    token, [N, T] int64."""
     from transformers.cache_utils import DynamicCache
 
     groups: dict[int, list[int]] = {}
@@ -160,19 +161,19 @@ def joined(matches: Sequence[Match]) -> tuple[Any, Tensor]:
     parts = [_Part.of([matches[place] for place in places], places) for places in groups.values()]
     width = max(part.mask.shape[1] for part in parts)
 
-    def whole(tensors: Sequence[Tensor], dim: int) -> Tensor:
-        return _stacked(tensors, parts, len(matches), width, dim=dim)
+    def merge(tensors: Sequence[Tensor], dim: int) -> Tensor:
+        return _merge(tensors, parts, len(matches), width, dim=dim)
 
     layers = [
-        (whole([keys for keys, _ in pairs], 2), whole([values for _, values in pairs], 2))
+        (merge([keys for keys, _ in pairs], 2), merge([values for _, values in pairs], 2))
         for pairs in zip(*(part.layers for part in parts), strict=True)
     ]
-    return DynamicCache(layers), whole([part.mask for part in parts], 1).long()
+    return DynamicCache(layers), merge([part.mask for part in parts], 1).long()
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The matches in one snapshot, and where they stand among all."""
+    """The matches in one snapshot, and their positions among all matches."""
 
     places: Tensor
     layers: list[tuple[Tensor, Tensor]]
@@ -186,13 +187,16 @@ class _Part:
         lengths = torch.tensor([match.length for match in matches], device=device)
         mask = snapshot.mask[rows]
         mask &= mask.cumsum(dim=1) <= lengths[:, None]
-        columns = mask.any(dim=0).nonzero().squeeze(1)  # what no row needs any more stays behind
+        columns = mask.any(dim=0).nonzero().squeeze(1)  # drop columns that no row uses
         layers = [(keys[rows][:, :, columns], values[rows][:, :, columns]) for keys, values in snapshot.layers]
         return cls(torch.tensor(places, device=device), layers, mask[:, columns])
 
 
-def _stacked(tensors: Sequence[Tensor], parts: Sequence[_Part], rows: int, width: int, *, dim: int) -> Tensor:
-    """The rows of all parts in their places, aligned at the last column."""
+def _merge(tensors: Sequence[Tensor], parts: Sequence[_Part], rows: int, width: int, *, dim: int) -> Tensor:
+    """Tensors with the rows of all parts in their places, aligned at the last column.
+
+    Parts [[1, 2]] at row 1 and [[3]] at row 0 give [[0, 3], [1, 2]].
+    """
     if len(tensors) == 1:
         return tensors[0]
     shape = [rows, *tensors[0].shape[1:]]
@@ -203,10 +207,10 @@ def _stacked(tensors: Sequence[Tensor], parts: Sequence[_Part], rows: int, width
     return whole
 
 
-def weights_mark(model: nn.Module) -> object:
-    """Equal as long as the model stays as it is, without reading all of it: where each tensor
-    lies, how often it was written in place, a few of its elements, and which adapters are at
-    work. Never equal where weights are loaded as they are needed."""
+def weights_fingerprint(model: nn.Module) -> object:
+    """A value that changes with the model's weights, without reading all of them: the address of
+    each tensor, how often it was written in place, a few of its elements, and the active adapters.
+    Never equal to another if weights are loaded on demand."""
     tensors = [*model.parameters(), *model.buffers()]
     if any(tensor.is_meta for tensor in tensors):
         return object()
@@ -216,11 +220,11 @@ def weights_mark(model: nn.Module) -> object:
         for tensor in tensors:
             flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
             sums.setdefault(tensor.device, []).append(flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)].double().sum())
-    return places, [torch.stack(of_device).tolist() for of_device in sums.values()], _adapters_at_work(model)
+    return places, [torch.stack(of_device).tolist() for of_device in sums.values()], _active_adapters(model)
 
 
-def _adapters_at_work(model: nn.Module) -> list[tuple[object, ...]]:
-    """What PEFT's layers add to their weights."""
+def _active_adapters(model: nn.Module) -> list[tuple[object, ...]]:
+    """The state of each PEFT layer."""
     peft = sys.modules.get("peft.tuners.tuners_utils")
     if peft is None:
         return []
@@ -231,8 +235,8 @@ def _adapters_at_work(model: nn.Module) -> list[tuple[object, ...]]:
     ]
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common beginning."""
+def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common prefix: [5, 6, 7] and [5, 6, 9, 9] give 2."""
     shorter = min(len(a), len(b))
     if a[:shorter] == b[:shorter]:
         return shorter

@@ -1,11 +1,11 @@
-"""Draws one token for each row of logits, from that row's own stream of random numbers.
+"""Draws one token for each row of logits, from a random stream of its own.
 
-A row's tokens depend on its seed, its prompt and its logits only, never on the rows beside it: its
-uniforms come from a counter-based generator keyed by seed and prompt (Philox, Salmon et al. 2011),
-one for each token, and invert the row's cumulative distribution. Logits computed in another batch
-shape differ in the last bits, which moves a draw only where a uniform falls within that distance of
-a boundary (about one token in a million in float32), and a greedy choice only where two tokens are
-that close.
+A row's tokens depend only on its seed, its prompt and its logits, never on the other rows. For each
+token, a counter-based generator keyed by seed and prompt (Philox, Salmon et al. 2011) gives a
+uniform number, which is mapped through the row's inverse cumulative distribution. Logits computed
+in another batch shape differ in the last bits. That changes a draw only if its uniform number is
+that close to a boundary (about one token in a million in float32), and a greedy choice only if two
+tokens are that close.
 
 Shapes: N rows, V vocabulary.
 """
@@ -25,16 +25,16 @@ from torch import Tensor
 from ludic.inference.sampling import SamplingParams
 
 CHUNK_ELEMENTS = 1 << 22
-"""Probabilities worked on at once."""
+"""Probabilities processed at once."""
 BLOCK = 64
-"""Uniforms taken from each stream at once; a multiple of four."""
+"""Uniforms drawn from each stream at once; a multiple of four."""
 
 
 def stream_key(seed: int | None, prompt_ids: Sequence[int]) -> NDArray[np.uint64]:
-    """[2] the key of one request's uniforms. Without a seed it is fresh.
+    """[2] the key of one request's uniforms; a random key without a seed.
 
-    The prompt is part of it, so that requests on different prompts are independent although groups
-    number their seeds alike.
+    It contains the prompt, so that requests with the same seed and different prompts are
+    independent.
     """
     if seed is None:
         return np.frombuffer(secrets.token_bytes(16), dtype=np.uint64)
@@ -43,18 +43,18 @@ def stream_key(seed: int | None, prompt_ids: Sequence[int]) -> NDArray[np.uint64
 
 
 class Uniforms:
-    """The numbers of `np.random.Generator(np.random.Philox(key=key)).random()`, for any key at any
-    place, without a generator for each:
-    to make one takes longer than to draw from it."""
+    """The numbers of `np.random.Generator(np.random.Philox(key=key)).random()` for any key and
+    position, without making a generator for each, which takes longer than drawing from it."""
 
     def __init__(self) -> None:
         self._philox = np.random.Philox(0)
         self._generator = np.random.Generator(self._philox)
         self._state: Any = self._philox.state
-        self._state["buffer_pos"] = 4  # four numbers a count, all of them taken
+        self._state["buffer_pos"] = 4  # four numbers for each count, all used up
 
     def block(self, key: NDArray[np.uint64], number: int) -> NDArray[np.float64]:
-        """[BLOCK] the numbers from `number * BLOCK` on."""
+        """[BLOCK] the numbers `number * BLOCK` to `(number + 1) * BLOCK - 1` of the key's
+        stream."""
         counter = np.array([number * BLOCK // 4, 0, 0, 0], dtype=np.uint64)
         self._state["state"] = {"counter": counter, "key": key}
         self._philox.state = self._state
@@ -81,7 +81,7 @@ class Sampler:
         self._penalised = any(p.frequency_penalty != 0 or p.presence_penalty != 0 for p in params)
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with the rows at these indices [M] alone."""
+        """Keep only the rows at these indices [M]."""
         for name in ("temperature", "top_p", "frequency", "presence", "uniforms"):
             setattr(self, name, getattr(self, name)[rows])
         self._keys = [self._keys[row] for row in rows.tolist()]
@@ -89,11 +89,11 @@ class Sampler:
             self.counts = self.counts[rows]
 
     def draw(self, logits_NV: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The next token of each row, its log-probability under the logits as they are, and under
-        the distribution drawn from.
+        """The next token of each row, its log-probability under the raw logits, and under the
+        distribution sampled from.
 
-        logits float32; results [N] int64, float32, float32. `position` is the number of tokens
-        drawn before: 0, 1, 2 and so on.
+        Logits are float32; results are [N] int64, float32, float32. `position` is the number of
+        tokens drawn before: 0, 1, 2 and so on.
         """
         if position % BLOCK == 0:
             block = np.stack([self._uniforms.block(key, position // BLOCK) for key in self._keys])
@@ -109,13 +109,13 @@ class Sampler:
             tokens.append(token)
             raw.append(logp.gather(1, token[:, None]).squeeze(1))
             drawn.append(shaped.gather(1, token[:, None]).squeeze(1))
-        chosen = torch.cat(tokens)
-        self._count(chosen, logits_NV.shape[1])
-        return chosen, torch.cat(raw), torch.cat(drawn)
+        all_tokens = torch.cat(tokens)
+        self._count(all_tokens, logits_NV.shape[1])
+        return all_tokens, torch.cat(raw), torch.cat(drawn)
 
     def _shaped(self, logits: Tensor, part: slice) -> Tensor:
-        """Log-probabilities after penalties, temperature and top-p. A greedy row is a point
-        mass."""
+        """Log-probabilities after penalties, temperature and top-p. A greedy row puts all mass on
+        one token."""
         if self.counts is not None:
             counts = self.counts[part]
             logits = logits - self.frequency[part, None] * counts - self.presence[part, None] * (counts > 0)
@@ -136,12 +136,15 @@ class Sampler:
 
 
 def _invert(logp_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """The first token whose cumulative probability exceeds the uniform's share of the total:
-    never a token of probability 0."""
+    """The first token whose cumulative probability exceeds the uniform times the total; never a
+    token of probability 0.
+
+    Probabilities [0.2, 0.3, 0.5] and uniform 0.4 give token 1: 0.2 <= 0.4 < 0.5.
+    """
     cumulative = logp_NV.double().exp().cumsum(dim=-1)
     total = cumulative[:, -1:]
     target = torch.minimum(uniform_N[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logp_NV.shape[1] - 1)  # NaN finds no place
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logp_NV.shape[1] - 1)  # NaN sorts last
 
 
 def nucleus(logp: Tensor, top_p: Tensor) -> Tensor:

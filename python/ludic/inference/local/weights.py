@@ -1,5 +1,4 @@
-"""Copies published weights into a model, by name. What is published has the names of the model
-without adapters."""
+"""Copies published weights into a model, by the names of the model without adapters."""
 
 from __future__ import annotations
 
@@ -14,12 +13,11 @@ from ludic.errors import ConfigError
 
 
 def copy_weights(model: nn.Module, params: Mapping[str, Tensor]) -> None:
-    """Copy each tensor into the weight of its name; one that shares its memory already is left
-    alone.
+    """Copy each tensor into the weight of its name, unless both share their memory.
 
-    Names and shapes are checked before the first is copied. Raises ConfigError for a name that the
-    model does not have or a shape that differs, and for a model with adapters that is not the
-    trainer's own: merged weights have no place there.
+    Names and shapes are checked before the first copy. Raises ConfigError for an unknown name or a
+    wrong shape, and for a model with adapters that is not the trainer's own, which cannot take
+    merged weights.
     """
     own = _weights_by_name(model)
     for name, new in params.items():
@@ -37,8 +35,7 @@ def copy_weights(model: nn.Module, params: Mapping[str, Tensor]) -> None:
 
 
 def own_copy(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
-    """A copy without gradients, on that device and of that type where given. Adapters are merged
-    into it."""
+    """A copy without gradients and with adapters merged, on `device` and in `dtype` if given."""
     copied: Any = copy.deepcopy(model)
     if hasattr(copied, "merge_and_unload"):
         copied = copied.merge_and_unload()
@@ -48,8 +45,8 @@ def own_copy(model: nn.Module, device: torch.device | str | None, dtype: torch.d
 
 
 def _weights_by_name(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by the names of the model without adapters; a tied weight goes by
-    either of its names."""
+    """Parameters and buffers by the names of the model without adapters; a tied weight has all its
+    names."""
     own: dict[str, Tensor] = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -62,8 +59,8 @@ def _weights_by_name(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_is_trainers(own: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
-    """What the trainer's own model publishes shares its memory, but for the merged copies: it is
-    up to date as it is."""
+    """Raise ConfigError unless the published tensors share memory with the model, as the trainer's
+    own do except for merged copies."""
     if params and all(own[name].data_ptr() != new.data_ptr() for name, new in params.items()):
         raise ConfigError(
             "merged weights were published to a model with adapters of its own; give the client a model without adapters, or "

@@ -1,1 +1,1 @@
-"""From messages to token ids: the chat template, the prompt tokens, tool calls, the vocabulary."""
+"""Messages to token ids and back: chat template, prompt tokens, tool calls, vocabulary."""

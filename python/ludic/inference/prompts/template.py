@@ -1,4 +1,4 @@
-"""Messages and tools as the text that a model reads, by the chat template of its tokenizer."""
+"""Renders messages and tools to prompt text with the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from ludic.types import Message
 
 
 def offered_tools(request: ToolRequest | None) -> list[dict[str, Any]]:
-    """The tools that the model is shown: none where the request has none or wants none called.
+    """The tools to render into the prompt: none if the request has none or its `tool_choice` is
+    "none".
 
-    Raises ConfigError for a `tool_choice` that would have to force a call, which sampling cannot.
+    Raises ConfigError for a `tool_choice` that forces a call, which plain sampling cannot do.
     """
     if request is None or request.tool_choice == "none":
         return []
@@ -29,19 +30,19 @@ def offered_tools(request: ToolRequest | None) -> list[dict[str, Any]]:
 class ChatTemplate:
     """Renders prompts with the tokenizer's chat template.
 
-    Without one, a prompt of one message is its text; a system message goes before it, with a blank
-    line between. A conversation is an error: nothing would say who speaks, nor where one message
-    ends.
+    Without a template, the prompt of a single message is its text, after the system message and a
+    blank line if there is one. A longer conversation is an error: nothing would separate the
+    messages or name the speakers.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._shown: set[tuple[str, str]] = set()
-        """(template, tools) of which it is known that the text shows the tools."""
+        """(template, tools) pairs whose text was checked to contain the tools."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The prompt, ready for the model's answer. Raises ConfigError where the tools, or who
-        speaks, would not be seen."""
+        """The prompt, up to where the model's answer begins. Raises ConfigError if it would not
+        show the tools or the speakers."""
         template = self._source
         if not template:
             if tools:
@@ -50,29 +51,29 @@ class ChatTemplate:
                     "renders them, or use an agent without tools"
                 )
             return _contents(messages)
-        plain = [_as_templates_expect(message) for message in messages]
+        plain = [_normalize(message) for message in messages]
         text = self._apply(plain, list(tools))
         if tools:
             self._check_shown(plain, text, (str(template), json.dumps(tools)))
         return text
 
     def render_all(self, dialogues: Sequence[Sequence[Message]]) -> list[str]:
-        """`render` of each, without tools; one call of the tokenizer, which takes half the time
-        of many."""
+        """`render` each dialogue without tools. One call of the tokenizer takes half the time of
+        many."""
         if not self._source or not dialogues:
             return [_contents(messages) for messages in dialogues]
-        plain = [[_as_templates_expect(message) for message in messages] for messages in dialogues]
+        plain = [[_normalize(message) for message in messages] for messages in dialogues]
         texts: list[str] = self._tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
         return texts
 
     @property
     def _source(self) -> str | None:
-        """The template itself."""
+        """The Jinja source of the template."""
         return getattr(self._tokenizer, "chat_template", None)
 
     def _check_shown(self, messages: list[Message], text: str, key: tuple[str, str]) -> None:
-        """Once for each set of tools: a template that leaves them out gives the same text
-        without them."""
+        """Raise ConfigError if the text is the same without the tools. Checks each set of tools
+        once."""
         if key in self._shown:
             return
         if text == self._apply(messages, []):
@@ -89,30 +90,29 @@ class ChatTemplate:
 
 
 def _contents(messages: Sequence[Message]) -> str:
-    """The text of a message that stands alone, or that only a system message precedes: that one,
-    a blank line, the text."""
+    """The text of a single message, after the system message and a blank line if there is one."""
     contents = [message.get("content") or "" for message in messages]
     roles = [str(message.get("role")) for message in messages]
     if len(messages) < 2 or (len(messages) == 2 and roles[0] in ("system", "developer")):
         return "\n\n".join(content for content in contents if content)
     raise ConfigError(
         f"the prompt is a conversation of {len(messages)} messages ({', '.join(roles)}), and the tokenizer has no chat template, which "
-        "says how they are written; set tokenizer.chat_template, or give prompts of one message"
+        "says how to write them; set tokenizer.chat_template, or give prompts of one message"
     )
 
 
-def _as_templates_expect(message: Message) -> Message:
-    """Templates read `content` without asking whether it is there, and want the arguments of a
-    call as an object, not as its text."""
+def _normalize(message: Message) -> Message:
+    """The form that chat templates expect: `content` is present, and the arguments of tool calls
+    are objects rather than JSON text."""
     if message.get("content") is not None and not message.get("tool_calls"):
         return message
-    expected = {**message, "content": message.get("content") or ""}
+    normalized = {**message, "content": message.get("content") or ""}
     if message.get("tool_calls"):
-        expected["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
-    return expected
+        normalized["tool_calls"] = [_with_arguments_object(call) for call in message["tool_calls"]]
+    return normalized
 
 
-def _with_object(call: Any) -> Any:
+def _with_arguments_object(call: Any) -> Any:
     try:
         function = call["function"]
         arguments = json.loads(function["arguments"])

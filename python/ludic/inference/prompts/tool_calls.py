@@ -1,5 +1,5 @@
-"""Calls of tools as Hermes and Qwen models write them: `<tool_call>{"name": ..., "arguments":
-{...}}</tool_call>`."""
+"""Parses tool calls in the format of Hermes and Qwen models: `<tool_call>{"name": ...,
+"arguments": {...}}</tool_call>`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SPACE = re.compile(r"\s*")
 
 
 def assistant_message(text: str, *, first_id: int = 0) -> Message:
-    """The answer as OpenAI's message: `content`, and `tool_calls` where the text makes calls.
+    """The answer as an OpenAI message: `content`, and `tool_calls` if the text has any.
 
-    `content` is then what stands before the first call, None if that is nothing. Ids count up from
-    `first_id`, nine letters and digits each, which is what the strictest templates take. A call
-    that is not well formed makes the whole text an answer without calls, as servers have it.
+    `content` is then the text before the first call, or None. Ids count up from `first_id` and have
+    nine letters and digits, which the strictest templates require. One malformed call makes the
+    whole text an answer without calls, as on servers.
     """
     calls = parse_tool_calls(text)
     if not calls:
@@ -39,8 +39,8 @@ def assistant_message(text: str, *, first_id: int = 0) -> Message:
 
 
 def parse_tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """(name, arguments) of every call in the text; none at all if one of them is not well
-    formed. It never raises."""
+    """(name, arguments) of every call in the text; empty if one of them is malformed. Never
+    raises."""
     calls = []
     start = text.find(OPENING)
     while start >= 0:
@@ -62,18 +62,19 @@ def _after_space(text: str, position: int) -> int:
 
 
 def _is_call(call: Any) -> bool:
-    """An object with a name and an object of arguments, all of which can be written down again."""
+    """Whether it is an object with a name and an object of arguments that can be encoded as JSON
+    text."""
     if not isinstance(call, dict) or not isinstance(call.get("arguments"), dict):
         return False
     if not isinstance(call.get("name"), str) or not call["name"]:
         return False
     try:
-        json.dumps(call, ensure_ascii=False).encode()  # half of a surrogate pair cannot be shown to any model again
+        json.dumps(call, ensure_ascii=False).encode()  # half of a surrogate pair cannot be encoded
     except (ValueError, RecursionError):
         return False
     return True
 
 
-def calls_made(messages: list[Message]) -> int:
-    """Calls of tools in a conversation so far."""
+def count_tool_calls(messages: list[Message]) -> int:
+    """The number of tool calls in a conversation."""
     return sum(len(message.get("tool_calls") or ()) for message in messages)

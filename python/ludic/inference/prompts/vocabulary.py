@@ -1,4 +1,4 @@
-"""Whether token ids can pass from one model to another without being text in between."""
+"""Compares the vocabularies of tokenizers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 
 def reads_same_ids(reader: Any, writer: Any) -> bool:
-    """Whether every id of `writer`'s stands for the same token in `reader`, which may have more.
-    How they cut text may differ."""
+    """Whether every id of `writer` is the same token in `reader`, so that ids can pass from one
+    model to the other without going through text. `reader` may have more tokens, and may split
+    text differently."""
     if reader is None or writer is None:
         return False
     return reader is writer or bool(writer.get_vocab().items() <= reader.get_vocab().items())

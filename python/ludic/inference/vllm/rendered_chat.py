@@ -9,7 +9,7 @@ from ludic.errors import InferenceError
 from ludic.inference.extensions import VLLMExtensions
 from ludic.inference.prompts.template import offered_tools
 from ludic.inference.prompts.tokens import PromptTokens
-from ludic.inference.prompts.tool_calls import assistant_message, calls_made
+from ludic.inference.prompts.tool_calls import assistant_message, count_tool_calls
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.vllm.in_server.think_limits import respects_limit
 from ludic.inference.vllm.responses import SampledTokens
@@ -36,7 +36,7 @@ class RenderedChat:
             text = text.split(sampled.stop_reason, 1)[0]
         message = {"role": "assistant", "content": text}
         if self._tools:
-            message = assistant_message(text, first_id=calls_made(self._messages))
+            message = assistant_message(text, first_id=count_tool_calls(self._messages))
         tokens.remember_answer(self._messages, self._tools, message, self.prompt_ids, sampled.token_ids)
         called = "tool_calls" in message and sampled.finish_reason == "stop"
         response = ChatResponse(
