@@ -11,7 +11,6 @@ mod numbers;
 pub mod pairs;
 pub mod plan;
 pub mod reduce;
-mod steps;
 mod table;
 mod truncate;
 mod vectors;

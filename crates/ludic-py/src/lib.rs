@@ -1,4 +1,5 @@
 //! `ludic._core`: registers what the other files bind.
+mod arena;
 mod arguments;
 mod collate;
 mod errors;
@@ -17,7 +18,7 @@ use pyo3::prelude::*;
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<table::SampleTable>()?;
-    module.add_class::<collate::Arena>()?;
+    module.add_class::<arena::Arena>()?;
     module.add_class::<plan::Plan>()?;
     module.add_class::<ranks::RankPlan>()?;
     module.add_function(wrap_pyfunction!(plan::lengths_of, module)?)?;

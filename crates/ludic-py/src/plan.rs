@@ -143,7 +143,8 @@ pub fn plan_padding_free(py: Python<'_>, lengths: Lengths<'_>, micro_token_budge
     Ok(Plan(lengths.plan(py, InPlace::PADDING_FREE, |lengths| plan::padding_free(lengths, micro_token_budget.0))?))
 }
 
-/// [N] `len` of each sequence of a list.
+/// [N] `len` of each sequence of a list, for a plan without a table. Nothing in `ludic` uses it yet;
+/// it is for data-parallel training.
 #[pyfunction]
 pub fn lengths_of<'py>(py: Python<'py>, sequences: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
     let sequences = &list_named("sequences", sequences)?;

@@ -1,4 +1,4 @@
-//! One plan for all ranks.
+//! One plan for all ranks. Nothing in `ludic` uses it yet; it is for data-parallel training.
 
 use ludic_core::balance::{self, Packing, RankOptions};
 use numpy::PyArray1;
@@ -8,8 +8,8 @@ use crate::arguments::{Count, InPlace, Lengths};
 use crate::errors::Result;
 use crate::plan::{Position, micro_batch, widened};
 
-/// One rank's micro-batches. An empty one stands for a row of weight zero that keeps the ranks in
-/// step.
+/// The micro-batches of one rank. An empty one stands for a row of weight zero, which keeps the
+/// ranks in step.
 #[pyclass(frozen, sequence, module = "ludic._core")]
 pub struct RankPlan(balance::RankPlan);
 
@@ -39,8 +39,8 @@ impl RankPlan {
     }
 }
 
-/// One plan for all ranks: the same number of micro-batches for each, balanced by `linear * len +
-/// quadratic * len**2`.
+/// Plans the same number of micro-batches for each rank, balanced by the cost of a sample: `linear *
+/// len + quadratic * len**2`.
 #[pyfunction]
 #[pyo3(
     signature = (

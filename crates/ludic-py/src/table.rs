@@ -6,8 +6,9 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString};
 
+use crate::arena::{Arena, lock_arena};
 use crate::arguments::Count;
-use crate::collate::{self, Arena};
+use crate::collate;
 use crate::errors::{Error, Result, is_error_of_the_value, raised, refusal};
 use crate::fields::Field;
 use crate::lists::is_list_of_ones;
@@ -127,7 +128,7 @@ impl SampleTable {
         pad_token_id: Count,
         arena: Option<&Bound<'py, Arena>>,
     ) -> Result<Bound<'py, PyDict>> {
-        collate::padded(py, self, &indices.0, pad_token_id.0, collate::locked(arena)?.as_deref_mut())
+        collate::padded(py, &self.0, &indices.0, pad_token_id.0, lock_arena(arena)?.as_deref_mut())
     }
 
     /// The padding-free layout: `input_ids` and `position_ids` i64, `action_mask` f32 [1, S],
@@ -139,7 +140,7 @@ impl SampleTable {
         indices: Indices,
         arena: Option<&Bound<'py, Arena>>,
     ) -> Result<Bound<'py, PyDict>> {
-        collate::padding_free(py, self, &indices.0, collate::locked(arena)?.as_deref_mut())
+        collate::padding_free(py, &self.0, &indices.0, lock_arena(arena)?.as_deref_mut())
     }
 
     /// The compact layout: `input_ids` i32, `action_mask` u8 [B, T], `lengths` i32 [B], `weight`
@@ -152,7 +153,7 @@ impl SampleTable {
         pad_token_id: Count,
         arena: Option<&Bound<'py, Arena>>,
     ) -> Result<Bound<'py, PyDict>> {
-        collate::compact(py, self, &indices.0, pad_token_id.0, collate::locked(arena)?.as_deref_mut())
+        collate::compact(py, &self.0, &indices.0, pad_token_id.0, lock_arena(arena)?.as_deref_mut())
     }
 }
 

@@ -52,7 +52,7 @@ impl Plan {
         let length = |&index: &u32| lengths[index as usize] as u64;
         let cost = |rows: &[u32]| rows.len() as u64 * rows.iter().map(length).max().unwrap_or(0);
         let num_tokens = indices.iter().map(length).sum();
-        let padded_tokens = windows(&offsets).map(|range| cost(&indices[range])).sum();
+        let padded_tokens = ranges(&offsets).map(|range| cost(&indices[range])).sum();
         Self { indices, offsets, num_tokens, padded_tokens }
     }
 
@@ -60,7 +60,7 @@ impl Plan {
     /// longest.
     pub(crate) fn contiguous(lengths: &[i32], sorted: Sorted, offsets: Vec<u32>) -> Self {
         let longest = |end: usize| lengths[sorted.order[end - 1] as usize] as u64;
-        let padded_tokens = windows(&offsets).map(|range| range.len() as u64 * longest(range.end)).sum();
+        let padded_tokens = ranges(&offsets).map(|range| range.len() as u64 * longest(range.end)).sum();
         Self { indices: sorted.order, offsets, num_tokens: sorted.num_tokens, padded_tokens }
     }
 
@@ -111,8 +111,22 @@ impl Plan {
     }
 }
 
-fn windows(offsets: &[u32]) -> impl Iterator<Item = std::ops::Range<usize>> + '_ {
+/// The range of each micro-batch: [0, 2, 5] gives 0..2 and 2..5.
+pub(crate) fn ranges(offsets: &[u32]) -> impl Iterator<Item = std::ops::Range<usize>> + '_ {
     offsets.windows(2).map(|pair| pair[0] as usize..pair[1] as usize)
+}
+
+/// Where each of `count` micro-batches begins, and the end of the last, from (micro-batch, rows) in
+/// any order. Rows (0, 1), (1, 3), (0, 1) of two micro-batches give [0, 2, 5].
+pub(crate) fn begin_offsets(count: usize, rows: impl Iterator<Item = (u32, u32)>) -> Vec<u32> {
+    let mut offsets = vec![0u32; count + 1];
+    for (micro_batch, rows) in rows {
+        offsets[micro_batch as usize + 1] += rows;
+    }
+    for micro_batch in 1..offsets.len() {
+        offsets[micro_batch] += offsets[micro_batch - 1];
+    }
+    offsets
 }
 
 /// The budget as a positive number that holds the longest sample.

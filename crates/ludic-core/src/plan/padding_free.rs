@@ -8,7 +8,7 @@
 use std::collections::BinaryHeap;
 
 use super::sorted::Sorted;
-use super::{Plan, check_budget};
+use super::{Plan, begin_offsets, check_budget};
 use crate::CoreError;
 
 /// Best fit decreasing: the longest sample first, each into the fullest micro-batch that still
@@ -84,13 +84,8 @@ fn rows_that_fit(free: u64, length: u64, rest: u32) -> u32 {
 impl Placed {
     /// The sample indices micro-batch after micro-batch, and where each begins.
     fn layout(&self, order: &[u32]) -> (Vec<u32>, Vec<u32>) {
-        let mut offsets = vec![0u32; self.bins as usize + 1];
-        for segment in &self.segments {
-            offsets[segment.bin as usize + 1] += segment.end - segment.begin;
-        }
-        for bin in 1..offsets.len() {
-            offsets[bin] += offsets[bin - 1];
-        }
+        let rows = self.segments.iter().map(|segment| (segment.bin, segment.end - segment.begin));
+        let offsets = begin_offsets(self.bins as usize, rows);
         let mut next = offsets.clone();
         let mut indices = vec![0u32; order.len()];
         for segment in &self.segments {

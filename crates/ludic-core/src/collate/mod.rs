@@ -32,89 +32,15 @@
 //! # Ok::<(), ludic_core::CoreError>(())
 //! ```
 
-use std::mem::MaybeUninit;
+mod layouts;
+
 use std::ops::Range;
 
 use crate::table::{Columns, Row};
 use crate::vectors::vectorized;
 use crate::{CoreError, SampleTable};
 
-/// An output element: a value, or memory that nobody has written yet.
-pub trait Slot<T: Copy> {
-    /// Writes the value.
-    fn put(&mut self, value: T);
-}
-
-impl<T: Copy> Slot<T> for T {
-    #[inline(always)]
-    fn put(&mut self, value: T) {
-        *self = value;
-    }
-}
-
-impl<T: Copy> Slot<T> for MaybeUninit<T> {
-    #[inline(always)]
-    fn put(&mut self, value: T) {
-        self.write(value);
-    }
-}
-
-/// Where the log-probabilities of the actor go.
-#[derive(Debug)]
-pub struct LogpsOut<'a, F> {
-    /// One a token of the layout, 0 off the actions.
-    pub actor_logps: &'a mut [F],
-    /// `[N]`: their sum over each sample.
-    pub old_logp_action: &'a mut [F],
-}
-
-/// The right-padded layout, `[B, T]` line after line; N samples, as many as lines unless some share
-/// one.
-#[derive(Debug)]
-pub struct PaddedOut<'a, I, F> {
-    /// `[B, T]`, the padding token on the right.
-    pub input_ids: &'a mut [I],
-    /// `[B, T]`: 1 on tokens, 0 on padding.
-    pub attention_mask: &'a mut [I],
-    /// `[B, T]`: 1 on actions.
-    pub action_mask: &'a mut [F],
-    /// `[N]`
-    pub weight: &'a mut [F],
-    /// Present exactly when the table has log-probabilities.
-    pub logps: Option<LogpsOut<'a, F>>,
-}
-
-/// The padding-free layout: S tokens, line after line.
-#[derive(Debug)]
-pub struct PaddingFreeOut<'a, I, C, F> {
-    /// `[S]`
-    pub input_ids: &'a mut [I],
-    /// `[S]`: counts from 0 in each line.
-    pub position_ids: &'a mut [I],
-    /// `[B + 1]`: where each line begins, and the end of the last.
-    pub cu_seqlens: &'a mut [C],
-    /// `[S]`: 1 on actions.
-    pub action_mask: &'a mut [F],
-    /// `[N]`
-    pub weight: &'a mut [F],
-    /// Present exactly when the table has log-probabilities.
-    pub logps: Option<LogpsOut<'a, F>>,
-}
-
-/// The right-padded layout in nine bytes a token.
-#[derive(Debug)]
-pub struct CompactOut<'a, C, U, F> {
-    /// `[B, T]`, the padding token on the right.
-    pub input_ids: &'a mut [C],
-    /// `[B, T]`: 1 on actions.
-    pub action_mask: &'a mut [U],
-    /// `[B]`: the attention mask is 1 on that many tokens.
-    pub lengths: &'a mut [C],
-    /// `[N]`
-    pub weight: &'a mut [F],
-    /// Present exactly when the table has log-probabilities.
-    pub logps: Option<LogpsOut<'a, F>>,
-}
+pub use layouts::{CompactOut, LogpsOut, PaddedOut, PaddingFreeOut, Slot};
 
 /// What a sample adds to its line: its ids from `begin` on, all of them unless it continues the
 /// sample before it.

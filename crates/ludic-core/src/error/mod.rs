@@ -1,19 +1,9 @@
-//! Everything that can be wrong with the input, with the values that were wrong.
+//! Everything that can be wrong with the input. Each error names the values that were wrong.
 
-/// Whose fault an error is, and so what a caller can do about it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum ErrorKind {
-    /// A token budget that cannot hold what must be packed into it.
-    Budget,
-    /// Another setting that breaks a rule.
-    Setting,
-    /// A sample, a column or an index that breaks a rule.
-    Data,
-    /// Memory that the machine does not have.
-    Memory,
-}
+mod kind;
+pub use kind::ErrorKind;
 
-/// What the core refuses, naming the value, the rule and the remedy.
+/// An error in the input. The message names the value, the rule and the remedy.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CoreError {
@@ -22,7 +12,7 @@ pub enum CoreError {
         "micro_token_budget ({budget}) must be >= the longest sequence ({longest}); raise the budget or lower max_seq_len"
     )]
     BudgetTooSmall {
-        /// The budget given, in tokens.
+        /// The budget, in tokens.
         budget: u64,
         /// The longest sequence, in tokens.
         longest: u64,
@@ -31,20 +21,20 @@ pub enum CoreError {
     /// A token budget of zero or less.
     #[error("micro_token_budget ({budget}) must be positive")]
     BudgetNotPositive {
-        /// The budget given, in tokens.
+        /// The budget, in tokens.
         budget: i64,
     },
 
-    /// A setting that counts something and is negative.
+    /// A negative count.
     #[error("{name} ({value}) must not be negative")]
     NegativeSetting {
-        /// Which setting.
+        /// The name of the setting.
         name: &'static str,
-        /// What it was set to.
+        /// Its value.
         value: i64,
     },
 
-    /// A length below zero.
+    /// A negative length.
     #[error("the length of sample {index} ({length}) must not be negative")]
     NegativeLength {
         /// The sample.
@@ -53,10 +43,10 @@ pub enum CoreError {
         length: i64,
     },
 
-    /// More samples than an index of 32 bits can name.
+    /// More samples than 32-bit indices can number.
     #[error("{count} samples are more than one macro-batch can hold (2**32 - 2); split them")]
     TooManySamples {
-        /// How many there are.
+        /// The number of samples.
         count: u64,
     },
 
@@ -65,33 +55,33 @@ pub enum CoreError {
         "micro_token_budget ({budget}) must be >= 2 * the longest pair ({longest}): a pair is two rows; raise the budget or lower max_seq_len"
     )]
     PairBudgetTooSmall {
-        /// The budget given, in tokens.
+        /// The budget, in tokens.
         budget: u64,
         /// The longer sample of the longest pair, in tokens.
         longest: u64,
     },
 
-    /// A pair that names a sample that is not there.
+    /// A pair that names a sample that does not exist.
     #[error("pair {pair} names sample {sample}, but there are {samples} samples")]
     PairIndex {
         /// The pair.
         pair: u64,
-        /// What it names.
+        /// The index that it names.
         sample: i64,
-        /// How many samples there are.
+        /// The number of samples.
         samples: u64,
     },
 
-    /// A sample named twice.
+    /// A sample that is named twice.
     #[error("pair {pair} names sample {sample} again; a sample belongs to one pair and has one role in it")]
     PairRepeats {
-        /// The pair that names it the second time.
+        /// The pair that names it again.
         pair: u64,
         /// The sample.
         sample: u64,
     },
 
-    /// A role that is neither of the two.
+    /// A role other than "chosen" and "rejected".
     #[error("the role of sample {index} ({role:?}) must be \"chosen\" or \"rejected\"")]
     UnknownRole {
         /// The sample.
@@ -107,7 +97,7 @@ pub enum CoreError {
     DuplicateRole {
         /// The pair's id.
         pair: String,
-        /// The role that both have.
+        /// The role of both.
         role: &'static str,
         /// The first of the samples.
         first: u64,
@@ -122,13 +112,13 @@ pub enum CoreError {
     IncompletePair {
         /// The pair's id.
         pair: String,
-        /// The role that is there.
+        /// The role that it has.
         has: &'static str,
-        /// How many pairs are incomplete.
+        /// The number of incomplete pairs.
         count: u64,
     },
 
-    /// Columns that should be of one length.
+    /// Columns of different lengths.
     #[error("{first} ({first_len}) and {second} ({second_len}) must be equally long")]
     UnequalColumns {
         /// One column.
@@ -144,36 +134,36 @@ pub enum CoreError {
     /// A setting outside its range.
     #[error("{name} ({value}) must be from {least} to {most}")]
     OutOfRange {
-        /// Which setting.
+        /// The name of the setting.
         name: &'static str,
-        /// What it was set to.
+        /// Its value.
         value: i64,
-        /// The least it may be.
+        /// The smallest allowed value.
         least: i64,
-        /// The most it may be.
+        /// The largest allowed value.
         most: i64,
     },
 
-    /// A packing by a name that there is not.
+    /// An unknown packing.
     #[error("packing ({name:?}) must be \"greedy\", \"optimal\" or \"padding_free\"")]
     UnknownPacking {
-        /// The name given.
+        /// The name.
         name: String,
     },
 
     /// A setting that must be at least 1.
     #[error("{name} ({value}) must be positive")]
     NotPositive {
-        /// Which setting.
+        /// The name of the setting.
         name: &'static str,
-        /// What it was set to.
+        /// Its value.
         value: i64,
     },
 
-    /// A padding token that no vocabulary can hold.
+    /// A padding token outside the range of 32-bit ids.
     #[error("pad_token_id ({value}) must lie in 0..=2147483647; take the tokenizer's pad or eos token")]
     PadToken {
-        /// The id given.
+        /// The id.
         value: i64,
     },
 
@@ -184,9 +174,9 @@ pub enum CoreError {
     TokenId {
         /// The sample.
         sample: usize,
-        /// Where in the sample.
+        /// The position in the sample.
         position: usize,
-        /// What stands there.
+        /// The value at that position.
         value: i128,
     },
 
@@ -197,31 +187,35 @@ pub enum CoreError {
     MaskValue {
         /// The sample.
         sample: usize,
-        /// Which mask.
+        /// The name of the mask.
         field: &'static str,
-        /// Where in the sample.
+        /// The position in the sample.
         position: usize,
-        /// What stands there.
+        /// The value at that position.
         value: i128,
     },
 
-    /// A mask with more or fewer values than there are tokens.
+    /// A mask whose length differs from the number of tokens.
     #[error(
         "sample {sample}: {field} has length {length} but input_ids has length {tokens}; give one value for each token"
     )]
     MaskLength {
         /// The sample.
         sample: usize,
-        /// Which mask.
+        /// The name of the mask.
         field: &'static str,
-        /// Values in the mask.
+        /// The number of values in the mask.
         length: usize,
-        /// Tokens in the sample.
+        /// The number of tokens in the sample.
         tokens: usize,
     },
 
-    /// Log-probabilities on some samples only.
-    #[error("Mixed presence of actor log-probs: sample {sample} has {}, those before it have {}; give them for all samples or for none", some_or_none(*.present), some_or_none(!*.present))]
+    /// Log-probabilities for some samples only.
+    #[error(
+        "Mixed presence of actor log-probs: sample {sample} has {}, those before it have {}; give them for all samples or for none",
+        if *present { "some" } else { "none" },
+        if *present { "none" } else { "some" }
+    )]
     MixedLogps {
         /// The first sample that differs from those before it.
         sample: usize,
@@ -236,9 +230,9 @@ pub enum CoreError {
     LogpCount {
         /// The sample.
         sample: usize,
-        /// Log-probabilities given.
+        /// The number of log-probabilities.
         logps: usize,
-        /// Ones in its action mask.
+        /// The number of ones in its action mask.
         actions: usize,
     },
 
@@ -249,9 +243,9 @@ pub enum CoreError {
     NonFiniteLogp {
         /// The sample.
         sample: usize,
-        /// Which of its log-probabilities; in columns, which of its tokens.
+        /// The index of the log-probability; in columns, of the token.
         position: usize,
-        /// What stands there.
+        /// The value at that position.
         value: f64,
     },
 
@@ -266,7 +260,7 @@ pub enum CoreError {
         value: f64,
     },
 
-    /// A sample without a token.
+    /// A sample without tokens.
     #[error("sample {sample} has no tokens, so that a model computes nothing for it; drop it")]
     NoTokens {
         /// The sample.
@@ -278,11 +272,11 @@ pub enum CoreError {
     SampleTooLong {
         /// The sample.
         sample: usize,
-        /// Its tokens.
+        /// Its number of tokens.
         length: usize,
     },
 
-    /// Offsets without a single value.
+    /// Empty offsets.
     #[error("offsets is empty; give [0] for no samples, else the beginning of each sample and the end of the last")]
     NoOffsets,
 
@@ -295,11 +289,11 @@ pub enum CoreError {
         first: i128,
         /// The last offset.
         last: i128,
-        /// Tokens in the columns.
+        /// The number of tokens in the columns.
         tokens: usize,
     },
 
-    /// Offsets that go back.
+    /// Offsets that decrease.
     #[error("sample {sample}: offsets fall from {begin} to {end}, but must not decrease")]
     OffsetOrder {
         /// The sample.
@@ -310,10 +304,10 @@ pub enum CoreError {
         end: i128,
     },
 
-    /// A column that does not fit the others.
+    /// A column whose length differs from the expected one.
     #[error("{column} has length {length}, but must have length {expected} like the columns beside it")]
     ColumnLength {
-        /// Which column.
+        /// The name of the column.
         column: &'static str,
         /// Its length.
         length: usize,
@@ -321,32 +315,32 @@ pub enum CoreError {
         expected: usize,
     },
 
-    /// An index that names no sample.
+    /// An index outside the table.
     #[error("index {index} names no sample of a table of {samples}; indices count from 0 and are never negative")]
     IndexOutOfRange {
-        /// The index given.
+        /// The index.
         index: i64,
-        /// Samples in the table.
+        /// The number of samples in the table.
         samples: usize,
     },
 
-    /// An index beyond what any table can hold.
+    /// An index that no table can hold.
     #[error("index {index} names no sample: no table has as many")]
     IndexTooLarge {
-        /// The index given.
+        /// The index.
         index: i128,
     },
 
-    /// A collation of nothing.
+    /// A batch without samples.
     #[error("cannot collate an empty list of samples; skip micro-batches without samples")]
     EmptyBatch,
 
     /// A padded batch that 32-bit offsets cannot address.
     #[error("a batch of {rows} rows by {columns} tokens is more than 2147483647 tokens; split it by a token budget")]
     BatchTooLarge {
-        /// Its rows.
+        /// Its number of rows.
         rows: usize,
-        /// Its columns: the tokens of its longest row.
+        /// Its number of columns: the tokens of its longest row.
         columns: usize,
     },
 
@@ -355,22 +349,22 @@ pub enum CoreError {
         "a padding-free batch of {rows} rows has {tokens} tokens, more than 2147483647; split it by a token budget"
     )]
     PackedTooLarge {
-        /// Its rows.
+        /// Its number of rows.
         rows: usize,
-        /// The tokens of all its rows.
+        /// The number of tokens of all rows.
         tokens: usize,
     },
 
-    /// A column that the machine has no memory for.
+    /// Not enough memory for a column.
     #[error("no memory for {values} more values of {column}; ingest fewer samples at once")]
     OutOfMemory {
-        /// Which column.
+        /// The name of the column.
         column: &'static str,
-        /// What was to be added to it.
+        /// The number of values to be added.
         values: usize,
     },
 
-    /// An attention mask that a layout without one cannot say.
+    /// An attention mask that a layout without one cannot represent.
     #[error(
         "index {index}: attention_mask is 0 within the sample, which only the padded layout can say; use padded packing or remove those tokens"
     )]
@@ -382,7 +376,7 @@ pub enum CoreError {
     /// An output buffer of the wrong size.
     #[error("output {name} has room for {length} values, but needs exactly {expected}")]
     OutputLength {
-        /// Which output.
+        /// The name of the output.
         name: &'static str,
         /// Its length.
         length: usize,
@@ -390,69 +384,17 @@ pub enum CoreError {
         expected: usize,
     },
 
-    /// A kind of reducer that does not exist.
+    /// An unknown kind of reducer.
     #[error("unknown reducer kind {kind:?}; use mean, sum or count_true")]
     UnknownReduction {
-        /// The name given.
+        /// The name.
         kind: String,
     },
 
-    /// A denominator that does not exist.
+    /// An unknown denominator.
     #[error("unknown normalize_by {name:?}; use None, samples or rollouts")]
     UnknownDenominator {
-        /// The name given.
+        /// The name.
         name: String,
     },
-}
-
-impl CoreError {
-    /// Whose fault it is. Every variant is named, so that a new one must say it.
-    #[must_use]
-    pub fn kind(&self) -> ErrorKind {
-        match self {
-            Self::BudgetTooSmall { .. } | Self::BudgetNotPositive { .. } | Self::PairBudgetTooSmall { .. } => {
-                ErrorKind::Budget
-            }
-            Self::NegativeSetting { .. }
-            | Self::NotPositive { .. }
-            | Self::OutOfRange { .. }
-            | Self::PadToken { .. }
-            | Self::UnknownDenominator { .. }
-            | Self::UnknownPacking { .. }
-            | Self::UnknownReduction { .. } => ErrorKind::Setting,
-            Self::OutOfMemory { .. } => ErrorKind::Memory,
-            Self::NegativeLength { .. }
-            | Self::TooManySamples { .. }
-            | Self::PairIndex { .. }
-            | Self::PairRepeats { .. }
-            | Self::UnknownRole { .. }
-            | Self::DuplicateRole { .. }
-            | Self::IncompletePair { .. }
-            | Self::UnequalColumns { .. }
-            | Self::TokenId { .. }
-            | Self::MaskValue { .. }
-            | Self::MaskLength { .. }
-            | Self::MixedLogps { .. }
-            | Self::LogpCount { .. }
-            | Self::NonFiniteLogp { .. }
-            | Self::NonFiniteWeight { .. }
-            | Self::NoTokens { .. }
-            | Self::SampleTooLong { .. }
-            | Self::NoOffsets
-            | Self::OffsetEnds { .. }
-            | Self::OffsetOrder { .. }
-            | Self::ColumnLength { .. }
-            | Self::IndexOutOfRange { .. }
-            | Self::IndexTooLarge { .. }
-            | Self::EmptyBatch
-            | Self::BatchTooLarge { .. }
-            | Self::PackedTooLarge { .. }
-            | Self::PartialAttention { .. }
-            | Self::OutputLength { .. } => ErrorKind::Data,
-        }
-    }
-}
-
-fn some_or_none(present: bool) -> &'static str {
-    if present { "some" } else { "none" }
 }
