@@ -34,7 +34,7 @@ train: setup ## Train the built-in task and show what it learnt.
 
 test: setup ## Run every test that needs no server and no GPU.
 	@$(BIN)/python -m pytest -q $(WORKERS) -m "not integration and not gpu and not slow" $(ARGS)
-	@cargo test --quiet --release
+	@cargo test --quiet --release --package ludic-core
 
 vllm: $(VLLM_VENV)/.built ## Create .venv-vllm, in which vLLM servers run on a CPU; with VLLM=vllm==0.32.0 on GPUs.
 
