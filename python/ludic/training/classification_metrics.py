@@ -122,14 +122,14 @@ class PreferenceMetrics:
         chosen, rejected, labels = self.scores
         metrics = {
             "pairwise_accuracy": pairwise_accuracy(chosen, rejected, labels > 0.5),
-            **_spread(*margins_in_both_orders(chosen - rejected, labels)),
+            **_margin_moments(*margins_in_both_orders(chosen - rejected, labels)),
             "roc_auc": roc_auc(*_responses(chosen, rejected, labels)),
             "ece": calibration_error(self.calibration()),
         }
         if len(chosen):
             metrics |= percentiles(chosen - rejected, labels)
             for threshold in self.thresholds or ():
-                metrics |= self._at(threshold, chosen, rejected, labels)
+                metrics |= self._error_rates(threshold, chosen, rejected, labels)
         return metrics
 
     def calibration(self) -> CalibrationBins:
@@ -141,7 +141,7 @@ class PreferenceMetrics:
             labels = np.concatenate([labels, 1.0 - labels])
         return calibration_bins(probability, labels, self.calibration_bins)
 
-    def _at(self, threshold: float, chosen: Floats, rejected: Floats, labels: Floats) -> dict[str, float]:
+    def _error_rates(self, threshold: float, chosen: Floats, rejected: Floats, labels: Floats) -> dict[str, float]:
         if self.thresholds_on == "pairs":
             above, better = preference_probability(chosen, rejected, self.beta) > threshold, labels > 0.5
             return {
@@ -168,7 +168,7 @@ def compute_margin_stats(chosen_scores: Any, rejected_scores: Any, labels: Any =
     Without labels the chosen responses are the better ones."""
     margins = as_floats(chosen_scores) - as_floats(rejected_scores)
     label = np.ones_like(margins) if labels is None else as_floats(labels)
-    return {**_spread(*margins_in_both_orders(margins, label)), **percentiles(margins, label)}
+    return {**_margin_moments(*margins_in_both_orders(margins, label)), **percentiles(margins, label)}
 
 
 def pairwise_accuracy(chosen: Floats, rejected: Floats, better: NDArray[np.bool]) -> float:
@@ -287,7 +287,7 @@ def as_floats(values: Any) -> Floats:
     return np.asarray(values, dtype=np.float64).reshape(-1)
 
 
-def _spread(margins: Floats, weights: Floats) -> dict[str, float]:
+def _margin_moments(margins: Floats, weights: Floats) -> dict[str, float]:
     if not len(margins):
         return dict.fromkeys(("mean_margin", "margin_std", "negative_margin_rate"), 0.0)
     mean = np.average(margins, weights=weights)

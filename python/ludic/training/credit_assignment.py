@@ -220,13 +220,13 @@ def _groups(rollouts: Sequence[Rollout], group_size: int, *, allow_partial: bool
     for (group, agent), members in groups.items():
         if len(members) > group_size or (len(members) < group_size and not allow_partial):
             raise DataError(
-                f"Group size mismatch: group {group}{_of(agent)} has {len(members)} rollouts, group_size is {group_size}; "
+                f"Group size mismatch: group {group}{_agent_suffix(agent)} has {len(members)} rollouts, group_size is {group_size}; "
                 "use the same number in GRPORequestStrategy, or allow_partial=True for groups that lost rollouts"
             )
     return list(groups.values())
 
 
-def _of(agent: object) -> str:
+def _agent_suffix(agent: object) -> str:
     return "" if agent is None else f" of agent {agent}"
 
 

@@ -102,10 +102,10 @@ class RewardFunctions:
                 errors[rollout.id] = error
         if inputs:
             columns = await self._all_rewards(inputs)
-            for index, one in enumerate(inputs):
-                failure = self._add_reward(one.rollout, [column[index] for column in columns])
+            for index, entry in enumerate(inputs):
+                failure = self._add_reward(entry.rollout, [column[index] for column in columns])
                 if failure is not None:
-                    errors[one.rollout.id] = failure
+                    errors[entry.rollout.id] = failure
         return errors
 
     async def _all_rewards(self, inputs: Sequence[_FunctionInput]) -> list[list[Reward]]:
@@ -156,8 +156,8 @@ class RewardFunctions:
     ) -> list[Reward]:
         """One call for each group, after the call for all has failed."""
         groups: dict[object, list[int]] = {}
-        for index, one in enumerate(inputs):
-            groups.setdefault(one.group, []).append(index)
+        for index, entry in enumerate(inputs):
+            groups.setdefault(entry.group, []).append(index)
         rewards: list[Reward] = [_failure(name, function, error)] * len(inputs)
         if len(groups) == 1 or isinstance(error, _DeadlineExceeded):
             return rewards
@@ -168,13 +168,13 @@ class RewardFunctions:
         return rewards
 
     def _arguments(self, function: RewardFunction, inputs: Sequence[_FunctionInput]) -> dict[str, Any]:
-        rows = [one.row for one in inputs]
+        rows = [entry.row for entry in inputs]
         names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "completion", "completion_ids"))
         arguments: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
         arguments |= {
-            "prompts": [one.row["prompt"] for one in inputs],
-            "completions": [one.completion for one in inputs],
-            "completion_ids": [one.completion_ids for one in inputs],
+            "prompts": [entry.row["prompt"] for entry in inputs],
+            "completions": [entry.completion for entry in inputs],
+            "completion_ids": [entry.completion_ids for entry in inputs],
             "trainer_state": self.trainer_state,
             "log_extra": lambda column, values: _log_each(inputs, column, values),
             "log_metric": lambda name, value: _log_each(inputs, name, [value] * len(inputs)),
@@ -304,8 +304,8 @@ def _shown_prompt(rollout: Rollout) -> str:
 
 
 def _log_each(inputs: Sequence[_FunctionInput], column: str, values: Sequence[Any]) -> None:
-    for one, value in zip(inputs, values, strict=True):
-        one.rollout.steps[-1].info.setdefault("reward_log", {})[column] = value
+    for entry, value in zip(inputs, values, strict=True):
+        entry.rollout.steps[-1].info.setdefault("reward_log", {})[column] = value
 
 
 def _names(functions: Sequence[RewardFunction]) -> list[str]:

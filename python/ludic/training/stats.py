@@ -86,15 +86,15 @@ def check_reducers(reducers: Mapping[str, Reducer]) -> None:
     """Raise ConfigError for a reducer that cannot be applied, or whose name the trainer uses
     itself."""
     for name, reducer in reducers.items():
-        _check(name, reducer)
-        key = _grouped(name)
+        _check_reducer(name, reducer)
+        key = _with_prefix(name)
         if key.removeprefix("train/") in OWN_KEYS or key.startswith(("perf/", PREFIX)):
             raise ConfigError(
                 f"a reducer cannot be named {name!r}: {key} is the trainer's own; name it {f'my_{name}'!r}, for example"
             )
 
 
-def _check(name: str, reducer: Reducer) -> None:
+def _check_reducer(name: str, reducer: Reducer) -> None:
     if reducer.kind not in KINDS:
         raise ConfigError(f"reducer {name}: kind ({reducer.kind}) must be one of {', '.join(KINDS)}")
     if reducer.normalize_by not in (None, "samples", "rollouts"):
@@ -123,7 +123,7 @@ def _reduce(
 ) -> dict[str, float]:
     """The core reduces plain paths in one pass; functions produce a column for it."""
     for name, reducer in reducers.items():
-        _check(name, reducer)
+        _check_reducer(name, reducer)
     plain = {name: reducer for name, reducer in reducers.items() if _is_plain(reducer)}
     paths = [(reducer.kind, str(reducer.source), reducer.normalize_by) for reducer in plain.values()]
     reduced = dict(zip(plain, _core.reduce_records(records, paths, *counts), strict=True)) if plain else {}
@@ -164,7 +164,7 @@ def _reduce_values(reducer: Reducer, values: list[Any], records: Sequence[Mappin
     return total / denominator if denominator else 0.0
 
 
-def _rollout(record: Mapping[str, Any], index: int) -> Hashable:
+def _rollout_key(record: Mapping[str, Any], index: int) -> Hashable:
     rollout: Hashable = record.get("rollout_id")
     return ("sample", index) if rollout is None else rollout
 
@@ -255,7 +255,7 @@ def target_rollouts(batch: SAWBatch) -> int:
 
 def distinct_rollouts(items: Sequence[SAWItem]) -> int:
     """Rollouts that the samples come from; a sample without a rollout id counts as one."""
-    return len({_rollout(item.meta, index) for index, item in enumerate(items)})
+    return len({_rollout_key(item.meta, index) for index, item in enumerate(items)})
 
 
 def _completion_length(item: SAWItem) -> int:
@@ -268,10 +268,10 @@ def group_keys(stats: Mapping[str, float]) -> dict[str, float]:
 
     Example: `loss` becomes `train/loss`, `eval_loss` `eval/loss` and `gpu_x` `perf/gpu_x`.
     """
-    return {_grouped(key): value for key, value in stats.items() if key != "phase"}
+    return {_with_prefix(key): value for key, value in stats.items() if key != "phase"}
 
 
-def _grouped(key: str) -> str:
+def _with_prefix(key: str) -> str:
     if key.startswith(("train/", "eval/", "perf/", PREFIX)):
         return key
     if key.startswith("eval_"):

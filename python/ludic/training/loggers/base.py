@@ -32,10 +32,10 @@ class ClosableLogger(Protocol):
 def select(stats: Mapping[str, float], keys: Sequence[str]) -> list[tuple[str, float]]:
     """The statistics whose full name, or name without prefix, is in `keys`, in the order of
     `keys`."""
-    return [(name, stats[name]) for key in keys for name in stats if key in (name, bare(name))]
+    return [(name, stats[name]) for key in keys for name in stats if key in (name, without_prefix(name))]
 
 
-def bare(name: str) -> str:
+def without_prefix(name: str) -> str:
     """The name without its prefix: `train/loss` becomes `loss`, `train/cispo/loss` `cispo/loss`."""
     prefix, slash, rest = name.partition("/")
     return rest if slash and prefix in ("train", "eval", "perf") else name

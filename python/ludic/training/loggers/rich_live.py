@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ludic.training.loggers.base import bare, select
+from ludic.training.loggers.base import select, without_prefix
 from ludic.training.loggers.percent import Percent
 
 SECTIONS = {"train": "green", "eval": "magenta", "perf": "cyan"}
@@ -130,7 +130,7 @@ class RichLiveLogger:
         """The statistics of each column."""
         shown = list(stats.items()) if self.keys is None else select(stats, self.keys)
         return {
-            section: [(bare(key), value) for key, value in shown if key not in HIDDEN and section_of(key) == section]
+            section: [(without_prefix(key), value) for key, value in shown if key not in HIDDEN and section_of(key) == section]
             for section in SECTIONS
         }
 

@@ -12,7 +12,7 @@ from ludic.training.loss.base import Loss, check_clip, check_ratio_clip, check_t
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.functional import capped_exp
-from ludic.training.loss.statistics import capped, k3, masked_stats, outside, policy_stats, spread
+from ludic.training.loss.statistics import k3, masked_stats, out_of_range, policy_stats, reached_cap, spread
 
 
 @dataclass
@@ -52,8 +52,8 @@ class ClippedSurrogateLoss(Loss):
             "loss": loss.detach(),
             "ratio_mean": ratio.detach().mean(),
             "ratio_std": spread(ratio),
-            "clip_frac": outside(ratio, self.clip_eps_low, self.clip_eps_high).mean(),
-            "ratio_clip_frac": capped(ratio, self.ratio_clip).mean(),
+            "clip_frac": out_of_range(ratio, self.clip_eps_low, self.clip_eps_high).mean(),
+            "ratio_clip_frac": reached_cap(ratio, self.ratio_clip).mean(),
             "kl_actor_policy": k3(log_ratio).mean(),
             "adv_mean": advantage.mean(),
             "adv_std": spread(advantage),
@@ -97,8 +97,8 @@ class TokenClippedSurrogateLoss(Loss):
             **policy_stats(shared, ratio),
             **masked_stats(
                 shared,
-                clip_frac=outside(ratio, self.clip_eps_low, self.clip_eps_high),
-                ratio_clip_frac=capped(ratio, self.ratio_clip),
+                clip_frac=out_of_range(ratio, self.clip_eps_low, self.clip_eps_high),
+                ratio_clip_frac=reached_cap(ratio, self.ratio_clip),
             ),
         }
         return loss, stats

@@ -1,5 +1,5 @@
-"""Log-probabilities and entropy of logits, computed in float32 and in chunks, without a copy of [B,
-T, V].
+"""Log-probabilities and entropy of logits, in float32 and chunk by chunk: no copy of the logits
+[B, T, V] is made.
 
 The next-token shift of a causal model is in the three `compute_token_...` functions and nowhere
 else: `logits[:, t]` scores `input_ids[:, t + 1]`, so results have T - 1 columns. Example: for ids
@@ -184,10 +184,10 @@ def _check_shapes(logits: Tensor, input_ids: Tensor) -> None:
 
 
 def _chunks(logits_NV: Tensor) -> range:
-    return range(0, logits_NV.shape[0], _rows(logits_NV))
+    return range(0, logits_NV.shape[0], _rows_per_chunk(logits_NV))
 
 
-def _rows(logits_NV: Tensor) -> int:
+def _rows_per_chunk(logits_NV: Tensor) -> int:
     return max(1, CHUNK_ELEMENTS // max(1, logits_NV.shape[1]))
 
 
@@ -206,7 +206,7 @@ class _SelectedLogp(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad_N,) = _unscale_gradients(ctx.use, grads)
         logits_NV, index_N, norms_N = ctx.saved_tensors
-        size = _rows(logits_NV)
+        size = _rows_per_chunk(logits_NV)
         out_NV = ctx.use.buffer(logits_NV)
         for start in _chunks(logits_NV):
             part = slice(start, start + size)
@@ -222,7 +222,7 @@ def _unscale_gradients(use: LogitsUse, grads: tuple[Tensor, ...]) -> tuple[Tenso
 
 def _norms(logits_NV: Tensor, use: LogitsUse) -> Tensor:
     """[N] logsumexp of each row."""
-    size = _rows(logits_NV)
+    size = _rows_per_chunk(logits_NV)
     norms_N = logits_NV.new_empty(logits_NV.shape[0], dtype=use.dtype(logits_NV))
     for start in _chunks(logits_NV):
         part = use.tempered(logits_NV[start : start + size], norms_N.dtype)
@@ -243,7 +243,7 @@ def _selected_gradient(logits_NV: Tensor, index_N1: Tensor, norms_N1: Tensor, gr
 
 def _entropies(logits_NV: Tensor, use: LogitsUse) -> Tensor:
     """[N] -sum p log p."""
-    size, wide = _rows(logits_NV), use.dtype(logits_NV)
+    size, wide = _rows_per_chunk(logits_NV), use.dtype(logits_NV)
     entropy_N = logits_NV.new_empty(logits_NV.shape[0], dtype=wide)
     for start in _chunks(logits_NV):
         entropy_N[start : start + size] = _entropy(use.tempered(logits_NV[start : start + size], wide), wide)
@@ -281,7 +281,7 @@ class _Entropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad_N,) = _unscale_gradients(ctx.use, grads)
         logits_NV, entropy_N = ctx.saved_tensors
-        size = _rows(logits_NV)
+        size = _rows_per_chunk(logits_NV)
         out_NV = ctx.use.buffer(logits_NV)
         for start in _chunks(logits_NV):
             part = slice(start, start + size)
@@ -305,7 +305,7 @@ class _SelectedLogpAndEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         logp_grad_N, entropy_grad_N = _unscale_gradients(ctx.use, grads)
         logits_NV, index_N, norms_N, entropy_N = ctx.saved_tensors
-        size = _rows(logits_NV)
+        size = _rows_per_chunk(logits_NV)
         out_NV = ctx.use.buffer(logits_NV)
         for start in _chunks(logits_NV):
             part = slice(start, start + size)

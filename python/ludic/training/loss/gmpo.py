@@ -12,13 +12,13 @@ from ludic.training.loss.base import Loss, check_clip, check_ratio_clip
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.functional import capped_exp
-from ludic.training.loss.statistics import capped, masked_stats, outside, policy_stats, spread
+from ludic.training.loss.statistics import masked_stats, out_of_range, policy_stats, reached_cap, spread
 
 
 @dataclass
 class GMPOLoss(Loss):
-    """L = -mean_b R_b A_b, with log R_b = mean_t s_b g_bt, s_b = sign(A_b) and g_bt = min(s_b log
-    r_bt, clip(s_b log r_bt, -low, high)); r_bt is the ratio of token t.
+    """L = -mean_b R_b A_b, with log R_b = mean_t s_b g_bt, s_b = sign(A_b) and
+    g_bt = min(s_b log r_bt, clip(s_b log r_bt, -low, high)); r_bt is the ratio of token t.
 
     Geometric-Mean Policy Optimization (arXiv:2507.20673): PPO's pessimistic clip on each token,
     applied to the logarithm, so that r_bt is bounded by [e^-low, e^high]. Without
@@ -56,8 +56,8 @@ class GMPOLoss(Loss):
             **policy_stats(shared, ratio),
             **masked_stats(
                 shared,
-                clip_frac=outside(1.0 + shared.log_ratio, self.clip_eps_low, self.clip_eps_high),
-                ratio_clip_frac=capped(ratio, self.ratio_clip),
+                clip_frac=out_of_range(1.0 + shared.log_ratio, self.clip_eps_low, self.clip_eps_high),
+                ratio_clip_frac=reached_cap(ratio, self.ratio_clip),
             ),
             "geom_mean_ratio_mean": geometric.detach().mean(),
             "geom_mean_ratio_std": spread(geometric),

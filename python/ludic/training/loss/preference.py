@@ -84,11 +84,11 @@ class BradleyTerryLoss(Loss):
 
     def first_pass(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         """The sum of squared score differences."""
-        chosen, rejected, _ = self._scored(SharedContext(logits, batch))
+        chosen, rejected, _ = self._pair_scores(SharedContext(logits, batch))
         return {SQUARED_MARGINS: (chosen - rejected).square().sum()}
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
-        chosen, rejected, label = self._scored(shared)
+        chosen, rejected, label = self._pair_scores(shared)
         if not len(label):
             return self._zero_loss(chosen, shared.logits)
         margin = self.beta * (chosen - rejected)
@@ -111,7 +111,7 @@ class BradleyTerryLoss(Loss):
             stats["score_reg"] = self.score_regularization_lambda * squares.detach()
         return loss, stats
 
-    def _scored(self, shared: SharedContext) -> tuple[Tensor, Tensor, Tensor]:
+    def _pair_scores(self, shared: SharedContext) -> tuple[Tensor, Tensor, Tensor]:
         """[P] scores of the chosen samples, [P] of the rejected ones, [P] labels."""
         scores = preference_scores(shared, self.score_type)
         chosen, rejected, labels = pairs_in(shared.batch)

@@ -52,13 +52,13 @@ def k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
-def outside(ratio: Tensor, low: float, high: float) -> Tensor:
+def out_of_range(ratio: Tensor, low: float, high: float) -> Tensor:
     """1.0 where the ratio is outside [1 - low, 1 + high]."""
     ratio = ratio.detach()
     return ((ratio < 1.0 - low) | (ratio > 1.0 + high)).float()
 
 
-def capped(ratio: Tensor, ratio_clip: float | None) -> Tensor:
+def reached_cap(ratio: Tensor, ratio_clip: float | None) -> Tensor:
     """1.0 where the ratio has reached `ratio_clip`."""
     if ratio_clip is None:
         return torch.zeros_like(ratio.detach())
