@@ -19,6 +19,7 @@ from ludic.distributed.push.target import push_target
 from ludic.distributed.unchanged import MOST_IN_A_ROW
 from ludic.errors import LudicError, PublishError
 from ludic.inference.servers.server_secret import drop_secret, keep_secret
+from ludic.inference.vllm.client import VLLMChatClient
 
 PUSH = [
     "/start_weight_update",
@@ -489,11 +490,14 @@ def test_with_rank0_only_nothing_is_touched_before_the_first_push(start, monkeyp
 
 
 def test_a_clients_servers():
-    assert push_target("http://a").server_urls == ["http://a"]
-    assert push_target(SimpleNamespace(server_url="http://a")).server_urls == ["http://a"]
+    assert push_target("http://a").all_urls() == ["http://a"]
+    assert push_target(SimpleNamespace(server_url="http://a")).all_urls() == ["http://a"]
     both = SimpleNamespace(server_url="http://a", server_urls=["http://a", "http://b"])
-    assert push_target(both).server_urls == ["http://a", "http://b"]
-    assert push_target([SimpleNamespace(server_url="http://a"), "http://b"]).server_urls == ["http://a", "http://b"]
+    assert push_target(both).all_urls() == ["http://a", "http://b"]
+    assert push_target([SimpleNamespace(server_url="http://a"), "http://b"]).all_urls() == ["http://a", "http://b"]
+    without_constructor = VLLMChatClient.__new__(VLLMChatClient)
+    without_constructor.server_url = "http://a"
+    assert push_target(without_constructor).all_urls() == ["http://a"]
 
 
 def test_two_trainers_may_take_turns(start):

@@ -56,7 +56,7 @@ def test_a_publisher_of_ours_is_not_wrapped():
 
 def test_a_target_remembers_the_connections_to_its_servers():
     target, connections = PushTarget(), SimpleNamespace(close=lambda: None)
-    assert (target.connections, list(target.server_urls), dict(target.request_headers)) == (None, [], {})
+    assert (target.connections, target.all_urls(), dict(target.request_headers)) == (None, [], {})
     target.hold_connections(connections)
     target.weights_changed(1, lost=["http://a"])
     target.adapter_changed("policy", "policy@1")

@@ -1,5 +1,5 @@
-"""What publishers, which replace the weights of a model, and the clients that sample from that
-model know of each other."""
+"""The contract between publishers, which replace the weights of a model, and the clients that
+sample from it."""
 
 from __future__ import annotations
 
@@ -74,12 +74,22 @@ class Connections(Protocol):
 
 
 class PushTarget:
-    """Servers of one model, as publishers see them. A client of such servers derives from it."""
+    """Servers of one model, as publishers see them. A client of such servers derives from it.
 
+    >>> client.all_urls()
+    ['http://127.0.0.1:8000']
+    """
+
+    server_url: str = ""
+    """The address of the first server."""
     server_urls: Sequence[str] = ()
-    """The address of each server."""
+    """The address of each server. May be empty if there is one."""
     connections: Connections | None = None
     """Of the last publisher that was made for these servers."""
+
+    def all_urls(self) -> list[str]:
+        """The address of each server."""
+        return [str(url) for url in self.server_urls or [self.server_url] if url]
 
     @property
     def request_headers(self) -> Mapping[str, str]:

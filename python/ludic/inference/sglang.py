@@ -95,15 +95,12 @@ class SGLangClient(PushTarget):
         InferenceError."""
         self._vocab_size = vocab_size
         self.server_urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
+        self.server_url = self.server_urls[0] if self.server_urls else ""
         self._pool = ServerPool([Server(url, api_key, timeout_s) for url in self.server_urls])
         self._retries = RetryPolicy(timeout_s, max_retries, backoff_s)
         self._tokens = None if tokenizer is None else PromptTokens(tokenizer)
         self._publisher: PolicyPublisher | None = None
         self._version = 0
-
-    @property
-    def server_url(self) -> str:
-        return self.server_urls[0]
 
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
         """One completion. The info has `raw_response` and `policy_version`. Raises ConfigTypeError

@@ -45,7 +45,7 @@ class LoraPublisher(Publisher):
         if keep < 1:
             raise ConfigError(f"keep ({keep}) must be >= 1; the version that is served stays")
         self.target = push_target(client)
-        self.servers = [VllmEndpoints(url, headers=self.target.request_headers) for url in self.target.server_urls]
+        self.servers = [VllmEndpoints(url, headers=self.target.request_headers) for url in self.target.all_urls()]
         self.model, self.name, self.timeout_s = model, name, timeout_s
         self._unchanged = UnchangedWeights("adapters", allowed=allow_unchanged)
         self._folders = CheckpointFolder(directory, keep=keep)

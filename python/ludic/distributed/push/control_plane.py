@@ -59,7 +59,7 @@ class VllmControlPlane:
                 timeout_s=timeout_s,
                 by_folder=by_folder,
             )
-            for url in self.target.server_urls
+            for url in self.target.all_urls()
         ]
         if not self.links:
             raise ConfigError("there is no server to publish to; give a client with server_url, or URLs")

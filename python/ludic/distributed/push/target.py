@@ -21,8 +21,7 @@ class _UserClient(PushTarget):
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        several = getattr(client, "server_urls", None)
-        self.server_urls = [str(url) for url in several] if several else [str(client.server_url)]
+        self.server_urls = getattr(client, "server_urls", None) or [client.server_url]
         self.connections = getattr(client, "_connections", None)
 
     @property
@@ -50,5 +49,5 @@ def push_target(client: PushTarget | str | Sequence[Any] | Any) -> PushTarget:
     if isinstance(client, str):
         return _Urls([client])
     if isinstance(client, Sequence):
-        return _Urls([url for one in client for url in push_target(one).server_urls])
+        return _Urls([url for one in client for url in push_target(one).all_urls()])
     return _UserClient(client)
