@@ -193,13 +193,16 @@ class CheckpointManager:
             read_optimizer_if_stored(optimizer, model, folder)
         return _metadata_of(folder)
 
-    def load_backend(
-        self, backend: TrainingBackend, *, step: int | None = None, path: str | Path | None = None
-    ) -> dict[str, Any]:
+    def load_backend(self, backend: TrainingBackend, folder: Path) -> dict[str, Any]:
         """`load` for a model that only its backend can read; `Trainer` calls this one."""
-        folder = self.find(step=step, path=path)
         backend.load(folder).wait()
         return _metadata_of(folder)
+
+    def locate(self, checkpoint: int | str | Path) -> Path:
+        """The folder of a checkpoint named by its step or its path. Example: 50 and "50" are
+        step_000050, unless there is a folder of the name 50."""
+        is_step = isinstance(checkpoint, int) or (str(checkpoint).isdigit() and not Path(checkpoint).exists())
+        return self.find(step=int(str(checkpoint))) if is_step else self.find(path=str(checkpoint))
 
 
 def _metadata_of(folder: Path) -> dict[str, Any]:

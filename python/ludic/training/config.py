@@ -202,6 +202,21 @@ class TrainerConfig:
         """Whether the field was passed to the constructor."""
         return name in self._given  # type: ignore[attr-defined]
 
+    def evaluates_at(self, step: int) -> bool:
+        """Whether an evaluation is due after `step` steps."""
+        if step == 0:
+            return self.eval_at_start
+        return self.eval_every_n_steps is not None and step % self.eval_every_n_steps == 0
+
+    def eval_limits(self, *, max_steps: int | None, timeout_s: float | None, concurrency: int | None) -> dict[str, Any]:
+        """What an evaluator is told: these arguments, else the `eval_*` fields that were passed to
+        the constructor, else None."""
+        return {
+            "max_steps": self.eval_max_steps if max_steps is None and self.given("eval_max_steps") else max_steps,
+            "timeout_s": self.eval_timeout_s if timeout_s is None and self.given("eval_timeout_s") else timeout_s,
+            "concurrency": self.eval_concurrency if concurrency is None and self.given("eval_concurrency") else concurrency,
+        }
+
     def validate(self) -> None:
         """Raise `ConfigError` where a value or a combination is wrong. The trainer calls it
         again."""

@@ -33,6 +33,7 @@ from ludic.training.batching.source import as_batch_source
 from ludic.training.classification_metrics import PreferenceMetrics
 from ludic.training.evaluators.preferences import PreferenceEvaluator
 from ludic.training.evaluators.protocol import Evaluator
+from ludic.training.loop.setup_checks import required_model
 from ludic.training.loss.base import Loss, loss_name
 from ludic.training.rm_config import RMTrainerConfig as RMTrainerConfig
 from ludic.training.trainer import Trainer
@@ -88,12 +89,12 @@ class RMTrainer(Trainer):
         if model is not None:
             _check_model(model, algo.loss, cfg)
         if lora_config is not None:
-            model = apply_lora(self._required(model), lora_config)
+            model = apply_lora(required_model(model), lora_config)
         self._padding_was_seen = False
         self.eval_metrics = _metrics(algo.loss, cfg)
         """What `update_eval_metrics` collects."""
         if eval_items is not None:
-            evaluator = self._evaluator_of(backend or self._required(model), algo.loss, cfg, eval_items)
+            evaluator = self._evaluator_of(backend or required_model(model), algo.loss, cfg, eval_items)
         super().__init__(
             model=model, algo=algo, batch_source=batch_source, cfg=cfg, evaluator=evaluator, backend=backend, **options
         )

@@ -3,9 +3,11 @@
 import math
 
 import pytest
+from training_samples import cpu_config
 
 from ludic.errors import ConfigError
 from ludic.training import LearningRateSchedule, TrainerConfig
+from ludic.training.loop.schedule import RunSchedule
 
 
 def factors(steps, **options):
@@ -47,3 +49,20 @@ def test_wrong_settings_are_refused():
         LearningRateSchedule("step")
     with pytest.raises(ConfigError, match="total_training_steps"):
         LearningRateSchedule("linear", total_steps=0)
+
+
+def test_the_first_beginning_sets_the_length_of_a_run_that_has_none():
+    schedule = RunSchedule(cpu_config(lr_scheduler_type="linear"), None)
+    schedule.begin(4)
+    schedule.begin(100)
+    assert [schedule.factor(step) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
+
+
+def test_a_length_that_is_given_or_resumed_is_not_stretched():
+    explicit = RunSchedule(cpu_config(lr_scheduler_type="linear"), 4)
+    explicit.begin(100)
+    resumed = RunSchedule(cpu_config(lr_scheduler_type="linear"), None)
+    resumed.resume(4)
+    resumed.begin(100)
+    assert explicit.factor(1) == resumed.factor(1) == 0.75
+    assert resumed.state_dict(1) == {"last_step": 1, "total_steps": 4, "warmup_steps": 0}

@@ -8,23 +8,20 @@ from typing import Any, Protocol
 
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.loop.early_stopping import EarlyStopping
-from ludic.training.loop.schedule import LearningRateSchedule
+from ludic.training.loop.schedule import RunSchedule
 from ludic.training.rng import rng_state, set_rng_state
 
 
 class ResumableRun(Protocol):
     """The members of a trainer that a checkpoint keeps."""
 
-    schedule: LearningRateSchedule
+    schedule: RunSchedule
     early_stopping: EarlyStopping
     last_eval: dict[str, float]
     evaluated_step: int | None
 
     @property
     def current_step(self) -> int: ...
-
-    def resume_schedule(self, total_steps: int) -> None:
-        """Go on with a schedule over `total_steps` steps."""
 
 
 def run_state(run: ResumableRun, source: BatchSourceBase) -> dict[str, Any]:
@@ -51,7 +48,7 @@ def evaluation_state(run: ResumableRun) -> dict[str, Any]:
 def restore_run(run: ResumableRun, source: BatchSourceBase, metadata: Mapping[str, Any]) -> None:
     """Go back to where `run_state` was taken. What an older checkpoint lacks stays as it is."""
     if "scheduler_state_dict" in metadata:
-        run.resume_schedule(int(metadata["scheduler_state_dict"]["total_steps"]))
+        run.schedule.resume(int(metadata["scheduler_state_dict"]["total_steps"]))
     if "early_stopping" in metadata:
         run.early_stopping.load_state_dict(metadata["early_stopping"])
     run.last_eval = dict(metadata.get("last_eval", {}))

@@ -5,11 +5,14 @@ A step is a macro-batch: all optimizer steps over one batch use the same rate.
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
 from ludic.errors import ConfigError
 from ludic.training.config import SCHEDULER_TYPES, SchedulerType, TrainerConfig
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_TOTAL_STEPS = 1_000_000
 
@@ -70,3 +73,41 @@ class LearningRateSchedule:
     def state_dict(self, step: int) -> dict[str, int]:
         """What a checkpoint keeps: where the run stands in its schedule."""
         return {"last_step": step, "total_steps": self.total_steps, "warmup_steps": self.warmup_steps}
+
+
+class RunSchedule:
+    """The schedule of a run, whose length may only be known when it begins."""
+
+    def __init__(self, cfg: TrainerConfig, total_steps: int | None) -> None:
+        """`total_steps` None: that of the first `begin`, or a default far beyond any run."""
+        self._cfg, self._is_open, self._is_guessed = cfg, total_steps is None, total_steps is None
+        self._schedule = LearningRateSchedule.from_config(cfg, total_steps)
+
+    def begin(self, last_step: int | None) -> None:
+        """The first call sets the length of a run that has none yet; None leaves the default."""
+        if last_step is not None and self._is_open and self._cfg.lr_scheduler_type is not None:
+            self._schedule, self._is_guessed = LearningRateSchedule.from_config(self._cfg, last_step), False
+        self._is_open = False
+
+    def resume(self, total_steps: int) -> None:
+        """Go on with the schedule of a run that is resumed; `begin` does not change it."""
+        self._schedule = LearningRateSchedule.from_config(self._cfg, total_steps)
+        self._is_open = self._is_guessed = False
+
+    def warn_once_if_guessed(self) -> None:
+        """Warn of a decay that is stretched over the default length."""
+        is_guessed, self._is_guessed = self._is_guessed, False
+        if is_guessed and depends_on_total(self._cfg):
+            logger.warning(
+                "lr_scheduler_type=%s is stretched over %s steps, because their number is not set: pass total_training_steps to Trainer, "
+                "or num_steps to train()",
+                self._cfg.lr_scheduler_type,
+                f"{self._schedule.total_steps:,}",
+            )
+
+    def factor(self, step: int) -> float:
+        """What `lr` is multiplied by at `step`."""
+        return self._schedule.factor(step)
+
+    def state_dict(self, step: int) -> dict[str, int]:
+        return self._schedule.state_dict(step)

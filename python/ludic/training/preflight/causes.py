@@ -1,5 +1,5 @@
-"""Why the trainer and the sampler disagree, found by trying: each suspect says what the numbers
-would be if it were the cause.
+"""Finds why the trainer and the sampler disagree, by trial: computes what the log-probabilities
+would be under each suspected cause. The causes' texts are in `known_causes`.
 
 The suspects, in the order in which they are believed when several fit: the sampler's
 log-probabilities before temperature, or at one that the trainer was not told; renormalised over
@@ -25,6 +25,8 @@ from ludic.training.averages import array_mean_or_zero
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.batching.micro_batching import MicroBatch, collate_saw_items
 from ludic.training.config import TrainerConfig
+from ludic.training.preflight import known_causes
+from ludic.training.preflight.known_causes import Cause
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
 from ludic.types import TokenTrace
 
@@ -38,15 +40,6 @@ AGREES = 0.01
 PROBED = 8
 """Prompts that the sampler is asked to go on from."""
 FROM_IDS = "samples drawn from token ids"
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Why, and what to do."""
-
-    name: str
-    description: str
-    remedy: str
 
 
 @dataclass(frozen=True)
@@ -158,23 +151,33 @@ class Suspects:
         told, sampling = self.cfg.temperature, self.sampling
         shapings: list[tuple[Cause, dict[str, Any]]] = []
         if told != 1.0:
-            shapings.append((_raw(told), {"temperature": 1.0}))
+            shapings.append((known_causes.RAW(told=told), {"temperature": 1.0}))
         if sampling is None:
             return shapings
         drawn = sampling.temperature or 1.0
         if drawn not in (told, 1.0):
-            shapings.append((_untold_temperature(drawn, told), {"temperature": drawn}))
+            shapings.append((known_causes.OTHER_TEMPERATURE(drawn=drawn, told=told), {"temperature": drawn}))
         if sampling.top_p < 1.0:
             cut: dict[str, Any] = {"top_p": sampling.top_p}
-            shapings += [(_nucleus(sampling.top_p, t), {**cut, "temperature": t}) for t in dict.fromkeys((drawn, told))]
+            shapings += [
+                (known_causes.NUCLEUS(top_p=sampling.top_p, temperature=t), {**cut, "temperature": t})
+                for t in dict.fromkeys((drawn, told))
+            ]
         return shapings
 
     def _rewritten(self, found: Comparison) -> list[tuple[Cause, list[SAWItem]]]:
         """Other tokens that the sampler may have read and drawn."""
         largest = max(int(np.max(item.input_ids)) for item in found.items)
-        rewritten = [(_ids_off(by), [_with_shifted_ids(item, -by, largest) for item in found.items]) for by in (1, -1)]
+        rewritten = [
+            (known_causes.SHIFTED_IDS(by=by), [_with_shifted_ids(item, -by, largest) for item in found.items]) for by in (1, -1)
+        ]
         for name, prompts in self._other_prompts(found).items():
-            rewritten.append((_template(name), [_with_prompt(i, ids) for i, ids in zip(found.items, prompts, strict=True)]))
+            rewritten.append(
+                (
+                    known_causes.OTHER_PROMPT_FITS(way=name),
+                    [_with_prompt(i, ids) for i, ids in zip(found.items, prompts, strict=True)],
+                )
+            )
         return [(cause, items) for cause, items in rewritten if self._fit(items)]
 
     def _fit(self, items: Sequence[SAWItem]) -> bool:
@@ -228,7 +231,7 @@ class Suspects:
             if _encoded(self.tokenizer, expected) == given:
                 continue
             text = self.tokenizer.decode(given)
-            return _retokenised_prompt() if text == expected else _other_template(text, expected)
+            return known_causes.RETOKENISED_PROMPT() if text == expected else _other_template(text, expected)
         return None
 
     def retokenised(self, found: Comparison) -> Cause | None:
@@ -243,7 +246,7 @@ class Suspects:
         agreeing = [len(part) > 0 and abs(part[0]) < AGREES for part in found.differences]
         canonical = [self._is_canonical(item) for item in found.items]
         if sum(agreeing) >= 0.25 * len(agreeing) and sum(canonical) >= 0.9 * len(canonical):
-            return _retokenised_completion()
+            return known_causes.RETOKENISED_COMPLETION()
         return None
 
     def _is_canonical(self, item: SAWItem) -> bool:
@@ -258,13 +261,13 @@ class Suspects:
         between; what is left is its weights."""
         ask = getattr(self.client, "complete_tokens", None)
         if ask is None or ranks.is_distributed():
-            return _other_weights("")
+            return known_causes.OTHER_WEIGHTS(where="")
         probes = await self._probes(ask, found)
         tried[FROM_IDS] = (await compare(self.backend, self.cfg, probes)).mean
         return (
-            _other_prompts()
+            known_causes.OTHER_PROMPTS()
             if tried[FROM_IDS] < max(AGREES, threshold)
-            else _other_weights(", not even where it goes on from ids")
+            else known_causes.OTHER_WEIGHTS(where=", not even where it goes on from ids")
         )
 
     async def _probes(self, ask: Callable[..., Awaitable[TokenTrace]], found: Comparison) -> list[SAWItem]:
@@ -294,7 +297,7 @@ def _shifts(found: Comparison) -> list[tuple[Cause, float]]:
             inside = (moved >= 0) & (moved < len(row))
             parts.append(row[moved[inside]] - sampler[inside])
         if sum(map(len, parts)):
-            shifts.append((_shifted(by), _mean_absolute(parts)))
+            shifts.append((known_causes.SHIFTED_LOGPROBS(where="after" if by > 0 else "before"), _mean_absolute(parts)))
     return shifts
 
 
@@ -343,100 +346,8 @@ def _with_shifted_ids(item: SAWItem, by: int, largest: int) -> SAWItem:
     return replace(item, input_ids=[int(i) for i in ids])
 
 
-def _raw(told: float) -> Cause:
-    return Cause(
-        "the sampler's log-probabilities are before temperature",
-        f"the sampler returns log-probabilities before temperature (raw); the trainer's are of logits / {told:g}",
-        "start the server with --logprobs-mode processed_logprobs (LocalChatClient: logprobs_mode='processed'), or set "
-        "TrainerConfig.temperature to 1",
-    )
-
-
-def _untold_temperature(drawn: float, told: float) -> Cause:
-    return Cause(
-        f"the sampler's log-probabilities are at temperature {drawn:g}",
-        f"the sampler returns log-probabilities of the distribution drawn from, at temperature {drawn:g}; the trainer was told {told:g}",
-        f"set TrainerConfig.temperature to {drawn:g}",
-    )
-
-
-def _nucleus(top_p: float, temperature: float) -> Cause:
-    return Cause(
-        f"renormalised over top_p {top_p:g}, at temperature {temperature:g}",
-        f"the sampler returns log-probabilities renormalised over the tokens within top_p {top_p:g}; the trainer's are over all tokens",
-        "sample with top_p=1, or start the server with --logprobs-mode raw_logprobs (LocalChatClient: logprobs_mode='raw') and set "
-        "TrainerConfig.temperature to 1",
-    )
-
-
-def _shifted(by: int) -> Cause:
-    where = "after" if by > 0 else "before"
-    return Cause(
-        f"log-probabilities of the token {where}",
-        f"log-probabilities and ids are shifted by one: each value is that of the token {where}",
-        "align them where the client reads the server's answer: one log-probability for each sampled id, the first beside the first, and "
-        "an action mask that begins at the first sampled id",
-    )
-
-
-def _ids_off(by: int) -> Cause:
-    return Cause(
-        f"completion ids {by:+d}",
-        f"the ids of the completions are the sampler's {by:+d}: ids are shifted by one",
-        "use the ids as the server returns them; a vocabulary with an added token on one side only shifts them",
-    )
-
-
-def _template(name: str) -> Cause:
-    return Cause(
-        f"prompt: {name}"[:57],
-        f"the sampler read another prompt than the samples have: its numbers fit {name} (another chat template, or text tokenised again)",
-        "send the prompt as token ids, rendered once by the policy's own tokenizer, and keep the prompt ids that the server echoes",
-    )
-
-
 def _other_template(text: str, expected: str) -> Cause:
+    """The cause, with 10 characters before and 30 after the first that differs."""
     at = next((i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), min(len(text), len(expected)))
-    begin = max(0, at - 10)
-    return Cause(
-        "another chat template",
-        f"the prompts are rendered by another chat template than the policy's: at character {at} they have "
-        f"{text[begin : at + 30]!r}, the policy's tokenizer makes {expected[begin : at + 30]!r}",
-        "give the server the chat template of the policy's tokenizer (--chat-template), or send prompts as token ids",
-    )
-
-
-def _retokenised_prompt() -> Cause:
-    return Cause(
-        "prompt tokenised in another way",
-        "the prompts have the right text and other token ids than the policy's tokenizer makes of it: text was tokenised again, or by "
-        "another tokenizer",
-        "send the prompt as token ids, rendered once by the policy's own tokenizer, and keep the prompt ids that the server echoes",
-    )
-
-
-def _retokenised_completion() -> Cause:
-    return Cause(
-        "completions tokenised again",
-        "the completions are what the tokenizer makes of their text, and agree with the sampler only up to some token: text was tokenised "
-        "again, and the ids are not those that were sampled",
-        "train on the ids that the server returns (return_token_ids), never on ids made of its text",
-    )
-
-
-def _other_prompts() -> Cause:
-    return Cause(
-        "another prompt on the sampler's side",
-        "the sampler agrees with the trainer where it goes on from token ids, and not on these samples: it read another prompt than they "
-        "have (another chat template), or their ids were made of text",
-        "send the prompt as token ids, keep the prompt ids that the server echoes, and train on the ids that it returns",
-    )
-
-
-def _other_weights(where: str) -> Cause:
-    return Cause(
-        "other weights",
-        f"nothing else explains it, and the sampler agrees nowhere{where}: it serves stale weights, or another model",
-        "publish the trainer's weights before the first batch, reset the server's prefix cache with them, and check that both "
-        "load the same model",
-    )
+    shown = slice(max(0, at - 10), at + 30)
+    return known_causes.OTHER_TEMPLATE(at=at, prompt=text[shown], expected=expected[shown])

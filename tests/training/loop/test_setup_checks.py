@@ -8,7 +8,7 @@ from ludic.errors import ConfigError
 from ludic.training import RolloutBatchSource, RolloutEngine, Trainer, make_dataset_sequence_requests_fn, make_grpo, ranks
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.overlapped import OverlappedSource
-from ludic.training.loop import trainer_checks
+from ludic.training.loop import setup_checks
 
 
 def trainer_of(*, total=None, source=None, **config):
@@ -75,26 +75,26 @@ def two_ranks(monkeypatch):
 @pytest.mark.parametrize("wrap", [lambda source: source, OverlappedSource])
 def test_a_source_that_plays_the_same_on_every_rank_is_refused(wrap):
     with pytest.raises(ConfigError, match=r"gives each of 2 ranks the same prompts; .*shards_across_ranks=True"):
-        trainer_checks.check_ranks(wrap(playing_source()))
+        setup_checks.check_ranks(wrap(playing_source()))
 
 
 @pytest.mark.usefixtures("two_ranks")
 def test_sources_whose_ranks_share_the_samples_are_taken(caplog):
     source = playing_source(shards_across_ranks=True)
-    trainer_checks.check_ranks(source)
-    trainer_checks.check_ranks(OverlappedSource(source))
-    trainer_checks.check_ranks(ItemBatchSource(sorting_items(8), batch_size=2))
+    setup_checks.check_ranks(source)
+    setup_checks.check_ranks(OverlappedSource(source))
+    setup_checks.check_ranks(ItemBatchSource(sorting_items(8), batch_size=2))
     assert not caplog.records
 
 
 @pytest.mark.usefixtures("two_ranks")
 def test_a_source_that_does_not_say_is_warned_of(caplog):
-    trainer_checks.check_ranks(ListSource(sorting_items(4)))
+    setup_checks.check_ranks(ListSource(sorting_items(4)))
     [record] = caplog.records
     assert "ListSource does not say whether each of the 2 ranks" in record.getMessage()
 
 
 def test_one_rank_asks_no_source(caplog):
-    trainer_checks.check_ranks(playing_source())
-    trainer_checks.check_ranks(ListSource(sorting_items(4)))
+    setup_checks.check_ranks(playing_source())
+    setup_checks.check_ranks(ListSource(sorting_items(4)))
     assert not caplog.records

@@ -1,23 +1,42 @@
-"""What of a trainer's parts does not go together: said before a model is built or a sample is
-played."""
+"""Checks that the parts of a trainer go together, before a model is built or a sample is played."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+
+from torch import nn
 
 from ludic.errors import ConfigError
 from ludic.training import ranks
-from ludic.training.batching.source import as_batch_source
+from ludic.training.batching.source import BatchSourceBase, as_batch_source
 from ludic.training.config import TrainerConfig
-from ludic.training.loop.schedule import depends_on_total
+from ludic.training.loop.early_stopping import check_early_stopping
+from ludic.training.stats import Reducer, check_reducers
 from ludic.training.types import BatchSource
 
 logger = logging.getLogger(__name__)
 
 
+def check_setup(
+    cfg: TrainerConfig, reducers: Mapping[str, Reducer], publisher: object, evaluator: object, batch_source: BatchSource
+) -> BatchSourceBase:
+    """Raise ConfigError for settings or parts that contradict each other. Returns the source with
+    every member that the trainer reads."""
+    cfg.validate()
+    check_early_stopping(cfg)
+    check_reducers(reducers)
+    check_publisher(cfg, publisher)
+    check_evaluator(cfg, evaluator)
+    source = as_batch_source(batch_source)
+    check_lag(cfg, source.max_lag)
+    check_ranks(batch_source)
+    return source
+
+
 def check_publisher(cfg: TrainerConfig, publisher: object) -> None:
-    """Publishing every step is the default, so that written out it asks for nothing new; any
-    other cadence does."""
+    """Refuse a cadence without a publisher. `sync_every_steps=1` is the default, and only warned
+    of."""
     if publisher is not None or not cfg.given("sync_every_steps") or cfg.sync_every_steps == 0:
         return
     if cfg.sync_every_steps > 1:
@@ -28,13 +47,16 @@ def check_publisher(cfg: TrainerConfig, publisher: object) -> None:
 
 
 def check_evaluator(cfg: TrainerConfig, evaluator: object) -> None:
-    """Training can go on without what only measures it."""
+    """Warn of evaluations that nothing makes. Training needs none."""
     if evaluator is None and (cfg.eval_at_start or cfg.eval_every_n_steps):
         logger.warning("eval_at_start and eval_every_n_steps without an evaluator: nothing is evaluated; pass evaluator=")
 
 
 def check_lag(cfg: TrainerConfig, ahead: int) -> None:
-    """`ahead`: how many batches the source begins before they are asked for."""
+    """Refuse a `max_lag` that would drop the batches which the source begins `ahead` of need.
+
+    Example: 1 batch ahead, published every 2 steps: a batch is up to 1 + 2 - 1 = 2 versions old.
+    """
     oldest = ahead + max(1, cfg.sync_every_steps) - 1
     if ahead and cfg.max_lag is not None and cfg.max_lag < oldest:
         raise ConfigError(
@@ -44,7 +66,8 @@ def check_lag(cfg: TrainerConfig, ahead: int) -> None:
 
 
 def check_ranks(source: BatchSource) -> None:
-    """Ranks that are given the same samples compute one gradient several times."""
+    """Refuse a source that gives all ranks the same samples: they would compute one gradient
+    several times. Warn of a source that does not say."""
     if not ranks.is_distributed():
         return
     name, world = type(source).__name__, ranks.world_size()
@@ -65,12 +88,8 @@ def check_ranks(source: BatchSource) -> None:
         )
 
 
-def warn_of_endless_schedule(cfg: TrainerConfig, total_steps: int) -> None:
-    """Where nobody said how long the run is."""
-    if depends_on_total(cfg):
-        logger.warning(
-            "lr_scheduler_type=%s is stretched over %s steps, for nobody said how many there are: pass total_training_steps to Trainer, "
-            "or num_steps to train()",
-            cfg.lr_scheduler_type,
-            f"{total_steps:,}",
-        )
+def required_model(model: nn.Module | None) -> nn.Module:
+    """`model`, where something needs it in this process."""
+    if model is None:
+        raise ConfigError("the trainer has no model in this process; pass model=, or leave what needs it to the backend")
+    return model

@@ -1,0 +1,102 @@
+"""Why a trainer and a sampler may disagree: the name of each cause, what happens, what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why, and what to do."""
+
+    name: str
+    description: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class KnownCause:
+    """A cause whose texts have places for what was measured.
+
+    >>> RAW(told=0.7).description
+    "the sampler returns log-probabilities before temperature (raw); the trainer's are of logits / 0.7"
+    """
+
+    name: str
+    description: str
+    remedy: str
+
+    def __call__(self, **facts: object) -> Cause:
+        return Cause(self.name.format(**facts), self.description.format(**facts), self.remedy.format(**facts))
+
+
+SEND_IDS = (
+    "send the prompt as token ids, rendered once by the policy's own tokenizer, and keep the prompt ids that the server echoes"
+)
+
+RAW = KnownCause(
+    name="the sampler's log-probabilities are before temperature",
+    description="the sampler returns log-probabilities before temperature (raw); the trainer's are of logits / {told:g}",
+    remedy="start the server with --logprobs-mode processed_logprobs (LocalChatClient: logprobs_mode='processed'), or set "
+    "TrainerConfig.temperature to 1",
+)
+OTHER_TEMPERATURE = KnownCause(
+    name="the sampler's log-probabilities are at temperature {drawn:g}",
+    description="the sampler returns log-probabilities of the distribution drawn from, at temperature {drawn:g}; the trainer was told "
+    "{told:g}",
+    remedy="set TrainerConfig.temperature to {drawn:g}",
+)
+NUCLEUS = KnownCause(
+    name="renormalised over top_p {top_p:g}, at temperature {temperature:g}",
+    description="the sampler returns log-probabilities renormalised over the tokens within top_p {top_p:g}; the trainer's are over all "
+    "tokens",
+    remedy="sample with top_p=1, or start the server with --logprobs-mode raw_logprobs (LocalChatClient: logprobs_mode='raw') and set "
+    "TrainerConfig.temperature to 1",
+)
+SHIFTED_LOGPROBS = KnownCause(
+    name="log-probabilities of the token {where}",
+    description="log-probabilities and ids are shifted by one: each value is that of the token {where}",
+    remedy="align them where the client reads the server's answer: one log-probability for each sampled id, the first beside the first, "
+    "and an action mask that begins at the first sampled id",
+)
+SHIFTED_IDS = KnownCause(
+    name="completion ids {by:+d}",
+    description="the ids of the completions are the sampler's {by:+d}: ids are shifted by one",
+    remedy="use the ids as the server returns them; a vocabulary with an added token on one side only shifts them",
+)
+OTHER_PROMPT_FITS = KnownCause(
+    name="prompt: {way:.49s}",
+    description="the sampler read another prompt than the samples have: its numbers fit {way} (another chat template, or text tokenised "
+    "again)",
+    remedy=SEND_IDS,
+)
+OTHER_TEMPLATE = KnownCause(
+    name="another chat template",
+    description="the prompts are rendered by another chat template than the policy's: at character {at} they have {prompt!r}, the "
+    "policy's tokenizer makes {expected!r}",
+    remedy="give the server the chat template of the policy's tokenizer (--chat-template), or send prompts as token ids",
+)
+RETOKENISED_PROMPT = KnownCause(
+    name="prompt tokenised in another way",
+    description="the prompts have the right text and other token ids than the policy's tokenizer makes of it: text was tokenised again, "
+    "or by another tokenizer",
+    remedy=SEND_IDS,
+)
+RETOKENISED_COMPLETION = KnownCause(
+    name="completions tokenised again",
+    description="the completions are what the tokenizer makes of their text, and agree with the sampler only up to some token: text was "
+    "tokenised again, and the ids are not those that were sampled",
+    remedy="train on the ids that the server returns (return_token_ids), never on ids made of its text",
+)
+OTHER_PROMPTS = KnownCause(
+    name="another prompt on the sampler's side",
+    description="the sampler agrees with the trainer where it goes on from token ids, and not on these samples: it read another prompt "
+    "than they have (another chat template), or their ids were made of text",
+    remedy="send the prompt as token ids, keep the prompt ids that the server echoes, and train on the ids that it returns",
+)
+OTHER_WEIGHTS = KnownCause(
+    name="other weights",
+    description="nothing else explains it, and the sampler agrees nowhere{where}: it serves stale weights, or another model",
+    remedy="publish the trainer's weights before the first batch, reset the server's prefix cache with them, and check that both "
+    "load the same model",
+)
