@@ -235,7 +235,8 @@ def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: P
 
 
 def read_optimizer_if_stored(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path) -> None:
-    """`read_optimizer`; a folder that has no state leaves the optimizer as it is, with a warning."""
+    """`read_optimizer`; a folder that has no state leaves the optimizer as it is, with a
+    warning."""
     if (folder / "optimizer.json").exists():
         read_optimizer(optimizer, model, folder)
     else:

@@ -1,16 +1,17 @@
-"""Checkpoints: a folder of safetensors and JSON in Hugging Face layout, which appears whole or not
-at all.
+"""Checkpoints: folders of safetensors and JSON in Hugging Face layout, each written whole or not at
+all.
 
     output_dir/
-      step_000050/            config.json and model*.safetensors (adapter_model.safetensors for adapters), as save_pretrained writes
+      step_000050/            as save_pretrained writes: config.json and model*.safetensors
+                              (adapter_model.safetensors for adapters)
         optimizer.safetensors tensors of the optimizer's state
         optimizer.json        its other values and parameter groups
         trainer_state.json    {"step", and what the trainer keeps of the run}
       latest.json             {"last_checkpoint", "step"}
 
-Nothing is pickled, and nothing pickled is read. A checkpoint is written into a folder beside its
-place and renamed, and renamed again before it is deleted (`whole_folders`); a crash leaves the
-older ones as they were. `state_files` turns models and optimizers into files.
+Nothing is pickled, and nothing pickled is read. A checkpoint is written into a folder
+beside its place and renamed, and renamed again before it is deleted (`files.folders`); a crash
+leaves older checkpoints intact. `state_files` turns models and optimizers into files.
 """
 
 from __future__ import annotations
@@ -125,16 +126,16 @@ class CheckpointManager:
         return (self.root / f"step_{step:06d}").is_dir()
 
     def amend(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Replace some of the metadata of the checkpoint that was saved last, if it is of
-        `step`: what became known only afterwards."""
+        """Update the metadata of the checkpoint that was saved last, if it is of `step`, with what
+        became known afterwards."""
         if ranks.rank() == 0 and self._saved is not None and _step_of(self._saved) == step:
             state = self._saved / "trainer_state.json"
             write_json(state, {**read_json(state), **metadata})
 
     @contextmanager
     def _written_aside(self, target: Path) -> Iterator[Path | None]:
-        """A folder beside `target` that becomes it at the end. None on other ranks than 0, which
-        write nothing."""
+        """A folder that becomes `target` at the end. None on ranks other than 0, which write
+        nothing."""
         if ranks.rank() != 0:
             yield None
             return
@@ -144,8 +145,8 @@ class CheckpointManager:
         self._prune(target)
 
     def _prune(self, written: Path) -> None:
-        """Delete what an interrupted save left behind, and all but the newest checkpoints; the
-        one just written always stays."""
+        """Delete leftovers of interrupted saves and all but the newest checkpoints. The one just
+        written stays."""
         clear_unfinished(self.root)
         older = [folder for folder in self._folders() if folder != written]
         for folder in older[: max(0, len(older) - (self.cfg.max_to_keep - 1))]:
@@ -157,8 +158,8 @@ class CheckpointManager:
         return sorted(folders, key=_step_of)
 
     def find(self, *, step: int | None = None, path: str | Path | None = None) -> Path:
-        """The checkpoint folder: `path` outranks `step`, that outranks latest.json, that
-        outranks the newest folder."""
+        """The checkpoint folder: `path` if given, else `step`, else what latest.json names, else
+        the newest."""
         if path is not None:
             return _existing(Path(path))
         if step is not None:

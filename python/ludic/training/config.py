@@ -48,30 +48,30 @@ def _default_device() -> str:
 @dataclass_transform(field_specifiers=(field,))
 def config_dataclass(cls: C) -> C:
     """A dataclass whose constructor explains unknown and removed names, and remembers which
-    names were given."""
-    made = dataclass(cls)
-    made.__init__ = _explaining(made.__init__)
-    return cast(C, made)
+    names it was given."""
+    decorated = dataclass(cls)
+    decorated.__init__ = _with_name_checks(decorated.__init__)
+    return cast(C, decorated)
 
 
-def _explaining(init: Callable[..., None]) -> Callable[..., None]:
+def _with_name_checks(init: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(init)
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
             if name not in signature.parameters:
-                raise ConfigError(_unknown(type(self).__name__, name, list(signature.parameters)[1:]))
-        given = dict(signature.bind_partial(self, *args, **kwargs).arguments)
-        rate = given.get("learning_rate")
-        if rate is not None and given.get("lr", rate) != rate:
-            raise ConfigError(f"lr ({given['lr']}) and learning_rate ({rate}) are two names of one setting; give one of them")
+                raise ConfigError(_unknown_name(type(self).__name__, name, list(signature.parameters)[1:]))
+        arguments = dict(signature.bind_partial(self, *args, **kwargs).arguments)
+        rate = arguments.get("learning_rate")
+        if rate is not None and arguments.get("lr", rate) != rate:
+            raise ConfigError(f"lr ({arguments['lr']}) and learning_rate ({rate}) are two names of one setting; give one of them")
         init(self, *args, **kwargs)
-        asked = frozenset(given) - {"self"}
-        # `dataclasses.replace` passes every field; of those, the ones that differ from a default
-        # were asked for.
-        everything = asked >= {item.name for item in fields(self)}
-        self._given = frozenset(filter(functools.partial(_differs, self), asked)) if everything else asked
+        passed = frozenset(arguments) - {"self"}
+        # `dataclasses.replace` passes every field: those that differ from a default count as
+        # passed.
+        everything = passed >= {item.name for item in fields(self)}
+        self._given = frozenset(filter(functools.partial(_differs, self), passed)) if everything else passed
 
     return __init__
 
@@ -81,11 +81,11 @@ def _differs(config: Any, name: str) -> bool:
     return name in defaults and getattr(config, name) != defaults[name]
 
 
-def _unknown(owner: str, name: str, known: list[str]) -> str:
+def _unknown_name(owner: str, name: str, names: list[str]) -> str:
     if name in _REPLACED:
         return f"{owner} has no {name}: {_REPLACED[name]}"
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
     return f"{owner} has no {name}; {hint}"
 
 
@@ -93,7 +93,7 @@ def _unknown(owner: str, name: str, known: list[str]) -> str:
 class TrainerConfig:
     """Settings of `Trainer`.
 
-    >>> cfg = TrainerConfig(lr=1e-5, max_seq_len=2048, micro_token_budget=16384, pad_token_id=tokenizer.pad_token_id)
+    >>> cfg = TrainerConfig(lr=1e-5, max_seq_len=2048, micro_token_budget=16384, pad_token_id=0)
     """
 
     model_device: str = field(default_factory=_default_device)
@@ -108,7 +108,7 @@ class TrainerConfig:
     """Off: weight decay leaves parameters of fewer than two dimensions alone."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    """AdamW's."""
+    """AdamW's epsilon."""
     max_grad_norm: float | None = 1.0
     """The gradient is scaled down to this L2 norm; None: never."""
     max_seq_len: int = 1024
@@ -117,12 +117,12 @@ class TrainerConfig:
     """`longest * rows` of a micro-batch, at most; for `padding_free` the sum of lengths. Not
     below `max_seq_len`."""
     sync_every_steps: int = 1
-    """Publish the weights every so many steps; 0: never."""
+    """Publish the weights every this many steps; 0: never."""
     master_weights: bool = True
-    """Parameters in bfloat16 are stepped as float32 copies and rounded back, for most updates
-    are too small to change a bfloat16 weight. Off: they are stepped in bfloat16, which saves 10
-    bytes a parameter and leaves most of them where they are. Parameters in float32 are always
-    stepped as they are."""
+    """Parameters in bfloat16 are stepped as float32 copies and rounded back: most updates are
+    too small to change a bfloat16 weight. Off: they are stepped in bfloat16, which saves 10
+    bytes a parameter and leaves most of them unchanged. Parameters in float32 are always stepped
+    directly."""
     mixed_precision_dtype: str | None = None
     """"bf16" runs the forward passes of a float32 model under autocast; None computes in the
     model's own dtype. Weights and optimizer keep the dtype that the model was loaded in."""
@@ -133,13 +133,13 @@ class TrainerConfig:
     cast_logits_to_fp32: bool = True
     """Log-probabilities in float32, whatever the model computes in."""
     max_lag: int | None = None
-    """Samples of a policy more than so many versions old are dropped; None: never."""
+    """Samples of a policy more than this many versions old are dropped; None: never."""
     reduce_stats_across_ranks: bool = False
     """Logged statistics are those of all ranks."""
     profile_memory: bool = False
     """Log memory peaks of forward and backward passes (CUDA)."""
     log_every: int = 1
-    """Statistics are computed and logged every so many steps."""
+    """Statistics are computed and logged every this many steps."""
     pad_token_id: int = 0
     """Fills padded columns. A tokenizer is accepted too, and stands for its `pad_token_id`."""
     eval_at_start: bool = False
@@ -148,7 +148,7 @@ class TrainerConfig:
     eval_concurrency: int = 32
     eval_max_steps: int = 1
     eval_timeout_s: float | None = None
-    """The three are passed to the evaluator if they were given; else its own hold."""
+    """The three are passed to the evaluator if they were set; otherwise its own settings hold."""
     lr_scheduler_type: SchedulerType | None = None
     """Shape of the learning rate over the run; None: constant."""
     warmup_steps: int = 0
@@ -156,15 +156,15 @@ class TrainerConfig:
     warmup_ratio: float | None = None
     """The same as a share of all steps; used if `warmup_steps` is 0."""
     early_stopping_patience: int | None = None
-    """End after so many evaluations without improvement; None: never."""
+    """End after this many evaluations without improvement; None: never."""
     early_stopping_metric: str = "eval_loss"
-    """What evaluations are compared by. At the end, the trained weights are those of the best
-    evaluation (`Trainer.restore_best`)."""
+    """The metric that evaluations are compared by. At the end, the trained weights are those of
+    the best evaluation (`Trainer.restore_best`)."""
     early_stopping_mode: Literal["auto", "min", "max"] = "auto"
-    """Whether it is better when it is small (min) or large (max); auto: as its name tells,
+    """Whether the metric is better when small (min) or large (max); auto: as its name implies,
     `eval_loss` min, `eval_accuracy` max."""
     early_stopping_min_delta: float = 0.0
-    """What counts as improvement must exceed this."""
+    """An improvement must be larger than this."""
     packing: Packing = "optimal"
     """How samples are put into micro-batches; none of them changes the gradient."""
     overhead_tokens: int = 256
@@ -174,7 +174,7 @@ class TrainerConfig:
     epochs_per_batch: int = 1
     """Passes over each batch."""
     max_empty_batches: int = 100
-    """So many batches in a row without a sample to train on are an error."""
+    """This many batches in a row without a sample to train on are an error."""
     lr_min_ratio: float = 0.0
     """Where `cosine` and `linear` end, as a share of `lr`."""
     skip_zero_weight: bool = True
@@ -185,7 +185,7 @@ class TrainerConfig:
     model as one row. The gradient is that of one row a turn. Only with a loss that reads the
     logits through its shared context alone."""
     seed: int = 0
-    """Of the order of samples in mini-batches."""
+    """Seed of the order of samples in mini-batches."""
     learning_rate: InitVar[float | None] = None
     """Another name of `lr`."""
 
@@ -235,8 +235,8 @@ class TrainerConfig:
             _require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "be > 0; None turns clipping off")
         sound = _is_finite(self.temperature) and self.temperature > 0
         _require(sound, "temperature", self.temperature, "be a finite number > 0; 1 is the policy as it is")
-        known = self.mixed_precision_dtype is None or self.mixed_precision_dtype in MIXED_PRECISION_DTYPES
-        _require(known, "mixed_precision_dtype", self.mixed_precision_dtype, 'be "bf16", or None for the model\'s own dtype')
+        is_known = self.mixed_precision_dtype is None or self.mixed_precision_dtype in MIXED_PRECISION_DTYPES
+        _require(is_known, "mixed_precision_dtype", self.mixed_precision_dtype, 'be "bf16", or None for the model\'s own dtype')
 
     def _check_batching(self) -> None:
         if self.pad_token_id is None:
@@ -256,9 +256,9 @@ class TrainerConfig:
 
     def _check_schedule(self) -> None:
         if self.lr_scheduler_type is not None:
-            known = self.lr_scheduler_type in SCHEDULER_TYPES
+            is_known = self.lr_scheduler_type in SCHEDULER_TYPES
             rule = f"be one of {', '.join(SCHEDULER_TYPES)}, or None for a constant rate"
-            _require(known, "lr_scheduler_type", self.lr_scheduler_type, rule)
+            _require(is_known, "lr_scheduler_type", self.lr_scheduler_type, rule)
         _require_int("warmup_steps", self.warmup_steps, 0)
         if self.warmup_ratio is not None:
             _require(0 <= self.warmup_ratio <= 1, "warmup_ratio", self.warmup_ratio, "be in [0, 1]")
@@ -299,10 +299,10 @@ def check_budget(micro_token_budget: int, max_seq_len: int) -> None:
 
 def _pad_token_of(tokenizer: Any) -> int:
     """Its padding token, or else its end token: what stands there is masked."""
-    found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    if found is None:
+    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if pad_token_id is None:
         raise ConfigError("the tokenizer has neither a pad nor an end token; pass an id")
-    return int(found)
+    return int(pad_token_id)
 
 
 def _is_finite(value: Any) -> bool:

@@ -1,5 +1,5 @@
-"""The few sums that the trainer takes over ranks. Without `torch.distributed`, a world of one:
-each is the identity."""
+"""Reductions over ranks. Without `torch.distributed` there is one rank, and each is the
+identity."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ def _reduce(values: Sequence[float], device: torch.device | str, operation: dist
 
 
 def union_over_ranks(names: Sequence[str], device: torch.device | str) -> list[str]:
-    """The names that any rank has, each once, in one order on all ranks: that of rank 0, then
-    what the next ones add."""
+    """The names that any rank has, each once and in the same order on all ranks.
+
+    Example: rank 0 has a, b and rank 1 has c, b: both get a, b, c.
+    """
     if not is_distributed():
         return list(dict.fromkeys(names))
     own = torch.tensor(list(json.dumps(list(names)).encode()), dtype=torch.uint8, device=device)

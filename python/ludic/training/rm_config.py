@@ -14,27 +14,27 @@ from ludic.training.samples.pair_facts import PREFERENCE_KEYS
 class RMTrainerConfig(TrainerConfig):
     """Settings of `RMTrainer`.
 
-    >>> cfg = RMTrainerConfig(lr=5e-6, max_seq_len=1024, micro_token_budget=8192, pad_token_id=model.config.pad_token_id)
+    >>> cfg = RMTrainerConfig(lr=5e-6, max_seq_len=1024, pad_token_id=model.config.pad_token_id)
     """
 
     rm_pair_aware: bool = True
     """The two samples of a pair go through the model together, and two rows of `max_seq_len`
-    must fit into `micro_token_budget`. Off, each sample stands alone, for a loss that does not
+    must fit into `micro_token_budget`. Off: each sample stands alone, for a loss that does not
     compare."""
     rm_require_complete_pairs: bool = True
-    """Off, a sample without its other half is kept: it goes through the model, for losses that
-    have a use for it. An evaluation has none, and drops it."""
+    """Off: a sample without its partner is trained too, for losses that can use it. An
+    evaluation drops it."""
     rm_drop_incomplete_pairs: bool = True
-    """Incomplete pairs are dropped, counted and warned of, in training and in evaluation; off,
+    """Incomplete pairs are dropped, counted and warned of, in training and in evaluation. Off:
     they are an error."""
     rm_calibration_bins: int = 10
     rm_eval_thresholds: Sequence[float] | None = (0.5,)
     """Where the evaluation computes FPR and FNR; None: nowhere."""
     rm_log_per_response_metrics: bool = True
-    """Thresholds divide the scores of single responses, chosen against rejected; off, the
-    probability of each pair against its label."""
+    """Thresholds classify the scores of single responses, chosen against rejected. Off: the
+    probability of each pair, against its label."""
     rm_meta_keys: Sequence[str] = PREFERENCE_KEYS
-    """What of the samples' metadata the loss is given."""
+    """Keys of the samples' metadata that the loss is given."""
     use_differential_lr: bool = False
     """The head learns at `lr`, everything else at `backbone_lr_mult` times that."""
     backbone_lr_mult: float = 0.1

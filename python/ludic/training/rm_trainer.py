@@ -1,9 +1,8 @@
-"""Reward models from preference pairs: `Trainer`, whose batches are made of pairs and whose
+"""Reward models from preference pairs: a `Trainer` whose batches are made of pairs and whose
 evaluation is of scores.
 
-Overridden are ingestion, splitting and collation (`batching.pair_batches`) and evaluation
-(`preference_evaluator`). All else is `Trainer`'s: optimizer and schedule, early stopping,
-mini-batches, checkpoints and resumption, publishing, logging.
+It overrides ingestion, splitting and collation (`batching.pair_batches`) and evaluation
+(`evaluators.preferences`). The rest is `Trainer`'s.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class RMTrainer(Trainer):
         return macro
 
     def _warn_of_padding(self, macro: MacroBatch) -> None:
-        """Once, where a classifier will take the end of a sample for padding."""
+        """Warn once if a classifier would take the end of a sample for padding."""
         ends_as_padding = any(item.input_ids[-1] == self.cfg.pad_token_id for item in macro.items)
         if ends_as_padding and not self._padding_was_seen and self._model is not None and is_classifier(self._model):
             self._padding_was_seen = True
@@ -143,7 +142,7 @@ class RMTrainer(Trainer):
     def _split_pairs_by_token_budget(
         self, pairs: Sequence[PreferencePair], micro_token_budget: int | None = None, max_seq_len: int | None = None
     ) -> list[list[SAWItem]]:
-        """`split_preference_pairs_by_token_budget`; what is not given is the config's."""
+        """`split_preference_pairs_by_token_budget`, by default with the config's settings."""
         return split_preference_pairs_by_token_budget(
             pairs,
             micro_token_budget=self.cfg.micro_token_budget if micro_token_budget is None else micro_token_budget,
@@ -172,12 +171,12 @@ class RMTrainer(Trainer):
         return {f"eval_{name}": value for name, value in evaluator.measure().items()}
 
     def update_eval_metrics(self, chosen_scores: Any, rejected_scores: Any, labels: Any = None) -> None:
-        """Collect scores that were computed elsewhere."""
+        """Add scores that were computed elsewhere to `eval_metrics`."""
         self.eval_metrics.update(chosen_scores, rejected_scores, labels)
 
     def compute_eval_metrics(self) -> dict[str, float]:
-        """The metrics of the scores collected, by the names of `PreferenceMetrics`; then none
-        are."""
+        """The metrics of the collected scores, by the names of `PreferenceMetrics`. The scores
+        are then dropped."""
         metrics = self.eval_metrics.compute()
         self.eval_metrics.reset()
         return metrics
@@ -208,7 +207,7 @@ def _check_loss(loss: Loss, cfg: RMTrainerConfig) -> None:
 
 
 def _check_source(source: BatchSource, cfg: RMTrainerConfig) -> None:
-    """What `preference_batches` drops, the trainer can neither refuse nor keep."""
+    """The trainer cannot refuse or train pairs that `preference_batches` has dropped already."""
     dropped = as_batch_source(source).pairs_incomplete
     if not dropped or (cfg.rm_require_complete_pairs and cfg.rm_drop_incomplete_pairs):
         return

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def rng_state() -> dict[str, Any]:
-    """The states now."""
+    """The present states."""
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -41,8 +41,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """What is drawn inside leaves no trace, so that a run that is resumed after it draws what it
-    would have drawn."""
+    """Restore the generators afterwards: what is drawn inside does not change what is drawn
+    later."""
     state = rng_state()
     try:
         yield

@@ -72,7 +72,7 @@ class Trainer:
 
     With several ranks the source must give each rank samples of its own (`shards_across_ranks`).
 
-    >>> trainer = Trainer(model=model, algo=make_grpo(group_size=8), batch_source=source, publisher=publisher, cfg=cfg)
+    >>> trainer = Trainer(model=model, algo=make_grpo(group_size=8), batch_source=source, cfg=cfg)
     >>> trainer.train_sync(num_steps=100)
     """
 
@@ -208,9 +208,9 @@ class Trainer:
         return self.early_stopping.stopped
 
     def restore_best(self) -> int | None:
-        """Set the weights to those of the best evaluation, unpublished. Returns its step; None where
-        there are none. `train` does so itself where early stopping ends it. A later `train` goes on
-        from the checkpoint of `current_step`."""
+        """Set the weights to those of the best evaluation, unpublished. Returns its step; None
+        where there are none. `train` does so itself where early stopping ends it. A later
+        `train` goes on from the checkpoint of `current_step`."""
         step = self.early_stopping.best_step
         if step is None:
             return None

@@ -3,7 +3,7 @@ import pytest
 from ludic.training.preflight import known_causes
 
 FACTS = {
-    "told": 0.7,
+    "configured": 0.7,
     "drawn": 0.5,
     "top_p": 0.9,
     "temperature": 1.0,
@@ -27,7 +27,7 @@ def test_every_cause_has_a_name_a_reason_and_a_remedy_without_open_places(name):
 
 def test_what_was_measured_stands_in_the_texts():
     assert known_causes.SHIFTED_IDS(by=1).name == "completion ids +1"
-    assert known_causes.OTHER_TEMPERATURE(drawn=0.5, told=1.0).remedy == "set TrainerConfig.temperature to 0.5"
+    assert known_causes.OTHER_TEMPERATURE(drawn=0.5, configured=1.0).remedy == "set TrainerConfig.temperature to 0.5"
     assert "at character 3 they have '{user}'" in known_causes.OTHER_TEMPLATE(at=3, prompt="{user}", expected="x").description
 
 

@@ -1,7 +1,6 @@
-"""The answer of a training backend, which may still be on its way.
+"""The answer of a training backend, which may still be pending.
 
-Both forms work: `await backend.forward_backward(batch).result()`, and keeping the future to await
-it later.
+Await it at once, `await backend.forward_backward(batch).result()`, or keep it and await it later.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class TrainFuture(Generic[T]):
         self.operation = operation
         """What was asked for, for logs and errors."""
         self._future: Future[T] = Future()
-        self._future.set_running_or_notify_cancel()  # one who stops waiting does not cancel it for the others
+        self._future.set_running_or_notify_cancel()  # cancelling one waiter does not cancel it for the others
 
     @classmethod
     def of(cls, operation: str, compute: Callable[[], T]) -> TrainFuture[T]:
@@ -51,7 +50,7 @@ class TrainFuture(Generic[T]):
         self._future.set_exception(error)
 
     async def result(self) -> T:
-        """Wait for the operation and return what it gave, or raise what it raised."""
+        """Wait for the operation. Returns its result or raises its error."""
         return self._future.result() if self.done() else await asyncio.wrap_future(self._future)
 
     def wait(self) -> T:

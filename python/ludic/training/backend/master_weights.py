@@ -1,9 +1,9 @@
 """Float32 masters of half-precision parameters: what the optimizer steps, while the model computes
 in its own dtype.
 
-A bfloat16 number has 8 significant bits, so that an update below 1/512 of a weight rounds to
-nothing, and at the learning rates of post-training nearly every update is that small. The masters
-keep what is rounded away (Micikevicius et al., arXiv:1710.03740, section 3.1).
+A bfloat16 number has 8 significant bits: an update below 1/512 of a weight rounds to nothing, and
+at the learning rates of post-training nearly every update is that small. The masters keep what
+rounding drops (Micikevicius et al., arXiv:1710.03740, section 3.1).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def follow_weights(self) -> None:
-        """Take over the weights that are no longer what was written back: somebody has set them."""
+        """Copy weights that were set since `write_back` into their masters."""
         for parameter, master in self._masters.items():
             untouched = master.to(parameter.dtype) == parameter
             master.copy_(torch.where(untouched, master, parameter.float()))
@@ -104,8 +104,10 @@ class MasterWeights:
             master.copy_(parameter if stored is None else stored)
         # An entry of a parameter that was never stepped must be empty, or the optimizer would not
         # begin its state.
-        kept = {index: {name: value for name, value in values.items() if name != MASTER} for index, values in state.items()}
-        return {**state_dict, "state": {index: values for index, values in kept.items() if values}}
+        without_masters = {
+            index: {name: value for name, value in values.items() if name != MASTER} for index, values in state.items()
+        }
+        return {**state_dict, "state": {index: values for index, values in without_masters.items() if values}}
 
 
 def check_precision(model: nn.Module) -> None:

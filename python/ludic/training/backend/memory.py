@@ -28,9 +28,9 @@ def memory_peaks() -> dict[str, float]:
 
 
 def _highest_on(device: torch.device) -> float:
-    found = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-    _highest[found] = max(_highest.get(found, 0.0), torch.cuda.max_memory_allocated(found) / MIB)
-    return _highest[found]
+    indexed = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+    _highest[indexed] = max(_highest.get(indexed, 0.0), torch.cuda.max_memory_allocated(indexed) / MIB)
+    return _highest[indexed]
 
 
 @dataclass

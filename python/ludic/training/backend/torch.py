@@ -106,14 +106,14 @@ class TorchBackend(ModelPasses):
         return TrainFuture.of("forward_backward", lambda: self._forward_backward(micro_batches, totals))
 
     def _forward_backward(self, batch: MicroBatches, totals: BatchTotals | None) -> BackwardResult:
-        if not self.model.training:  # what is put into evaluation mode inside of a model in training mode stays so
+        if not self.model.training:  # a part in evaluation mode, inside a model in training mode, stays in it
             self.model.train()
         totals = self._with_first_pass(batch, totals)
         result = BackwardResult(torch.zeros((), device=self.cfg.model_device))
         for index, micro_batch in enumerate(batch):
             with self._gradient_sync(last=index == len(batch) - 1):
                 loss, stats = self._backward(micro_batch, totals)
-            if not self._averages:  # a wrapper adds up the gradients of its ranks in the parameters' own
+            if not self._averages:  # a wrapper sums the gradients of ranks in those of the parameters
                 self._masters.take_gradients()
             result.loss = result.loss + loss
             result.micro_stats.append(stats)
@@ -124,7 +124,7 @@ class TorchBackend(ModelPasses):
 
     @torch.no_grad()
     def _with_first_pass(self, batch: MicroBatches, totals: BatchTotals | None) -> BatchTotals | None:
-        """`totals` with what the loss must measure on every sample before its gradient on any.
+        """`totals` with what the loss must measure on all samples before the gradient of the first.
         Dropout draws the same masks as in the pass with gradient."""
         loss = self.algo.loss
         if totals is None or not loss.needs_first_pass or (len(batch) == 1 and not ranks.is_distributed()):
@@ -132,14 +132,14 @@ class TorchBackend(ModelPasses):
         sums: dict[str, Tensor] = {}
         with preserved_rng(), autocast(self.cfg):
             for micro_batch in batch:
-                found = loss.first_pass(forward_logits(self.model, micro_batch.tensors), micro_batch.tensors)
-                sums = {name: sums.get(name, 0.0) + value for name, value in found.items()}
+                parts = loss.first_pass(forward_logits(self.model, micro_batch.tensors), micro_batch.tensors)
+                sums = {name: sums.get(name, 0.0) + value for name, value in parts.items()}
         everywhere = ranks.sum_over_ranks([float(value) for value in sums.values()], self.cfg.model_device)
         measured = {name: value.new_tensor(total) for (name, value), total in zip(sums.items(), everywhere, strict=True)}
         return replace(totals, measured=measured)
 
     def _backward(self, micro_batch: MicroBatch, totals: BatchTotals | None) -> tuple[Tensor, dict[str, Any]]:
-        """Add the gradient of one micro-batch; its loss, and its statistics."""
+        """Add the gradient of one micro-batch. Returns its loss and its statistics."""
         profile = MemoryProfile.start(self.cfg)
         with autocast(self.cfg):
             loss, stats = self.algo.compute_loss(
@@ -151,8 +151,8 @@ class TorchBackend(ModelPasses):
 
     @property
     def _policy(self) -> dict[str, float]:
-        """What an algorithm must know of the policy; nothing where that is the model's own, so
-        that an older `compute_loss` serves."""
+        """Arguments about the policy for `compute_loss`; none at temperature 1, so that an
+        algorithm without such arguments works."""
         return {} if self.cfg.temperature == 1.0 else {"temperature": self.cfg.temperature}
 
     def _gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
@@ -192,7 +192,7 @@ class TorchBackend(ModelPasses):
         return float(gather_tensor(norm))
 
     def _clear_gradients(self) -> None:
-        """Also of parameters that the optimizer does not step, which would add up for ever."""
+        """Also of parameters that the optimizer does not step: theirs would accumulate."""
         self.model.zero_grad(set_to_none=True)
         self._masters.zero_grad()
 

@@ -16,8 +16,8 @@ best.json with its `step`."""
 
 
 class BestWeights:
-    """Keeps one set of weights and puts it back: in a folder beside the checkpoints, or in memory
-    where there are none.
+    """Keeps one set of weights and restores it: in a folder beside the checkpoints, or in memory if
+    there are none.
 
     With several ranks, all call both methods; rank 0 writes the folder.
     """
@@ -28,8 +28,7 @@ class BestWeights:
         self._in_memory: tuple[int, Any] | None = None
 
     def keep(self, step: int) -> None:
-        """Keep the weights as they are now, those of `step`, in the place of what was kept
-        before."""
+        """Keep the present weights, those of `step`, instead of the ones kept before."""
         if self.folder is None:
             self._in_memory = step, self._backend.snapshot_weights().wait()
         elif ranks.rank() == 0:
@@ -41,8 +40,8 @@ class BestWeights:
         ranks.barrier()
 
     def restore(self, step: int) -> bool:
-        """Put the weights of `step` back into the model; False, and nothing changed, where
-        others or none were kept."""
+        """Set the model to the weights of `step`. Returns False, and changes nothing, if those
+        of another step or none were kept."""
         if self._in_memory is not None and self._in_memory[0] == step:
             self._backend.restore_weights(self._in_memory[1]).wait()
             return True

@@ -1,5 +1,5 @@
-"""When to stop: no improvement of one metric over a number of evaluations. Which weights then
-stay: those of the best one."""
+"""Ends a run after a number of evaluations without improvement of one metric. The weights of the
+best evaluation are kept."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ludic.errors import ConfigError
 from ludic.training import ranks
 from ludic.training.config import TrainerConfig
 
-_SMALL = {"loss", "perplexity", "nll", "ece", "error", "errors", "fpr", "fnr", "negative", "failed", "incomplete"}
-_LARGE = {"accuracy", "auc", "auroc", "reward", "pass", "score", "tpr", "margin", "correct", "right", "solved", "won", "win"}
+_MIN_WORDS = {"loss", "perplexity", "nll", "ece", "error", "errors", "fpr", "fnr", "negative", "failed", "incomplete"}
+_MAX_WORDS = {"accuracy", "auc", "auroc", "reward", "pass", "score", "tpr", "margin", "correct", "right", "solved", "won", "win"}
 """Words in the name of a metric that is better when it is small, or large. The first outranks
 the second: `negative_margin_rate`."""
 
@@ -24,26 +24,26 @@ the second: `negative_margin_rate`."""
 def better_when(cfg: TrainerConfig) -> Literal["min", "max"]:
     """Whether `early_stopping_metric` is better when it is small ("min") or large ("max").
     Raises ConfigError where `early_stopping_mode` contradicts the metric's name, and where it is
-    "auto" and the name does not tell."""
+    "auto" and the name implies nothing."""
     words = set(re.split(r"[^a-z]+", cfg.early_stopping_metric.lower()))
-    told: Literal["min", "max"] | None = "min" if words & _SMALL else "max" if words & _LARGE else None
+    implied: Literal["min", "max"] | None = "min" if words & _MIN_WORDS else "max" if words & _MAX_WORDS else None
     if cfg.early_stopping_mode == "auto":
-        if told is None:
+        if implied is None:
             raise ConfigError(
                 f"early_stopping_metric ({cfg.early_stopping_metric}) does not tell whether it is better when it is small or large; "
                 "set early_stopping_mode to min or max"
             )
-        return told
-    if told is not None and told != cfg.early_stopping_mode:
+        return implied
+    if implied is not None and implied != cfg.early_stopping_mode:
         raise ConfigError(
             f"early_stopping_mode ({cfg.early_stopping_mode}) would stop a model whose {cfg.early_stopping_metric} improves; "
-            f"set {told}, or leave it out"
+            f"set {implied}, or leave it out"
         )
     return cfg.early_stopping_mode
 
 
 def check_early_stopping(cfg: TrainerConfig) -> None:
-    """Raise ConfigError for a patience that nothing would ever try."""
+    """Raise ConfigError for a patience without evaluations, or a metric of unknown direction."""
     if cfg.early_stopping_patience is None:
         return
     if cfg.eval_every_n_steps is None:
@@ -55,7 +55,7 @@ def check_early_stopping(cfg: TrainerConfig) -> None:
 
 @dataclass
 class EarlyStopping:
-    """The best value so far, and how many evaluations it is old."""
+    """The best value so far, and how many evaluations came after it."""
 
     cfg: TrainerConfig
     best: float | None = None
@@ -64,7 +64,7 @@ class EarlyStopping:
     """The step of the best evaluation."""
 
     def update(self, value: float) -> tuple[bool, bool]:
-        """Take note of a value: whether to stop, and whether it is an improvement. The first
+        """Record a value. Returns whether to stop, and whether it is an improvement, as the first
         value always is."""
         improved = self.best is None or self._gain(value, self.best) > self.cfg.early_stopping_min_delta
         if improved:
@@ -75,14 +75,13 @@ class EarlyStopping:
 
     @property
     def stopped(self) -> bool:
-        """Whether patience is at its end. It follows from what a checkpoint holds, so that a run
-        that has ended stays ended."""
+        """Whether patience is exhausted. It follows from `state_dict`, so that a run that has ended
+        stays ended after it is resumed."""
         patience = self.cfg.early_stopping_patience
         return patience is not None and self.stale >= patience
 
     def should_stop(self, metrics: Mapping[str, float]) -> bool:
-        """The same, from the metrics of an evaluation. Without a patience there is nothing to
-        do."""
+        """`update` with the metrics of an evaluation; False without a patience."""
         if self.cfg.early_stopping_patience is None:
             return False
         name = self.cfg.early_stopping_metric
@@ -92,9 +91,8 @@ class EarlyStopping:
         raise ConfigError(f"early_stopping_metric ({name}) must be one that the evaluator gives: {', '.join(sorted(metrics))}")
 
     def take_note(self, metrics: Mapping[str, float], step: int, device: torch.device | str) -> bool:
-        """`should_stop` on rank 0, which may be the only one that has metrics; afterwards all
-        ranks know how patience stands. Whether this evaluation is the best so far; never without
-        a patience."""
+        """`should_stop` on rank 0, which may be the only one with metrics, and the result on all
+        ranks. Returns whether this evaluation is the best so far; False without a patience."""
         if self.cfg.early_stopping_patience is None:
             return False
         if ranks.rank() == 0:
@@ -106,7 +104,7 @@ class EarlyStopping:
         return self.stale == 0
 
     def _gain(self, value: float, best: float) -> float:
-        """By how much `value` is better. A value that is not a number is worse than any that is."""
+        """How much better `value` is. NaN is worse than any number."""
         if math.isnan(value) or math.isnan(best):
             return -math.inf if math.isnan(value) else math.inf
         return best - value if better_when(self.cfg) == "min" else value - best

@@ -1,5 +1,4 @@
-"""Statistics of parts (micro-batches, ranks) combined into those of the whole, so that no split of
-the samples shows in them.
+"""Combines statistics of parts (micro-batches, ranks) into those of the whole, whatever the split.
 
 A mean is weighted by what it is a mean over: action tokens for `TOKEN_KEYS` where the part says
 `avg_action_tokens`, pairs for `PAIR_MEAN_KEYS` where it says `num_pairs`, samples for the rest. A
@@ -39,7 +38,7 @@ Rule = Literal["mean", "std", "sum", "max", "min"]
 
 @dataclass(frozen=True)
 class Stat:
-    """A statistic of some of the samples, and how it joins that of others.
+    """A statistic of some of the samples, and the rule that combines it with that of others.
 
     >>> combined([Stat(1.0, weight=3.0), Stat(5.0, weight=1.0)])
     Stat(value=2.0, weight=4.0, rule='mean', mean=0.0)
@@ -101,7 +100,8 @@ def _stat(key: str, value: float, stats: Mapping[str, float], size: float) -> St
 
 
 def to_host(dictionaries: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """The same dictionaries with Python floats; all tensors come over in one transfer."""
+    """The same dictionaries with Python floats. All tensors are copied to the host in one
+    transfer."""
     tensors = [value.detach() for each in dictionaries for value in each.values() if isinstance(value, Tensor)]
     packed: list[float] = []
     if tensors:
@@ -114,16 +114,14 @@ def to_host(dictionaries: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]
 
 
 def finished(stats: Mapping[str, Stat]) -> dict[str, float]:
-    """The values, without those of which nothing was measured; the sums of `loss.mismatch`
-    become their statistics."""
+    """The values that were measured; the sums of `loss.mismatch` become its statistics."""
     sums = {key: stat.value for key, stat in stats.items() if is_mismatch_sum(key)}
     plain = {key: stat.value for key, stat in stats.items() if key not in sums and stat.weight > 0}
     return {**plain, **mismatch_of(sums)}
 
 
 def over_ranks(stats: Mapping[str, Stat], device: torch.device | str) -> dict[str, Stat]:
-    """The statistics of all ranks, as if their samples had been on one. A rank need not have
-    every key."""
+    """The statistics of all ranks, as if one rank had all samples. A rank may lack keys."""
     if not ranks.is_distributed():
         return dict(stats)
     names = ranks.union_over_ranks([f"{stat.rule} {key}" for key, stat in stats.items()], device)

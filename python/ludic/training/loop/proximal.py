@@ -1,10 +1,10 @@
-"""The trainer's own log-probabilities at the beginning of a step, for corrections that outlive the
-first optimizer step.
+"""The trainer's own log-probabilities at the beginning of a step, for corrections in later
+optimizer steps.
 
-In the first optimizer step of a batch the present weights are those of the beginning, and nothing
-has to be computed twice. From the second on (`minibatches_per_batch`, `epochs_per_batch`) they are
-not: the ratio of present policy to sampler then holds both what was learnt since and how far the
-engines are apart, and only the second is to be corrected. One more forward pass tells them apart.
+In the first optimizer step of a batch the weights are still those of the beginning. From the second
+on (`minibatches_per_batch`, `epochs_per_batch`) the ratio of policy to sampler mixes what was
+learnt since with the difference between the engines, and only the latter is to be corrected. One
+more forward pass separates them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ async def with_proximal_logps(
 ) -> MacroBatch:
     """The batch with the log-probabilities of every sample that will be trained, by `forward`."""
     whole = MiniBatch(batch, np.arange(len(batch.items)), cfg, skip_zero_weight=skip_zero_weight)
-    found: dict[int, Tensor] = {}
+    logps_by_row: dict[int, Tensor] = {}
     for index, micro_batch in enumerate(whole):
         logps = await forward(micro_batch)
         rows = split_actions(logps, micro_batch.tensors)
-        found.update(zip(map(int, whole.rows_of(index)), rows, strict=False))  # a row that only fills up is nobody's
-    return replace(batch, proximal=found)
+        logps_by_row.update(zip(map(int, whole.rows_of(index)), rows, strict=False))  # padding rows belong to no sample
+    return replace(batch, proximal=logps_by_row)

@@ -1,4 +1,4 @@
-"""Notices that nothing is learnt, and says so once."""
+"""Warns once where the rewards teach nothing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from ludic.training.types import SAWItem
 logger = logging.getLogger(__name__)
 
 PATIENCE = 10
-"""Batches in a row without a signal that are nothing to worry about: easy and hard problems give
-some."""
+"""Batches in a row without a signal before the warning: easy and hard problems give some."""
 
 
 class SignalWatch:
@@ -22,7 +21,7 @@ class SignalWatch:
         self.in_a_row = 0
 
     def look(self, items: Sequence[SAWItem]) -> None:
-        """At the samples of a batch that is about to be trained."""
+        """Count a batch that is about to be trained."""
         self.in_a_row = 0 if any(item.weight for item in items) else self.in_a_row + 1
         if self.in_a_row == PATIENCE:
             logger.warning(

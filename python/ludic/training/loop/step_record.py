@@ -49,12 +49,12 @@ class StepRecord:
 
     @property
     def optimizer_steps(self) -> int:
-        """Taken so far."""
+        """Optimizer steps so far."""
         return len(self._steps)
 
     def add_padding(self, mini_batch: MiniBatch) -> None:
-        """Its token counts and the samples left out of the passes; and its collation, which ran
-        between the passes, is batching."""
+        """Add its token counts and the samples that no pass had. Its collation ran between the
+        passes, and is counted as batching."""
         for key, value in mini_batch.padding().items():
             self._padding[key] += value
         self._left_out.append((mini_batch.num_skipped, mini_batch.skipped_tokens))
@@ -69,18 +69,18 @@ class StepRecord:
         reduced = reducer_stats(everyone, reducers, int(measured["target_rollouts"].value))
         for name in measured.keys() & reduced.keys():
             _warn_of_name(name)
-        found = {**reduced, **measured}
+        stats = {**reduced, **measured}
         if cfg.reduce_stats_across_ranks:
-            found = over_ranks(found, cfg.model_device)
+            stats = over_ranks(stats, cfg.model_device)
         percents = {name: reducer for name, reducer in reducers.items() if name not in measured}
-        return {**as_percents(finished(found), percents), **self._padding, **self.timer.stats()}
+        return {**as_percents(finished(stats), percents), **self._padding, **self.timer.stats()}
 
     def _of_losses(self) -> dict[str, Stat]:
-        """Of the passes and the optimizer steps. `loss` and `grad_norm` are means over the
-        latter; a rank's loss is its share of the whole, and its gradient norm everybody's."""
+        """Of the passes and the optimizer steps. `loss` and `grad_norm` are means over optimizer
+        steps. Losses of ranks add up; the gradient norm is the same on all."""
         whole = {"loss": torch.stack(self._losses).mean()} if self._losses else {}
         *micro_stats, host = to_host([*self._micro_stats, whole])
-        left_out = [_known_of(micro_stats, tokens / count) for count, tokens in self._left_out if count]
+        left_out = [_zero_weight_stats(micro_stats, tokens / count) for count, tokens in self._left_out if count]
         sizes = [*self._micro_sizes, *(count for count, _ in self._left_out if count)]
         steps = {
             "loss": Stat(host.get("loss", 0.0), rule="sum"),
@@ -92,39 +92,39 @@ class StepRecord:
         return {**combine_micro_stats([*micro_stats, *left_out], sizes), **steps}
 
     def _of_batch(self) -> dict[str, Stat]:
-        """What the batch says of how it came about, and what was dropped of it."""
+        """What the batch says about its rollouts, and what was dropped of it."""
         meta = self.batch.meta
         counts = {**self.macro.counts(), "zero_weight_skipped": float(sum(count for count, _ in self._left_out))}
         counts |= {key: float(meta[key]) for key in ("played_rollouts", *EPISODE_KEYS) if key in meta}
-        found = {key: Stat(value, rule="sum") for key, value in counts.items()}
+        stats = {key: Stat(value, rule="sum") for key, value in counts.items()}
         rollouts = float(meta.get("played_rollouts", meta.get("target_rollouts", len(self.batch.items))))
-        found |= {key: Stat(float(meta[key]), rollouts) for key in ("zvp_filter_frac", "frac_reward_zero_std") if key in meta}
+        stats |= {key: Stat(float(meta[key]), rollouts) for key in ("zvp_filter_frac", "frac_reward_zero_std") if key in meta}
         if "avg_total_reward" in meta:
             mean = float(meta["avg_total_reward"])
-            found[SAMPLED_REWARD] = Stat(mean, rollouts)
+            stats[SAMPLED_REWARD] = Stat(mean, rollouts)
             if "reward_std" in meta:
-                found["reward_std"] = Stat(float(meta["reward_std"]), rollouts, "std", mean)
+                stats["reward_std"] = Stat(float(meta["reward_std"]), rollouts, "std", mean)
         for key, name in (("generation_s", "perf/generation_s"), ("policy_lag", "policy_lag")):
             if key in meta:
-                found[name] = Stat(float(meta[key]), float(len(self.batch.items)))
+                stats[name] = Stat(float(meta[key]), float(len(self.batch.items)))
         lengths = [item.meta["completion_length"] for item in self.batch.items if "completion_length" in item.meta]
         if lengths:
-            found["min_completion_length"] = Stat(float(min(lengths)), rule="min")
-            found["max_completion_length"] = Stat(float(max(lengths)), rule="max")
-        return found
+            stats["min_completion_length"] = Stat(float(min(lengths)), rule="min")
+            stats["max_completion_length"] = Stat(float(max(lengths)), rule="max")
+        return stats
 
 
-def _known_of(micro_stats: Sequence[Mapping[str, float]], tokens: float) -> dict[str, float]:
-    """What is true, without a forward pass, of samples of weight 0 with so many action tokens
-    each: of the keys that the loss reports."""
-    known = {"adv_mean": 0.0, "adv_std": 0.0, "avg_action_tokens": tokens}
+def _zero_weight_stats(micro_stats: Sequence[Mapping[str, float]], tokens: float) -> dict[str, float]:
+    """Statistics of samples of weight 0 that need no forward pass, of the keys that the loss
+    reports. `tokens`: action tokens of each sample."""
+    values = {"adv_mean": 0.0, "adv_std": 0.0, "avg_action_tokens": tokens}
     reported = {key for stats in micro_stats for key in stats}
-    return {key: known[name] for key in reported if (name := key.rpartition("/")[2]) in known}
+    return {key: values[name] for key in reported if (name := key.rpartition("/")[2]) in values}
 
 
 @cache
 def _warn_of_name(name: str) -> None:
-    """Once a process."""
+    """Warn once a process."""
     logger.warning("the reducer %s has the name of a statistic of the loss, which is logged instead; give it another name", name)
 
 

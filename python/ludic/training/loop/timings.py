@@ -34,7 +34,7 @@ class PhaseTimer:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def seconds(self, name: str) -> float:
-        """Of one phase so far."""
+        """Seconds of one phase so far."""
         return self._seconds.get(name, 0.0)
 
     def stats(self) -> dict[str, float]:

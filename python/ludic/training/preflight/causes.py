@@ -1,10 +1,10 @@
 """Finds why the trainer and the sampler disagree, by trial: computes what the log-probabilities
 would be under each suspected cause. The causes' texts are in `known_causes`.
 
-The suspects, in the order in which they are believed when several fit: the sampler's
-log-probabilities before temperature, or at one that the trainer was not told; renormalised over
-top-p; log-probabilities or ids off by one; a prompt rendered in another way; text that was
-tokenised again; and, where nothing else is left, other weights.
+The suspects, in order of precedence where several fit: the sampler's log-probabilities before
+temperature, or at a temperature that the trainer was not told; renormalised over top-p;
+log-probabilities or ids off by one; a prompt rendered in another way; text that was tokenised
+again; and, if nothing else fits, other weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ smaller still."""
 AGREES = 0.01
 """Nats within which one token's log-probabilities are the same."""
 PROBED = 8
-"""Prompts that the sampler is asked to go on from."""
+"""Prompts that the sampler is asked to continue."""
 FROM_IDS = "samples drawn from token ids"
 
 
@@ -96,33 +96,37 @@ async def compare(
     table = logps.double().cpu().numpy()
     rows = [table[i, : len(item.input_ids) - 1] for i, item in enumerate(items)]
     actions = [np.flatnonzero(np.asarray(item.action_mask)) for item in items]
-    given = [np.asarray(_logps_of(item), dtype=np.float64) for item in items]
+    sampler_logps = [np.asarray(_logps_of(item), dtype=np.float64) for item in items]
     return Comparison(
         items=list(items),
         places=[places[places > 0] for places in actions],
-        sampler=[values[places > 0] for values, places in zip(given, actions, strict=True)],
+        sampler=[values[places > 0] for values, places in zip(sampler_logps, actions, strict=True)],
         trainer=[row[places[places > 0] - 1] for row, places in zip(rows, actions, strict=True)],
         rows=rows,
     )
 
 
-async def find_cause(suspects: Suspects, found: Comparison, threshold: float, tried: dict[str, float]) -> Cause | None:
+async def find_cause(suspects: Suspects, comparison: Comparison, threshold: float, tried: dict[str, float]) -> Cause | None:
     """The suspect that explains the difference best. `tried` gets the mean difference under each.
 
     None where the difference is below the threshold and no suspect explains it.
     """
-    causes = {cause.name: cause for cause in await suspects.explanations(found, tried)}
+    causes = {cause.name: cause for cause in await suspects.explanations(comparison, tried)}
     best = min(causes, key=lambda name: tried[name], default=None)
-    if best is not None and tried[best] < EXPLAINS * found.mean:
+    if best is not None and tried[best] < EXPLAINS * comparison.mean:
         return causes[best]
-    if found.mean <= threshold:
+    if comparison.mean <= threshold:
         return None
-    return suspects.wrong_prompts(found) or suspects.retokenised(found) or await suspects.by_elimination(found, tried, threshold)
+    return (
+        suspects.wrong_prompts(comparison)
+        or suspects.retokenised(comparison)
+        or await suspects.by_elimination(comparison, tried, threshold)
+    )
 
 
 @dataclass(frozen=True)
 class Suspects:
-    """Everything that is known of how the samples were made."""
+    """Tries one cause after another, with everything that is known of how the samples were made."""
 
     backend: TrainingBackend
     cfg: TrainerConfig
@@ -130,52 +134,54 @@ class Suspects:
     tokenizer: Any | None
     client: Any | None
 
-    async def explanations(self, found: Comparison, tried: dict[str, float]) -> list[Cause]:
-        """The suspects of which it can be computed what the numbers would be."""
+    async def explanations(self, comparison: Comparison, tried: dict[str, float]) -> list[Cause]:
+        """The causes under which the log-probabilities can be computed. `tried` gets the mean
+        difference of each."""
         causes = []
-        for cause, mean in _shifts(found):
+        for cause, mean in _shifts(comparison):
             causes.append(cause)
             tried[cause.name] = mean
         if ranks.is_distributed():  # another rank may have other suspects, and a pass of one alone would hang
             return causes
         for cause, shaping in self._shapings():
             causes.append(cause)
-            tried[cause.name] = (await compare(self.backend, self.cfg, found.items, **shaping)).mean
-        for cause, items in self._rewritten(found):
+            tried[cause.name] = (await compare(self.backend, self.cfg, comparison.items, **shaping)).mean
+        for cause, items in self._rewritten(comparison):
             causes.append(cause)
             tried[cause.name] = (await compare(self.backend, self.cfg, items)).mean
         return causes
 
     def _shapings(self) -> list[tuple[Cause, dict[str, Any]]]:
-        """Other distributions that the sampler may speak of."""
-        told, sampling = self.cfg.temperature, self.sampling
+        """Other distributions that the sampler's log-probabilities may be of."""
+        configured, sampling = self.cfg.temperature, self.sampling
         shapings: list[tuple[Cause, dict[str, Any]]] = []
-        if told != 1.0:
-            shapings.append((known_causes.RAW(told=told), {"temperature": 1.0}))
+        if configured != 1.0:
+            shapings.append((known_causes.RAW(configured=configured), {"temperature": 1.0}))
         if sampling is None:
             return shapings
         drawn = sampling.temperature or 1.0
-        if drawn not in (told, 1.0):
-            shapings.append((known_causes.OTHER_TEMPERATURE(drawn=drawn, told=told), {"temperature": drawn}))
+        if drawn not in (configured, 1.0):
+            shapings.append((known_causes.OTHER_TEMPERATURE(drawn=drawn, configured=configured), {"temperature": drawn}))
         if sampling.top_p < 1.0:
             cut: dict[str, Any] = {"top_p": sampling.top_p}
             shapings += [
                 (known_causes.NUCLEUS(top_p=sampling.top_p, temperature=t), {**cut, "temperature": t})
-                for t in dict.fromkeys((drawn, told))
+                for t in dict.fromkeys((drawn, configured))
             ]
         return shapings
 
-    def _rewritten(self, found: Comparison) -> list[tuple[Cause, list[SAWItem]]]:
+    def _rewritten(self, comparison: Comparison) -> list[tuple[Cause, list[SAWItem]]]:
         """Other tokens that the sampler may have read and drawn."""
-        largest = max(int(np.max(item.input_ids)) for item in found.items)
+        largest = max(int(np.max(item.input_ids)) for item in comparison.items)
         rewritten = [
-            (known_causes.SHIFTED_IDS(by=by), [_with_shifted_ids(item, -by, largest) for item in found.items]) for by in (1, -1)
+            (known_causes.SHIFTED_IDS(by=by), [_with_shifted_ids(item, -by, largest) for item in comparison.items])
+            for by in (1, -1)
         ]
-        for name, prompts in self._other_prompts(found).items():
+        for name, prompts in self._other_prompts(comparison).items():
             rewritten.append(
                 (
                     known_causes.OTHER_PROMPT_FITS(way=name),
-                    [_with_prompt(i, ids) for i, ids in zip(found.items, prompts, strict=True)],
+                    [_with_prompt(i, ids) for i, ids in zip(comparison.items, prompts, strict=True)],
                 )
             )
         return [(cause, items) for cause, items in rewritten if self._fit(items)]
@@ -183,16 +189,16 @@ class Suspects:
     def _fit(self, items: Sequence[SAWItem]) -> bool:
         return max(len(item.input_ids) for item in items) * len(items) <= 2 * self.cfg.micro_token_budget
 
-    def _other_prompts(self, found: Comparison) -> dict[str, list[list[int]]]:
+    def _other_prompts(self, comparison: Comparison) -> dict[str, list[list[int]]]:
         """Prompts of all samples, by how they may have been rendered; only where that differs
         from what the samples have."""
         if self.tokenizer is None:
             return {}
         ways: dict[str, list[list[int]]] = {}
-        for item in found.items:
+        for item in comparison.items:
             for name, ids in self._renderings(item).items():
                 ways.setdefault(name, []).append(ids)
-        own = [_prompt(item) for item in found.items]
+        own = [_prompt(item) for item in comparison.items]
         return {name: ids for name, ids in ways.items() if len(ids) == len(own) and ids != own and all(ids)}
 
     def _renderings(self, item: SAWItem) -> dict[str, list[int]]:
@@ -216,25 +222,25 @@ class Suspects:
                 ways["the chat template without its generation prompt"] = _encoded(tokenizer, closed)
         return ways
 
-    def wrong_prompts(self, found: Comparison) -> Cause | None:
-        """Whether first prompts are other tokens than the policy's tokenizer makes of their
-        messages, whatever the numbers say."""
+    def wrong_prompts(self, comparison: Comparison) -> Cause | None:
+        """The cause where first prompts have other tokens than the policy's tokenizer makes of
+        their messages, however small the difference is."""
         clipped = getattr(self.client, "prompts_clipped", False)  # then the messages kept are not those that were sent
         if self.tokenizer is None or clipped:
             return None
-        for item in found.items:
+        for item in comparison.items:
             messages = item.meta.get("chat_prompt_messages")
             if not messages or any(message.get("role") not in ("system", "user") for message in messages):
                 continue
             expected = ChatTemplate(self.tokenizer).render(messages)
-            given = _prompt(item)
-            if _encoded(self.tokenizer, expected) == given:
+            prompt = _prompt(item)
+            if _encoded(self.tokenizer, expected) == prompt:
                 continue
-            text = self.tokenizer.decode(given)
+            text = self.tokenizer.decode(prompt)
             return known_causes.RETOKENISED_PROMPT() if text == expected else _other_template(text, expected)
         return None
 
-    def retokenised(self, found: Comparison) -> Cause | None:
+    def retokenised(self, comparison: Comparison) -> Cause | None:
         """Completions that agree up to some token and not after it, and are exactly what the
         tokenizer makes of their text.
 
@@ -243,8 +249,8 @@ class Suspects:
         """
         if self.tokenizer is None:
             return None
-        agreeing = [len(part) > 0 and abs(part[0]) < AGREES for part in found.differences]
-        canonical = [self._is_canonical(item) for item in found.items]
+        agreeing = [len(part) > 0 and abs(part[0]) < AGREES for part in comparison.differences]
+        canonical = [self._is_canonical(item) for item in comparison.items]
         if sum(agreeing) >= 0.25 * len(agreeing) and sum(canonical) >= 0.9 * len(canonical):
             return known_causes.RETOKENISED_COMPLETION()
         return None
@@ -256,13 +262,13 @@ class Suspects:
         ids = [i for i in _completion(item) if i not in special]
         return _encoded(self.tokenizer, self.tokenizer.decode(ids)) == ids
 
-    async def by_elimination(self, found: Comparison, tried: dict[str, float], threshold: float) -> Cause:
-        """Ask the sampler to go on from token ids, if it can: no template and no text is in
-        between; what is left is its weights."""
+    async def by_elimination(self, comparison: Comparison, tried: dict[str, float], threshold: float) -> Cause:
+        """Ask the sampler to continue token ids, if it can. No template and no text is involved,
+        so that a difference that stays is one of weights."""
         ask = getattr(self.client, "complete_tokens", None)
         if ask is None or ranks.is_distributed():
             return known_causes.OTHER_WEIGHTS(where="")
-        probes = await self._probes(ask, found)
+        probes = await self._probes(ask, comparison)
         tried[FROM_IDS] = (await compare(self.backend, self.cfg, probes)).mean
         return (
             known_causes.OTHER_PROMPTS()
@@ -270,11 +276,13 @@ class Suspects:
             else known_causes.OTHER_WEIGHTS(where=", not even where it goes on from ids")
         )
 
-    async def _probes(self, ask: Callable[..., Awaitable[TokenTrace]], found: Comparison) -> list[SAWItem]:
-        """What the sampler draws from now on, behind the prompts of the samples."""
+    async def _probes(self, ask: Callable[..., Awaitable[TokenTrace]], comparison: Comparison) -> list[SAWItem]:
+        """New completions of the samples' prompts."""
         sampling = self.sampling or SamplingParams(temperature=self.cfg.temperature)
-        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, max(len(_completion(item)) for item in found.items)))
-        prompts = [_prompt(item) for item in found.items][:PROBED]
+        sampling = replace(
+            sampling, max_tokens=min(sampling.max_tokens, max(len(_completion(item)) for item in comparison.items))
+        )
+        prompts = [_prompt(item) for item in comparison.items][:PROBED]
         traces = await asyncio.gather(*(ask(ids, sampling=sampling, seed=seed) for seed, ids in enumerate(prompts) if ids))
         return [_item_of(trace) for trace in traces]
 
@@ -287,12 +295,16 @@ def _item_of(trace: TokenTrace) -> SAWItem:
     return SAWItem(prompt + completion, [1] * length, mask, 0.0, {}, SampleAttachments(logps))
 
 
-def _shifts(found: Comparison) -> list[tuple[Cause, float]]:
-    """Log-probabilities that belong to the token before or after."""
+def _shifts(comparison: Comparison) -> list[tuple[Cause, float]]:
+    """Mean differences if each log-probability belonged to the token before or after.
+
+    Example: `rows` [a, b, c] are for ids 1 to 3, so that the id at place 2 has row 1 (b); shifted
+    by 1 it has row 2 (c), by -1 row 0 (a).
+    """
     shifts = []
     for by in (1, -1):
         parts = []
-        for row, places, sampler in zip(found.rows, found.places, found.sampler, strict=True):
+        for row, places, sampler in zip(comparison.rows, comparison.places, comparison.sampler, strict=True):
             moved = places - 1 + by
             inside = (moved >= 0) & (moved < len(row))
             parts.append(row[moved[inside]] - sampler[inside])

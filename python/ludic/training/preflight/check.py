@@ -1,10 +1,9 @@
-"""Before the first step: do the trainer and the sampler speak of the same distribution?
+"""Before the first step: do the trainer and the sampler compute the same distribution?
 
 The log-probabilities that came with the first samples are compared with the trainer's own for the
 same tokens, at the temperature that the trainer was told. Where they differ, every ratio of the run
-would be wrong from its first step on and nothing else would say so: the loss goes down either way.
-`mismatch_causes` then looks for the reason by computing what the numbers would be if it were the
-one.
+would be wrong from its first step on, and nothing else would show it: the loss goes down either
+way. `causes` then finds the reason: it computes what the numbers would be under each.
 
 Both engines compute in finite precision. At the same weights the mean absolute difference is about
 1e-6 nats in float32 and below 0.01 in bfloat16; a wrong temperature, template or set of weights
@@ -36,13 +35,13 @@ EXPLAINED_FROM = 1e-3
 """Mean difference in nats from which explanations are tried: below it there is nothing to
 explain."""
 EXPLAINED_BY = 4.0
-"""An explanation that makes the difference so many times smaller is one, be the difference below
-the threshold."""
+"""A cause counts if it makes the difference smaller by this factor, even where the difference is
+below the threshold."""
 
 
 @dataclass(frozen=True)
 class WorstToken:
-    """A token that trainer and sampler judge very differently."""
+    """A token whose log-probabilities differ most between trainer and sampler."""
 
     sample: str
     position: int
@@ -55,7 +54,7 @@ class WorstToken:
 
 @dataclass
 class PreflightReport:
-    """What was compared, and what was found."""
+    """What was compared, and the result."""
 
     mean: float
     """Mean absolute difference of log-probabilities, in nats."""
@@ -104,7 +103,8 @@ class PreflightReport:
 class Preflight:
     """Compares the first samples of a run with the trainer, and stops it where they disagree.
 
-    >>> trainer = Trainer(..., preflight=Preflight(sampling=inference.sampling, tokenizer=tokenizer))
+    >>> preflight = Preflight(sampling=inference.sampling, tokenizer=tokenizer)
+    >>> trainer = Trainer(..., preflight=preflight)
 
     Everything but the threshold only helps to name the cause. With several ranks each looks at its
     own samples, all stop where one must, and explanations that need another forward pass are not
@@ -114,11 +114,11 @@ class Preflight:
     sampling: SamplingParams | None = None
     """What the samples were drawn with."""
     tokenizer: Any | None = None
-    """Of the policy. With it, prompts are also held against its chat template; leave it out for
+    """Of the policy. With it, prompts are also compared with its chat template; leave it out for
     agents whose prompts show tools."""
     client: Any | None = None
-    """The sampler. Where it has `complete_tokens`, it is asked to go on from token ids, which
-    leaves templates and text out."""
+    """The sampler. If it has `complete_tokens`, it is asked to continue token ids, without
+    templates and text."""
     threshold: float = 0.02
     """Largest healthy mean absolute difference, in nats."""
     num_samples: int = 32
@@ -135,15 +135,15 @@ class Preflight:
     async def __call__(self, backend: TrainingBackend, cfg: TrainerConfig, items: Sequence[SAWItem]) -> PreflightReport | None:
         """The report; None where no sample has log-probabilities to compare. Raises
         MismatchError, whose `report` says more."""
-        chosen = _chosen(items, self.num_samples, cfg.micro_token_budget)
-        if not chosen:
+        selected = _select_samples(items, self.num_samples, cfg.micro_token_budget)
+        if not selected:
             logger.warning("no sample carries log-probabilities of its sampler; the trainer cannot be compared with it")
             return None
-        found = await compare(backend, cfg, chosen)
-        report = self.report = self._report(found)
+        comparison = await compare(backend, cfg, selected)
+        report = self.report = self._report(comparison)
         suspects = Suspects(backend, cfg, self.sampling, self.tokenizer, self.client)
-        cause = await find_cause(suspects, found, self.threshold, report.tried) if found.mean > EXPLAINED_FROM else None
-        report.cause = self._judged(cause, report) or suspects.wrong_prompts(found)
+        cause = await find_cause(suspects, comparison, self.threshold, report.tried) if comparison.mean > EXPLAINED_FROM else None
+        report.cause = self._judged(cause, report) or suspects.wrong_prompts(comparison)
         stop = ranks.max_over_ranks([float(report.cause is not None)], cfg.model_device)[0]
         if report.cause is not None:
             raise MismatchError(report.table(), report=report)
@@ -159,35 +159,40 @@ class Preflight:
         explained = report.tried.get(cause.name)
         return cause if explained is not None and explained * EXPLAINED_BY < report.mean else None
 
-    def _report(self, found: Comparison) -> PreflightReport:
+    def _report(self, comparison: Comparison) -> PreflightReport:
         return PreflightReport(
-            mean=found.mean,
-            max=found.max,
-            num_tokens=found.num_tokens,
-            num_samples=len(found.items),
+            mean=comparison.mean,
+            max=comparison.max,
+            num_tokens=comparison.num_tokens,
+            num_samples=len(comparison.items),
             threshold=self.threshold,
-            worst=[self._worst(found, *place) for place in found.worst(WORST_SHOWN)],
+            worst=[self._worst(comparison, *place) for place in comparison.worst(WORST_SHOWN)],
         )
 
-    def _worst(self, found: Comparison, sample: int, position: int) -> WorstToken:
-        item = found.items[sample]
-        token_id = int(np.asarray(item.input_ids)[found.places[sample][position]])
+    def _worst(self, comparison: Comparison, sample: int, position: int) -> WorstToken:
+        item = comparison.items[sample]
+        token_id = int(np.asarray(item.input_ids)[comparison.places[sample][position]])
         text = "" if self.tokenizer is None else repr(self.tokenizer.decode([token_id]))
         name = f"{item.meta.get('rollout_id', sample)}/{item.meta.get('step_index', 0)}"
         return WorstToken(
-            name, position, token_id, text, float(found.sampler[sample][position]), float(found.trainer[sample][position])
+            name,
+            position,
+            token_id,
+            text,
+            float(comparison.sampler[sample][position]),
+            float(comparison.trainer[sample][position]),
         )
 
 
-def _chosen(items: Sequence[SAWItem], count: int, budget: int) -> list[SAWItem]:
+def _select_samples(items: Sequence[SAWItem], count: int, budget: int) -> list[SAWItem]:
     """Up to `count` samples from all over the batch that fit into one micro-batch."""
     able = [item for item in items if item.actor_logps is not None and len(item.input_ids) > 1]
     spread = able[:: max(1, len(able) // count)][:count]
-    chosen: list[SAWItem] = []
+    selected: list[SAWItem] = []
     longest = 0
     for item in spread:
         widest = max(longest, len(item.input_ids))
-        if widest * (len(chosen) + 1) <= budget:
-            chosen.append(item)
+        if widest * (len(selected) + 1) <= budget:
+            selected.append(item)
             longest = widest
-    return chosen
+    return selected

@@ -18,8 +18,9 @@ class Cause:
 class KnownCause:
     """A cause whose texts have places for what was measured.
 
-    >>> RAW(told=0.7).description
-    "the sampler returns log-probabilities before temperature (raw); the trainer's are of logits / 0.7"
+    >>> RAW(configured=0.7).description
+    "the sampler returns log-probabilities before temperature (raw); the trainer's are of logits /
+    0.7"
     """
 
     name: str
@@ -36,14 +37,14 @@ SEND_IDS = (
 
 RAW = KnownCause(
     name="the sampler's log-probabilities are before temperature",
-    description="the sampler returns log-probabilities before temperature (raw); the trainer's are of logits / {told:g}",
+    description="the sampler returns log-probabilities before temperature (raw); the trainer's are of logits / {configured:g}",
     remedy="start the server with --logprobs-mode processed_logprobs (LocalChatClient: logprobs_mode='processed'), or set "
     "TrainerConfig.temperature to 1",
 )
 OTHER_TEMPERATURE = KnownCause(
     name="the sampler's log-probabilities are at temperature {drawn:g}",
     description="the sampler returns log-probabilities of the distribution drawn from, at temperature {drawn:g}; the trainer was told "
-    "{told:g}",
+    "{configured:g}",
     remedy="set TrainerConfig.temperature to {drawn:g}",
 )
 NUCLEUS = KnownCause(

@@ -18,10 +18,10 @@ from ludic.training.config import TrainerConfig
 logger = logging.getLogger(__name__)
 
 LEAK = 0.05
-"""What the place of a sequence may change in its logits, as a share of what its own first token
-changes: rounding, and no more."""
-_told: WeakSet[nn.Module] = WeakSet()
-"""Models whose replacement was said."""
+"""How much a sequence's place may change its logits, as a share of what its own first token
+changes. Rounding stays below it."""
+_warned: WeakSet[nn.Module] = WeakSet()
+"""Models that were warned of."""
 
 
 def with_supported_packing(cfg: TrainerConfig, model: nn.Module) -> TrainerConfig:
@@ -34,14 +34,14 @@ def with_supported_packing(cfg: TrainerConfig, model: nn.Module) -> TrainerConfi
     reason = _prepare(model, cfg)
     if reason is None:
         return cfg
-    if model not in _told:
-        _told.add(model)
+    if model not in _warned:
+        _warned.add(model)
         logger.warning('packing="padding_free" is replaced by "optimal", which pads: %s', reason)
     return replace(cfg, packing="optimal")
 
 
 def _prepare(model: nn.Module, cfg: TrainerConfig) -> str | None:
-    """Make the model keep the sequences of a row apart; why it cannot, or None."""
+    """Make the model keep the sequences of a row apart. Returns why it cannot; None if it can."""
     name, kind = attention_of(model), type(model).__name__
     if name is None:
         return f"{kind} is not a model of transformers, and nothing says that it keeps the sequences of a row apart"
