@@ -83,8 +83,8 @@ def test_every_record_becomes_one_line_with_its_own_keys(shape):
 def test_what_cannot_be_written_is_replaced_where_it_stands_and_the_rest_is_kept(caplog):
     record = {"info": self_containing(), "error": Unshowable(), "long": 10**5000, "endless": Endless(), "day": date(2026, 1, 2)}
     step = Step(0, "see", "do", None, 0.5, False, True, info=record, ts_ns=7)
-    found = written({"steps": [step], "loss": float("nan"), "ids": np.arange(3), "half": "\ud83d"})
-    assert found == {
+    encoded = written({"steps": [step], "loss": float("nan"), "ids": np.arange(3), "half": "\ud83d"})
+    assert encoded == {
         "steps": [
             {
                 "index": 0,
@@ -113,12 +113,12 @@ def test_what_cannot_be_written_is_replaced_where_it_stands_and_the_rest_is_kept
 
 
 def test_what_is_nested_without_end_is_cut_at_a_depth_that_can_be_read():
-    found = written({"deep": nested(100_000)})["deep"]
+    encoded = written({"deep": nested(100_000)})["deep"]
     depth = 0
-    while isinstance(found, list):
-        (found,) = found
+    while isinstance(encoded, list):
+        (encoded,) = encoded
         depth += 1
-    assert (depth, found) == (DEEPEST - 1, f"<nested deeper than {DEEPEST} levels>")
+    assert (depth, encoded) == (DEEPEST - 1, f"<nested deeper than {DEEPEST} levels>")
 
 
 def test_a_flood_of_such_records_is_one_warning(caplog):

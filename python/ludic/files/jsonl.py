@@ -78,8 +78,8 @@ def repair_last_line(path: Path) -> None:
 
     A last line without a line break is what a killed process had written of it. It gets its line
     break if it is a complete object; otherwise it is cut off, with a warning. Example:
-    `{"a": 1}\\n{"b"` becomes `{"a": 1}\\n`. A missing file is left alone, as is anything that is not
-    a regular file, such as a pipe.
+    `{"a": 1}\\n{"b"` becomes `{"a": 1}\\n`. A missing file is left alone, and so is anything that
+    is not a regular file, such as a pipe.
     """
     if not path.is_file() or path.stat().st_size == 0:
         return

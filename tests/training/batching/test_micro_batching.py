@@ -169,9 +169,9 @@ def test_collated_micro_batches_are_the_split_items_collated():
 def test_buffers_are_fresh():
     items = sorting_items(3)
     first = collate_saw_items(items, pad_token_id=0, device="cpu")
-    kept = first["input_ids"].clone()
+    copy_of_ids = first["input_ids"].clone()
     collate_saw_items(sorting_items(3, seed=9), pad_token_id=5, device="cpu")
-    assert torch.equal(first["input_ids"], kept)
+    assert torch.equal(first["input_ids"], copy_of_ids)
 
 
 def test_a_row_of_a_packed_micro_batch_is_its_sample():

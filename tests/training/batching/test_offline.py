@@ -72,9 +72,9 @@ def test_what_an_engine_played_is_read_back(tmp_path):
 
 
 def test_the_fields_are_those_of_the_contract():
-    given = [item for item in fields(OfflineBatchSource) if item.init]
-    assert [item.name for item in given[:3]] == ["jsonl_paths", "step_to_item", "credit_assigner"]
-    assert {item.name: item.default for item in given[3:]} == {
+    parameters = [item for item in fields(OfflineBatchSource) if item.init]
+    assert [item.name for item in parameters[:3]] == ["jsonl_paths", "step_to_item", "credit_assigner"]
+    assert {item.name: item.default for item in parameters[3:]} == {
         "batch_size": 32,
         "shuffle": True,
         "sample_filter": None,
@@ -254,15 +254,15 @@ def test_any_object_with_a_chat_template_will_do():
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "step", "said"),
+    ("tokenizer", "step", "message"),
     [
         (ListTokenizer([1, 2], [1, 3, 4]), chat_step(), "not a prefix of prompt and completion on token ids"),
         (ListTokenizer([1, 2], [1, 2]), chat_step(), "empty completion"),
         (ListTokenizer([1, 2], [1, 2, 3]), Step(0, "o", "a", None, 1.0, False, True), "no chat_prompt_messages"),
     ],
 )
-def test_no_mask_is_made_where_none_is_right(tokenizer, step, said):
-    with pytest.raises(ValueError, match=said):
+def test_no_mask_is_made_where_none_is_right(tokenizer, step, message):
+    with pytest.raises(ValueError, match=message):
         make_chat_template_step_to_item(tokenizer)(Rollout("r", [step]), step, 1.0)
 
 

@@ -293,7 +293,7 @@ def test_a_lag_that_would_be_dropped_is_refused(tmp_path):
 async def test_overlapping_changes_when_batches_are_made_and_not_what_they_are(tmp_path):
     """With a learning rate of 0 every version is the same: the batches are those of a run
     without overlap."""
-    found = []
+    rewards_of_runs = []
     for max_lag in (0, 2):
         trainer = trainer_of(tmp_path / str(max_lag), Seen(), max_lag=max_lag)
         trainer.backend.optimizer.param_groups[0]["initial_lr"] = 0.0
@@ -301,5 +301,5 @@ async def test_overlapping_changes_when_batches_are_made_and_not_what_they_are(t
         losses = []
         await trainer.train(5, log_fn=lambda stats, losses=losses: losses.append(stats["train/avg_total_reward"]))
         await trainer.batch_source.aclose()
-        found.append(losses)
-    assert found[0] == found[1]
+        rewards_of_runs.append(losses)
+    assert rewards_of_runs[0] == rewards_of_runs[1]

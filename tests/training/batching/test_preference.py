@@ -227,9 +227,9 @@ def test_where_completeness_is_not_required_the_half_that_the_cut_left_stays():
     cfg = rm_config(max_seq_len=8, micro_token_budget=16)
     mini_batch = PreferenceMiniBatch(macro, np.arange(4), cfg)
     assert mini_batch.totals.num_pairs == 1
-    found = [tuple(zip(m.tensors["meta"]["pair_id"], m.tensors["meta"]["role"], strict=True)) for m in mini_batch]
-    assert found[0] == (("kept", "chosen"), ("kept", "rejected"))
-    assert sorted(found[1:]) == [(("lone", "chosen"), ("cut empty", "rejected"))]
+    micro_batches = [tuple(zip(m.tensors["meta"]["pair_id"], m.tensors["meta"]["role"], strict=True)) for m in mini_batch]
+    assert micro_batches[0] == (("kept", "chosen"), ("kept", "rejected"))
+    assert sorted(micro_batches[1:]) == [(("lone", "chosen"), ("cut empty", "rejected"))]
     assert mini_batch.padding()["perf/padded_tokens"] == 2 * 6 + 2 * 5
     assert [[name for part in m.parts() for name in part.sample_names[:1]] for m in mini_batch] == [
         ["pair kept"],

@@ -37,17 +37,17 @@ class Recording:
     """An engine that notes what it is asked for."""
 
     def __init__(self):
-        self.asked = None
+        self.arguments = None
 
-    async def generate_batch(self, **asked):
-        self.asked = asked
+    async def generate_batch(self, **arguments):
+        self.arguments = arguments
 
 
 def test_every_setting_reaches_the_engine():
     engine, wanted, assigner = Recording(), [RolloutRequest(EnvSpec("e"), ProtocolSpec("p"))], ConstantCredit()
     settings = {"max_steps": 3, "timeout_s": 4.5, "concurrency": 6, "sample_filter": drop_truncated}
     play(RolloutBatchSource(engine=engine, request_fn=lambda: wanted, credit_assigner=assigner, **settings).next_batch())
-    assert engine.asked == {"requests": wanted, "credit_assigner": assigner, **settings}
+    assert engine.arguments == {"requests": wanted, "credit_assigner": assigner, **settings}
 
 
 def test_a_source_says_whether_ranks_would_play_the_same_prompts(tmp_path):
@@ -103,7 +103,7 @@ def test_requests_may_be_awaited():
         return wanted
 
     play(RolloutBatchSource(engine=engine, requests_fn=requests, credit_assigner=ConstantCredit()).next_batch())
-    assert engine.asked["requests"] is wanted
+    assert engine.arguments["requests"] is wanted
 
 
 def test_an_end_of_requests_passes_through():

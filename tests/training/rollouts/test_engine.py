@@ -87,9 +87,9 @@ def test_names_that_are_not_registered_are_said_before_anything_is_played():
 def test_the_model_is_asked_as_the_request_says():
     client = ScriptedClient("a")
     rollouts(engine(client), [request(sampling_seed=7), request(), request(inference=None, sampling_seed=9)], concurrency=1)
-    assert [asked.seed for asked in client.requests] == [7, 1, 9]  # an open seed is the episode's number
-    assert [asked.sampling.max_tokens for asked in client.requests] == [4, 4, 256]
-    assert [asked.return_.return_token_ids for asked in client.requests] == [True, True, False]
+    assert [call.seed for call in client.requests] == [7, 1, 9]  # an open seed is the episode's number
+    assert [call.sampling.max_tokens for call in client.requests] == [4, 4, 256]
+    assert [call.return_.return_token_ids for call in client.requests] == [True, True, False]
 
 
 def test_a_group_whose_name_is_a_number_is_no_episode(flaky):

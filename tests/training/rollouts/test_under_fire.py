@@ -245,7 +245,7 @@ def other(envs, **settings):
     return RolloutEngine(env_registry=envs, protocol_registry={"single": lambda: protocol(ScriptedClient("ab"))}, **settings)
 
 
-def asked(env, group=None, **kwargs):
+def request_for(env, group=None, **kwargs):
     meta = {} if group is None else {"group_id": group}
     return RolloutRequest(EnvSpec(env, kwargs), ProtocolSpec("single"), inference=FOR_RL, meta=meta)
 
@@ -253,7 +253,7 @@ def asked(env, group=None, **kwargs):
 def test_the_time_to_close_is_not_taken_from_the_episode_and_closing_is_not_cut_short():
     Counting.made.clear()
     eng = other({"slow": Slow}, episode_timeout_s=1.0, max_retries=0)
-    played = play_jumping(eng.generate_rollouts([asked("slow", close_s=9.0), asked("slow", step_s=2.0)], 1))
+    played = play_jumping(eng.generate_rollouts([request_for("slow", close_s=9.0), request_for("slow", step_s=2.0)], 1))
     assert (len(played), played.counts.num_failed_episodes) == (1, 1)
     assert [env.closed for env in Counting.made] == [True, True]
 
@@ -261,7 +261,7 @@ def test_the_time_to_close_is_not_taken_from_the_episode_and_closing_is_not_cut_
 def test_a_cancelled_sibling_that_is_closing_closes_to_the_end():
     Counting.made.clear()
     eng = other({"slow": Slow, "never": Stubborn}, episode_timeout_s=1.0, max_retries=0)
-    requests = [asked("slow", group="g", close_s=9.0), asked("never", group="g"), asked("slow")]
+    requests = [request_for("slow", group="g", close_s=9.0), request_for("never", group="g"), request_for("slow")]
     played, tasks = play_jumping(with_tasks_left(eng.generate_rollouts(requests, 1)))
     assert (len(played), played.counts.num_failed_episodes, played.counts.num_cancelled_episodes) == (1, 1, 1)
     assert all(env.closed for env in Counting.made)
@@ -270,7 +270,7 @@ def test_a_cancelled_sibling_that_is_closing_closes_to_the_end():
 
 def test_closing_has_a_deadline_of_its_own():
     eng = other({"slow": Slow}, max_retries=0)
-    assert len(play_jumping(eng.generate_rollouts([asked("slow", close_s=1e9)], 1))) == 1
+    assert len(play_jumping(eng.generate_rollouts([request_for("slow", close_s=1e9)], 1))) == 1
 
 
 def test_cancelling_the_engine_ends_episodes_that_make_another_error_of_it():
@@ -278,7 +278,7 @@ def test_cancelling_the_engine_ends_episodes_that_make_another_error_of_it():
 
     async def scenario():
         eng = other({"stubborn": Stubborn}, max_retries=5)
-        requests = [asked("stubborn") for _ in range(5)]
+        requests = [request_for("stubborn") for _ in range(5)]
         task = asyncio.create_task(eng.generate_rollouts(requests, 1))
         for _ in range(5):
             await asyncio.sleep(0)
@@ -292,15 +292,15 @@ def test_cancelling_the_engine_ends_episodes_that_make_another_error_of_it():
     assert all(env.closed for env in Counting.made)
 
 
-@pytest.mark.parametrize("given", ["text", None, [None], ["a rollout"], 3])
-def test_a_protocol_that_returns_no_rollouts_failed(given):
+@pytest.mark.parametrize("returned", ["text", None, [None], ["a rollout"], 3])
+def test_a_protocol_that_returns_no_rollouts_failed(returned):
     class Garbage:
         async def run(self, **_):
-            return given
+            return returned
 
     eng = RolloutEngine(env_registry={"count": Counting}, protocol_registry={"single": Garbage}, max_retries=0)
     with pytest.raises(RolloutError, match="GarbageError: the protocol returned"):
-        play_jumping(eng.generate_rollouts([asked("count")], 1))
+        play_jumping(eng.generate_rollouts([request_for("count")], 1))
 
 
 def test_a_reward_that_is_not_finite_is_a_value_error_where_nothing_else_is_left():
@@ -318,11 +318,11 @@ def test_an_answer_that_is_no_text_failed():
         env_registry={"count": Counting}, protocol_registry={"single": lambda: SingleAgentProtocol(agent)}, max_retries=0
     )
     with pytest.raises(RolloutError, match="action of step 0 is of type int; it must be text"):
-        play_jumping(eng.generate_rollouts([asked("count")], 1))
+        play_jumping(eng.generate_rollouts([request_for("count")], 1))
 
 
 def test_the_end_of_every_episode_is_told_however_it_ended():
-    told = []
+    ended = []
     requests = [request("none"), request("raises", group="g"), request("hangs", group="g"), request("nan"), request("none")]
-    played = play_jumping(engine(on_episode=lambda: told.append(1)).generate_rollouts(requests, 1))
-    assert (len(told), played.counts.num_episodes) == (5, 5)
+    played = play_jumping(engine(on_episode=lambda: ended.append(1)).generate_rollouts(requests, 1))
+    assert (len(ended), played.counts.num_episodes) == (5, 5)

@@ -25,7 +25,7 @@ BYTES = make_byte_tokenizer()
 CHAT = chat_tokenizer(CHATML)
 
 
-def said(role, content):
+def chat_message(role, content):
     return {"role": role, "content": content}
 
 
@@ -61,7 +61,7 @@ def test_the_implicit_prompt_is_found_on_tokens_and_never_tokenised_again():
         assert item.input_ids == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
 
 
-PROMPT, GOOD, BAD = said("user", "2+2="), said("assistant", "4"), said("assistant", "5")
+PROMPT, GOOD, BAD = chat_message("user", "2+2="), chat_message("assistant", "4"), chat_message("assistant", "5")
 WRITTEN = "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -81,10 +81,10 @@ def test_conversations_end_with_the_end_token_of_the_response(row):
 
 
 def test_conversations_part_at_a_message_and_all_that_the_assistant_then_says_is_the_response():
-    start = [said("user", "a"), said("assistant", "b")]
-    rest = [said("user", "c"), said("assistant", "d")]
+    start = [chat_message("user", "a"), chat_message("assistant", "b")]
+    rest = [chat_message("user", "c"), chat_message("assistant", "d")]
     chosen, rejected = PreferenceItems(CHAT).of_row(
-        {"chosen": [*start, *rest], "rejected": [start[0], said("assistant", "x"), *rest]}, "row 1", pair_id="p"
+        {"chosen": [*start, *rest], "rejected": [start[0], chat_message("assistant", "x"), *rest]}, "row 1", pair_id="p"
     )
     assert shown(CHAT, chosen)[1] == "b<|im_end|>|d<|im_end|>"
     assert shown(CHAT, rejected)[1] == "x<|im_end|>|d<|im_end|>"
@@ -98,7 +98,7 @@ def test_text_goes_through_the_template_where_that_is_asked():
 
 
 def test_a_conversation_keeps_its_own_system_message():
-    row = {"prompt": [said("system", "be long"), PROMPT], "chosen": [GOOD], "rejected": [BAD]}
+    row = {"prompt": [chat_message("system", "be long"), PROMPT], "chosen": [GOOD], "rejected": [BAD]}
     assert both(CHAT, row, system_prompt="be brief")[0][0].startswith("<|im_start|>system\nbe long")
 
 
@@ -196,7 +196,7 @@ def test_no_sample_is_longer_than_allowed_and_each_keeps_a_response(prompt, answ
         ({"prompt": "a", "chosen": "", "rejected": "b"}, "empty completion"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same; such a pair says nothing"),
         ({"chosen": "b", "rejected": "b"}, "are the same"),
-        ({"prompt": [PROMPT], "chosen": [said("user", "x")], "rejected": [BAD]}, "must end with an assistant message"),
+        ({"prompt": [PROMPT], "chosen": [chat_message("user", "x")], "rejected": [BAD]}, "must end with an assistant message"),
         ({"chosen": [], "rejected": []}, "not list and list"),
     ],
 )
@@ -345,5 +345,5 @@ def test_text_keeps_what_follows_where_the_template_writes_no_end_token():
 
 def test_templates_that_rewrite_earlier_turns_hold_for_one_response():
     tokenizer = chat_tokenizer(FORGETS_THOUGHTS)
-    row = {"prompt": [PROMPT], "chosen": [said("assistant", "so</think>4")], "rejected": [BAD]}
+    row = {"prompt": [PROMPT], "chosen": [chat_message("assistant", "so</think>4")], "rejected": [BAD]}
     assert both(tokenizer, row)[0][1] == "so</think>4<|im_end|>"

@@ -79,7 +79,7 @@ def test_tokens_and_mask_are_taken_as_they_are():
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "expected"),
     [
         ({"text": "a"}, "has the keys text; a row has messages"),
         ({}, "none"),
@@ -96,8 +96,8 @@ def test_tokens_and_mask_are_taken_as_they_are():
         ({"input_ids": [1, 2**31], "action_mask": [0, 1]}, "below 2"),
     ],
 )
-def test_a_wrong_row_is_named(row, said):
-    with pytest.raises(DataError, match=rf"data\.jsonl:1.*{said}"):
+def test_a_wrong_row_is_named(row, expected):
+    with pytest.raises(DataError, match=rf"data\.jsonl:1.*{expected}"):
         items_of(row, chat_tokenizer(CHATML))
 
 
@@ -107,9 +107,9 @@ def test_lines_are_numbered_and_blank_ones_are_none(tmp_path):
     rows = list(read_jsonl(path))
     assert [where for where, _ in rows] == [f"{path}:2", f"{path}:4"]
     assert rows[0][1]["prompt"] == "é"
-    for wrong, said in (("[1]", "holds a list"), ("{", "is not JSON"), ("\xff", "is not JSON")):
+    for wrong, expected in (("[1]", "holds a list"), ("{", "is not JSON"), ("\xff", "is not JSON")):
         path.write_bytes(b"{}\n" + wrong.encode("latin-1"))
-        with pytest.raises(DataError, match=f"rows.jsonl:2 {said}"):
+        with pytest.raises(DataError, match=f"rows.jsonl:2 {expected}"):
             list(read_jsonl(path))
     path.write_text(json.dumps({}) + "\n" + "[" * 100_000)
     with pytest.raises(DataError, match=r"rows\.jsonl:2 is nested too deeply"):

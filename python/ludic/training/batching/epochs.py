@@ -90,7 +90,8 @@ class ItemBatchSource(BatchSourceBase):
 
     @property
     def _share(self) -> int:
-        """Samples of each rank in one pass."""
+        """Samples of each rank in one pass. Example: 5 samples on 2 ranks are 3 each, or 2 with
+        `drop_last`."""
         return len(self) // self._world if self.drop_last else -(-len(self) // self._world)
 
     def _next(self) -> SAWBatch:
@@ -111,12 +112,13 @@ class ItemBatchSource(BatchSourceBase):
         2, is extended to [2, 0, 1, 2], and gives rank 1 every second from 1 on: [0, 2]."""
         if number != self._pass:
             count = len(self)
-            whole = np.random.default_rng([self.seed, number]).permutation(count) if self.shuffle else np.arange(count)
-            self._order = np.resize(whole, self._share * self._world)[self._rank :: self._world]
+            order = np.random.default_rng([self.seed, number]).permutation(count) if self.shuffle else np.arange(count)
+            self._order = np.resize(order, self._share * self._world)[self._rank :: self._world]
             self._pass = number
         return self._order
 
     def state_dict(self) -> dict[str, Any]:
+        """The position, and what identifies the data and settings it belongs to."""
         return {"batches": self.batches, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -93,6 +93,7 @@ class OfflineBatchSource(BatchSourceBase):
 
     @property
     def num_batches_per_epoch(self) -> int:
+        """Batches of one pass on each rank."""
         return self._source.num_batches_per_epoch
 
     @property
@@ -106,6 +107,7 @@ class OfflineBatchSource(BatchSourceBase):
         return self.batch_size
 
     def state_dict(self) -> dict[str, Any]:
+        """The position, and what identifies the data and settings it belongs to."""
         return self._source.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Every member of a batch source that is read, with its default.
+"""All members of a batch source that the library reads, with their defaults.
 
-A user's source needs `next_batch` alone (`training.types.BatchSource`); `as_batch_source` gives it
-the rest where it enters.
+A user's source needs only `next_batch` (`training.types.BatchSource`); `as_batch_source` adds the
+others once, when the source is passed in.
 """
 
 from __future__ import annotations
@@ -13,41 +13,39 @@ from ludic.training.types import BatchSource, SAWBatch
 
 
 class BatchSourceBase:
-    """Gives macro-batches. A subclass overrides `next_batch`, and of the rest what it needs."""
+    """Returns macro-batches. A subclass overrides `next_batch`, and other members as needed."""
 
     max_lag: int = 0
     """How many batches are begun before the trainer asks for them."""
     overlaps: bool = False
     """Whether batches are generated while the trainer computes, which it then does in a thread."""
     shards_across_ranks: bool | None = None
-    """Whether each rank is given samples of its own. False: all are given the same. None:
-    unknown."""
+    """Whether each rank gets different samples. False: all ranks get the same. None: unknown."""
     pairs_incomplete: int = 0
     """Incomplete preference pairs that the source has dropped."""
 
     async def next_batch(self) -> SAWBatch:
-        """The next macro-batch. Raises RequestsExhausted or StopAsyncIteration where there is
-        none."""
+        """The next macro-batch. Raises RequestsExhausted or StopAsyncIteration if there is none."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What checkpoints keep, as plain JSON values; None for a source without state."""
+        """What checkpoints save, as plain JSON values; None for a source without state."""
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Continue at the position in `state`."""
 
     async def aclose(self) -> None:
         """Stop what runs in the background."""
 
 
 def as_batch_source(source: BatchSource) -> BatchSourceBase:
-    """`source` itself where it has every member, else an adapter around it."""
+    """`source` itself if it is a BatchSourceBase, else an adapter around it."""
     return source if isinstance(source, BatchSourceBase) else _AdaptedSource(source)
 
 
 class _AdaptedSource(BatchSourceBase):
-    """A user's source: `next_batch`, and of the other members those that it has."""
+    """A user's source with defaults for the members that it lacks."""
 
     def __init__(self, source: Any) -> None:
         self._source = source

@@ -25,6 +25,7 @@ class IdentityStrategy:
     """Plays the requests as they are."""
 
     def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+        """The requests, unchanged."""
         return list(requests)
 
 
@@ -47,6 +48,7 @@ class GRPORequestStrategy:
             raise ConfigError(f"group_size must be positive, got {self.group_size}")
 
     def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+        """The members of each request's group, group after group."""
         return [member for request in requests for member in self._group(request)]
 
     def _group(self, request: RolloutRequest) -> list[RolloutRequest]:

@@ -149,6 +149,7 @@ class SequenceRequests:
         return index, self._samples[index]
 
     def state_dict(self) -> dict[str, int]:
+        """The position, and what its order depends on."""
         return {"position": self.position, "num_samples": len(self._samples), "rng_seed": self._rng_seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

@@ -181,10 +181,10 @@ class _Rendering:
             return
         at = next((i for i, (a, b) in enumerate(zip(full, prefix, strict=False)) if a != b), len(full))
         remedy = (
-            "the template writes earlier turns otherwise once later ones follow; set assistant_turns=each or last, or mark what the "
+            "the template renders earlier turns differently once later ones follow; set assistant_turns=each or last, or mark what the "
             "assistant says with {% generation %} in the template"
             if rewrites
-            else "the template or the tokenizer writes it otherwise once the answer follows; mark what the assistant says with "
+            else "the template or the tokenizer renders it differently once the answer follows; mark what the assistant says with "
             "{% generation %} in the template"
         )
         raise DataError(

@@ -33,10 +33,10 @@ def tokenize_with_chat_template(
     on the right to `max_length`. Raises DataError for an empty completion, and for a prompt that
     fills `max_length` by itself."""
     question, answer = _turns(prompt, completion, system_prompt)
-    whole = conversation_tokens(tokenizer, question, answer, "the conversation")
-    truncated = truncate_right(whole, max_length, "the conversation")
+    full = conversation_tokens(tokenizer, question, answer, "the conversation")
+    truncated = truncate_right(full, max_length, "the conversation")
     text = format_chat_template_text(tokenizer, prompt, completion, system_prompt=system_prompt)
-    return ChatTemplateResult(truncated.tokens.input_ids, text, whole.action_mask.index(1), truncated.cut or None)
+    return ChatTemplateResult(truncated.tokens.input_ids, text, full.action_mask.index(1), truncated.cut or None)
 
 
 def format_chat_template_text(tokenizer: Any, prompt: str, completion: str, *, system_prompt: str | None = None) -> str:
