@@ -54,8 +54,8 @@ class TokenTrace:
     """`stop`, `length`, or what the server said."""
 
     def __post_init__(self) -> None:
-        for name in ("prompt_token_ids", "completion_token_ids"):
-            ids = getattr(self, name)
+        ids_by_name = {"prompt_token_ids": self.prompt_token_ids, "completion_token_ids": self.completion_token_ids}
+        for name, ids in ids_by_name.items():
             if not is_list_of(ids, int):
                 raise DataTypeError(f"{name} must be a list of int, got {_described(ids, int)}")
         logps = self.completion_logprobs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ludic.context.base import ContextStrategy
 from ludic.errors import InferenceError
@@ -20,17 +20,24 @@ if TYPE_CHECKING:
 INCOMPLETE_FEEDBACK = "Your answer reached the token limit before it was complete. Please answer more briefly."
 
 
+@runtime_checkable
+class TakesWeights(Protocol):
+    """A client whose weights can be replaced."""
+
+    def sync_weights(self, params: Mapping[str, Tensor], *, timeout_s: float = ..., version: str | int | None = ...) -> str: ...
+
+
 @dataclass(frozen=True)
 class IntermediateCall:
-    """A model call that an agent made before the one that it acts by. The protocol makes a step
-    of it."""
+    """A model call before the one that gives the action, such as a tool call. The protocol turns
+    it into a step."""
 
     text: str
-    """What the model said."""
+    """The model's text."""
     info: dict[str, Any]
     trace: TokenTrace | None
     result: str
-    """What the model was told in return: the results of its tools."""
+    """The reply to the model: the results of its tools."""
 
 
 class Agent:
@@ -38,9 +45,9 @@ class Agent:
 
     An answer that reached the token limit (`finish_reason == "length"`) is not parsed and never
     reaches the environment or its verifier: its step earns `incomplete_completion_penalty` (-0.1),
-    and the model is told `incomplete_completion_feedback` if the episode goes on. With
-    `reject_incomplete_completions=False` it is parsed as any other: what a short limit cuts is then
-    judged as it stands, which models need that have not learnt to end their answers.
+    and the model sees `incomplete_completion_feedback` if the episode continues. With
+    `reject_incomplete_completions=False` it is parsed like any other answer, which suits models
+    that have not yet learnt to end their answers.
     """
 
     name = "agent"
@@ -65,8 +72,13 @@ class Agent:
         self._incomplete_completion_feedback = incomplete_completion_feedback
         self.last_info: dict[str, Any] = {}
         self.intermediate_calls: list[IntermediateCall] = []
-        """Of the last `act`: the model calls before the one that it returned. An agent that
-        calls once has none."""
+        """The model calls of the last `act` before the one that it returned. Empty for an agent
+        that calls the model once."""
+
+    @property
+    def system_prompt(self) -> str | None:
+        """The system prompt of its context; None: the environment's is used."""
+        return self._ctx.default_system_prompt
 
     def reset(self, system_prompt: str | None = None) -> None:
         """Begin an episode."""
@@ -81,8 +93,8 @@ class Agent:
     async def act(
         self, inference: InferenceSpec | None = None, sampling_seed: int | None = None, timeout_s: float | None = None
     ) -> tuple[ParseResult, str, dict[str, Any], TokenTrace | None]:
-        """One model call: (parsed, raw text, info, trace). The raw text is kept in the context even
-        when it is rejected.
+        """One model call: (parsed, raw text, info, trace). The context keeps the raw text even if
+        it is rejected.
 
         Raises TimeoutError after `timeout_s`.
         """
@@ -97,7 +109,7 @@ class Agent:
         return self._parse(response, info), response.text, info, trace
 
     def _parse(self, response: ChatResponse, info: dict[str, Any]) -> ParseResult:
-        """Parse a complete answer; turn an incomplete one into feedback."""
+        """Parse a complete answer; turn an incomplete one into a penalty with feedback."""
         if self._is_rejected(response):
             info["incomplete_completion"] = True
             return ParseResult(None, self._incomplete_completion_penalty, self._incomplete_completion_feedback)
@@ -115,7 +127,8 @@ class Agent:
         timeout_s: float | None,
         tools: ToolRequest | None = None,
     ) -> tuple[ChatResponse, dict[str, Any], dict[str, Any], TokenTrace | None]:
-        """One request: (response, info without token traces, info as the client gave it, trace)."""
+        """One request: (response, info without token traces, info as the client returned it,
+        trace)."""
         spec = inference or InferenceSpec()
         request = ChatCompletionRequest(
             model=self._model,
@@ -138,24 +151,22 @@ class Agent:
     def push_policy_update(
         self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None
     ) -> str:
-        """Hand new weights to the client; returns the version it now serves."""
-        sync = getattr(self._client, "sync_weights", None)
-        if sync is None:
+        """Give new weights to the client; returns the version that it now serves."""
+        if not isinstance(self._client, TakesWeights):
             raise InferenceError(f"{type(self._client).__name__} has no sync_weights; use a client that can take new weights")
-        committed: str = sync(params, timeout_s=timeout_s, version=version)
-        return committed
+        return self._client.sync_weights(params, timeout_s=timeout_s, version=version)
 
 
 def without_traces(client_info: Mapping[str, Any]) -> dict[str, Any]:
-    """What a client said, less the token ids and log-probabilities: those travel in the trace.
-    Nothing is changed in place."""
+    """A copy of a client's info without token ids and log-probabilities: those are in the
+    trace."""
     info = {key: value for key, value in client_info.items() if key not in TRACE_KEYS}
     raw = info.get("raw_response")
     if isinstance(raw, Mapping):
-        kept = {key: value for key, value in raw.items() if key != "prompt_token_ids"}
-        if isinstance(kept.get("choices"), list):
-            kept["choices"] = [_choice_without_traces(choice) for choice in kept["choices"]]
-        info["raw_response"] = kept
+        response = {key: value for key, value in raw.items() if key != "prompt_token_ids"}
+        if isinstance(response.get("choices"), list):
+            response["choices"] = [_choice_without_traces(choice) for choice in response["choices"]]
+        info["raw_response"] = response
     return info
 
 

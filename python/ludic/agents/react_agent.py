@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ludic.agents.base_agent import IntermediateCall
 from ludic.agents.tool_agent import ToolAgent, ToolCall
@@ -18,6 +18,17 @@ EXHAUSTED: Message = {
     "role": "user",
     "content": "You have exhausted your reasoning steps and can call no more tools. Give your final answer now.",
 }
+
+
+@runtime_checkable
+class ToolContext(Protocol):
+    """A context that can hold tool calls and their results."""
+
+    @property
+    def supports_tools(self) -> bool: ...
+
+    def add_assistant_step(self, content: str | None, tool_calls: list[ToolCall] | None) -> None: ...
+    def add_tool_result(self, tool_call_id: str, tool_name: str, result: str) -> None: ...
 
 
 class ReActAgent(ToolAgent):
@@ -37,7 +48,7 @@ class ReActAgent(ToolAgent):
 
     def __init__(self, tools: Sequence[Callable[..., Any]], max_react_steps: int = 5, **kwargs: Any) -> None:
         super().__init__(tools, **kwargs)
-        if not getattr(self._ctx, "supports_tools", False):
+        if not (isinstance(self._ctx, ToolContext) and self._ctx.supports_tools):
             raise ConfigTypeError(
                 f"{type(self).__name__} requires a context with supports_tools=True, {type(self._ctx).__name__} has none; it must keep "
                 "calls of tools and their results"

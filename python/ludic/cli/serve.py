@@ -47,10 +47,13 @@ class ServeSettings:
     """vLLM's own, passed on as they are."""
 
     def __post_init__(self) -> None:
-        for option, allowed in (("device", DEVICES), ("weights", WEIGHTS), ("logprobs_mode", LOGPROBS)):
-            value = getattr(self, option)
+        for option, value, allowed in (
+            ("--device", self.device, DEVICES),
+            ("--weights", self.weights, WEIGHTS),
+            ("--logprobs-mode", self.logprobs_mode, LOGPROBS),
+        ):
             if value not in allowed:
-                raise ConfigError(f"--{option.replace('_', '-')} ({value}) must be one of {', '.join(allowed)}")
+                raise ConfigError(f"{option} ({value}) must be one of {', '.join(allowed)}")
         if self.lora_rank < 0:
             raise ConfigError(f"--lora-rank ({self.lora_rank}) must be >= 0; 0 serves no adapters")
 

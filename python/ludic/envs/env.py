@@ -30,6 +30,11 @@ class LudicEnv(ABC, Generic[AgentID, ObsType, ActionType]):
     def active_agents(self) -> list[AgentID]:
         """The agents whose action is due."""
 
+    @property
+    def suggested_sysprompt(self) -> str | None:
+        """A system prompt for agents that have none."""
+        return None
+
     @abstractmethod
     def reset(self, *, seed: int | None = None) -> dict[AgentID, tuple[ObsType, Info]]:
         """Begin an episode: first observation and info of each agent."""

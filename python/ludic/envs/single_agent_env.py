@@ -28,11 +28,6 @@ class SingleAgentEnv(LudicEnv[str, str, str]):
     def active_agents(self) -> list[str]:
         return [self._agent_id]
 
-    @property
-    def suggested_sysprompt(self) -> str | None:
-        """A system prompt for agents that have none."""
-        return None
-
     @abstractmethod
     def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
         """Begin an episode: first observation and info."""

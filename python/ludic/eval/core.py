@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ludic.event_loop import EventLoop
+from ludic.training.rollouts.played import PlayedRollouts
 from ludic.training.rollouts.to_samples import step_facts
 from ludic.training.stats import Reducer, apply_reducers_to_records
 from ludic.training.types import RolloutRequest
@@ -86,8 +87,8 @@ def step_record(rollout: Rollout, step: Step) -> Record:
 
 
 def failure_counts(rollouts: Sequence[Rollout]) -> Metrics:
-    """What the engine counted, if it did."""
-    counts = getattr(rollouts, "counts", None)
-    if counts is None:
+    """The episodes that the engine counted; empty for an engine that counts none."""
+    if not isinstance(rollouts, PlayedRollouts):
         return {}
+    counts = rollouts.counts
     return {"num_episodes": float(counts.num_episodes), "num_failed_episodes": float(counts.num_failed_episodes)}

@@ -10,6 +10,7 @@ from ludic.eval.core import Metrics, Record, RolloutGenerator, reduced_records
 from ludic.eval.tally import PROBLEM_KEY, SAMPLE_KEY, Measurement, RolloutValue, measure
 from ludic.event_loop import await_if_needed
 from ludic.seeds import derived_seed
+from ludic.training.rollouts.played import PlayedRollouts
 from ludic.training.stats import Reducer
 from ludic.training.types import RequestsFn, RolloutRequest
 from ludic.types import Rollout
@@ -84,7 +85,7 @@ class ProblemEvaluator:
         )
         measurement = measure(
             rollouts,
-            getattr(rollouts, "failures", ()),
+            rollouts.failures if isinstance(rollouts, PlayedRollouts) else (),
             solved_at=self.solved_at,
             confidence=self.confidence,
             select=self.select,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ludic.agents.base_agent import Agent
+from ludic.envs.env import LudicEnv
 from ludic.inference.request import InferenceSpec
 from ludic.interaction.info import merge_step_info
 from ludic.interaction.step_collector import TraceCollector
@@ -41,7 +40,7 @@ class Player:
         self._owed = 0.0
         """Reward earned before the first step."""
 
-    def reset(self, env: Any) -> None:
+    def reset(self, env: LudicEnv[str, str, str]) -> None:
         self.agent.reset(system_prompt=system_prompt(self.agent, env))
 
     def hear(self, obs: str, info: Info) -> None:

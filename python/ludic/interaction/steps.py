@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ludic.agents.base_agent import Agent
+from ludic.envs.env import LudicEnv
 from ludic.interaction.info import merge_step_info
 from ludic.parsers import ParseResult
 from ludic.types import Info, Step, StepOutcome, TokenTrace
@@ -17,7 +16,7 @@ def intermediate_steps(agent: Agent, index: int, obs: str) -> list[Step]:
     never reached the environment and earn nothing of their own: their credit is what the rollout
     earns from there on. Their info says `intermediate_call`."""
     steps: list[Step] = []
-    for call in getattr(agent, "intermediate_calls", ()):
+    for call in agent.intermediate_calls:
         step = Step(
             index=index + len(steps),
             prev_obs=obs,
@@ -78,7 +77,6 @@ def cut_short(last: Step) -> None:
         last.next_obs = None
 
 
-def system_prompt(agent: Agent, env: Any) -> str | None:
-    """The agent's own, else what the environment suggests."""
-    prompt: str | None = agent._ctx.default_system_prompt or getattr(env, "suggested_sysprompt", None)
-    return prompt
+def system_prompt(agent: Agent, env: LudicEnv[str, str, str]) -> str | None:
+    """The agent's own, else the one that the environment suggests."""
+    return agent.system_prompt or env.suggested_sysprompt

@@ -82,28 +82,30 @@ class MathGrader:
         try:
             reply = process.ask({"target": target, "answer": answer, "limit_s": 2 * self.timeout_s + 1}, timeout_s=self.timeout_s)
         except TimeoutError as error:
-            self._count("timed_out")
+            self._count(timed_out=1)
             raise GradingError(
                 f"grading took longer than {self.timeout_s} s: {_shown(answer)} against {_shown(target)}"
             ) from error
         except GradingError:
-            self._count("failed")
+            self._count(failed=1)
             raise
         finally:
             self._idle.put(process)
         if not isinstance(reply.get("correct"), bool):
-            self._count("failed")
+            self._count(failed=1)
             raise GradingError(f"{reply.get('error', reply)}: grading {_shown(answer)} against {_shown(target)}")
-        self._count("graded")
+        self._count(graded=1)
         return bool(reply["correct"])
 
     def close(self) -> None:
         """End the processes."""
         self._end()
 
-    def _count(self, what: str) -> None:
+    def _count(self, *, graded: int = 0, failed: int = 0, timed_out: int = 0) -> None:
         with self._counting:
-            setattr(self.counts, what, getattr(self.counts, what) + 1)
+            self.counts.graded += graded
+            self.counts.failed += failed
+            self.counts.timed_out += timed_out
 
 
 @cache
