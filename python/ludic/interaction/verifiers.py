@@ -1,10 +1,10 @@
-"""Episodes that verifiers plays itself, with a client of ours in the model's seat."""
+"""Episodes that verifiers plays itself, with one of our chat clients as the model."""
 
 from __future__ import annotations
 
 from ludic.envs.adapters.verifiers import VerifiersEnv
-from ludic.envs.adapters.verifiers_seat import ModelSeat, play_task
-from ludic.envs.adapters.verifiers_trace import rollout_from_trace
+from ludic.envs.adapters.verifiers_client import VerifiersClient, play_task
+from ludic.envs.adapters.verifiers_rollouts import rollout_from_trace
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError
 from ludic.inference.client import ChatClient
@@ -15,10 +15,10 @@ from ludic.types import Rollout
 
 
 class VerifiersProtocol(InteractionProtocol):
-    """Plays a task of a `VerifiersEnv` as verifiers would, harness, tools and scoring included, and
-    makes a rollout of the trace.
+    """Plays a task of a `VerifiersEnv` with verifiers' own harness, tools and scoring, and converts
+    the trace to a rollout.
 
-    The tokens are those that `client` sampled. `max_steps` bounds the calls of the model; an
+    The tokens are those that `client` sampled. `max_steps` bounds the number of model calls. An
     episode that verifiers reports as failed is a RolloutError, never a reward.
     """
 
@@ -36,10 +36,10 @@ class VerifiersProtocol(InteractionProtocol):
         inference: InferenceSpec | None = None,
         timeout_s: float | None = None,
     ) -> list[Rollout]:
-        """`inference` asks for token ids and log-probabilities when it is left out."""
+        """Without `inference`, token ids and log-probabilities are requested."""
         if not isinstance(env, VerifiersEnv):
             raise ConfigError(f"VerifiersProtocol plays a VerifiersEnv, not a {type(env).__name__}")
         spec = inference or InferenceSpec(return_=ReturnSpec.for_rl())
-        seat = ModelSeat(self._client, spec, lambda call: derived_seed(sampling_seed, call), timeout_s)
-        trace = await play_task(env.task(env_seed), seat, env.agent, model=self._model, max_turns=max_steps)
+        policy_client = VerifiersClient(self._client, spec, lambda call: derived_seed(sampling_seed, call), timeout_s)
+        trace = await play_task(env.task(env_seed), policy_client, env.agent, model=self._model, max_turns=max_steps)
         return [rollout_from_trace(trace)]

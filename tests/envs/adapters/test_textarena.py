@@ -184,5 +184,5 @@ def test_opponents_that_end_the_game_at_once_are_an_error():
 def test_a_game_that_textarena_does_not_have_is_named_at_once():
     with pytest.raises(ConfigError, match="TextArena has no game 'TicTacTow-v0'"):
         TextArenaEnv("TicTacTow-v0")
-    with pytest.raises(ConfigError, match=r"settings of the game \(\['size'\]\) go with its id"):
+    with pytest.raises(ConfigError, match=r"settings of the game \(\['size'\]\) need the id of a game"):
         TextArenaEnv(Fragile, size=3)

@@ -1,4 +1,4 @@
-"""verifiers itself, with a client of ours in the model's seat. Where verifiers is installed: it
+"""verifiers itself, with a client of ours in the model's policy_client. Where verifiers is installed: it
 does not stand beside our pinned openai."""
 
 import asyncio
@@ -17,7 +17,7 @@ from vf_sums import FailingSum, sums, until_right
 
 from ludic.envs import DatasetQAEnv
 from ludic.envs.adapters import VerifiersEnv, rollout_from_trace
-from ludic.envs.adapters.verifiers_seat import ModelSeat, play_task
+from ludic.envs.adapters.verifiers_client import VerifiersClient, play_task
 from ludic.errors import ConfigError, InferenceError, RolloutError
 from ludic.inference import InferenceSpec, ReturnSpec, SamplingParams
 from ludic.interaction.verifiers import VerifiersProtocol
@@ -121,8 +121,8 @@ async def test_a_harness_that_hangs_is_a_timeout():
 
 
 async def test_a_record_makes_the_rollout_that_the_trace_makes():
-    seat = ModelSeat(ByteClient("7", "5"), SPEC, lambda call: None, None)
-    trace = await play_task(sums()[2], seat, until_right(), model="m", max_turns=None)
+    policy_client = VerifiersClient(ByteClient("7", "5"), SPEC, lambda call: None, None)
+    trace = await play_task(sums()[2], policy_client, until_right(), model="m", max_turns=None)
     live, recorded = rollout_from_trace(trace), rollout_from_trace(json.loads(json.dumps(trace.to_record(float_decimals=None))))
     assert [replace(step, ts_ns=0) for step in live.steps] == [replace(step, ts_ns=0) for step in recorded.steps]
     assert (live.id, live.meta) == (recorded.id, recorded.meta)
@@ -141,10 +141,10 @@ async def test_calls_of_tools_pass_both_ways():
             return ChatResponse("", [5], [-1.0], "tool_calls", [1, 2]), {"raw_response": {"choices": [{"message": message}]}}
 
     client = Calls()
-    seat = ModelSeat(client, SPEC, lambda call: None, None)
+    policy_client = VerifiersClient(client, SPEC, lambda call: None, None)
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     body = {"model": "m", "messages": [{"role": "user", "content": "2+3="}], "tools": tools, "tool_choice": "required"}
-    response = await seat.get_response(ChatDialect(), body, None)
+    response = await policy_client.get_response(ChatDialect(), body, None)
     assert (client.requests[0].tools.tools, client.requests[0].tools.tool_choice) == (tools, "required")
     assert [(made.id, made.name, made.arguments) for made in response.message.tool_calls] == [("c1", "add", '{"a": 2}')]
     assert ChatDialect().parse_response(ChatDialect().validate_response(response.raw)).message == response.message
@@ -158,10 +158,10 @@ async def test_calls_of_tools_pass_both_ways():
 
 async def test_only_chat_completions_keep_their_tokens():
     other = next(dialect for dialect in DIALECTS if not isinstance(dialect, ChatDialect))
-    seat = ModelSeat(ByteClient("x"), SPEC, lambda call: None, None)
+    policy_client = VerifiersClient(ByteClient("x"), SPEC, lambda call: None, None)
     with pytest.raises(InferenceError, match="only chat completions keep their tokens"):
-        await seat.get_response(other, {"model": "m", "messages": []}, None)
-    assert isinstance(seat.error, InferenceError)
+        await policy_client.get_response(other, {"model": "m", "messages": []}, None)
+    assert isinstance(policy_client.error, InferenceError)
 
 
 async def test_the_engine_plays_groups_of_a_task_and_counts_what_fails():

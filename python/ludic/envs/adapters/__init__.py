@@ -1,8 +1,8 @@
-"""Environments of other libraries as environments of ours.
+"""Adapters for environments of other libraries.
 
-A name is imported when it is first read, and its library when an environment is created: importing
-this package needs none of them. A missing library is a `MissingExtraError` that names the extra to
-install.
+An adapter is imported when its name is first read, and its library when an environment is made:
+importing this package needs none of them. A missing library is a `MissingExtraError` that names the
+extra to install.
 """
 
 from ludic._lazy import lazy_exports

@@ -1,4 +1,4 @@
-"""Where an episode stands: not begun, running, over, or closed."""
+"""The life cycle of an episode: new, running, over, closed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from ludic.errors import RolloutError
 
 
 class Episode:
-    """Refuses what has no place in the episode: a step before `reset` or after the end, and
-    anything after `close`."""
+    """Rejects calls out of order: a step before `reset` or after the end, and any call after
+    `close`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -41,7 +41,7 @@ class Episode:
         self._state = "over"
 
     def close(self) -> bool:
-        """Whether there was something to close: False from the second call on."""
+        """Returns True on the first call, False after."""
         was_open = self._state != "closed"
         self._state = "closed"
         return was_open

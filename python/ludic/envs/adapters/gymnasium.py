@@ -1,4 +1,4 @@
-"""Gymnasium's environments, played in text."""
+"""Gymnasium environments with text observations and actions."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ludic.envs.adapters.episode import Episode
-from ludic.envs.adapters.extra import import_extra
 from ludic.envs.adapters.gymnasium_spaces import ReadAction, action_reader, observation_text, rendered_text
-from ludic.envs.adapters.plain import to_plain
+from ludic.envs.adapters.missing_library import import_extra
+from ludic.envs.adapters.plain_values import to_json_types
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.types import Info, StepOutcome
 
 
 class GymnasiumEnv(SingleAgentEnv):
-    """A `gymnasium.Env`, or the id of one, which is then made with `make_settings`.
+    """A `gymnasium.Env`, or the id of one that is made with `make_settings`.
 
-    Observations: what `observe` says; else the rendering, if the environment renders `ansi`; else
-    the observation written by its space. Actions: what `read_action` says (ValueError for text that
-    is no action); else integers, `action_names`, or text by the action space.
+    Observations: the result of `observe`; without it the rendering, if the environment renders
+    `ansi`; else the observation formatted by its space. Actions: the result of `read_action`
+    (ValueError for text that is no action); without it integers, `action_names`, or text, by the
+    action space.
 
     Text that is no action never reaches the environment: the outcome has `invalid_action_reward`
-    and `info["invalid_action"]`, says what is legal, and the episode goes on. An episode that ends
-    and is cut short in one step counts as ended.
+    and `info["invalid_action"]`, its observation lists the legal actions, and the episode
+    continues. A step that is both terminated and truncated counts as terminated.
 
     Example: `GymnasiumEnv("FrozenLake-v1", render_mode="ansi", action_names=["left", "down",
     "right", "up"])`.
@@ -53,7 +54,7 @@ class GymnasiumEnv(SingleAgentEnv):
 
     @property
     def suggested_sysprompt(self) -> str | None:
-        """The system prompt given, else one that names the legal actions."""
+        """`system_prompt`, or by default one that names the legal actions."""
         if self._system_prompt is not None or not self._legal:
             return self._system_prompt
         return f"Answer with your action and nothing else: {self._legal}."
@@ -62,15 +63,15 @@ class GymnasiumEnv(SingleAgentEnv):
         self._episode.begin()
         obs, info = self._env.reset(seed=seed)
         self._obs = self._observe(obs)
-        return self._obs, to_plain(info)
+        return self._obs, to_json_types(info)
 
     def env_step(self, action: str) -> StepOutcome:
         self._episode.check_step()
         try:
-            chosen = self._read_action(action)
+            env_action = self._read_action(action)
         except ValueError as error:
             return self._refused(action, str(error))
-        obs, reward, terminated, truncated, info = self._env.step(chosen)
+        obs, reward, terminated, truncated, info = self._env.step(env_action)
         if terminated or truncated:
             self._episode.end()
         self._obs = self._observe(obs)
@@ -79,7 +80,7 @@ class GymnasiumEnv(SingleAgentEnv):
             reward=float(reward),
             truncated=bool(truncated) and not terminated,
             terminated=bool(terminated),
-            info=to_plain(info),
+            info=to_json_types(info),
         )
 
     def env_current_obs(self) -> str:
@@ -92,11 +93,11 @@ class GymnasiumEnv(SingleAgentEnv):
             self._env.close()
 
     def _refused(self, action: str, legal: str) -> StepOutcome:
-        """The outcome of text that is no action: nothing has moved, and the last observation
-        still holds."""
-        told = f"Invalid action. Answer with {legal}." if legal else "Invalid action."
+        """The outcome of text that is no action: the state is unchanged, and the last observation
+        is repeated."""
+        feedback = f"Invalid action. Answer with {legal}." if legal else "Invalid action."
         return StepOutcome(
-            obs=f"{told}\n{self._obs}",
+            obs=f"{feedback}\n{self._obs}",
             reward=self._invalid_action_reward,
             truncated=False,
             terminated=False,

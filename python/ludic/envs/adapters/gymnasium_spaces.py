@@ -1,4 +1,4 @@
-"""Gymnasium's spaces as text: observations written, actions read, legal actions named."""
+"""Gymnasium spaces as text: formats observations, parses actions, describes legal actions."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ludic.envs.adapters.plain import to_plain
+from ludic.envs.adapters.plain_values import to_json_types
 from ludic.errors import ConfigError
 
 ReadAction = Callable[[str], Any]
-"""Text to an element of the action space; ValueError, with what is legal, for any other text."""
+"""Text to an element of the action space; ValueError, which says what is legal, for other text."""
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0?m", re.DOTALL)
 
 
 def rendered_text(frame: str) -> str:
-    """A rendering for terminals without its colours: what was highlighted stands in brackets."""
+    """A terminal rendering without its colours: highlighted text is put in brackets."""
     return _HIGHLIGHT.sub(r"[\1]", frame).strip("\n")
 
 
 def observation_text(space: Any, value: Any) -> str:
-    """An observation as text: numbers to four digits, arrays of more than one dimension a row a
-    line, dictionaries a key a line."""
+    """An observation as text: numbers to four digits, arrays of several dimensions with one row a
+    line, dictionaries with one key a line."""
     kind = type(space).__name__
     if kind == "Text":
         return str(value)
@@ -35,8 +35,8 @@ def observation_text(space: Any, value: Any) -> str:
     if kind == "Dict":
         return "\n".join(f"{key}: {observation_text(part, value[key])}" for key, part in space.spaces.items())
     if kind in ("Box", "MultiDiscrete", "MultiBinary"):
-        return _rows(to_plain(value))
-    return json.dumps(to_plain(value))
+        return _rows(to_json_types(value))
+    return json.dumps(to_json_types(value))
 
 
 def _rows(numbers: Any) -> str:
@@ -52,11 +52,11 @@ def _number(value: float | int) -> str:
 
 
 def action_reader(space: Any, names: Sequence[str] | None) -> tuple[ReadAction, str]:
-    """How text is read as an action of this space, and what is legal in words. `names` are those of
-    a Discrete space, in order.
+    """(the parser of actions of this space, the legal actions in words). `names` are those of a
+    Discrete space, in order.
 
-    Raises ConfigError for a space whose actions have no obvious text, and for names that do not
-    fit.
+    Raises ConfigError for a space whose actions have no obvious text form, and for names that do
+    not fit.
     """
     kind = type(space).__name__
     if names is not None:

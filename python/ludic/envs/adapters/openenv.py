@@ -1,4 +1,4 @@
-"""OpenEnv's environments: a client of a server that runs one."""
+"""OpenEnv environments, through a client of the server that runs one."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ludic.envs.adapters.episode import Episode
-from ludic.envs.adapters.extra import import_extra
-from ludic.envs.adapters.plain import to_plain
+from ludic.envs.adapters.missing_library import import_extra
+from ludic.envs.adapters.plain_values import to_json_types
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, RolloutError
 from ludic.types import Info, StepOutcome
 
 NOT_SHOWN = frozenset({"done", "reward", "metadata"})
-"""Fields of an observation that are no part of what the agent sees."""
+"""Fields of an observation that the agent does not see."""
 _REFUSED_ACTION = "VALIDATION_ERROR"
-"""The server's code for an action that is not of the environment's type."""
+"""The server's error code for an action of the wrong type."""
 
 
 def message_action(text: str) -> dict[str, Any]:
-    """The action of environments that take a message."""
+    """The action for environments that take a message."""
     return {"message": text}
 
 
 def shown_observation(observation: Any) -> str:
-    """An observation as text: its only field, if that is text, else its fields as JSON."""
-    fields = to_plain(observation)
+    """An observation as text: its only field if that is text, else all fields as JSON."""
+    fields = to_json_types(observation)
     if not isinstance(fields, Mapping):
         return fields if isinstance(fields, str) else json.dumps(fields)
     shown = {key: value for key, value in fields.items() if key not in NOT_SHOWN}
@@ -39,27 +39,26 @@ def shown_observation(observation: Any) -> str:
 
 
 def says_truncated(result: Any) -> bool:
-    """Whether the observation or the metadata has `truncated: true`. OpenEnv itself has one
-    flag, `done`."""
-    observation = to_plain(result.observation)
+    """Whether the observation or the metadata has `truncated: true`. OpenEnv itself only has
+    `done`."""
+    observation = to_json_types(result.observation)
     of_observation = observation.get("metadata") if isinstance(observation, Mapping) else None
-    found = [observation, of_observation, getattr(result, "metadata", None)]
-    return any(isinstance(fields, Mapping) and fields.get("truncated") is True for fields in found)
+    candidates = [observation, of_observation, getattr(result, "metadata", None)]
+    return any(isinstance(fields, Mapping) and fields.get("truncated") is True for fields in candidates)
 
 
 class OpenEnvEnv(SingleAgentEnv):
-    """A client of OpenEnv, or the address of a server, which is then spoken to with a
-    `GenericEnvClient`.
+    """An OpenEnv client, or the address of a server, for which a `GenericEnvClient` is made.
 
-    A client is a session: it plays one episode at a time, and `close` ends it, whoever made it.
-    Observations become text by `observe`, answers become actions by `make_action` (ValueError for
-    text that is none). Such text, and an action that the server refuses as not of the environment's
-    type, moves nothing: the outcome has `invalid_action_reward` and `info["invalid_action"]`, and
-    the episode goes on. Any other error of the server is a RolloutError, never a reward. A missing
-    reward is 0.
+    A client is a session: it plays one episode at a time, and `close` ends it, even a client that
+    was passed in. `observe` turns observations into text, `make_action` turns answers into actions
+    (ValueError for text that is no action). Such text, and an action that the server rejects as of
+    the wrong type, changes nothing: the outcome has `invalid_action_reward` and
+    `info["invalid_action"]`, and the episode continues. Any other error of the server is a
+    RolloutError, never a reward. A missing reward is 0.
 
-    Every exchange has `timeout_s`, then it raises TimeoutError. Actions are sent as they are:
-    connect only to servers you trust with them.
+    Every exchange raises TimeoutError after `timeout_s`. Actions are sent unfiltered: connect only
+    to servers that you trust with them.
 
     Example: `OpenEnvEnv("http://127.0.0.1:8000", make_action=lambda text: {"move": int(text)})`.
     """
@@ -76,8 +75,8 @@ class OpenEnvEnv(SingleAgentEnv):
         timeout_s: float = 60.0,
         reset_settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """`reset_settings` go with every reset, beside the seed. Raises ConfigError for a
-        `timeout_s` that is not above 0."""
+        """`reset_settings` are sent with every reset, beside the seed. Raises ConfigError unless
+        `timeout_s` is above 0."""
         super().__init__()
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s ({timeout_s}) must be > 0")
@@ -97,7 +96,7 @@ class OpenEnvEnv(SingleAgentEnv):
         return self._system_prompt
 
     async def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:  # type: ignore[override]  # hooks may be coroutines
-        """A seed of None is left to the server."""
+        """Without a seed the server chooses."""
         self._episode.begin()
         settings = self._reset_settings if seed is None else {**self._reset_settings, "seed": seed}
         result = await self._exchange(lambda: self._client.reset(**settings))
@@ -109,11 +108,11 @@ class OpenEnvEnv(SingleAgentEnv):
     async def env_step(self, action: str) -> StepOutcome:  # type: ignore[override]
         self._episode.check_step()
         try:
-            made = self._make_action(action)
+            env_action = self._make_action(action)
         except ValueError as error:
             return self._refused(action, str(error))
         try:
-            result = await self._exchange(lambda: self._client.step(made))
+            result = await self._exchange(lambda: self._client.step(env_action))
         except RolloutError as error:
             if _REFUSED_ACTION in str(error):
                 return self._refused(action, str(error))
@@ -144,7 +143,7 @@ class OpenEnvEnv(SingleAgentEnv):
                     await ended
 
     async def _exchange(self, send: Callable[[], Any]) -> Any:
-        """One request and its answer. Raises RolloutError for what the server reports,
+        """One request and its response. Raises RolloutError for an error of the server,
         TimeoutError after `timeout_s`."""
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -165,4 +164,4 @@ class OpenEnvEnv(SingleAgentEnv):
 
 def _metadata(result: Any) -> Info:
     metadata = getattr(result, "metadata", None)
-    return to_plain(metadata) if isinstance(metadata, Mapping) else {}
+    return to_json_types(metadata) if isinstance(metadata, Mapping) else {}

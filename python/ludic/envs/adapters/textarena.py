@@ -1,4 +1,4 @@
-"""TextArena's games, for one player or several."""
+"""TextArena games, for one player or several."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from random import SystemRandom
 from typing import Any
 
 from ludic.envs.adapters.episode import Episode
-from ludic.envs.adapters.extra import import_extra
-from ludic.envs.adapters.own_randomness import OwnRandomness
-from ludic.envs.adapters.plain import to_plain
+from ludic.envs.adapters.isolated_randomness import IsolatedRandomness
+from ludic.envs.adapters.missing_library import import_extra
+from ludic.envs.adapters.plain_values import to_json_types
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, RolloutError
 from ludic.types import Info, StepOutcome
 
 Opponent = Callable[[str], str]
-"""What a player is shown -> its move. Draws from `random` or `numpy.random` follow the episode's
+"""Observation of a player -> its move. Draws from `random` and `numpy.random` follow the episode's
 seed."""
 YOUR_TURN = "It is your turn."
 EMPTY_MOVE = ""
@@ -25,20 +25,20 @@ class TextArenaEnv(LudicEnv[str, str, str]):
     """A TextArena game by its id (`TicTacToe-v0`), or a function that makes one. Agents are
     `player_0`, `player_1`, ...
 
-    Players in `opponents` (player number -> function) are played within the environment and are no
-    agents of it. With one agent left the environment is single-agent, and every outcome tells all
-    that happened until the agent's next turn.
+    Players in `opponents` (player number -> function) are played by the environment and are not
+    among its agents. With one agent left the environment is single-agent, and every outcome
+    contains everything that happened until the agent's next turn.
 
-    A player is shown what it has not been shown before, without its own moves. `step` takes the
-    move of the one active agent and answers for that agent, for every other agent with news, and
-    for all agents when the game is over. The rewards are the game's and come at the end. A move
-    against the rules is the game's to judge: mostly a warning first, then the loss of the game. A
-    text that makes the game raise counts as an empty move, with `info["game_error"]`; if that fails
-    too, it is a RolloutError, never a reward.
+    A player sees what is new to it, without its own moves. `step` takes the move of the one active
+    agent. It returns outcomes for that agent, for every other agent with news, and for all agents
+    when the game is over. The rewards are the game's and come at the end. The game judges moves
+    against its rules: usually a warning first, then the loss of the game. Text that makes the game
+    raise counts as an empty move, with `info["game_error"]`; if that fails too, it is a
+    RolloutError, never a reward.
 
-    The end is always `terminated`, the limits of turns that games have among their rules included;
-    `info["reason"]` says which it was. The game has its own randomness: it follows the seed of
-    `reset`, and leaves that of the process alone.
+    The end is always `terminated`, also at a turn limit of the game; `info["reason"]` says which it
+    was. The game has its own random state: it follows the seed of `reset` and leaves the process's
+    state alone.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class TextArenaEnv(LudicEnv[str, str, str]):
         opponents: Mapping[int, Opponent] | None = None,
         **game_settings: Any,
     ) -> None:
-        """`game_settings` go to `textarena.make`."""
+        """`game_settings` are passed to `textarena.make`."""
         self._make = _maker(game, game_settings)
         self._num_players = num_players
         self._opponents = dict(opponents or {})
@@ -60,7 +60,7 @@ class TextArenaEnv(LudicEnv[str, str, str]):
             )
         self._episode = Episode(f"TextArenaEnv({game if isinstance(game, str) else 'custom game'})")
         self._seed = 0
-        self._randomness = self._opponents_randomness = OwnRandomness(0)
+        self._randomness = self._opponents_randomness = IsolatedRandomness(0)
         self._game: Any = None
         self._moves: list[str] = []
         self._num_told: dict[int, int] = {}
@@ -72,14 +72,14 @@ class TextArenaEnv(LudicEnv[str, str, str]):
 
     @property
     def active_agents(self) -> list[str]:
-        """The one agent to move; nobody outside an episode."""
+        """The one agent to move; empty outside an episode."""
         return [_agent_id(self._to_move)] if self._episode.running else []
 
     def reset(self, *, seed: int | None = None) -> dict[str, tuple[str, Info]]:
-        """A fresh game; what each agent is shown before the first move that an agent makes."""
+        """Start a new game; the observation of each agent before the first move of an agent."""
         self._episode.begin()
         self._seed = SystemRandom().randrange(2**31) if seed is None else seed
-        self._opponents_randomness = OwnRandomness(self._seed)
+        self._opponents_randomness = IsolatedRandomness(self._seed)
         self._num_told = dict.fromkeys(range(self._num_players), 0)
         self._begin_game()
         self._play_opponents()
@@ -89,8 +89,8 @@ class TextArenaEnv(LudicEnv[str, str, str]):
         return {_agent_id(player): (self._news(player), {"player": player}) for player in self._agents}
 
     def step(self, actions: dict[str, str]) -> dict[str, StepOutcome]:
-        """Raises RolloutError without the move of the active agent, and when the game fails
-        whatever the move."""
+        """Raises RolloutError if the move of the active agent is missing, and if the game fails
+        for any move."""
         self._episode.check_step()
         mover = self._to_move
         if _agent_id(mover) not in actions:
@@ -105,18 +105,18 @@ class TextArenaEnv(LudicEnv[str, str, str]):
         return self._outcomes(mover, info)
 
     def current_obs(self) -> dict[str, str]:
-        """What each agent was shown last."""
+        """The last observation of each agent."""
         self._episode.check_begun()
         return {_agent_id(player): self._shown[player] for player in self._agents}
 
     def close(self) -> None:
-        """Forget the game. Calls after the first do nothing."""
+        """Drop the game. Calls after the first do nothing."""
         self._episode.close()
         self._game = None
 
     @property
     def _state(self) -> Any:
-        """The game's state, whatever wrappers stand around it."""
+        """The game's state, inside any wrappers."""
         return self._game.state
 
     @property
@@ -129,13 +129,13 @@ class TextArenaEnv(LudicEnv[str, str, str]):
 
     def _begin_game(self) -> None:
         self._moves = []
-        self._randomness = OwnRandomness(self._seed)
+        self._randomness = IsolatedRandomness(self._seed)
         with self._randomness.active():
             self._game = self._make()
             self._game.reset(num_players=self._num_players, seed=self._seed)
 
     def _move(self, action: str) -> Info:
-        """Submit a move; `{"game_error": ...}` where an empty move stands for it."""
+        """Submit a move; returns `{"game_error": ...}` if an empty move replaced it."""
         try:
             self._submit(action)
             return {}
@@ -155,8 +155,8 @@ class TextArenaEnv(LudicEnv[str, str, str]):
         self._moves.append(action)
 
     def _replay(self) -> None:
-        """Bring a fresh game to where this one was before it failed: seed and moves are all that
-        it follows."""
+        """Restore the state before the failure in a new game, which the seed and the moves
+        determine."""
         moves = self._moves
         self._begin_game()
         for move in moves:
@@ -183,7 +183,7 @@ class TextArenaEnv(LudicEnv[str, str, str]):
     def _outcome(self, player: int, news: str, info: Info) -> StepOutcome:
         done = bool(self._state.done)
         if done:
-            info = {**to_plain(self._state.game_info.get(player, {})), **info}
+            info = {**to_json_types(self._state.game_info.get(player, {})), **info}
             news = news or str(info.get("reason") or "")
         elif player == self._to_move:
             news = news or YOUR_TURN
@@ -191,18 +191,18 @@ class TextArenaEnv(LudicEnv[str, str, str]):
         return StepOutcome(obs=news, reward=reward, truncated=False, terminated=done, info={"player": player, **info})
 
     def _news(self, player: int) -> str:
-        """What the player has not been shown. It counts as shown from then on."""
+        """What the player has not seen yet. It counts as seen afterwards."""
         messages = self._state.observations[player]
         self._state.observations[player] = []
         self._num_told[player] += len(messages)
-        lines = [self._line(sender, text) for sender, text, kind in messages if not self._own_move(player, sender, kind)]
+        lines = [self._line(sender, text) for sender, text, kind in messages if not self._is_own_move(player, sender, kind)]
         news = "\n".join(line for line in lines if line)
         if news:
             self._shown[player] = news
         return news
 
-    def _own_move(self, player: int, sender: int, kind: Any) -> bool:
-        """Some games for one player announce the player's move in the game's name."""
+    def _is_own_move(self, player: int, sender: int, kind: Any) -> bool:
+        """Some games for one player report the player's move as a message of the game."""
         return kind.name == "PLAYER_ACTION" and (sender == player or (sender < 0 and self._num_players == 1))
 
     def _line(self, sender: int, text: str) -> str:
@@ -211,18 +211,18 @@ class TextArenaEnv(LudicEnv[str, str, str]):
 
 
 def _maker(game: str | Callable[[], Any], settings: Mapping[str, Any]) -> Callable[[], Any]:
-    """A function to a game without the wrapper that shows players everything again at every
+    """A function that makes the game without the wrapper that repeats the whole history at every
     turn."""
     textarena = import_extra("textarena", "textarena")
     if not isinstance(game, str):
         if settings:
             raise ConfigError(
-                f"settings of the game ({sorted(settings)}) go with its id; a function that makes a game has its own"
+                f"settings of the game ({sorted(settings)}) need the id of a game; set them in the function that makes the game"
             )
         return game
-    known = import_extra("textarena.envs.registration", "textarena").ENV_REGISTRY
-    if game not in known:
-        raise ConfigError(f"TextArena has no game {game!r}; textarena.pprint_registry_detailed() prints those that it has")
+    registry = import_extra("textarena.envs.registration", "textarena").ENV_REGISTRY
+    if game not in registry:
+        raise ConfigError(f"TextArena has no game {game!r}; textarena.pprint_registry_detailed() prints the available ones")
     return lambda: textarena.make(game, **settings)
 
 

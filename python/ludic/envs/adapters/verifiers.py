@@ -8,27 +8,27 @@ from collections.abc import Sequence
 from typing import Any
 
 from ludic.envs.adapters.episode import Episode
-from ludic.envs.adapters.extra import import_extra
-from ludic.envs.adapters.verifiers_seat import ModelSeat, play_task
-from ludic.envs.adapters.verifiers_trace import rollout_from_trace
+from ludic.envs.adapters.missing_library import import_extra
+from ludic.envs.adapters.verifiers_client import VerifiersClient, play_task
+from ludic.envs.adapters.verifiers_rollouts import rollout_from_trace
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, InferenceError, RolloutError
 from ludic.inference.request import ChatCompletionRequest, InferenceSpec
 from ludic.types import ChatResponse, Info, Message, StepOutcome
 
 CLEANUP_TIMEOUT_S = 10.0
-"""How long verifiers may take to give an episode up."""
+"""Time for verifiers to end a cancelled episode."""
 
 
 class VerifiersEnv(SingleAgentEnv):
-    """Tasks of a taskset, `list(verifiers.v1.load_taskset(...))`: the episode of seed s plays task
-    number s modulo their count.
+    """Tasks of a taskset, `list(verifiers.v1.load_taskset(...))`. The episode with seed s plays
+    task number s modulo their count.
 
-    verifiers plays the episode, harness and scoring included; the observation is what its requests
-    to the model show, the action is the answer. An episode of verifiers that fails is a
-    RolloutError, never a reward. Answers are text: for tasks that give the model tools, and to keep
-    the harness's own prompts to the token, let `VerifiersProtocol` play, which seats a client
-    directly.
+    verifiers plays the episode, harness and scoring included. The observation is the messages of
+    its request to the model, the action is the answer. A failed episode of verifiers is a
+    RolloutError, never a reward. Answers are text: use `VerifiersProtocol`, which connects a chat
+    client directly, for tasks that give the model tools, and to keep the harness's prompts token
+    for token.
 
     `agent`: a `verifiers.v1.AgentConfig` (harness, a runtime on this machine, limits); None asks
     the model once, in this process. `timeout_s` bounds the wait for verifiers between two answers
@@ -52,12 +52,12 @@ class VerifiersEnv(SingleAgentEnv):
         self._obs = ""
 
     def task(self, seed: int | None) -> Any:
-        """The task of a seed; the first without one."""
+        """The task of a seed; without a seed the first."""
         return self._tasks[(seed or 0) % len(self._tasks)]
 
     @property
     def suggested_sysprompt(self) -> str | None:
-        """That of the request being answered."""
+        """The system prompt of the current request."""
         return self._system_prompt
 
     async def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:  # type: ignore[override]  # hooks may be coroutines
@@ -65,8 +65,8 @@ class VerifiersEnv(SingleAgentEnv):
         await self._stop()
         task = self.task(seed)
         self._caller = _Caller()
-        seat = ModelSeat(self._caller, InferenceSpec(), lambda call: None, None)
-        self._playing = asyncio.create_task(play_task(task, seat, self.agent, model="policy", max_turns=None))
+        policy_client = VerifiersClient(self._caller, InferenceSpec(), lambda call: None, None)
+        self._playing = asyncio.create_task(play_task(task, policy_client, self.agent, model="policy", max_turns=None))
         request = await self._next_request()
         if request is None:
             raise self._failed("the episode ended before the model was asked")
@@ -91,13 +91,13 @@ class VerifiersEnv(SingleAgentEnv):
         return self._obs
 
     async def close(self) -> None:
-        """Give up the episode. Calls after the first do nothing."""
+        """Cancel the episode. Calls after the first do nothing."""
         if self._episode.close():
             await self._stop()
 
     async def _next_request(self) -> ChatCompletionRequest | None:
-        """What the model is asked next; None when verifiers is done. Raises TimeoutError, and
-        gives the episode up, after `timeout_s`."""
+        """The next request to the model; None when verifiers has finished. Raises TimeoutError
+        after `timeout_s` and cancels the episode."""
         assert self._playing is not None
         asked = asyncio.ensure_future(self._caller.asked.get())
         try:
@@ -128,9 +128,9 @@ class VerifiersEnv(SingleAgentEnv):
         return RolloutError(f"VerifiersEnv: {problem}")
 
     def _shown(self, request: ChatCompletionRequest) -> str:
-        """The messages since the last answer; the system prompt apart."""
+        """The messages since the last answer, without the system prompt, which is stored."""
         if request.tools is not None:
-            raise RolloutError("VerifiersEnv: the task gives the model tools; let VerifiersProtocol play it")
+            raise RolloutError("VerifiersEnv: the task gives the model tools; play it with VerifiersProtocol")
         self._system_prompt = "\n".join(_text(message) for message in request.messages if message["role"] == "system") or None
         news: list[str] = []
         for message in reversed(request.messages):
@@ -141,14 +141,15 @@ class VerifiersEnv(SingleAgentEnv):
         return "\n".join(reversed(news))
 
     async def _stop(self) -> None:
-        """Give up what is being played."""
+        """Cancel the episode that is being played."""
         if self._playing is not None:
             playing, self._playing = self._playing, None
             await _cancel(playing)
 
 
 async def _cancel(task: asyncio.Future[Any]) -> None:
-    """Cancel a task, wait until it has cleaned up, and take note of how it ended."""
+    """Cancel a task, wait for its cleanup, and retrieve its exception, so that asyncio does not
+    log it."""
     task.cancel()
     await asyncio.wait({task}, timeout=CLEANUP_TIMEOUT_S)
     if task.done() and not task.cancelled():
@@ -156,8 +157,7 @@ async def _cancel(task: asyncio.Future[Any]) -> None:
 
 
 class _Caller:
-    """A chat client whose answers come from the other side: a request waits until it is given
-    one."""
+    """A chat client that is answered from outside: a request waits for `answer`."""
 
     def __init__(self) -> None:
         self.asked: asyncio.Queue[ChatCompletionRequest] = asyncio.Queue()
@@ -166,7 +166,7 @@ class _Caller:
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
         if self._answer is not None and not self._answer.done():
             raise InferenceError(
-                "the harness asks again before the last request is answered; let VerifiersProtocol play the task"
+                "the harness sent a second request before the first was answered; play the task with VerifiersProtocol"
             )
         self._answer = asyncio.get_running_loop().create_future()
         self.asked.put_nowait(request)

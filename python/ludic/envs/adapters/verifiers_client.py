@@ -1,8 +1,8 @@
-"""The seat of the model in an environment of verifiers (`verifiers.v1`, 0.4): where a client of
-ours answers for its endpoint.
+"""A client that answers for the model in verifiers (`verifiers.v1`, 0.4).
 
 verifiers plays an episode itself: a harness sends chat requests to a server on this machine, which
-asks a client for each answer and writes the trace. That client is what stands here.
+asks a client for each answer and writes the trace. `VerifiersClient` is such a client, on top of a
+`ChatClient`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ludic.envs.adapters.extra import import_extra
+from ludic.envs.adapters.missing_library import import_extra
 from ludic.errors import InferenceError
 from ludic.inference.client import ChatClient
 from ludic.inference.request import ChatCompletionRequest, InferenceSpec, ToolRequest
 from ludic.types import ChatResponse
 
 CONNECT_TIMEOUT_S = 5.0
-"""To reach the server on this machine."""
+"""For a connection to the server on this machine."""
 
 
-class ModelSeat:
-    """Answers the requests of one episode with `client`; has the methods of `verifiers.v1.Client`.
+class VerifiersClient:
+    """Answers the requests of one episode with `client`. Has the methods of `verifiers.v1.Client`.
 
-    `inference` says how tokens are drawn, whatever the harness asks for; `seed_of` maps the number
-    of the call to its sampling seed. `error` is the first thing that went wrong: verifiers itself
-    keeps only its text.
+    `inference` decides how tokens are sampled, whatever the harness requests. `seed_of` maps the
+    number of the call to its sampling seed. `error` is the first error: verifiers keeps only its
+    text.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class ModelSeat:
         turn: Any = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """One answer as a `verifiers.v1.Response`, with its token ids and log-probabilities if
-        the client returned them."""
+        """One answer as a `verifiers.v1.Response`, with token ids and log-probabilities if the
+        client returned them."""
         try:
             request = self._request(dialect, body)
             async with asyncio.timeout(self._timeout_s):
@@ -62,19 +62,19 @@ class ModelSeat:
         return _vf_response(response, info, request.model)
 
     async def relay(self, *args: Any, **kwargs: Any) -> Any:
-        """Streams are answered whole, by `get_response`."""
-        raise NotImplementedError("ModelSeat does not stream")
+        """Not supported: a stream is answered as a whole, by `get_response`."""
+        raise NotImplementedError("VerifiersClient does not stream")
 
     async def relay_aux(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("ModelSeat answers chat completions alone")
+        raise NotImplementedError("VerifiersClient answers chat completions only")
 
     async def close(self) -> None:
-        """The client belongs to whoever made it."""
+        """Does nothing: the chat client belongs to its maker."""
 
     def _request(self, dialect: Any, body: dict[str, Any]) -> ChatCompletionRequest:
         if "messages" not in body or type(dialect).__name__ != "ChatDialect":
             raise InferenceError(
-                f"the harness speaks {type(dialect).__name__}; only chat completions keep their tokens: take a harness that asks for those"
+                f"the harness uses {type(dialect).__name__}; only chat completions keep their tokens: use a harness that requests those"
             )
         tools = body.get("tools")
         seed = self._seed_of(self._calls)
@@ -93,7 +93,7 @@ class ModelSeat:
 def _vf_response(response: ChatResponse, info: Mapping[str, Any], model: str) -> Any:
     vf = import_extra("verifiers.v1", "verifiers")
     tool_calls = _tool_calls(info)
-    text = response.text.encode("utf-8", "replace").decode() or None  # it goes over HTTP, where half a character cannot
+    text = response.text.encode("utf-8", "replace").decode() or None  # it is sent over HTTP, which takes no half characters
     finish = response.finish_reason if response.finish_reason in ("stop", "length", "tool_calls") else None
     prompt_ids, ids = response.prompt_token_ids, response.completion_token_ids
     tokens = None
@@ -134,51 +134,53 @@ def _vf_response(response: ChatResponse, info: Mapping[str, Any], model: str) ->
 
 
 def _tool_calls(info: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Calls of tools in what the server said, in OpenAI's form."""
+    """The tool calls in the server's response, in OpenAI's format."""
     choices = (info.get("raw_response") or {}).get("choices") or [{}]
     return list((choices[0].get("message") or {}).get("tool_calls") or [])
 
 
-async def play_task(task: Any, seat: ModelSeat, agent_config: Any | None, *, model: str, max_turns: int | None) -> Any:
-    """Play a `verifiers.v1.Task` to its end and return the trace. Raises what went wrong in the
-    seat.
+async def play_task(
+    task: Any, policy_client: VerifiersClient, agent_config: Any | None, *, model: str, max_turns: int | None
+) -> Any:
+    """Play a `verifiers.v1.Task` to its end and return the trace. Raises the first error of
+    `policy_client`.
 
-    `agent_config`: a `verifiers.v1.AgentConfig`, whose model, client and sampling are the seat's;
-    None asks the model once, in this process, without tools.
+    `agent_config`: a `verifiers.v1.AgentConfig`; its model, client and sampling are those of
+    `policy_client`. None asks the model once, in this process, without tools.
     """
     vf = import_extra("verifiers.v1", "verifiers")
     interception = import_extra("verifiers.v1.interception", "verifiers")
 
-    class Seated(interception.InterceptionServer):  # type: ignore[name-defined]
-        """The server of one episode, on the loopback, with the seat for its client."""
+    class _EpisodeServer(interception.InterceptionServer):  # type: ignore[name-defined]
+        """The server of one episode, on the loopback interface. Its client is `policy_client`."""
 
         def _client(self, config: Any) -> Any:
-            return seat
+            return policy_client
 
     in_process = agent_config is None
     if agent_config is None:
         agent_config = vf.AgentConfig(harness={"id": "null"}, runtime=vf.SubprocessConfig())
-    # the type of a client that is asked for whole answers, also where the harness wants a stream;
-    # nothing is ever sent to its address
+    # a client of this type is asked for whole answers, even if the harness wants a stream;
+    # nothing is sent to its address
     nominal = vf.TrainClientConfig(base_url="http://127.0.0.1:9/v1", api_key_var="LUDIC_NO_KEY")
     turns = [limit for limit in (agent_config.max_turns, max_turns) if limit is not None]
     settings = {"model": model, "client": nominal, "max_turns": min(turns) if turns else None}
-    async with Seated() as server:
+    async with _EpisodeServer() as server:
         agent = vf.Agent(agent_config.model_copy(update=settings), interception=server)
         if in_process:
-            agent.harness = _asks_once(vf, agent.harness.config)
+            agent.harness = _single_prompt_harness(vf, agent.harness.config)
         trace = await agent.run(task)
-    if not trace.ok and seat.error is not None:
-        raise seat.error
+    if not trace.ok and policy_client.error is not None:
+        raise policy_client.error
     return trace
 
 
-def _asks_once(vf: Any, config: Any) -> Any:
-    """A harness that sends the task's prompt and is done when it has the answer."""
+def _single_prompt_harness(vf: Any, config: Any) -> Any:
+    """A harness that sends the task's prompt and ends with the answer."""
     httpx = import_extra("httpx", "verifiers")
     message_to_wire = import_extra("verifiers.v1.dialects.chat", "verifiers").message_to_wire
 
-    class AsksOnce(vf.Harness):
+    class _SinglePromptHarness(vf.Harness):
         APPENDS_SYSTEM_PROMPT = True
         EXECUTES_CODE = False
         NEEDS_CONTAINER = False
@@ -190,8 +192,7 @@ def _asks_once(vf: Any, config: Any) -> Any:
             system, prompt = self.resolve_prompt(data)
             messages = [{"role": "system", "content": system}] if system else []
             messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt or [])
-            # the seat, not this request, knows how long the model may take; certificates, slow to
-            # load, have no part in it
+            # the policy client has the deadline; loading no certificates saves time
             timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
             async with httpx.AsyncClient(
                 timeout=timeout, trust_env=False, verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -203,4 +204,4 @@ def _asks_once(vf: Any, config: Any) -> Any:
                 )
             return vf.ProgramResult(exit_code=int(answer.is_error), stdout="", stderr=answer.text if answer.is_error else "")
 
-    return AsksOnce(config)
+    return _SinglePromptHarness(config)

@@ -1,4 +1,4 @@
-"""Optional libraries: imported where they are used."""
+"""Imports optional libraries, with an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ludic.errors import MissingExtraError
 
 
 def import_extra(module: str, extra: str) -> Any:
-    """The module. Raises MissingExtraError, which names the extra to install, if its package is
-    absent; an import that fails within the package is shown as it is."""
+    """Import and return a module. Raises MissingExtraError, which names the extra, if its package
+    is not installed; an import error within the package passes through."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

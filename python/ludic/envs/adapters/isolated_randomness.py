@@ -1,4 +1,4 @@
-"""Randomness of one's own for libraries that draw from the interpreter's shared generators."""
+"""Separate random state for libraries that draw from Python's and NumPy's global generators."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class OwnRandomness:
-    """The state of `random` and `numpy.random` that belongs to one environment.
+class IsolatedRandomness:
+    """The state of `random` and `numpy.random` of one environment.
 
-    While it is `active`, draws from the shared generators continue this state; outside, theirs is
-    as if nothing had been drawn. So environments that play at the same time do not disturb each
-    other, nor anything else in the process.
+    While it is `active`, the global generators continue from this state; afterwards their own state
+    is restored. Environments that play at the same time therefore do not affect each other, nor
+    the rest of the process.
     """
 
     def __init__(self, seed: int | None = None) -> None:
-        """`seed`: any integer; None begins anywhere."""
+        """`seed`: any integer; None for a random state."""
         import numpy as np
 
         self._python = random.Random(seed).getstate()
@@ -24,7 +24,7 @@ class OwnRandomness:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Not to be held over an `await`: the shared generators are this environment's within."""
+        """Swap the state in. Do not `await` inside: other tasks would draw from it."""
         import numpy as np
 
         shared_python, shared_numpy = random.getstate(), np.random.get_state()

@@ -1,10 +1,10 @@
-"""The traces of verifiers (`verifiers.v1`, 0.4) as rollouts: the tokens that were sampled, never
-tokenised again.
+"""Traces of verifiers (`verifiers.v1`, 0.4) as rollouts, with the tokens that were sampled; nothing
+is tokenized again.
 
-A trace is a graph of messages, each with the tokens that it added; a message that the model sampled
-is a step of the rollout. Works on a `Trace`, and on its record as read from `traces.jsonl`, without
-verifiers installed. Records round log-probabilities to 4 digits unless they were written with
-`to_record(float_decimals=None)`.
+A trace is a graph of messages, each with the tokens that it added. A message that the model sampled
+is a step of the rollout. The input is a `Trace`, or its record as read from `traces.jsonl`; the
+latter does not need verifiers installed. Records round log-probabilities to 4 digits unless they
+were written with `to_record(float_decimals=None)`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ludic.envs.adapters.plain import to_plain
+from ludic.envs.adapters.plain_values import to_json_types
 from ludic.errors import DataError, RolloutError
 from ludic.types import Info, Rollout, Step, TokenTrace
 
 TRACE_VERSION = 1
 _LIMITS = frozenset({"max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed"})
-"""Conditions to stop that cut an episode short."""
+"""Stop conditions that truncate an episode."""
 _NODE_FIELDS = ("parent", "message", "sampled", "token_ids", "mask", "logprobs", "semantic_parents")
 _FIELDS = ("version", "id", "task", "agent", "calls", "rewards", "metrics", "is_completed", "ok", "stop_condition", "errors")
 
@@ -26,23 +26,22 @@ Record = Mapping[str, Any]
 
 
 def rollout_from_trace(trace: Any) -> Rollout:
-    """One rollout of a trace, a step for every message sampled on a branch that verifiers trains
-    on, in the order of the calls.
+    """The rollout of a trace: one step for each message that was sampled on a branch that
+    verifiers trains on, in the order of the calls.
 
-    The trace's reward, the weighted sum of its rewards, is that of the last step, whose info has
-    `rewards` and `metrics`. A step without token ids (an endpoint that returns none) has no trace,
-    and no sample can be made of it. Raises RolloutError for a trace that failed, is unfinished, or
-    holds nothing that was sampled; DataError for one of another version or whose tokens do not fit
-    together.
+    The last step gets the trace's reward, the weighted sum of its rewards; its info has `rewards`
+    and `metrics`. A step without token ids (from an endpoint that returns none) has no trace, and
+    no sample can be made of it. Raises RolloutError for a trace that failed, is unfinished, or
+    contains no sampled message; DataError for another version or inconsistent tokens.
     """
     record = _record(trace)
     _check(record)
     nodes: Sequence[Record] = record["nodes"]
     calls = {call["node"]: call for call in record["calls"] if call.get("node") is not None}
-    kept = _trained(nodes)
-    sampled = [number for number, node in enumerate(nodes) if node["sampled"] and number in kept]
+    trained = _trained(nodes)
+    sampled = [number for number, node in enumerate(nodes) if node["sampled"] and number in trained]
     if not sampled:
-        raise RolloutError(f"trace {record['id']}: the model sampled nothing in it, there is nothing to make a rollout of")
+        raise RolloutError(f"trace {record['id']}: it has no message that the model sampled, and a rollout needs one")
     steps = [_step(record, index, number, calls.get(number)) for index, number in enumerate(sampled)]
     for step, following in zip(steps, sampled[1:], strict=False):
         step.next_obs = _shown_before(nodes, following)
@@ -66,31 +65,33 @@ def _check(record: Record) -> None:
     if not record["ok"]:
         errors = record.get("errors") or []
         said = f"{errors[-1]['type']}: {errors[-1]['message']}" if errors else f"stopped by {record.get('stop_condition')}"
-        raise RolloutError(f"{where} failed ({said}); a failed episode is no rollout")
+        raise RolloutError(f"{where} failed ({said}); a failed episode has no rollout")
     if not record["is_completed"]:
         raise RolloutError(f"{where} is unfinished; wait for its end")
 
 
 def _trained(nodes: Sequence[Record]) -> set[int]:
-    """Nodes on a path to a leaf that is trained on: all but an attempt to compact the history
-    that was not taken up."""
+    """Nodes on a path to a leaf that is trained on: every leaf but a compaction of the history
+    that was attempted and discarded."""
     parents = {node["parent"] for node in nodes}
-    taken_up = {link["node"] for node in nodes for link in node.get("semantic_parents", ()) if link["type"] == "compaction"}
-    kept: set[int] = set()
+    accepted = {link["node"] for node in nodes for link in node.get("semantic_parents", ()) if link["type"] == "compaction"}
+    trained: set[int] = set()
     for leaf in range(len(nodes)):
         links = nodes[leaf].get("semantic_parents", ())
-        dropped = any(link["type"] == "compaction_attempt" for link in links) and leaf not in taken_up
+        dropped = any(link["type"] == "compaction_attempt" for link in links) and leaf not in accepted
         if leaf not in parents and not dropped:
-            kept.update(_path(nodes, leaf))
-    return kept
+            trained.update(_path(nodes, leaf))
+    return trained
 
 
 def _path(nodes: Sequence[Record], number: int) -> list[int]:
-    """Root to node."""
+    """Nodes from the root to `number`."""
     path = [number]
     while (parent := nodes[path[-1]]["parent"]) is not None:
         if not 0 <= parent < path[-1]:
-            raise DataError(f"node {path[-1]} of a trace has node {parent} before it; a node follows one that is older")
+            raise DataError(
+                f"node {path[-1]} of a trace names node {parent} as its parent; the parent of a node must be an earlier one"
+            )
         path.append(parent)
     return path[::-1]
 
@@ -104,7 +105,7 @@ def _step(record: Record, index: int, number: int, call: Record | None) -> Step:
     if finish_reason is not None:
         info["finish_reason"] = finish_reason
     if message.get("tool_calls"):
-        info["tool_calls"] = to_plain(message["tool_calls"])
+        info["tool_calls"] = to_json_types(message["tool_calls"])
     return Step(
         index=index,
         prev_obs=_shown_before(nodes, number),
@@ -119,7 +120,11 @@ def _step(record: Record, index: int, number: int, call: Record | None) -> Step:
 
 
 def _tokens(nodes: Sequence[Record], number: int, finish_reason: str | None, where: str) -> TokenTrace | None:
-    """The path's tokens, split before what the last node sampled."""
+    """The tokens of the path, split before the tokens that the last node sampled.
+
+    Example: nodes with ids `[5 6]` and `[7 8 9]`, the second with mask `[0 1 1]`, are the prompt
+    `[5 6 7]` and the completion `[8 9]`.
+    """
     node = nodes[number]
     ids, mask = list(node["token_ids"]), list(node["mask"])
     if not ids:
@@ -143,8 +148,8 @@ def _tokens(nodes: Sequence[Record], number: int, finish_reason: str | None, whe
 
 
 def _shown_before(nodes: Sequence[Record], number: int) -> str:
-    """What the model was shown since it last spoke on this path, or was said to have spoken
-    where the history was written anew."""
+    """The texts on this path since the previous assistant message, which may be one that a
+    compaction wrote."""
     shown: list[str] = []
     for parent in reversed(_path(nodes, number)[:-1]):
         if nodes[parent]["message"]["role"] == "assistant":
@@ -161,7 +166,7 @@ def _text(message: Record) -> str:
 
 
 def _end(record: Record, last: Step) -> bool:
-    """Give the last step the trace's reward and end; whether the episode was cut short."""
+    """Set the reward and the end of the last step; returns whether the episode was truncated."""
     scores = {name: reward for name, reward in record["rewards"].items() if reward is not None}
     last.reward = float(sum(reward["score"] * reward.get("weight", 1.0) for reward in scores.values()))
     last.info["rewards"] = {name: reward["score"] for name, reward in scores.items()}
