@@ -2,6 +2,8 @@
 with which exit status."""
 
 import json
+import subprocess
+import sys
 from importlib.metadata import version
 
 import pytest
@@ -22,6 +24,31 @@ def ludic(*arguments, code=0):
 
 def test_the_version_is_said_by_a_flag_as_by_the_command():
     assert ludic("--version") == ludic("version") == version("ludic")
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "train-rm", "eval", "rollout", "doctor"])
+def test_the_version_is_said_after_a_command_too(command):
+    assert ludic(command, "--version") == version("ludic")
+
+
+def test_a_version_flag_for_vllm_is_passed_on():
+    assert "--device (tpu) must be one of" in ludic("serve", "some-model", "--device", "tpu", "--", "--version", code=2)
+
+
+def test_the_package_runs_as_a_module():
+    shown = subprocess.run(
+        [sys.executable, "-m", "ludic.cli", "version"], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert shown.stdout.strip() == version("ludic")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no folders on Linux")
+@pytest.mark.parametrize("command", ["train", "sft", "eval"])
+def test_an_output_folder_that_cannot_be_made_is_one_line(tiny, command):
+    small = [argument for argument in tiny if argument.startswith(("network.", "threads"))]
+    given = ["sort", "model=x", "base_url=http://127.0.0.1:9/v1", "problems=1"] if command == "eval" else [*small, "steps=1"]
+    shown = ludic(command, *given, "output=/proc/nope", code=2)
+    assert "cannot be made (/proc/nope: No such file or directory); set output=FOLDER elsewhere" in shown
 
 
 def test_the_learning_rate_has_a_flag_in_every_training_command():

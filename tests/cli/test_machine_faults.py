@@ -15,7 +15,7 @@ from commands import NETWORK, ludic, refused
 from safetensors import SafetensorError
 from training_samples import TOKENIZER, tiny_model
 
-from ludic.cli.machine_faults import known_fault
+from ludic.cli.machine_faults import describe_machine_fault
 from ludic.errors import ConfigError
 from ludic.models.loading import load_classifier, load_model, load_tokenizer
 from ludic.recipes.plain_yaml import MOST_VALUES, check_yaml
@@ -149,14 +149,14 @@ def test_code_of_a_model_does_not_run_without_anybody_to_ask(tmp_path: Path) -> 
     ],
 )
 def test_a_fault_of_the_disk_is_one_line_with_the_place(number: int, said: str) -> None:
-    line = known_fault(OSError(number, os.strerror(number), "/data/run/model"))
+    line = describe_machine_fault(OSError(number, os.strerror(number), "/data/run/model"))
     assert line is not None
     assert said in line
     assert "/data/run/model" in line
 
 
 def test_a_full_disk_is_known_when_safetensors_says_it() -> None:
-    line = known_fault(SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"))
+    line = describe_machine_fault(SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"))
     assert line is not None
     assert "the disk is full" in line
 
@@ -165,7 +165,7 @@ def test_a_full_disk_is_known_when_safetensors_says_it() -> None:
     "bug", [KeyError("a"), FileNotFoundError(2, "no such file", "x"), SafetensorError("header"), ValueError("x")]
 )
 def test_a_bug_is_no_fault_of_the_machine(bug: Exception) -> None:
-    assert known_fault(bug) is None
+    assert describe_machine_fault(bug) is None
 
 
 def test_a_disk_that_fills_up_while_a_model_is_kept_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,7 +318,7 @@ def test_resume_takes_no_other_setting(tiny: list[str], tmp_path: Path) -> None:
     train(*tiny)
     result = CliRunner().invoke(app, ["train", "--resume", str(tmp_path / "run"), "seed=1"])
     assert result.exit_code == 2
-    assert "takes no other setting" in result.stderr
+    assert "accepts only steps=N, for more steps" in result.stderr
 
 
 def test_ctrl_c_in_a_process_of_its_own_ends_it_cleanly(tiny: list[str], tmp_path: Path) -> None:

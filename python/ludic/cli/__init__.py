@@ -1,2 +1,2 @@
-"""The `ludic` command: one module for each subcommand. `app` has the options, and imports the
-rest when it is needed."""
+"""The `ludic` command, with one module for each subcommand. `app` declares the options and imports
+the other modules when a command runs."""

@@ -1,6 +1,6 @@
 """The command `ludic`: train, eval, sft, train-rm, rollout, serve, doctor, version.
 
-Each imports what it needs when it runs, so that `--help` is quick.
+Each command imports what it needs when it runs, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -9,14 +9,25 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+
+
+class _Commands(TyperGroup):
+    """Accepts `--version` before and after the command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = args[: args.index("--")] if "--" in args else args  # what follows is for vLLM
+        return super().parse_args(ctx, ["--version"] if "--version" in own else args)
+
 
 from ludic.training.presets.registry import REGISTRY
 
 app = typer.Typer(
     name="ludic",
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -43,24 +54,24 @@ def ludic(
 
 ALGORITHMS = " or ".join([", ".join(sorted(REGISTRY)[:-1]), sorted(REGISTRY)[-1]])
 
-_TRAIN_HELP = """Train a recipe and show what it learnt: held-out accuracy before and after, answers side by side, and the
-reward curve.
+_TRAIN_HELP = """Train a model with reinforcement learning and show what it learnt: held-out accuracy before and after, answers side by
+side, and the reward curve.
 
 Everything is written to `runs/NAME/`: config.yaml, metrics.jsonl, rollouts.jsonl, summary.json, reward.png and the model in
-Hugging Face layout. Ctrl-C ends after the current step and keeps what was done.
+Hugging Face layout. Ctrl-C stops after the current step and saves the run.
 
 **Examples**
 
 - `ludic train` sorts digits; `ludic train addition` adds with a scratchpad
-- `ludic train tictactoe` plays against an opponent; `ludic train tools` looks up what it answers, one call after the other
+- `ludic train tictactoe` plays against an opponent; `ludic train tools` learns to call a tool twice before it answers
 - `ludic train --algorithm cispo seed=3 trainer.lr=1e-4` sets fields (`--print-config` lists them all)
 - `ludic train my_recipe.yaml` reads a file; its `recipe:` key names the built-in recipe it starts from
 - `ludic train model=path/to/model` trains any causal model on disk, or a hub id
-- `ludic train model=path/to/model data=problems.jsonl reward=rewards:exact` trains it on prompts of yours, rewarded by the function
-`exact` of `rewards.py`
-- `ludic train inference=vllm` samples from a vLLM server, whose weights follow (`inference.url=URL` uses one that runs)
-- `ludic train --resume runs/NAME` goes on where an interrupted run stopped
-- `ludic train --json > summary.json` prints the summary alone
+- `ludic train model=path/to/model data=problems.jsonl reward=rewards:exact` trains it on your prompts with the reward function `exact`
+of `rewards.py`
+- `ludic train inference=vllm` starts a vLLM server, samples from it and updates its weights (`inference.url=URL`: a running server)
+- `ludic train --resume runs/NAME` resumes an interrupted run
+- `ludic train --json > summary.json` prints only the summary
 """
 
 
@@ -70,44 +81,44 @@ def train(
         list[str] | None,
         typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A built-in recipe or a YAML file, and fields to set."),
     ] = None,
-    algorithm: Annotated[str | None, typer.Option(help=f"{ALGORITHMS}; with its own settings.")] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of a run to go on with.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate; for trainer.lr=RATE.")] = None,
-    json_only: Annotated[bool, typer.Option("--json", help="Print summary.json alone on standard output.")] = False,
+    algorithm: Annotated[str | None, typer.Option(help=f"{ALGORITHMS}, with its default settings.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of the run to resume.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate; short for trainer.lr=RATE.")] = None,
+    json_only: Annotated[bool, typer.Option("--json", help="Print only summary.json on standard output.")] = False,
     print_config: Annotated[bool, typer.Option(help="Print the resolved recipe as YAML and stop.")] = False,
 ) -> None:
     from ludic.cli.train import train_command
 
-    given = [*(arguments or ()), *([f"algorithm={algorithm}"] if algorithm else ()), *_rate(lr)]
+    settings = [*(arguments or ()), *([f"algorithm={algorithm}"] if algorithm else ()), *_rate(lr)]
     with _user_errors():
         _refuse_flags(arguments)
-        code = train_command(given, resume=resume, json_only=json_only, print_config=print_config)
+        code = train_command(settings, resume=resume, json_only=json_only, print_config=print_config)
     raise typer.Exit(code)
 
 
 _SFT_HELP = """Supervised fine-tuning: a data file in, a model out.
 
-A row of the JSONL file holds `messages`, or `prompt` and `completion`, or a rollout as `ludic rollout` writes it. The loss is on what the
-assistant says. Everything is written to `runs/NAME/`: config.yaml, metrics.jsonl, summary.json, loss.png and the model in Hugging Face
-layout. Ctrl-C ends after the current step and keeps what was done.
+A row of the JSONL file has `messages`, or `prompt` and `completion`, or is a rollout written by `ludic rollout`. The loss covers only
+the assistant's tokens. Everything is written to `runs/NAME/`: config.yaml, metrics.jsonl, summary.json, loss.png and the model in
+Hugging Face layout. Ctrl-C stops after the current step and saves the run.
 
 **Examples**
 
 - `ludic sft` teaches a small model to sort digits, from demonstrations
 - `ludic sft model=path/to/model data=chats.jsonl epochs=2 trainer.lr=1e-5` (`--print-config` lists all fields)
-- `ludic sft settings.yaml trainer.packing=padding_free` reads a file of settings
-- `ludic sft --resume runs/NAME` goes on where an interrupted run stopped
+- `ludic sft settings.yaml trainer.packing=padding_free` reads a settings file
+- `ludic sft --resume runs/NAME` resumes an interrupted run
 """
 
 
 @app.command(help=_SFT_HELP, context_settings={"ignore_unknown_options": True})
 def sft(
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE.yaml] [KEY=VALUE]...", help="A file of settings, and fields to set.")
+        list[str] | None, typer.Argument(metavar="[FILE.yaml] [KEY=VALUE]...", help="A settings file, and fields to set.")
     ] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of a run to go on with.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate; for trainer.lr=RATE.")] = None,
-    json_only: Annotated[bool, typer.Option("--json", help="Print summary.json alone on standard output.")] = False,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of the run to resume.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate; short for trainer.lr=RATE.")] = None,
+    json_only: Annotated[bool, typer.Option("--json", help="Print only summary.json on standard output.")] = False,
     print_config: Annotated[bool, typer.Option(help="Print the resolved settings as YAML and stop.")] = False,
 ) -> None:
     from ludic.cli.sft import sft_command
@@ -118,20 +129,20 @@ def sft(
     raise typer.Exit(code)
 
 
-_TRAIN_RM_HELP = """Train a reward model on preference pairs, and measure it on pairs that are held out.
+_TRAIN_RM_HELP = """Train a reward model on preference pairs, and measure it on held-out pairs.
 
-A row of the data holds `prompt`, `chosen` and `rejected`, as text or as messages, or two responses with scores, as SHP has them.
-Everything is written to `runs/NAME/`: config.yaml, metrics.jsonl, summary.json, pictures of calibration and margins, and the model in
-Hugging Face layout, for `AutoModelForSequenceClassification`. Ctrl-C ends after the current step and keeps what was done.
+A row of the data has `prompt`, `chosen` and `rejected`, as text or as messages, or two responses with scores, as in SHP.
+Everything is written to `runs/NAME/`: config.yaml, metrics.jsonl, summary.json, plots of calibration and margins, and the model in
+Hugging Face layout, for `AutoModelForSequenceClassification`. Ctrl-C stops after the current step and saves the run.
 
 **Examples**
 
-- `ludic train-rm` learns a small model from generated preferences whose best possible accuracy is known
+- `ludic train-rm` trains a small model on generated preferences with a known best possible accuracy
 - `ludic train-rm model=path/to/model data=pairs.jsonl trainer.lr=1e-5 lora.rank=8` (`--print-config` lists all fields)
-- `ludic train-rm --model Qwen/Qwen2.5-0.5B --hf-dataset stanfordnlp/SHP --limit 5000 --eval-split test --lora` in flags
-- `ludic train-rm --resume runs/NAME` goes on where an interrupted run stopped
+- `ludic train-rm --model Qwen/Qwen2.5-0.5B --hf-dataset stanfordnlp/SHP --limit 5000 --eval-split test --lora` uses flags
+- `ludic train-rm --resume runs/NAME` resumes an interrupted run
 
-**Flags**, each for a setting: --model --tokenizer --data --hf-dataset --hf-config --hf-split --limit --steps --batch-size
+**Flags**, each short for a setting: --model --tokenizer --data --hf-dataset --hf-config --hf-split --limit --steps --batch-size
 --micro-token-budget --max-seq-len --lr --weight-decay --warmup-steps --lr-scheduler --beta --regularization-lambda --label-smoothing
 --lora --lora-rank --lora-alpha --lora-dropout --lora-target-modules --eval-data --eval-split --eval-limit --eval-every
 --early-stopping-patience --profile-memory --gradient-checkpointing --seed --output-dir
@@ -142,10 +153,10 @@ Hugging Face layout, for `AutoModelForSequenceClassification`. Ctrl-C ends after
 def train_rm(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FILE.yaml] [KEY=VALUE]... [FLAGS]...", help="A file of settings, and fields to set."),
+        typer.Argument(metavar="[FILE.yaml] [KEY=VALUE]... [FLAGS]...", help="A settings file, and fields to set."),
     ] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of a run to go on with.")] = None,
-    json_only: Annotated[bool, typer.Option("--json", help="Print summary.json alone on standard output.")] = False,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of the run to resume.")] = None,
+    json_only: Annotated[bool, typer.Option("--json", help="Print only summary.json on standard output.")] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved settings as YAML and stop.")] = False,
 ) -> None:
     from ludic.cli.train_rm import train_rm_command
@@ -155,30 +166,31 @@ def train_rm(
     raise typer.Exit(code)
 
 
-_ROLLOUT_HELP = """Play episodes of a recipe's task with a model and write them down, token traces included: `ludic sft` reads the file.
+_ROLLOUT_HELP = """Play episodes of a recipe's task with a model and write them to a file, with token traces. `ludic sft` reads it.
 
 **Examples**
 
-- `ludic rollout runs/NAME --episodes 2000 --keep "reward>0" --out good.jsonl` samples from the model of a run and keeps the good ones
+- `ludic rollout runs/NAME --episodes 2000 --keep "reward>0" --out good.jsonl` samples from the model of a run and keeps the successful ones
 - `ludic rollout addition model=runs/NAME/model --keep "reward>=1 and scratchpad_right==1" --out textbook.jsonl`
 """
 
 
 @app.command(help=_ROLLOUT_HELP)
 def rollout(
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the episodes are written; it must not exist yet.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File for the episodes; it must not exist yet.")],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[RECIPE | RUN] [KEY=VALUE]...",
-            help="A recipe with model=DIRECTORY, or a run's folder; the rollout section counts.",
+            help="A recipe with model=DIRECTORY, or a run's folder; uses its rollout section.",
         ),
     ] = None,
-    episodes: Annotated[int, typer.Option(min=1, help="Episodes to play, whole groups of rollout.group_size.")] = 1024,
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes to play, rounded up to groups of rollout.group_size.")] = 1024,
     keep: Annotated[
-        str | None, typer.Option(metavar="CONDITION", help='Which to write: KEY > NUMBER, joined by "and". Without it, all.')
+        str | None,
+        typer.Option(metavar="CONDITION", help='Write only episodes with KEY > NUMBER, joined by "and". Default: all.'),
     ] = None,
-    json_only: Annotated[bool, typer.Option("--json", help="Print the counts as JSON alone on standard output.")] = False,
+    json_only: Annotated[bool, typer.Option("--json", help="Print only the counts, as JSON, on standard output.")] = False,
 ) -> None:
     from ludic.cli.rollout import rollout_command
 
@@ -200,21 +212,21 @@ def _refuse_flags(arguments: list[str] | None) -> None:
 
 @contextmanager
 def _user_errors() -> Iterator[None]:
-    """Errors of ludic's, and faults of the machine, are a line and an exit status: 2 for what
-    was given (a setting, a file, its content), 1 for anything else. What is neither is a bug,
-    and shows its traceback."""
-    from ludic.cli.machine_faults import known_fault
+    """Turn errors of ludic and of the machine into one line and an exit status: 2 for wrong input
+    (a setting, a file, its content), 1 for anything else. Other exceptions are bugs and show their
+    traceback."""
+    from ludic.cli.machine_faults import describe_machine_fault
     from ludic.errors import ConfigError, ConfigTypeError, DataError, DataKeyError, DataTypeError, LudicError, MissingExtraError
 
-    given = (ConfigError, ConfigTypeError, DataError, DataKeyError, DataTypeError, MissingExtraError)
+    input_errors = (ConfigError, ConfigTypeError, DataError, DataKeyError, DataTypeError, MissingExtraError)
 
     try:
         yield
     except LudicError as error:
         typer.secho(f"ludic: {error}", err=True, fg="red")
-        raise typer.Exit(2 if isinstance(error, given) else 1) from error
+        raise typer.Exit(2 if isinstance(error, input_errors) else 1) from error
     except Exception as error:
-        line = known_fault(error)
+        line = describe_machine_fault(error)
         if line is None:
             raise
         typer.secho(f"ludic: {line}", err=True, fg="red")
@@ -223,15 +235,15 @@ def _user_errors() -> Iterator[None]:
 
 _EVAL_HELP = """Measure a model on the held-out problems of a task: accuracy (avg@k) and pass@k with confidence intervals.
 
-Everything is written to `runs/eval-NAME/`: rollouts.jsonl, problems.jsonl, summary.json, accuracy.png and config.yaml. Episodes that
-fail are counted and reported; they are no wrong answers.
+Everything is written to `runs/eval-NAME/`: rollouts.jsonl, problems.jsonl, summary.json, accuracy.png and config.yaml. Failed episodes
+are counted and reported; they do not count as wrong answers.
 
 **Examples**
 
-- `ludic eval runs/NAME` measures the model of a run on the task that it was trained on
-- `ludic eval sort model=path/to/model k=8 temperature=0.7` answers each problem eight times
-- `ludic eval addition model=path/to/model temperature=0` takes the one greedy answer
-- `ludic eval sort base_url=http://127.0.0.1:8000/v1` asks an OpenAI-compatible server (`model=` names one of several)
+- `ludic eval runs/NAME` measures the model of a run on its own task
+- `ludic eval sort model=path/to/model k=8 temperature=0.7` samples eight answers to each problem
+- `ludic eval addition model=path/to/model temperature=0` uses greedy decoding
+- `ludic eval sort base_url=http://127.0.0.1:8000/v1` queries an OpenAI-compatible server (`model=` chooses one of several models)
 - `ludic eval my_recipe.yaml model=path/to/model problems=100 seed=3 --json > summary.json`
 - `--print-config` lists all settings
 """
@@ -245,7 +257,7 @@ def evaluate(
             metavar="[RECIPE | RUN] [KEY=VALUE]...", help="A recipe, a YAML file or a run's folder, and fields to set."
         ),
     ] = None,
-    json_only: Annotated[bool, typer.Option("--json", help="Print summary.json alone on standard output.")] = False,
+    json_only: Annotated[bool, typer.Option("--json", help="Print only summary.json on standard output.")] = False,
     print_config: Annotated[bool, typer.Option(help="Print the resolved recipe and settings as YAML and stop.")] = False,
 ) -> None:
     from ludic.cli.evaluate import eval_command
@@ -255,42 +267,48 @@ def evaluate(
     raise typer.Exit(code)
 
 
-_SERVE_HELP = """Start a vLLM server that training can use, and stop it with all its processes on Ctrl-C.
+_SERVE_HELP = """Start a vLLM server for training. Ctrl-C stops it with all its processes.
 
-Its log-probabilities are those of the distribution drawn from, token ids go in and out, and new weights come while it serves. It runs in
-`--python`, else in what `LUDIC_VLLM_PYTHON` names, else in `./.venv-vllm` (`make vllm` builds it), else in ludic's own environment.
+It returns token ids and the log-probabilities of the distribution that it samples from, and accepts new weights while it serves. It runs
+in `--python`, else in the interpreter that `LUDIC_VLLM_PYTHON` names, else in `./.venv-vllm` (`make vllm` builds it), else in ludic's own.
 
 **Examples**
 
 - `ludic serve runs/NAME/model` serves on this machine's CPU or GPU, at http://127.0.0.1:8000
-- `ludic serve Qwen/Qwen3-8B --weights ludic_nccl -- --tensor-parallel-size 2` passes what follows `--` on to vLLM
-- `ludic serve path/to/model --lora-rank 16 --client-tags` takes adapters, and returns each client's tag with its answer
+- `ludic serve Qwen/Qwen3-8B --weights ludic_nccl -- --tensor-parallel-size 2` passes the arguments after `--` to vLLM
+- `ludic serve path/to/model --lora-rank 16 --client-tags` serves LoRA adapters, and returns each client's tag with its answer
 """
 
 
 @app.command(help=_SERVE_HELP)
 def serve(
     model: Annotated[str, typer.Argument(help="A folder, or a hub id.")],
-    flags: Annotated[list[str] | None, typer.Argument(metavar="[-- FLAGS...]", help="Flags of vLLM's own.")] = None,
-    host: Annotated[str, typer.Option(help="Whoever reaches this address can replace the weights.")] = "127.0.0.1",
+    flags: Annotated[list[str] | None, typer.Argument(metavar="[-- FLAGS...]", help="vLLM's own flags.")] = None,
+    host: Annotated[str, typer.Option(help="Anyone who can reach this address can replace the weights.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
-    name: Annotated[str | None, typer.Option(help="Name of the model in requests; without it, MODEL.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the model in requests. Default: MODEL.")] = None,
     python: Annotated[str | None, typer.Option(metavar="PATH", help="The interpreter that has vLLM.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="Without it, float32 on a CPU and the model's own on a GPU.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer together.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default: float32 on a CPU, the model's own on a GPU.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Maximum tokens of prompt and answer together.")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of a GPU's memory.")] = 0.7,
-    logprobs_mode: Annotated[str, typer.Option(help="Of what the log-probabilities are.")] = "processed_logprobs",
-    weights: Annotated[str, typer.Option(help="How new weights come: gloo, ludic_nccl, disk, none, or auto by device.")] = "auto",
-    lora_rank: Annotated[int, typer.Option(min=0, help="Largest rank of adapters; 0 serves none.")] = 0,
+    logprobs_mode: Annotated[str, typer.Option(help="Which log-probabilities are returned.")] = "processed_logprobs",
+    weights: Annotated[
+        str, typer.Option(help="Transport of new weights: gloo, ludic_nccl, disk, none, or auto (by device).")
+    ] = "auto",
+    lora_rank: Annotated[int, typer.Option(min=0, help="Maximum rank of LoRA adapters; 0 serves none.")] = 0,
     client_tags: Annotated[
-        bool, typer.Option(help="Return each client's tag with its answer, where several clients share the server.")
+        bool, typer.Option(help="Return each client's tag with its answer, for servers that several clients share.")
     ] = False,
     think_limits: Annotated[
-        bool, typer.Option(help="Obey `max_think` of a request: end its thinking after that many tokens.")
+        bool, typer.Option(help="Enforce `max_think` of a request: end its thinking after that many tokens.")
     ] = False,
-    compiled: Annotated[bool, typer.Option(help="Compile the model and record graphs: slow to start, fast to sample.")] = False,
-    ready_timeout_s: Annotated[float, typer.Option(min=1.0, help="Seconds until it must have sampled a token.")] = 600.0,
+    compiled: Annotated[
+        bool, typer.Option(help="Compile the model and capture CUDA graphs: slower start, faster sampling.")
+    ] = False,
+    ready_timeout_s: Annotated[
+        float, typer.Option(min=1.0, help="Seconds until the server must have sampled its first token.")
+    ] = 600.0,
 ) -> None:
     from ludic.cli.serve import ServeSettings, serve_command
 
@@ -318,9 +336,9 @@ def serve(
     raise typer.Exit(code)
 
 
-@app.command(help="Print versions, devices, and optional extras with what each would add.")
+@app.command(help="Print versions, devices, and the optional extras with what each adds.")
 def doctor(
-    json_only: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False,
+    json_only: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     from ludic.cli.doctor import examine, show
 
@@ -337,10 +355,10 @@ def version() -> None:
 def main() -> None:
     """The entry point of the `ludic` script.
 
-    Threads of torch that wait for one another spin for some microseconds and then sleep, unless the
-    environment says otherwise. libgomp's own default spins for milliseconds: on a machine whose
-    cores are busy, that made a step of a small model seven times slower, and never to spin makes it
-    half as slow again on one that is idle.
+    Sets how long waiting threads of torch spin before they sleep, unless the environment sets it: a
+    few microseconds. libgomp's default is milliseconds, which made a step of a small model seven
+    times slower on a machine with busy cores. Not spinning at all makes it 1.5 times slower on an
+    idle one.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -1,5 +1,4 @@
-"""What every command shares: where its words go, and what Ctrl-C does where nothing else was
-asked for."""
+"""Output of the commands, and their default reaction to Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,7 +15,8 @@ INTERRUPTED = 130
 
 @contextlib.contextmanager
 def output_to(json_only: bool) -> Iterator[Console]:
-    """Where everything but the summary goes: standard output, or with `--json` standard error."""
+    """The console for everything but the summary: standard output, or with `--json` standard
+    error."""
     from rich.console import Console
 
     if not json_only:
@@ -26,9 +26,9 @@ def output_to(json_only: bool) -> Iterator[Console]:
         yield Console(stderr=True, soft_wrap=True)
 
 
-def carry_out(work: Callable[[Console], tuple[int, str]], *, json_only: bool) -> int:
-    """The exit status of `work`, which returns it with a summary; the summary is printed alone
-    with `--json`."""
+def run_with_console(work: Callable[[Console], tuple[int, str]], *, json_only: bool) -> int:
+    """Run `work`, which returns (exit status, summary), and return the exit status. With `--json`
+    print only the summary."""
     with output_to(json_only) as console:
         try:
             code, summary = work(console)
@@ -41,7 +41,7 @@ def carry_out(work: Callable[[Console], tuple[int, str]], *, json_only: bool) ->
 
 
 def quiet_libraries() -> None:
-    """Progress bars of loading and saving small models say nothing."""
+    """Hide the progress bars of loading and saving models."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -1,7 +1,7 @@
-"""Faults of the machine, and not of ludic, as one line: a full disk, a folder that cannot be
-written, a graphics card that is full.
+"""Errors of the machine as one line: a full disk, a folder that is not writable, a GPU out of
+memory.
 
-What is not known here is a bug, and shows its traceback.
+Any other exception is a bug and shows its traceback.
 """
 
 from __future__ import annotations
@@ -24,25 +24,23 @@ _REMEDIES = {
 }
 
 
-def known_fault(error: BaseException) -> str | None:
-    """The line to show instead of a traceback, if the fault is a known one of the machine."""
+def describe_machine_fault(error: BaseException) -> str | None:
+    """The line to show instead of a traceback; None if this is no known error of the machine."""
     if isinstance(error, OSError) and error.errno in _REMEDIES:
         place = next((str(name) for name in (error.filename, error.filename2) if name is not None), None)
-        return _said(error.errno, place)
+        return _message(error.errno, place)
     if isinstance(error, FileExistsError) and error.filename is not None:
-        return f"{error.filename} is there already, as a file where a folder is needed"
+        return f"{error.filename} exists already and is a file, but a folder is needed"
     if type(error).__module__.startswith("safetensors"):
         number = re.search(r"\(os error (\d+)\)", str(error))
-        return _said(int(number[1]), None) if number is not None and int(number[1]) in _REMEDIES else None
+        return _message(int(number[1]), None) if number is not None and int(number[1]) in _REMEDIES else None
     if type(error).__name__ == "OutOfMemoryError" and type(error).__module__.startswith("torch"):
         return f"{str(error).splitlines()[0]} Lower trainer.micro_token_budget, or train fewer weights (lora.rank=16)"
     if type(error).__module__.startswith("jinja2"):
-        return (
-            f"the tokenizer's chat template fails on these messages: {error}; set tokenizer=PATH to one whose template takes them"
-        )
+        return f"the tokenizer's chat template fails on these messages: {error}; set tokenizer=PATH to one whose template accepts them"
     return None
 
 
-def _said(number: int, place: str | None) -> str:
+def _message(number: int, place: str | None) -> str:
     short = None if place is None else place if len(place) <= 200 else f"{place[:200]}..."
     return f"{_REMEDIES[number]} ({short or os.strerror(number)})"

@@ -1,5 +1,5 @@
-"""What `--resume` goes on with: the settings that the run was begun with, and for more steps
-where that means the same run."""
+"""Checks of `--resume`: a run resumes with the settings that it began with; `steps` may be raised
+where the first steps stay the same."""
 
 from __future__ import annotations
 
@@ -16,69 +16,73 @@ _FREE = (
     *("inference.url", "inference.python", "inference.device", "inference.server_args", "inference.weights"),
     *("inference.trainer_address", "inference.timeout_s", "inference.preflight"),
 )
-"""Settings, or beginnings of them, that change where a run is played and written, and not the
-run."""
+"""Settings, or prefixes of settings, that may differ on resume: they change where a run executes
+and writes, not its result."""
 
 
-def wanted_steps(arguments: Sequence[str], command: str) -> int | None:
-    """The N of `steps=N`, which is all that a run that is gone on with can be given."""
+def parse_resume_steps(arguments: Sequence[str], command: str) -> int | None:
+    """The N of `steps=N`, the only setting that `--resume` accepts; None without it."""
     if not arguments:
         return None
-    given = [parse_override(argument) for argument in arguments if "=" in argument]
-    if len(given) != len(arguments) or [override.key for override in given] != ["steps"] or type(given[0].value) is not int:
+    overrides = [parse_override(argument) for argument in arguments if "=" in argument]
+    if (
+        len(overrides) != len(arguments)
+        or [override.key for override in overrides] != ["steps"]
+        or type(overrides[0].value) is not int
+    ):
         raise ConfigError(
-            f"--resume goes on with the settings that the run was begun with and takes no other setting ({' '.join(arguments)}) but "
-            f"steps=N, for more steps; begin a new run with `ludic {command}` for others"
+            f"--resume uses the settings that the run began with and accepts only steps=N, for more steps, not "
+            f"{' '.join(arguments)}; start a new run with `ludic {command}` to change others"
         )
-    return int(given[0].value)
+    return int(overrides[0].value)
 
 
 def resume_recipe(recipe: Any, directory: RunDirectory, steps: int | None) -> Any:
-    """`recipe`, read from the run's config.yaml, if it is what the run was begun with; with as many
-    steps as are asked for.
+    """`recipe`, which was read from the run's config.yaml, with `steps` steps if that is not None.
 
-    Raises ConfigError, which names the setting, where it would be another run.
+    Raises ConfigError, which names the setting, if the recipe differs from the one that the run
+    began with.
     """
     progress = directory.read_progress()
-    begun = None if progress.recipe is None else dict(progress.recipe)
+    original = None if progress.recipe is None else dict(progress.recipe)
     if steps is not None:
         _check_more(recipe, progress, directory, steps)
         recipe.steps = steps
-        begun = None if begun is None else {**begun, "steps": steps}
-    if begun is not None:
-        _check_same(begun, recipe, directory)
+        original = None if original is None else {**original, "steps": steps}
+    if original is not None:
+        _check_same(original, recipe, directory)
     if steps is not None:
         _extend(recipe, progress, directory)
     return recipe
 
 
-def _check_same(begun: Mapping[str, Any], recipe: Any, directory: RunDirectory) -> None:
-    before = {RENAMED.get(key, key): value for key, value in _flat(begun).items()}
+def _check_same(original: Mapping[str, Any], recipe: Any, directory: RunDirectory) -> None:
+    before = {RENAMED.get(key, key): value for key, value in _flat(original).items()}
     now = _flat(plain_values(recipe))
     for key in sorted(before.keys() & now.keys()):
         if before[key] != now[key] and not key.startswith(_FREE):
-            more = f", or ask for more with --resume {directory.path} steps=N" if key == "steps" else ""
+            more = f", or raise it with --resume {directory.path} steps=N" if key == "steps" else ""
             raise ConfigError(
-                f"{directory.config}: {key} is {now[key]}, and the run was begun with {before[key]}; put it back{more}, or begin a new run "
+                f"{directory.config}: {key} is {now[key]}, but the run began with {before[key]}; restore it{more}, or start a new run "
                 f"with `ludic {directory.command} {directory.config} name=NAME`"
             )
 
 
 def _check_more(recipe: Any, progress: Progress, directory: RunDirectory, steps: int) -> None:
     if steps < progress.steps or (progress.phase == DONE and steps == progress.steps):
-        raise ConfigError(f"steps ({steps}) must be more than the {progress.steps} that {directory.path} has done")
+        raise ConfigError(f"steps ({steps}) must be more than the {progress.steps} that {directory.path} has taken")
     trainer = recipe.trainer
     kind, ratio = trainer.lr_scheduler_type, trainer.warmup_ratio if not trainer.warmup_steps else None
     if kind in ("cosine", "linear") or (kind is not None and ratio):
         raise ConfigError(
-            f"trainer.lr_scheduler_type ({kind}) spreads the learning rate over all steps of the run, so that with steps={steps} its first "
-            f"ones would have been others; begin a new run with model={directory.model}. A run that is begun with "
+            f"trainer.lr_scheduler_type ({kind}) depends on the number of steps, so with steps={steps} the steps taken so far would have "
+            f"had other learning rates; start a new run with model={directory.model}. A run with "
             "trainer.lr_scheduler_type=constant_with_warmup can take more steps"
         )
 
 
 def _extend(recipe: Any, progress: Progress, directory: RunDirectory) -> None:
-    """A run at its end goes back into its last phase."""
+    """Put a finished run back into its last phase."""
     if progress.phase == DONE:
         progress.phase, progress.after = directory.last_phase, None
     progress.recipe = None if progress.recipe is None else plain_values(recipe)
@@ -87,10 +91,10 @@ def _extend(recipe: Any, progress: Progress, directory: RunDirectory) -> None:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:
-            found |= _flat(value, f"{prefix}{key}.")
+            flat |= _flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,4 +1,4 @@
-"""`ludic train`: reinforcement learning by a recipe."""
+"""`ludic train`: reinforcement learning with a recipe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def train_command(arguments: Sequence[str], *, resume: Path | None, json_only: bool, print_config: bool) -> int:
-    """The exit status, as `run_command` has it."""
+    """Returns the exit status, see `run_command`."""
     return run_command(_Train(), arguments, resume=resume, json_only=json_only, print_config=print_config)
 
 

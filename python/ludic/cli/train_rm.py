@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def train_rm_command(arguments: Sequence[str], *, resume: Path | None, json_only: bool, print_config: bool) -> int:
-    """The exit status, as `run_command` has it."""
+    """Returns the exit status, see `run_command`."""
     return run_command(_TrainRM(), arguments, resume=resume, json_only=json_only, print_config=print_config)
 
 

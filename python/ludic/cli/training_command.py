@@ -1,5 +1,5 @@
-"""What `ludic train`, `ludic sft` and `ludic train-rm` do alike: resolve, set up, play, report;
-and what happens on Ctrl-C."""
+"""The common course of `ludic train`, `ludic sft` and `ludic train-rm`: resolve the settings, set
+up, run, report; and the reaction to Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ludic.cli.console import carry_out, quiet_libraries
-from ludic.cli.resume import resume_recipe, wanted_steps
+from ludic.cli.console import quiet_libraries, run_with_console
+from ludic.cli.resume import parse_resume_steps, resume_recipe
 from ludic.recipes.commented import explained
 from ludic.runs.directory import DONE, run_path
 from ludic.runs.process_memory import settled_memory
@@ -32,8 +32,8 @@ R = TypeVar("R", bound="TrainingRun[Any, Any, Any]")
 
 
 class TrainingCommand(Protocol[D, R]):
-    """What each of the commands does in its own way. Modules that load torch are imported by the
-    methods alone."""
+    """The parts in which the commands differ. Modules that load torch are imported inside the
+    methods."""
 
     @property
     def directory(self) -> type[D]: ...
@@ -43,64 +43,64 @@ class TrainingCommand(Protocol[D, R]):
         ...
 
     def build(self, recipe: Any, screen: Screen) -> Any:
-        """The parts. All data is read before a folder is made, so that a wrong setting leaves
-        nothing behind."""
+        """The parts of the run. All data is read here, before a folder is made, so that a wrong
+        setting leaves nothing behind."""
         ...
 
     def folder_name(self, recipe: Any) -> str:
-        """Of a run without a name."""
+        """The name of the folder of a run without a name."""
         ...
 
     def run(self, recipe: Any, parts: Any, directory: D, screen: Screen, stop: StopRequest) -> R: ...
 
     def conclude(self, run: R, console: Console) -> str:
-        """Write summary and pictures, show the report; the summary as JSON."""
+        """Write the summary and the plots, show the report, and return the summary as JSON."""
         ...
 
 
 def run_command(
     command: TrainingCommand[D, R], arguments: Sequence[str], *, resume: Path | None, json_only: bool, print_config: bool
 ) -> int:
-    """The exit status: 0, or 128 and the signal's number after a stop. Errors of the user's are
-    raised as `LudicError`."""
+    """Run the command and return the exit status: 0, or 128 plus the signal's number after a stop.
+    User errors are raised as `LudicError`."""
     started = time.perf_counter()
     if print_config:
         if resume is not None:
-            wanted_steps(arguments, command.directory.command)
-        given = arguments if resume is None else [str(command.directory.look_into(resume).config), *arguments]
-        print(explained(command.compose(given)), end="")
+            parse_resume_steps(arguments, command.directory.command)
+        sources = arguments if resume is None else [str(command.directory.look_into(resume).config), *arguments]
+        print(explained(command.compose(sources)), end="")
         return 0
-    return carry_out(lambda console: _train(command, arguments, resume, console, started), json_only=json_only)
+    return run_with_console(lambda console: _train(command, arguments, resume, console, started), json_only=json_only)
 
 
 def _train(
     command: TrainingCommand[D, R], arguments: Sequence[str], resume: Path | None, console: Console, started: float
 ) -> tuple[int, str]:
     """The exit status and the summary."""
-    steps = None if resume is None else wanted_steps(arguments, command.directory.command)
+    steps = None if resume is None else parse_resume_steps(arguments, command.directory.command)
     directory = None if resume is None else command.directory.go_on(resume)
     try:
         if directory is None:
             recipe = command.compose(arguments)
         else:
             recipe = resume_recipe(command.compose([str(directory.config)]), directory, steps)
-        run_path(recipe.output, recipe.name, "run")  # a wrong name is said at once
+        run_path(recipe.output, recipe.name, "run")  # raises for an invalid name
         console.print("Loading torch and transformers", highlight=False)
-        screen, parts = _built(command, recipe, console)
+        screen, parts = _build_parts(command, recipe, console)
         is_new = directory is None
         directory = directory or command.directory.begin(recipe, command.folder_name(recipe))
-        with _failure_noted(directory, is_new=is_new):
+        with _record_failure(directory, is_new=is_new):
             run = _set_up(command, recipe, parts, directory, screen, is_new=is_new)
             run.timer.add("set_up", time.perf_counter() - started)
             with run.stop:
-                code = _play_out(run, started)
+                code = _run_to_end(run, started)
                 return code, command.conclude(run, console)
     finally:
         if directory is not None:
             directory.release()
 
 
-def _built(command: TrainingCommand[D, R], recipe: Any, console: Console) -> tuple[Screen, Any]:
+def _build_parts(command: TrainingCommand[D, R], recipe: Any, console: Console) -> tuple[Screen, Any]:
     from ludic.runs.screen import Screen
     from ludic.runs.tracking import check_trackers
     from ludic.training.backend.master_weights import check_precision
@@ -129,37 +129,38 @@ def _set_up(command: TrainingCommand[D, R], recipe: Any, parts: Any, directory: 
 
 
 def _note_state(run: TrainingRun[Any, Any, Any]) -> None:
-    """What is not as it was when the run was begun, and where nothing is left to do."""
+    """Tell how this environment differs from the one that the run began in, and whether the run is
+    finished."""
     progress, path, now = run.progress, run.directory.path, versions()
     for name, before in (progress.versions or {}).items():
         if now.get(name, before) != before:
-            run.screen.note(f"The run was begun with {name} {before} and goes on with {now[name]}: it may end with other weights")
+            run.screen.note(f"The run began with {name} {before} and resumes with {now[name]}: its final weights may differ")
     if progress.phase == DONE:
         run.screen.note(
-            f"{path} is finished, with {progress.steps} steps; this is its report. More: `ludic {run.directory.command} --resume {path} "
-            "steps=N`"
+            f"{path} is finished, with {progress.steps} steps; this is its report. For more steps: "
+            f"`ludic {run.directory.command} --resume {path} steps=N`"
         )
 
 
 @contextmanager
-def _failure_noted(directory: RunDirectory, *, is_new: bool) -> Iterator[None]:
-    """A run that fails before its first step leaves no folder, unless a server's log is in it;
-    any other says in progress.json why."""
+def _record_failure(directory: RunDirectory, *, is_new: bool) -> Iterator[None]:
+    """Delete the folder of a run that fails before its first step, unless it has a server's log.
+    Otherwise write the error to progress.json."""
     try:
         yield
     except Exception as error:
         if is_new and not directory.has_steps and not directory.server_log.exists():
             shutil.rmtree(directory.path, ignore_errors=True)
         else:
-            with suppress(OSError):  # a full disk is what it may have failed of
+            with suppress(OSError):  # the disk may be full
                 progress = directory.read_progress()
                 progress.failed = f"{type(error).__name__}: {error}"
                 directory.write_progress(progress)
         raise
 
 
-def _play_out(run: TrainingRun[Any, Any, Any], started: float) -> int:
-    """Play `run` to its end or to a stop, and keep where it stands either way: 0, or 128 and the
+def _run_to_end(run: TrainingRun[Any, Any, Any], started: float) -> int:
+    """Run to the end or to a stop, and save the progress either way. Returns 0, or 128 plus the
     signal's number."""
     from ludic.runs.stop_request import Interrupted
 
@@ -168,7 +169,7 @@ def _play_out(run: TrainingRun[Any, Any, Any], started: float) -> int:
         with settled_memory():
             asyncio.run(run.play())
     except Interrupted:
-        run.screen.note(f"Stopped; go on with `ludic {run.directory.command} --resume {run.directory.path}`")
+        run.screen.note(f"Stopped; resume with `ludic {run.directory.command} --resume {run.directory.path}`")
         return 128 + (run.stop.signum or 0)
     finally:
         run.timer.add("wall", time.perf_counter() - started)

@@ -84,7 +84,7 @@ class RunDirectory:
         It appears whole, and is this process's until `release`."""
         place = run_path(recipe.output, recipe.name, otherwise)
         aside = place.with_name(f".unfinished_{place.name}.{os.getpid()}")
-        aside.mkdir(parents=True)
+        make_folder(aside)
         lock, begun = RunLock(aside), cls(aside)
         try:
             write_text(begun.config, to_yaml(recipe))
@@ -216,6 +216,17 @@ def run_path(output: str, name: str | None, otherwise: str) -> Path:
     return Path(output).expanduser() / (name or otherwise)
 
 
+def make_folder(path: Path) -> None:
+    """Make `path` and its parents. Raises FileExistsError if it exists, and ConfigError where no
+    folder can be made, such as in /proc."""
+    try:
+        path.mkdir(parents=True)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"output: the folder {path} cannot be made ({error.filename}: {error.strerror}); set output=FOLDER elsewhere"
+        ) from error
+
+
 def new_folder(output: str, name: str | None, otherwise: str) -> Path:
     """`output/name`, made and empty. `otherwise` names it where no name was asked for; where
     that is taken, with the time behind it, and where that is taken too, with a number behind the
@@ -223,7 +234,7 @@ def new_folder(output: str, name: str | None, otherwise: str) -> Path:
     path = run_path(output, name, otherwise)
     for candidate in [path] if name is not None else _candidates(path):
         try:
-            candidate.mkdir(parents=True)
+            make_folder(candidate)
             return candidate
         except FileExistsError:
             continue
