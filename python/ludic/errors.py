@@ -1,5 +1,5 @@
-"""What ludic raises. Every error is a `LudicError` and also the standard type that fits, so that
-either can be caught."""
+"""The exceptions that ludic raises. Each is a `LudicError` and also the standard type that fits, so
+that either can be caught."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Literal
 
 
 class LudicError(Exception):
-    """The root of all errors that ludic raises on purpose."""
+    """Base class of all errors that ludic raises on purpose."""
 
 
 class ConfigError(LudicError, ValueError):
-    """A setting that breaks a rule, found when it is given."""
+    """An invalid setting, raised when it is passed in."""
 
 
 class ConfigTypeError(LudicError, TypeError):
-    """A part that cannot do what it is given for."""
+    """An object that lacks an ability that its role needs."""
 
 
 class BudgetError(ConfigError):
-    """A token budget that cannot hold what must be packed into it."""
+    """A token budget that is too small for what must be packed into it."""
 
 
 class DataError(LudicError, ValueError):
-    """A sample whose content breaks a rule; the message names the sample."""
+    """A sample with invalid content; the message names the sample."""
 
 
 RowFault = Literal["empty_response", "same_responses", "same_responses_when_cut", "prompt_too_long"]
 
 
 class RowError(DataError):
-    """A row that is well formed and says nothing. `reason` is by what such rows are counted."""
+    """A well-formed row that nothing can be learnt from. Such rows are counted by `reason`."""
 
     def __init__(self, message: str, *, reason: RowFault) -> None:
         super().__init__(message)
@@ -40,66 +40,66 @@ class RowError(DataError):
 
 
 class DataTypeError(LudicError, TypeError):
-    """A sample whose sequences are of a type that holds no numbers of the right kind."""
+    """A sample whose sequences have the wrong type or element type."""
 
 
 class DataKeyError(LudicError, KeyError):
     """A sample whose metadata lacks a key; the message names the sample."""
 
     def __str__(self) -> str:
-        return Exception.__str__(self)  # KeyError would show the message in quotes
+        return Exception.__str__(self)  # KeyError shows its message in quotes
 
 
 class MissingExtraError(LudicError, ImportError):
-    """An optional dependency that is not installed; the message names the extra that brings it."""
+    """An optional dependency that is not installed; the message names the extra to install."""
 
     @classmethod
     def for_extra(cls, package: str, extra: str) -> MissingExtraError:
-        return cls(f"{package} is not installed; `pip install 'ludic[{extra}]'` brings it")
+        return cls(f"{package} is not installed; `pip install 'ludic[{extra}]'` installs it")
 
 
 class RolloutError(LudicError, RuntimeError):
-    """Episodes failed and no batch could be made of the rest."""
+    """Episodes failed, and the rest makes no batch."""
 
 
 class RequestsExhausted(LudicError, RuntimeError):
-    """No request is left: training ends here."""
+    """There are no more requests; training ends here."""
 
 
 class StopRequested(LudicError, RuntimeError):
-    """Somebody asked the run to stop, by Ctrl-C for one; no further batch is given."""
+    """The run was asked to stop, for example by Ctrl-C. The batch source returns no more
+    batches."""
 
 
 class GradingError(LudicError, RuntimeError):
-    """An answer that could not be graded: what should have judged it failed or took too long. It
-    has no reward, not one of 0."""
+    """An answer could not be graded because the grader failed or took too long. The answer has no
+    reward, not a reward of 0."""
 
 
 class InferenceError(LudicError, RuntimeError):
-    """The model failed, or the engine that runs it is gone."""
+    """The model failed, or the engine that runs it died."""
 
 
 class EngineDeadError(InferenceError):
-    """A server whose engine is gone. It may still answer `/health`; it has to be started again
-    before anything else is asked of it."""
+    """A server's engine died. The server may still answer `/health`, but must be restarted before
+    any other call."""
 
 
 class ServerUnreachableError(InferenceError, ConnectionError):
-    """Nobody answers at a server's address."""
+    """No server answers at the address."""
 
 
 class ClientTagError(InferenceError):
-    """An answer that does not say whose it is, or says that it is another client's. Asking again
-    would not help."""
+    """An answer without a client's tag, or with another client's. A retry would not help."""
 
 
 class NonFiniteError(LudicError, RuntimeError):
-    """A loss or a gradient that is not finite. The weights are as they were before the step."""
+    """A loss or gradient that is not finite. The weights are unchanged by the step."""
 
 
 class MismatchError(LudicError, RuntimeError):
-    """The trainer and the sampler give the same tokens different probabilities. The message has
-    the likely cause and a table."""
+    """Trainer and sampler assign different probabilities to the same tokens. The message has the
+    likely cause and a table."""
 
     def __init__(self, message: str, *, report: object | None = None) -> None:
         super().__init__(message)
@@ -108,15 +108,15 @@ class MismatchError(LudicError, RuntimeError):
 
 
 class EmptyBatchError(LudicError, RuntimeError):
-    """A batch source that keeps giving batches with nothing to train on."""
+    """A batch source repeatedly returned batches with nothing to train on."""
 
 
 class CheckpointError(LudicError, RuntimeError):
-    """A checkpoint that is incomplete or does not fit the model."""
+    """A checkpoint that is incomplete or does not match the model."""
 
 
 class ServerError(InferenceError):
-    """A server refused a call with this status of HTTP, and `said` why."""
+    """A server rejected a call with the HTTP status `status`; `said` is its reason."""
 
     def __init__(self, message: str, *, status: int, said: str = "") -> None:
         super().__init__(message)
@@ -129,17 +129,17 @@ class ServerTimeoutError(InferenceError, TimeoutError):
 
 
 class PublishError(LudicError, RuntimeError):
-    """New weights did not reach the servers; the message names those that failed and says what
-    the others serve."""
+    """New weights did not reach all servers; the message names those that failed and what the
+    others serve."""
 
 
 class PublishTimeoutError(PublishError, TimeoutError):
-    """A server took too long to take new weights."""
+    """A server took too long to accept new weights."""
 
 
 def place_of(error: BaseException, file: str | None = None) -> str:
-    """`file:line, in function` that raised the error: the innermost line of `file`, or of any
-    where it passed through none of that. Empty where there is no traceback."""
+    """Where the error was raised, as `file:line, in function`: the innermost frame in `file`, or
+    the innermost frame if none is in `file`. Empty without a traceback."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     own = [frame for frame in frames if frame.filename == file] or frames
     return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""

@@ -82,7 +82,7 @@ def test_one_greedy_answer_a_problem(run, tmp_path):
     given = ["sort", f"model={run / 'model'}", "threads=1", "problems=3", f"output={tmp_path}"]
     summary = json.loads(evaluate(*given, "temperature=0", "--json").stdout)
     assert (summary["temperature"], summary["samples_per_problem"], list(summary["pass_at_k"])) == (0.0, 1, ["1"])
-    assert "temperature 0 are one answer 4 times" in evaluate(*given, "temperature=0", "k=4", code=2).output
+    assert "temperature 0 are 4 copies of one answer" in evaluate(*given, "temperature=0", "k=4", code=2).output
 
 
 class Pupil:
@@ -126,8 +126,8 @@ def test_what_fails_is_counted_and_is_no_wrong_answer(tmp_path):
     refused = (400, {"error": {"message": "the prompt is too long"}})
     pupil = Pupil(lambda i, j, question: refused if i in (1, 4) else completion(right(question)))
     result, _ = on_server(pupil, tmp_path, "k=1", "problems=6")
-    assert "2 of 6 episodes failed and are in no mean" in result.output
-    assert "accuracy would be 0.667, with all right 1.000" in re.sub(r"\s+", " ", result.output)
+    assert "2 of 6 episodes failed and are excluded from all means" in result.output
+    assert "accuracy would be 0.667, if all were right 1.000" in re.sub(r"\s+", " ", result.output)
     assert "too long" in result.output
     summary = json.loads((tmp_path / "it" / "summary.json").read_text())
     assert (summary["accuracy"]["value"], summary["accuracy"]["num_problems"]) == (1.0, 4)
@@ -212,7 +212,7 @@ def test_problems_that_there_are_not_are_missed_aloud(run, tmp_path):
     (summary,) = tmp_path.glob("*/summary.json")
     there = json.loads(summary.read_text())["num_problems"]
     assert there < 100000
-    assert f"{there} held-out problems; the task has no more, 100000 were asked for" in shown
+    assert f"The task has only {there} held-out problems, not 100000" in shown
 
 
 def test_a_name_that_is_taken_is_an_error(run, tmp_path):

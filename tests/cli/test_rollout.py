@@ -98,5 +98,5 @@ def test_a_file_is_never_written_over(model: Path, tmp_path: Path) -> None:
     out.write_text("mine\n")
     result = CliRunner().invoke(app, ["rollout", f"model={model}", "--out", str(out)])
     assert result.exit_code == 2
-    assert "is there already" in result.stderr
+    assert "exists already" in result.stderr
     assert out.read_text() == "mine\n"

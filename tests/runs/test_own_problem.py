@@ -138,7 +138,7 @@ def test_rewards_with_another_maximum_have_no_accuracy_until_a_setting_says_what
     given = [f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:half", "steps=0"]
     shown = trained(*given)
     assert not set("✓✗") & set(shown)
-    assert "say from which reward on an answer is right with evaluation.solved_at=NUMBER" in " ".join(shown.split())
+    assert "set the reward from which an answer is right with evaluation.solved_at=NUMBER" in " ".join(shown.split())
     assert (summary()["solved_at"], summary()["after"]) == (None, {"sampled_reward": 0.5, "greedy_reward": 0.5})
     shown = trained(*given, "name=told", "evaluation.solved_at=0.5")
     assert "✓" in shown

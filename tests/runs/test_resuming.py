@@ -163,7 +163,7 @@ def test_supervised_runs_go_on_for_more_steps_too(tmp_path: Path) -> None:
 def test_more_steps_are_refused_where_the_schedule_depends_on_them(tmp_path: Path) -> None:
     ludic("sft", *SFT, "trainer.lr_scheduler_type=cosine", "steps=2", f"output={tmp_path}", "name=run")
     said = refused("sft", "--resume", str(tmp_path / "run"), "steps=5")
-    assert "trainer.lr_scheduler_type (cosine) spreads" in said
+    assert "trainer.lr_scheduler_type (cosine) depends on the number of steps" in said
     assert "A run with trainer.lr_scheduler_type=constant_with_warmup" in said
     assert summary_of(tmp_path / "run")["steps"] == 2
 

@@ -14,6 +14,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from ludic.training.presets.registry import REGISTRY
+
 
 class _Commands(TyperGroup):
     """Accepts `--version` before and after the command."""
@@ -23,7 +25,6 @@ class _Commands(TyperGroup):
         return super().parse_args(ctx, ["--version"] if "--version" in own else args)
 
 
-from ludic.training.presets.registry import REGISTRY
 
 app = typer.Typer(
     name="ludic",

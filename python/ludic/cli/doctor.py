@@ -1,4 +1,4 @@
-"""What is installed, what the machine has, and what each optional extra would add."""
+"""`ludic doctor`: installed versions, the machine's devices, and what each optional extra adds."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 
 REQUIRED = ("ludic", "torch", "transformers", "peft", "numpy", "safetensors", "hydra-core", "rich", "openai")
 
-# Extra: (modules that it brings, what it adds). Those that nothing here would use are not named.
+# extra: (modules that it installs, what it adds); without extras that `ludic` itself does not use
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "wandb": (("wandb",), "WandbLogger sends metrics to Weights & Biases"),
     "tensorboard": (("tensorboard",), "TensorboardLogger writes metrics for TensorBoard"),
-    "trackio": (("trackio",), "TrackioLogger sends metrics to Trackio, which may be local"),
-    "datasets": (("datasets",), "data of `ludic train` by their hub id, from parquet files and folders"),
-    "math": (("math_verify",), "the verifiers `gsm8k` and `math`: math-verify, in processes with a deadline"),
+    "trackio": (("trackio",), "TrackioLogger sends metrics to Trackio, local or remote"),
+    "datasets": (("datasets",), "training data by hub id, from parquet files and from folders"),
+    "math": (("math_verify",), "the verifiers `gsm8k` and `math`, by math-verify in processes with a deadline"),
 }
 
 
 def examine() -> dict[str, Any]:
-    """Facts only; nothing is changed and nothing outside the machine is asked."""
+    """Collect the report. Changes nothing and uses no network."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -37,7 +37,7 @@ def examine() -> dict[str, Any]:
 
 
 def show(report: dict[str, Any], *, as_json: bool) -> None:
-    """Print to standard output: a table a topic, or one JSON object."""
+    """Print the report to standard output, as one table per topic or as one JSON object."""
     if as_json:
         print(json.dumps(report, indent=2))
         return

@@ -1,5 +1,5 @@
-"""`ludic eval`: a model in this process or behind a server, on the held-out problems of a task;
-records, a table and a picture."""
+"""`ludic eval`: measures a model, in this process or on a server, on the held-out problems of a
+task; writes records, a table and a plot."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: bool) -> int:
-    """The exit status. Errors of the user's are raised as `LudicError`."""
+    """Run the command and return the exit status. User errors are raised as `LudicError`."""
     recipe, settings = resolve(arguments)
     if print_config:
         from omegaconf import OmegaConf
@@ -54,9 +54,9 @@ def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: boo
 
 
 async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) -> str:
-    """Play, measure, write and show; the summary as JSON. Everything is built before the folder
-    is made."""
-    from ludic.cli.evaluate_report import Found, show, summary_of, write
+    """Play the episodes, measure, write and show; returns the summary as JSON. All settings are
+    checked before the folder is made."""
+    from ludic.cli.evaluate_report import EvaluationResult, show, summary_of, write
     from ludic.recipes.build import check_numbers, task_of
     from ludic.tasks.success import success_of
 
@@ -64,7 +64,7 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
     check_numbers(recipe)
     _check_reward_model(recipe, settings)
     own_task = task_of(recipe)
-    success_of(own_task, recipe.evaluation.solved_at)  # a wrong setting costs nothing
+    success_of(own_task, recipe.evaluation.solved_at)  # raises for a wrong setting before anything is loaded
     problems = _problems(recipe, settings, own_task, console)
     async with _client(recipe, settings, own_task) as (client, model_name, task):
         folder = _make_folder(recipe, model_name)
@@ -77,19 +77,19 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
             evaluator = _evaluator(recipe, settings, task, engine, _requests(recipe, task, problems), success.reward)
             rollouts, measurement = await evaluator.play()
     solved_at = success.holds_for(reward for problem in measurement.problems for reward in problem.rewards)
-    found = Found(measurement, rollouts, problems, task, success, solved_at)
+    result = EvaluationResult(measurement, rollouts, problems, task, success, solved_at)
     facts = _facts(recipe, settings, task, model_name) | {
         "solved_at": solved_at,
         "wall_s": round(time.perf_counter() - started, 2),
     }
-    summary = summary_of(found, facts)
-    write(folder, found, summary, title=f"{recipe.recipe}, {model_name}, temperature {recipe.rollout.temperature:g}")
-    show(console, found, folder)
+    summary = summary_of(result, facts)
+    write(folder, result, summary, title=f"{recipe.recipe}, {model_name}, temperature {recipe.rollout.temperature:g}")
+    show(console, result, folder)
     return summary
 
 
 def _facts(recipe: Recipe, settings: EvalSettings, task: EpisodicTask, model_name: str) -> dict[str, Any]:
-    """What was asked, and how."""
+    """The settings that the summary reports."""
     return {
         "recipe": recipe.recipe,
         "task": recipe.task.kind,
@@ -106,17 +106,17 @@ def _facts(recipe: Recipe, settings: EvalSettings, task: EpisodicTask, model_nam
 
 
 def _check_reward_model(recipe: Recipe, settings: EvalSettings) -> None:
-    """It scores tokens, which it must read as the policy's tokenizer wrote them."""
+    """A reward model scores token ids of the policy's tokenizer, so the policy must be local."""
     if recipe.reward_model is not None and settings.base_url is not None:
         raise ConfigError(
-            f"reward_model ({recipe.reward_model}) scores the answers of a model in this process; give model=FOLDER in the place of "
-            "base_url, or reward_model=null and a reward= of the task's own"
+            f"reward_model ({recipe.reward_model}) scores the answers of a model in this process; give model=FOLDER instead of "
+            "base_url, or reward_model=null and a reward= function"
         )
 
 
 @contextmanager
 def _progress(console: Console, episodes: int) -> Iterator[Callable[[], None]]:
-    """A bar, where there is a terminal to show it; to be called for each episode that is over."""
+    """A progress bar if there is a terminal. Yields a function to call after each episode."""
     from rich.progress import Progress
 
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
@@ -158,17 +158,17 @@ def _evaluator(
     from ludic.eval import ProblemEvaluator
     from ludic.training.reward_scorer import TASK_REWARD_INFO
 
-    numbers = [name for name in task.measures if name != TASK_REWARD_INFO]  # that is the reward, which is measured anyway
+    numbers = [name for name in task.measures if name != TASK_REWARD_INFO]  # the reward is measured anyway
 
     return ProblemEvaluator(
         engine=engine,
         requests_fn=lambda: requests,
         k=recipe.evaluation.samples_per_prompt,
         max_steps=task.max_turns,
-        timeout_s=settings.timeout_s if settings.base_url is None else None,  # the client of a server has the deadline itself
+        timeout_s=settings.timeout_s if settings.base_url is None else None,  # a server's client has its own deadline
         concurrency=recipe.rollout.concurrency,
         seed=recipe.seed,
-        solved_at=1.0 if solved_at is None else solved_at,  # where nothing says what is right, nobody is told what this gives
+        solved_at=1.0 if solved_at is None else solved_at,  # unused and not reported if nothing says what is right
         confidence=settings.confidence,
         also={
             **{name: _fact(name) for name in task.facts},
@@ -180,15 +180,15 @@ def _evaluator(
 
 
 def _problems(recipe: Recipe, settings: EvalSettings, task: EpisodicTask, console: Console) -> list[Episode]:
-    """The held-out problems that are asked. Those that begin alike and differ by their seed,
-    such as games, count each by itself."""
+    """The held-out problems to play. Problems with the same id that differ by their seed, such as
+    games, are numbered."""
     suites = task.suites()
     if settings.suite not in (None, *suites):
         raise ConfigError(f"suite ({settings.suite}) must be one of {', '.join(suites)}")
-    asked, there = recipe.evaluation.prompts, suites[settings.suite or next(iter(suites))]
-    if len(there) < asked:
-        console.print(f"{len(there)} held-out problems; the task has no more, {asked} were asked for", highlight=False)
-    problems = there[:asked]
+    wanted, available = recipe.evaluation.prompts, suites[settings.suite or next(iter(suites))]
+    if len(available) < wanted:
+        console.print(f"The task has only {len(available)} held-out problems, not {wanted}", highlight=False)
+    problems = available[:wanted]
     repeated = Counter(problem["id"] for problem in problems)
     return [
         {**problem, "id": f"{problem['id']}, {i}"} if repeated[problem["id"]] > 1 else problem
@@ -197,7 +197,7 @@ def _problems(recipe: Recipe, settings: EvalSettings, task: EpisodicTask, consol
 
 
 def _requests(recipe: Recipe, task: EpisodicTask, problems: Sequence[Episode]) -> list[RolloutRequest]:
-    """One for each problem; its seed follows from the recipe's and its place."""
+    """One request for each problem; its seed follows from the recipe's seed and its position."""
     from ludic.runs.rollouts import evaluation_inference, request_for
     from ludic.seeds import derived_seed
 
@@ -212,8 +212,8 @@ def _requests(recipe: Recipe, task: EpisodicTask, problems: Sequence[Episode]) -
 async def _client(
     recipe: Recipe, settings: EvalSettings, task: EpisodicTask
 ) -> AsyncIterator[tuple[ChatClient, str, EpisodicTask]]:
-    """(client, name of the model, the task, whose answers the recipe's reward model scores if
-    there is one)."""
+    """Yields (client, name of the model, task). If the recipe has a reward model, it scores the
+    task's answers."""
     if settings.base_url is None:
         from ludic.recipes.build import with_reward_model
 
@@ -263,7 +263,9 @@ def _api_key(variable: str | None) -> str:
     if variable is None:
         return "none"
     if not os.environ.get(variable):
-        raise ConfigError(f"api_key_env ({variable}) names an environment variable that is not set; export it, or leave it out")
+        raise ConfigError(
+            f"api_key_env ({variable}) is an environment variable that is not set; export it, or leave api_key_env out"
+        )
     return os.environ[variable]
 
 
@@ -275,8 +277,8 @@ async def _only_model(client: Any) -> str:
 
 
 def _make_folder(recipe: Recipe, model_name: str) -> Path:
-    """`output/name`; without a name one is made of the recipe, the model and the seed, and of
-    the time if that exists."""
+    """Make `output/name`. The default name has the recipe, the model and the seed, and the time if
+    that folder exists."""
     from ludic.files.atomic import write_text
     from ludic.runs.directory import new_folder
 
@@ -295,13 +297,13 @@ def _number(name: str) -> Callable[[Rollout], float | None]:
 
 
 def _cut_off(rollout: Rollout) -> bool:
-    """Some answer reached the token limit."""
+    """Whether any answer reached the token limit."""
     return any(step.info.get("finish_reason") == "length" for step in rollout.steps)
 
 
 def _answer_tokens(rollout: Rollout) -> float | None:
-    """Tokens of all answers, from their traces or from what the server counted; None where
-    neither is there."""
+    """Tokens of all answers, from their traces or from the server's usage; None if neither is
+    known."""
     counts = [
         len(step.trace.completion_token_ids)
         if step.trace is not None

@@ -1,5 +1,5 @@
-"""What `ludic eval` is told: a recipe with overrides, as `ludic train` reads them, and settings
-that only an evaluation has."""
+"""The settings of `ludic eval`: a recipe with overrides, as in `ludic train`, and settings that
+only an evaluation has."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ SHORT_NAMES = {
     "system_prompt": "rollout.system_prompt",
     "device": "trainer.model_device",
 }
-"""Name of `ludic eval` to the recipe's field."""
+"""Short name in `ludic eval` -> field of the recipe."""
 
 
 @dataclass
 class EvalSettings:
-    """Fields that no recipe has."""
+    """Settings that no recipe has."""
 
     base_url: Optional[str] = None  # noqa: UP045  OmegaConf reads this annotation at run time
-    """Of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1; null: the model runs in
-    this process."""
+    """URL of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1; null: the model runs
+    in this process."""
     api_key_env: Optional[str] = None  # noqa: UP045
-    """Name of the environment variable with the server's key; null: none is sent."""
+    """Name of the environment variable with the server's API key; null: none is sent."""
     returns_token_ids: bool = False
-    """The server knows vLLM's `return_token_ids`; rollouts then hold the tokens."""
+    """The server supports vLLM's `return_token_ids`; rollouts then contain the tokens."""
     timeout_s: float = 600.0
-    """Of one model call."""
+    """Deadline of one model call, in seconds."""
     episode_timeout_s: Optional[float] = None  # noqa: UP045
-    """Of a whole episode; null: none."""
+    """Deadline of a whole episode, in seconds; null: none."""
     episode_retries: int = 1
-    """How often a failed episode is played again."""
+    """How often a failed episode is retried."""
     suite: Optional[str] = None  # noqa: UP045
-    """Which held-out problems, where the task has several sets, such as `perfect` of tictactoe;
+    """The set of held-out problems, for tasks with several sets, such as `perfect` of tictactoe;
     null: the first."""
     confidence: float = 0.95
-    """Of all intervals."""
+    """Confidence level of all intervals."""
 
 
 def resolve(arguments: Sequence[str]) -> tuple[Recipe, EvalSettings]:
-    """`arguments`: a recipe's name, a YAML file or the folder of a run, and overrides, in any
-    order. Later overrides win."""
+    """The recipe and settings of the command line. `arguments`: the name of a recipe, a YAML
+    file or the folder of a run, and overrides, in any order. Later overrides win."""
     own = {field.name for field in fields(EvalSettings)}
     for_recipe: list[str] = []
     overrides: list[Override] = []
@@ -66,18 +66,18 @@ def resolve(arguments: Sequence[str]) -> tuple[Recipe, EvalSettings]:
             continue
         override = parse_override(argument)
         if override.key.startswith("inference."):
-            raise ConfigError(f"{override.text}: an evaluation asks a server with base_url=URL; `ludic serve` starts one")
+            raise ConfigError(f"{override.text}: an evaluation queries a server with base_url=URL; `ludic serve` starts one")
         if override.key in own:
             overrides.append(override)
         else:
-            for_recipe.append(_spelled_out(override))
+            for_recipe.append(_recipe_override(override))
     recipe = _compose(for_recipe)
     if recipe.rollout.temperature == 0 and recipe.evaluation.samples_per_prompt > 1:
-        _one_answer_is_enough(recipe, for_recipe)
+        _use_one_sample(recipe, for_recipe)
     return recipe, _settings(overrides)
 
 
-def _spelled_out(override: Override) -> str:
+def _recipe_override(override: Override) -> str:
     name = SHORT_NAMES.get(override.key)
     return override.text if name is None else name + override.text[override.text.index("=") :]
 
@@ -92,10 +92,12 @@ def _compose(arguments: Sequence[str]) -> Recipe:
         raise ConfigError(f"{error} (of an evaluation: {', '.join(near)})" if near else str(error)) from error
 
 
-def _one_answer_is_enough(recipe: Recipe, given: Sequence[str]) -> None:
-    if any(argument.startswith(f"{SHORT_NAMES['k']}=") for argument in given):
+def _use_one_sample(recipe: Recipe, overrides: Sequence[str]) -> None:
+    if any(argument.startswith(f"{SHORT_NAMES['k']}=") for argument in overrides):
         k = recipe.evaluation.samples_per_prompt
-        raise ConfigError(f"k ({k}) answers at temperature 0 are one answer {k} times; leave k out, or set temperature above 0")
+        raise ConfigError(
+            f"k ({k}) answers at temperature 0 are {k} copies of one answer; leave k out, or set temperature above 0"
+        )
     recipe.evaluation.samples_per_prompt = 1
 
 
@@ -114,5 +116,5 @@ def _settings(overrides: Sequence[Override]) -> EvalSettings:
     if settings.episode_timeout_s is not None and settings.episode_timeout_s <= 0:
         raise ConfigError(f"episode_timeout_s ({settings.episode_timeout_s:g}) must be > 0, or null for no limit")
     if settings.episode_retries < 0:
-        raise ConfigError(f"episode_retries ({settings.episode_retries}) must be >= 0; 0 never plays a failed episode again")
+        raise ConfigError(f"episode_retries ({settings.episode_retries}) must be >= 0; 0 never retries a failed episode")
     return settings

@@ -1,10 +1,10 @@
-"""Which episodes to keep: `reward > 0 and length <= 4`.
+"""Conditions that select episodes: `reward > 0 and length <= 4`.
 
     condition  = comparison { "and" comparison }
     comparison = key ( ">" | ">=" | "<" | "<=" | "==" | "!=" ) number
 
 A key is `reward`, `length` or `completion_tokens`, or a number or boolean of the last step's info
-or of the rollout's meta, where `a.b` looks into objects. The condition is parsed, never evaluated
+or of the rollout's meta; `a.b` reads a key of an object. The condition is parsed, never evaluated
 as code.
 """
 
@@ -45,7 +45,7 @@ _OWN: dict[str, Callable[[Rollout], float]] = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """One key against one number."""
+    """Compares the number under one key with a constant."""
 
     key: str
     symbol: str
@@ -67,30 +67,30 @@ class Keep:
 
     @classmethod
     def parse(cls, text: str) -> Keep:
-        """Raises ConfigError, saying where, for anything that is not the grammar above."""
+        """Raises ConfigError, with the position, for anything outside the grammar above."""
         comparisons, at = [], 0
         while True:
-            found = _COMPARISON.match(text, at)
-            if found is None:
+            match = _COMPARISON.match(text, at)
+            if match is None:
                 raise _syntax_error(text, at, "a comparison such as reward>0")
-            number = float(found["number"])
+            number = float(match["number"])
             if not math.isfinite(number):
-                raise _syntax_error(text, found.start("number"), "a finite number")
-            comparisons.append(Comparison(found["key"], found["operator"], number))
-            if found.end() == len(text):
+                raise _syntax_error(text, match.start("number"), "a finite number")
+            comparisons.append(Comparison(match["key"], match["operator"], number))
+            if match.end() == len(text):
                 return cls(tuple(comparisons))
-            joined = _AND.match(text, found.end())
-            if joined is None:
-                raise _syntax_error(text, found.end(), '"and" or the end')
-            at = joined.end()
+            conjunction = _AND.match(text, match.end())
+            if conjunction is None:
+                raise _syntax_error(text, match.end(), '"and" or the end')
+            at = conjunction.end()
 
     def __call__(self, rollout: Rollout) -> bool:
         return all(comparison.holds(rollout) for comparison in self.comparisons)
 
 
 def value_of(rollout: Rollout, key: str) -> float:
-    """The number under `key`; True is 1. Raises DataError, naming what there is, for a key that
-    the rollout lacks or that is no number."""
+    """The number under `key`; True is 1. Raises DataError, with the available keys, if the rollout
+    has no number under `key`."""
     if key in _OWN:
         return _OWN[key](rollout)
     info = rollout.steps[-1].info if rollout.steps else {}
@@ -98,11 +98,11 @@ def value_of(rollout: Rollout, key: str) -> float:
         value = _look_up(source, key)
         if isinstance(value, bool | int | float):
             return float(value)
-    known = [
+    available = [
         *_OWN,
         *(name for source in (info, rollout.meta) for name, value in source.items() if isinstance(value, bool | int | float)),
     ]
-    raise DataError(f"--keep: rollout {rollout.id} has no number {key!r}; it has {', '.join(dict.fromkeys(known))}")
+    raise DataError(f"--keep: rollout {rollout.id} has no number {key!r}; it has {', '.join(dict.fromkeys(available))}")
 
 
 def _look_up(source: Mapping[str, Any], key: str) -> Any:

@@ -1,5 +1,5 @@
-"""`ludic rollout`: play episodes of a recipe's task with a model, and write those down that a
-condition keeps."""
+"""`ludic rollout`: plays episodes of a recipe's task with a model and writes those that satisfy a
+condition to a file."""
 
 from __future__ import annotations
 
@@ -28,28 +28,29 @@ if TYPE_CHECKING:
 
 @dataclass
 class Tally:
-    """What was played and what was written."""
+    """Counts of the episodes that were played and written."""
 
     out: str
     keep: str | None
     episodes: int = 0
     kept: int = 0
     failed: int = 0
-    """Episodes that raised or timed out, and those of their groups."""
+    """Episodes that raised or timed out, and the other episodes of their groups."""
     reward: float = 0.0
-    """Mean over the episodes that were played."""
+    """Mean reward of the episodes that were played."""
     wall_s: float = 0.0
 
-    def add(self, played: Sequence[Rollout], kept: Sequence[Rollout], asked: int) -> None:
+    def add(self, played: Sequence[Rollout], kept: Sequence[Rollout], requested: int) -> None:
         before = self.reward * self.episodes
         self.episodes += len(played)
         self.kept += len(kept)
-        self.failed += asked - len(played)
+        self.failed += requested - len(played)
         self.reward = (before + sum(rollout.total_reward for rollout in played)) / max(1, self.episodes)
 
 
 def rollout_command(arguments: Sequence[str], *, episodes: int, keep: str | None, out: Path, json_only: bool) -> int:
-    """The exit status: 0, or 130 after Ctrl-C, which keeps the batches that were written."""
+    """Run the command and return the exit status: 0, or 130 after Ctrl-C, which keeps the batches
+    written so far."""
     started = time.perf_counter()
     recipe, condition = (
         compose([part for argument in arguments for part in from_run(argument)]),
@@ -62,7 +63,7 @@ def rollout_command(arguments: Sequence[str], *, episodes: int, keep: str | None
         try:
             _play(recipe, condition, episodes, out, counts, console)
         except KeyboardInterrupt:
-            console.print("Stopped; what was written stays.", highlight=False)
+            console.print("Stopped; the batches written so far are kept.", highlight=False)
             code = INTERRUPTED
         counts.wall_s = round(time.perf_counter() - started, 2)
         _show(counts, console)
@@ -75,7 +76,7 @@ def _check(recipe: Recipe, out: Path) -> None:
     if recipe.model is None:
         raise ConfigError("there is no model to play with; give model=DIRECTORY, such as the model/ of a run")
     if out.exists():
-        raise ConfigError(f"--out {out} is there already; choose another name, or remove it")
+        raise ConfigError(f"--out {out} exists already; choose another name, or delete it")
 
 
 def _play(recipe: Recipe, keep: Keep | None, episodes: int, out: Path, counts: Tally, console: Console) -> None:
@@ -116,8 +117,8 @@ async def _play_with(
 
     engine = make_engine(parts.task, sampler.client, model_name=sampler.model_name, system_prompt=recipe.rollout.system_prompt)
     requests = training_requests(parts.task, recipe.rollout, seed=recipe.seed)
-    while (left := episodes - counts.episodes - counts.failed) > 0:
-        wanted = requests()[: _whole_groups(left, recipe.rollout.group_size)]
+    while (remaining := episodes - counts.episodes - counts.failed) > 0:
+        wanted = requests()[: _whole_groups(remaining, recipe.rollout.group_size)]
         played = await engine.generate_rollouts(wanted, max_steps=parts.task.max_turns, concurrency=recipe.rollout.concurrency)
         kept = played if keep is None else [rollout for rollout in played if keep(rollout)]
         append_rollouts(out, kept)
@@ -128,7 +129,7 @@ async def _play_with(
 
 
 def _whole_groups(episodes: int, group_size: int) -> int:
-    """So many episodes that no group is begun and not ended."""
+    """`episodes`, rounded up to whole groups. Example: 5 episodes in groups of 4 are 8."""
     return -(-episodes // group_size) * group_size
 
 

@@ -1,4 +1,4 @@
-"""`ludic serve`: a vLLM server with the flags that training needs, until Ctrl-C."""
+"""`ludic serve`: runs a vLLM server with the flags that training needs, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOGPROBS = ("processed_logprobs", "raw_logprobs", "processed_logits", "raw_logit
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """What `ludic serve` was asked for; the names are its options."""
+    """The options of `ludic serve`, by their names."""
 
     model: str
     host: str = "127.0.0.1"
@@ -44,7 +44,7 @@ class ServeSettings:
     compiled: bool = False
     ready_timeout_s: float = 600.0
     flags: Sequence[str] = ()
-    """vLLM's own, passed on as they are."""
+    """vLLM's own flags, passed on unchanged."""
 
     def __post_init__(self) -> None:
         for option, value, allowed in (
@@ -59,19 +59,19 @@ class ServeSettings:
 
 
 def serve_command(settings: ServeSettings) -> int:
-    """Serve until a signal or until the server ends. The exit status: 0 after a signal, else 1.
-    The server's output is shown."""
+    """Serve until a signal or until the server ends, and show its output. Returns the exit status 0
+    after a signal; raises InferenceError if the server ended by itself."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
     with _stop_on_signals() as stopped:
         proc = _start(settings)
-        ended = threading.Thread(target=_when_over, args=(proc, stopped), daemon=True)
+        ended = threading.Thread(target=_set_when_ended, args=(proc, stopped), daemon=True)
         ended.start()
         try:
-            if not _ready(settings, proc, stopped):
+            if not _wait_until_ready(settings, proc, stopped):
                 return 0
-            console.print(f"It takes orders from who sends its secret: {_where_the_secret_is(settings)}", soft_wrap=True)
+            console.print(f"Clients need its secret: {_secret_location(settings)}", soft_wrap=True)
             console.print(f"[bold]ready[/] at http://{settings.host}:{settings.port}; Ctrl-C stops it")
             stopped.wait()
             if proc.poll() is not None:
@@ -103,11 +103,11 @@ def _start(settings: ServeSettings) -> subprocess.Popen[Any]:
     )
 
 
-def _where_the_secret_is(settings: ServeSettings) -> str:
+def _secret_location(settings: ServeSettings) -> str:
     if os.environ.get(VARIABLE):
-        return f"that of {VARIABLE}, which trainers need too"
-    here = f"trainers of this user on this machine find it in {secret_file(settings.port)}"
-    return here if is_this_machine(settings.host) else f"{here}, others need it as {VARIABLE}"
+        return f"the value of {VARIABLE}, which trainers need as well"
+    here = f"trainers of this user on this machine read it from {secret_file(settings.port)}"
+    return here if is_this_machine(settings.host) else f"{here}, others need it in {VARIABLE}"
 
 
 def _weights(settings: ServeSettings) -> WeightBackend | None:
@@ -118,8 +118,8 @@ def _weights(settings: ServeSettings) -> WeightBackend | None:
     return "gloo" if cpu else "ludic_nccl"
 
 
-def _ready(settings: ServeSettings, proc: subprocess.Popen[Any], stopped: threading.Event) -> bool:
-    """Whether the server came up before it was to stop."""
+def _wait_until_ready(settings: ServeSettings, proc: subprocess.Popen[Any], stopped: threading.Event) -> bool:
+    """Whether the server became ready before it had to stop."""
     failures: list[InferenceError] = []
 
     def wait() -> None:
@@ -140,15 +140,15 @@ def _ready(settings: ServeSettings, proc: subprocess.Popen[Any], stopped: thread
     return True
 
 
-def _when_over(proc: subprocess.Popen[Any], stopped: threading.Event) -> None:
+def _set_when_ended(proc: subprocess.Popen[Any], stopped: threading.Event) -> None:
     proc.wait()
     stopped.set()
 
 
 @contextmanager
 def _stop_on_signals() -> Iterator[threading.Event]:
-    """An event that Ctrl-C, SIGTERM and a closed terminal set. The server is in a process group
-    of its own and hears of none of them."""
+    """Yields an event that Ctrl-C, SIGTERM and a closed terminal set. The server has its own
+    process group and does not receive these signals."""
     stopped = threading.Event()
 
     def stop(_number: int, _frame: FrameType | None) -> None:

@@ -24,8 +24,8 @@ class _HasSuites(Protocol):
 def as_episodic(task: Task | EpisodicTask) -> EpisodicTask:
     """`task` itself if it is an `EpisodicTask`, else an adapter around it.
 
-    A class of the user's need not subclass anything: with `suites` it is a task of episodes, without
-    a task of one turn.
+    A class of the user's need not subclass anything: with `suites` it is a task of episodes,
+    without a task of one turn.
     """
     if isinstance(task, EpisodicTask):
         return task

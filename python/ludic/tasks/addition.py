@@ -1,10 +1,10 @@
-"""Scratchpad addition: `47+38=` is answered by `7+8=15,4+3+1=8>85`, one column after the other,
+"""Scratchpad addition: the answer to `47+38=` is `7+8=15,4+3+1=8>85`, one column after the other,
 then `>` and the sum.
 
-Every problem carries from its units; the teacher forgets the carry (`7+8=15,4+3=7>75`) in three
-demonstrations of four. The reward sees the sum alone, never the scratchpad:
-`info["scratchpad_right"]` says beside it whether the scratchpad, too, was the textbook's. The two
-can part: a model may be right for the wrong reasons.
+Every problem carries from its units; the teacher forgets the carry (`7+8=15,4+3=7>75`) in three of
+four demonstrations. The reward depends on the sum only, never on the scratchpad;
+`info["scratchpad_right"]` tells whether the scratchpad was right as well. The two can differ: a
+model may be right for the wrong reasons.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ludic.errors import ConfigError
 from ludic.tasks.base import Problem, check_share
 from ludic.types import StepOutcome
 
-_SPLIT_SEED = 20_000  # the held-out problems are those of this seed in every run
+_SPLIT_SEED = 20_000  # of the held-out problems, which are the same in every run
 
 
 def textbook(a: int, b: int) -> str:
-    """The whole right answer, with a sum of units of at least 10. `textbook(47, 38) ==
+    """The right answer, for units whose sum is at least 10. `textbook(47, 38) ==
     "7+8=15,4+3+1=8>85"`."""
     return f"{a % 10}+{b % 10}={a % 10 + b % 10},{a // 10}+{b // 10}+1={a // 10 + b // 10 + 1}>{a + b}"
 
@@ -36,15 +36,15 @@ def without_carry(a: int, b: int) -> str:
 
 
 def sum_matches(action: str, target: str) -> bool:
-    """The verifier: what stands after the last `>` is the right sum. Without a `>` there is no
+    """The verifier: the text after the last `>` is the right sum. Without `>` there is no
     answer."""
     _, mark, answer = action.rpartition(">")
     return mark == ">" and answer == target
 
 
 class AdditionEnv(DatasetQAEnv):
-    """One sum. `info["scratchpad_right"]`: the answer is the textbook's, character for
-    character. It earns nothing."""
+    """One sum. `info["scratchpad_right"]`: the whole answer equals the textbook's. It earns
+    nothing."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(dict(problem), verifier=sum_matches)
@@ -59,11 +59,11 @@ class AdditionEnv(DatasetQAEnv):
 
 @dataclass(frozen=True)
 class Addition:
-    """Two numbers of two digits whose units carry: 3,645 ordered pairs. A pair is held out in
-    both orders."""
+    """Two numbers of two digits with a carry from the units: 3,645 ordered pairs. A pair is held
+    out in both orders."""
 
     right: float = 0.25
-    """Share of demonstrations that carry."""
+    """Share of demonstrations with the carry."""
     num_heldout: int = 500
     """Problems kept for evaluation, out of 3,645."""
 
@@ -71,7 +71,7 @@ class Addition:
         check_share("right", self.right)
         if not 1 <= self.num_heldout <= 1_800:
             raise ConfigError(
-                f"num_heldout ({self.num_heldout}) must be between 1 and 1800, half of the problems; the rest is trained on"
+                f"num_heldout ({self.num_heldout}) must be between 1 and 1800, half of the problems; the rest is for training"
             )
 
     @property
@@ -105,14 +105,14 @@ class Addition:
 
     @cached_property
     def _split(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Pairs to train on, pairs held out. Held-out pairs come with their mirror image, except
+        """(training pairs, held-out pairs). A held-out pair is followed by its mirror image, except
         perhaps the last."""
         unordered = [(a, b) for a, b in product(range(10, 100), repeat=2) if a <= b and a % 10 + b % 10 >= 10]
         Random(_SPLIT_SEED).shuffle(unordered)
         ordered = [pair for a, b in unordered for pair in dict.fromkeys([(a, b), (b, a)])]
-        held = ordered[: self.num_heldout]
-        seen = {frozenset(pair) for pair in held}
-        return [pair for pair in ordered if frozenset(pair) not in seen], held
+        heldout = ordered[: self.num_heldout]
+        seen = {frozenset(pair) for pair in heldout}
+        return [pair for pair in ordered if frozenset(pair) not in seen], heldout
 
 
 def _problem(a: int, b: int) -> Problem:

@@ -1,4 +1,4 @@
-"""A data set and reward functions as a task: the user's own problem."""
+"""A task made of a data set and reward functions: the user's own problem."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ludic.tasks.base import Problem
 from ludic.tasks.rewards import NoRewards, build_rewards, is_one_verifier
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction")
-"""Where the prompt is looked for, in this order, if `prompt_column` does not say."""
+"""Columns that may hold the prompt, in this order, without `prompt_column`."""
 ANSWER_COLUMNS = ("answer", "solution", "target", "completion")
-"""What the report shows as the right answer; nothing else reads it."""
+"""Columns that may hold the right answer. Only the report uses it."""
 
 
 class DataProblem(Problem):
-    """A problem with the row that it was made of."""
+    """A problem and its row of the data set."""
 
     row: Row
 
 
 class DataTask:
-    """The prompts of a data set; the reward is that of the functions.
+    """The prompts of a data set, rewarded by reward functions.
 
-    Held out are `num_heldout` prompts, those with the lowest hashes: the same whatever the order of
-    the file and the run's seed. A prompt is held out in all rows that have it. `heldout_data` names
-    another file instead.
+    The `num_heldout` prompts with the lowest hashes are held out: the same for any order of the
+    file and any seed of the run. All rows of a held-out prompt are held out. `heldout_data` names a
+    separate file instead.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class DataTask:
         reward_timeout_s: float = 600.0,
         judged: bool = False,
     ) -> None:
-        """`num_heldout` None: a tenth of the prompts, at most 200. `config` and `split` are for
-        ids of the `datasets` library. `judged`: a reward model will say how good an answer is,
-        so that there need be no `reward`."""
+        """`num_heldout` None: a tenth of the prompts, at most 200. `config` and `split` are for ids
+        of the `datasets` library. `judged`: a reward model scores the answers, so that `reward` is
+        optional."""
         if data is None or (reward is None and not judged):
             raise ConfigError("a problem of your own needs data=FILE and reward=MODULE:FUNCTION, or reward_model=DIRECTORY")
         self.scorer = NoRewards() if reward is None else build_rewards(reward, reward_weights, timeout_s=reward_timeout_s)
@@ -66,11 +66,11 @@ class DataTask:
             held = self._problems(_load(heldout_data, prompt_column, config, heldout_split), "heldout-")[:num_heldout]
         seen = {_key(problem) for problem in held}
         self.training: Sequence[DataProblem] = [problem for problem in problems if _key(problem) not in seen]
-        """The problems to train on; every one is trained on once before any is again."""
+        """The problems to train on, in passes: each once before any is repeated."""
         if not self.training:
-            raise ConfigError(f"every prompt of {data} is held out, and nothing is left to train on; lower task.args.num_heldout")
+            raise ConfigError(f"every prompt of {data} is held out and none is left to train on; lower task.args.num_heldout")
         self.digest = loaded.digest()
-        """Another file is another digest."""
+        """Identifies the content of the data set."""
         self._held = held
 
     @property
@@ -83,8 +83,8 @@ class DataTask:
 
     @property
     def success_reward(self) -> float | None:
-        """1 where a built-in verifier alone gives the reward; what functions of the user's give
-        for a right answer they do not say."""
+        """1 if a built-in verifier is the only reward; None for the user's functions, whose rewards
+        for a right answer are unknown."""
         return 1.0 if self._is_verified else None
 
     @property
@@ -98,8 +98,7 @@ class DataTask:
 
     @property
     def measures(self) -> Mapping[str, str]:
-        """Numbers of the step's info that are averaged where they are there: what each of
-        several functions returned."""
+        """The reward of each function, if there are several, averaged where present."""
         return {f"rewards/{name}": f"{name}, its mean" for name in self.scorer.names} if len(self.scorer.names) > 1 else {}
 
     @property
@@ -117,11 +116,11 @@ class DataTask:
         return self._held
 
     def demonstrate(self, problem: Problem, rng: Random) -> str:
-        """The row's own completion."""
+        """The completion of the row."""
         completion = problem["row"].get("completion")  # type: ignore[typeddict-item]
         if not completion:
             raise ConfigError(
-                "a warm-up needs a column `completion` with an answer in every row; leave it out with warmup.steps=0"
+                "a warm-up needs a column `completion` with an answer in every row; disable the warm-up with warmup.steps=0"
             )
         return str(completion if isinstance(completion, str) else completion[-1]["content"])
 
@@ -130,7 +129,8 @@ class DataTask:
         return PromptEnv(row, system_prompt=self.system_prompt)
 
     def _problems(self, loaded: DataSet, prefix: str) -> list[DataProblem]:
-        """Raises DataError that names the row for one that a reward function cannot judge."""
+        """The problems of the rows. Raises DataError, naming the row, if a reward function
+        cannot judge it."""
         self.scorer.check_columns([name for name in loaded.columns if name not in ("prompt", "completion")])
         problems = []
         for index, row in enumerate(loaded.rows):
@@ -148,13 +148,13 @@ def _load(source: str, prompt_column: str | None, config: str | None, split: str
 
 
 def _lowest_hashes(problems: Sequence[DataProblem], wanted: int | None, source: str) -> list[DataProblem]:
-    """One problem of each prompt that is held out."""
+    """One problem for each held-out prompt."""
     distinct = {_key(problem): problem for problem in reversed(problems)}
     number = min(200, max(1, len(distinct) // 10)) if wanted is None else wanted
     if not 1 <= number < len(distinct):
         raise ConfigError(
             f"num_heldout ({number}) must be at least 1 and less than the {len(distinct)} different prompts of {source}; or name "
-            "another file with task.args.heldout_data"
+            "a separate file with task.args.heldout_data"
         )
     return [distinct[key] for key in sorted(distinct)[:number]]
 

@@ -1,4 +1,4 @@
-"""A batch source of demonstrations: what the supervised warm-up trains on."""
+"""The batch source of the supervised warm-up: demonstrations of a task's teacher."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from ludic.types import Message
 
 
 class DemonstrationSource:
-    """Draws the teacher's episodes without end. Batch `k` depends on the seed and `k` only, so that
-    a resumed run sees what it would have seen.
+    """Returns the teacher's episodes, without end. Batch `k` depends only on the seed and `k`, so a
+    resumed run gets the same batches.
 
-    An episode is one sample: observations, and after each the teacher's action with the end token;
-    the loss is on actions and ends. Where the tokenizer's template rewrites what was said before,
-    so that a prompt does not begin with the tokens so far, the sample ends there and another
-    begins, as it does in rollouts.
+    An episode is one sample: observations, each followed by the teacher's action and the end token.
+    The loss covers actions and end tokens. If the tokenizer's template rewrites earlier turns, so
+    that a prompt does not start with the tokens so far, a new sample starts there, as in rollouts.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class DemonstrationSource:
     async def next_batch(self) -> SAWBatch:
         rng = Random(f"demonstrations {self._seed} {self._batches}")
         episodes = self._task.demonstrations(self._batch_size, rng)
-        dialogues = [messages for episode in episodes for messages in _asked(episode, self._system_prompt)]
+        dialogues = [messages for episode in episodes for messages in _prompts(episode, self._system_prompt)]
         prompts = iter(ChatTemplate(self._tokenizer).render_all(dialogues))
         texts = [[(next(prompts), turn.action) for turn in episode] for episode in episodes]
         ids = self._encoded(text for episode in texts for turn in episode for text in turn)
@@ -48,31 +47,35 @@ class DemonstrationSource:
         return SAWBatch(items=items, meta={"target_rollouts": len(episodes), "num_samples": len(items)})
 
     def _encoded(self, texts: Iterable[str]) -> dict[str, list[int]]:
-        """The ids of each different text."""
-        different = list(dict.fromkeys(texts))
-        return dict(zip(different, self._tokenizer(different, add_special_tokens=False)["input_ids"], strict=True))
+        """The token ids of each distinct text."""
+        distinct = list(dict.fromkeys(texts))
+        return dict(zip(distinct, self._tokenizer(distinct, add_special_tokens=False)["input_ids"], strict=True))
 
     def state_dict(self) -> dict[str, int]:
-        """Batches given so far."""
+        """The number of batches so far."""
         return {"batches": self._batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._batches = int(state["batches"])
 
 
-def _asked(episode: Sequence[Turn], system_prompt: str | None) -> list[list[Message]]:
-    """What the policy is asked with at each turn."""
-    messages, asked = list[Message](), list[list[Message]]()
+def _prompts(episode: Sequence[Turn], system_prompt: str | None) -> list[list[Message]]:
+    """The messages of the prompt of each turn."""
+    messages, prompts = list[Message](), list[list[Message]]()
     for turn in episode:
-        messages = [*messages, {"role": "user", "content": turn.observation}] if asked else _opening(turn, system_prompt)
-        asked.append(messages)
+        messages = [*messages, {"role": "user", "content": turn.observation}] if prompts else _opening(turn, system_prompt)
+        prompts.append(messages)
         messages = [*messages, {"role": "assistant", "content": turn.action}]
-    return asked
+    return prompts
 
 
 def _items(name: str, turns: Sequence[tuple[list[int], list[int]]]) -> list[SAWItem]:
-    """One sample of all turns whose prompts extend one another; `turns` are the ids of (prompt,
-    action)."""
+    """One sample for each run of turns whose prompts extend one another. `turns`: the ids of
+    (prompt, action).
+
+    Example: turns `([1], [2])` and `([1, 2, 3], [4])` are one sample with ids `[1, 2, 3, 4]` and
+    mask `[0, 1, 0, 1]`; a second prompt `[9]` would start a new sample.
+    """
     rows: list[tuple[list[int], list[int]]] = []
     for prompt, action in turns:
         ids, mask = rows[-1] if rows else ([], [])
@@ -102,12 +105,12 @@ def _items(name: str, turns: Sequence[tuple[list[int], list[int]]]) -> list[SAWI
 
 
 def prompt_text(tokenizer: Any, question: str, system_prompt: str | None) -> str:
-    """The first prompt of an episode."""
+    """The first prompt of an episode, as text."""
     return ChatTemplate(tokenizer).render(_opening(Turn(question, ""), system_prompt))
 
 
 def _opening(turn: Turn, system_prompt: str | None) -> list[Message]:
-    """The messages before the first action, as the context of the rollouts has them."""
+    """The messages before the first action, as in the context of rollouts."""
     context = GivenDialog(system_prompt)
     context.on_env_reset(turn.observation, {} if turn.messages is None else {"messages": list(turn.messages)})
     return list(context.on_before_act())

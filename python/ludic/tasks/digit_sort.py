@@ -1,8 +1,8 @@
-"""Sorting digits: `529140>` is answered by `012459`. Reward 1 for the exact answer, else 0.
+"""Sorting digits: the answer to `529140>` is `012459`. Reward 1 for the exact answer, else 0.
 
-The teacher of the warm-up is right in a quarter of its demonstrations; half of them are sorted the
-wrong way round, and the rest lose a digit. What reinforcement adds is therefore the choice of the
-right way and the care not to lose digits: it selects and sharpens what the demonstrations contain.
+A quarter of the warm-up teacher's demonstrations are right, half are sorted in descending order,
+and the rest lose a digit. Reinforcement learning therefore adds the choice of the right order and
+the care not to lose digits: it selects and sharpens what the demonstrations contain.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from ludic.envs.dataset_qa_env import DatasetQAEnv
 from ludic.errors import ConfigError
 from ludic.tasks.base import Problem, check_share
 
-_SPLIT_SEED = 20_000  # the held-out problems are those of this seed in every run
+_SPLIT_SEED = 20_000  # of the held-out problems, which are the same in every run
 
 
 def matches_exactly(action: str, target: str) -> bool:
-    """The verifier: nothing is forgiven, not even white space."""
+    """The verifier: exact equality, white space included."""
     return action == target
 
 
 @dataclass(frozen=True)
 class DigitSort:
-    """Problems are held out with all their rearrangements: no held-out answer is ever seen in
+    """Problems are held out with all permutations of their digits: no held-out answer occurs in
     training."""
 
     digits: int = 6
-    """Digits of a problem."""
+    """Number of digits of a problem."""
     right: float = 0.25
     """Share of demonstrations that are right."""
     backwards: float = 0.5
-    """Share sorted from 9 to 0; what remains loses one digit of the right answer."""
+    """Share in descending order; the rest lose one digit of the right answer."""
     num_heldout: int | None = None
-    """Problems kept for evaluation; None: 500, or fewer where there are not so many to spare."""
+    """Problems kept for evaluation; None: 500, or fewer for few digits."""
 
     def __post_init__(self) -> None:
         if self.digits < 3:
             raise ConfigError(f"digits ({self.digits}) must be at least 3; with fewer there is nothing to hold out")
         if self.num_heldout is not None and not 1 <= self.num_heldout <= self._spare:
             raise ConfigError(
-                f"num_heldout ({self.num_heldout}) must be between 1 and {self._spare}: every one takes its rearrangements "
-                "with it; raise digits to hold out more"
+                f"num_heldout ({self.num_heldout}) must be between 1 and {self._spare}: each is held out with all its "
+                "permutations; raise digits to hold out more"
             )
         check_share("right", self.right)
         check_share("right + backwards", self.right + self.backwards)
@@ -84,8 +84,8 @@ class DigitSort:
 
     @property
     def _spare(self) -> int:
-        """One problem in 500 may be held out; with its rearrangements that is less than half of
-        all problems."""
+        """The maximum of held-out problems: one in 500, which with their permutations is less
+        than half of all problems."""
         return 10**self.digits // 500
 
     def _any_problem(self, rng: Random) -> Problem:

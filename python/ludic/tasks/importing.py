@@ -1,4 +1,4 @@
-"""What a recipe names as `package.module:name`, imported plainly."""
+"""Imports the object that a recipe names as `package.module:name`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from ludic.errors import ConfigError, place_of
 
 
 def import_named(path: str, setting: str) -> Any:
-    """The object that `path` names, in a package that is installed or a file of the current
-    directory.
+    """The object that `path` names, in an installed package or a file of the current directory.
 
-    Raises ConfigError, which names `setting`, for what cannot be found or fails while it is
-    imported.
+    Raises ConfigError, which names `setting`, if it is not found or its import fails.
     """
     module, mark, name = path.partition(":")
     if not mark or not module or not name:
@@ -27,7 +25,7 @@ def import_named(path: str, setting: str) -> Any:
     with _current_directory_first():
         try:
             loaded = import_module(module)
-        except Exception as error:  # the module is the user's, and so is what it raises
+        except Exception as error:  # the user's module may raise anything
             raise ConfigError(f"{setting} ({path}) cannot be imported: {_fault(error, module)}") from error
     if not hasattr(loaded, name):
         raise ConfigError(f"{setting} ({path}) cannot be imported: {loaded.__file__} has no {name!r}")
@@ -35,26 +33,25 @@ def import_named(path: str, setting: str) -> Any:
 
 
 def _fault(error: Exception, module: str) -> str:
-    """What is wrong: the name, where no such module is found, else what the module raises and
-    where."""
+    """The reason in words: an unknown module, or the exception of the module and its place."""
     if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(f"{error.name}."):
         return f"{error}; write package.module:name"
-    place = "" if isinstance(error, SyntaxError) else place_of(error)  # a syntax error says where
+    place = "" if isinstance(error, SyntaxError) else place_of(error)  # the message of a syntax error has the place
     return f"{type(error).__name__}: {error}" + (f" ({place})" if place else "")
 
 
 @contextmanager
 def _current_directory_first() -> Iterator[None]:
-    """Afterwards it is last, so that a module may still import its neighbours when it runs and
-    no package is hidden by a file."""
+    """Put the current directory first on `sys.path`, and last afterwards: modules can still import
+    their neighbours later, but no file there hides an installed package."""
     here = os.getcwd()
-    known = here in sys.path
+    was_listed = here in sys.path
     sys.path.insert(0, here)
     try:
         yield
     finally:
         sys.path.remove(here)
-        if not known:
+        if not was_listed:
             sys.path.append(here)
 
 

@@ -76,7 +76,7 @@ class JudgedTask(WrappedTask):
 
 
 def is_unrewarded(task: EpisodicTask) -> bool:
-    """Whether only a reward model can say how good an answer is."""
+    """Whether only a reward model rewards its answers."""
     return isinstance(task.scorer, NoRewards)
 
 

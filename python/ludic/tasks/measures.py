@@ -1,4 +1,5 @@
-"""How the facts (booleans) and measures (numbers) that a task logs beside the reward are reduced."""
+"""How the facts (booleans) and measures (numbers) that a task logs beside the reward are
+reduced."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Preferences whose truth is known: `high>` prefers the string of digits with the larger mean,
-`low>` the one with the smaller.
+"""Synthetic preferences with a known truth: `high>` prefers the string of digits with the larger
+mean, `low>` the one with the smaller mean.
 
-Which of two responses is preferred is drawn by the Bradley-Terry model from their qualities, so
-that the best accuracy that any reward model can have on given pairs is known exactly.
+The preferred response is drawn from the Bradley-Terry model of the two qualities, so the best
+possible accuracy of a reward model on a set of pairs is known exactly.
 
 R. A. Bradley, M. E. Terry (1952), Rank analysis of incomplete block designs.
 """
@@ -18,7 +18,7 @@ from typing import TypedDict
 
 from ludic.errors import ConfigError
 
-_SPLIT_SEED = 20_000  # the held-out pairs are those of this seed in every run
+_SPLIT_SEED = 20_000  # of the held-out pairs, which are the same in every run
 _SIGN = {"high>": 1.0, "low>": -1.0}
 
 
@@ -30,8 +30,7 @@ class Preference(TypedDict):
     chosen: str
     rejected: str
     probability: float
-    """With which `chosen` is preferred; below 0.5 where the draw went against the better
-    response."""
+    """Probability that `chosen` is preferred; below 0.5 if the worse response was drawn."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,12 @@ class DigitPreferences:
 
     min_digits: int = 4
     max_digits: int = 12
-    """Digits of a response, drawn evenly."""
+    """Digits of a response, drawn uniformly."""
     temperature: float = 0.5
-    """The quality difference that makes a preference sigmoid(1) = 73 % sure."""
+    """The difference in quality at which the preference has probability sigmoid(1) = 73 %."""
     num_heldout: int | None = None
-    """Pairs kept for evaluation; None: 5,000, or fewer where there are not so many to spare. The
-    standard error of an accuracy on 5,000 is half a point."""
+    """Pairs kept for evaluation; None: 5,000, or fewer for few digits. The standard error of an
+    accuracy on 5,000 is 0.5 points."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_digits <= self.max_digits:
@@ -65,17 +64,17 @@ class DigitPreferences:
             )
 
     def quality(self, prompt: str, response: str) -> float:
-        """The latent score: the mean digit of the response, negative for `low>`."""
+        """The latent quality: the mean digit of the response, negated for `low>`."""
         return _SIGN[prompt] * sum(map(int, response)) / len(response)
 
     def probability(self, prompt: str, first: str, second: str) -> float:
-        """With which `first` is preferred: sigmoid((quality of first - quality of second) /
+        """Probability that `first` is preferred: sigmoid((quality of first - quality of second) /
         temperature)."""
         logit = (self.quality(prompt, first) - self.quality(prompt, second)) / self.temperature
         return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
 
     def draw(self, rng: Random) -> Preference:
-        """A pair to train on; neither response is one of those held out with its prompt."""
+        """A pair to train on; neither response is held out with this prompt."""
         while True:
             pair = self._any_pair(rng)
             if not self._responses(pair) & self._heldout_responses:
@@ -87,13 +86,13 @@ class DigitPreferences:
 
     @property
     def _spare(self) -> int:
-        """Pairs that may be held out: they take at most a tenth of the longest responses."""
+        """The maximum of held-out pairs: they use at most a tenth of the longest responses."""
         return max(1, 10**self.max_digits // 20)
 
     def _any_pair(self, rng: Random) -> Preference:
         prompt = rng.choice(list(_SIGN))
         first, second = self._response(rng), self._response(rng)
-        while self.quality(prompt, first) == self.quality(prompt, second):  # no reward model could tell them apart
+        while self.quality(prompt, first) == self.quality(prompt, second):  # no reward model can distinguish them
             second = self._response(rng)
         sure = self.probability(prompt, first, second)
         if rng.random() < sure:
@@ -118,17 +117,15 @@ class DigitPreferences:
 
 
 def bayes_accuracy(pairs: Iterable[Preference]) -> float:
-    """The expected accuracy on these pairs, over the draw of their labels, of the best there is:
-    the generator's own quality.
-
-    mean over pairs of max(p, 1 - p).
+    """The expected accuracy on these pairs of the best possible model, the generator's own quality,
+    over random labels: the mean of max(p, 1 - p).
     """
     sure = [max(pair["probability"], 1 - pair["probability"]) for pair in pairs]
     return sum(sure) / len(sure)
 
 
 def drawn_accuracy(pairs: Iterable[Preference]) -> float:
-    """The accuracy of the generator's own quality on the labels as they were drawn: share of
-    pairs whose chosen response is the better."""
+    """The accuracy of the generator's own quality on the drawn labels: the share of pairs whose
+    chosen response is the better one."""
     right = [pair["probability"] > 0.5 for pair in pairs]
     return sum(right) / len(right)

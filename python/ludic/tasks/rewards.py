@@ -1,4 +1,4 @@
-"""The `reward` of a recipe turned into reward functions and their weights."""
+"""Builds reward functions and weights from the `reward` of a recipe."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class NoRewards(DataRewards):
 
 
 def build_rewards(reward: Any, weights: Any, *, timeout_s: float) -> DataRewards:
-    """`reward`: one name, several, or names with their weights. A name is `module:function` or
-    that of a built-in verifier."""
+    """The reward functions of a recipe. `reward`: one name, a list of names, or names with their
+    weights. A name is `module:function` or a built-in verifier."""
     if isinstance(reward, Mapping):
         if weights is not None:
-            raise ConfigError("reward has weights of its own; leave reward_weights out, or give the names as a list")
+            raise ConfigError("reward has weights of its own; leave reward_weights out, or make reward a list of names")
         reward, weights = list(reward), list(reward.values())
     names = [reward] if isinstance(reward, str) else reward
     if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
@@ -57,7 +57,7 @@ def build_rewards(reward: Any, weights: Any, *, timeout_s: float) -> DataRewards
 
 
 def is_one_verifier(reward: Any) -> bool:
-    """Whether a built-in verifier is the whole reward: 1 for a right answer, 0 for any other."""
+    """Whether the reward is one built-in verifier: 1 for a right answer, 0 for any other."""
     names = [reward] if isinstance(reward, str) else list(reward or ())
     return len(names) == 1 and names[0] in BUILT_IN
 

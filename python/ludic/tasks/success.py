@@ -1,5 +1,4 @@
-"""Which answers are right: one definition for what `ludic train` and `ludic eval` measure, mark
-and write."""
+"""Which answers are right: the one definition that `ludic train` and `ludic eval` use."""
 
 from __future__ import annotations
 
@@ -10,36 +9,36 @@ from dataclasses import dataclass
 from ludic.errors import ConfigError
 from ludic.tasks.episodic import EpisodicTask
 
-REMEDY = "say from which reward on an answer is right with {}=NUMBER"
+REMEDY = "set the reward from which an answer is right with {}=NUMBER"
 
 
 @dataclass(frozen=True)
 class Success:
-    """From which total reward on an episode is a success."""
+    """The total reward from which an episode is a success."""
 
     reward: float | None
-    """None: nothing says what is right, such as where the reward is the score of a reward model."""
+    """None: nothing says what is right, for example if the reward is a reward model's score."""
     is_assumed: bool = False
-    """Nobody has said so. It holds as long as every reward is 0 or 1."""
+    """Not configured, but assumed; valid as long as every reward is 0 or 1."""
 
     def holds_for(self, rewards: Iterable[float]) -> float | None:
-        """The reward that answers with these rewards are judged by; None where none of them can
-        be called right or wrong."""
+        """The threshold for answers with these rewards; None if they cannot be called right or
+        wrong."""
         if self.is_assumed and not all(reward in (0.0, 1.0) for reward in rewards):
             return None
         return self.reward
 
     def why_unknown(self, setting: str) -> str:
-        """A sentence for a report without an accuracy. `setting`: what would say it."""
+        """A sentence for a report without an accuracy. `setting`: the one that would define it."""
         if self.is_assumed:
-            return f"No accuracy: rewards other than 0 and 1 were seen; {REMEDY.format(setting)}."
+            return f"No accuracy: some rewards are neither 0 nor 1; {REMEDY.format(setting)}."
         return f"No accuracy: a score does not say what is right; {REMEDY.format(setting)}."
 
 
 def success_of(task: EpisodicTask, solved_at: float | None) -> Success:
-    """What was asked for, else what the task says. A task that does not say has rewards of 0 and
-    1, or no success at all; the score of a reward model never is one. Raises ConfigError for a
-    `solved_at` that no reward can be compared with."""
+    """The success of `solved_at` if it is set, else the task's. A task that defines none is assumed
+    to have rewards of 0 and 1; the score of a reward model defines no success. Raises ConfigError
+    for a `solved_at` that is not finite."""
     if solved_at is not None:
         if not math.isfinite(solved_at):
             raise ConfigError(f"solved_at ({solved_at}) must be a finite reward, such as 1 or 0.5")

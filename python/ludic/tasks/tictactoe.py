@@ -1,10 +1,10 @@
 """Tic-tac-toe as a task: trained against an opponent that mixes perfect and random moves, measured
 against both kinds.
 
-The teacher of the warm-up plays a perfect move half of the time, a random one nearly as often, and
-now and then names a cell that is taken, which ends its game. Reinforcement selects the good moves.
-Nothing is held out: the positions of the game are few, and a game of the measurement differs from
-one of training by the opponent and its luck.
+The warm-up teacher plays a perfect move half of the time, a random one nearly as often, and
+sometimes names a taken cell, which ends its game. Reinforcement learning selects the good moves.
+Nothing is held out: the game has few positions, and evaluation games differ from training games in
+the opponent and its random moves.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Turn, sha
 from ludic.types import Rollout
 
 FORMATS = ("moves", "chat")
-_GAMES = 1000  # of each suite; as many with the agent as X as with it as O
-_MAX_TURNS = 5  # X has five moves where the board fills up
+_GAMES = 1000  # of each suite, half of them with the agent as X
+_MAX_TURNS = 5  # X makes five moves on a full board
 
 
 @dataclass(frozen=True)
 class TicTacToe(EpisodicTask):
-    """Win 1, draw 0.5, loss 0; a move that is not legal -1, and the game is over."""
+    """Win 1, draw 0.5, loss 0; an illegal move -1, and it ends the game."""
 
     opponent_perfect: float = 0.4
-    """Share of perfect moves of the opponent in training; the others are random."""
+    """Share of the opponent's moves in training that are perfect; the rest are random."""
     as_o: float = 2 / 3
     """Share of training games in which the agent moves second, which is harder."""
     teacher_perfect: float = 0.5
     """Share of the teacher's moves that are perfect."""
     teacher_illegal: float = 0.03
-    """Share of the teacher's moves that name a cell which is taken."""
+    """Share of the teacher's moves that name a taken cell."""
     format: str = "moves"
-    """`moves`: the opponent's move alone is shown, as a digit, and answered by a digit. `chat`:
+    """`moves`: the observation is the opponent's move as a digit, the action is a digit. `chat`:
     rules, board, and moves between tags."""
     draw_reward: float = 0.5
     forced_draw_reward: float = 0.5
-    """For a draw in which the agent made no mistake."""
+    """Reward of a draw in which the agent made no mistake."""
 
     def __post_init__(self) -> None:
         check_share("teacher_perfect + teacher_illegal", self.teacher_perfect + self.teacher_illegal)
@@ -158,7 +158,7 @@ class TicTacToe(EpisodicTask):
         )
 
     def _demonstrate(self, rng: Random) -> list[Turn]:
-        """A game of the teacher against a random opponent, on either side."""
+        """A game of the teacher, as X or as O, against a random opponent."""
         env = self._env(rng.choice("XO"), RandomOpponent())
         observation, _ = env.env_reset(seed=rng.getrandbits(32))
         turns: list[Turn] = []
@@ -187,7 +187,7 @@ def _game(mark: str, opponent: str) -> Episode:
 
 
 def _results(games: Sequence[Played]) -> dict[str, float]:
-    """Shares of won, drawn, lost and not lost games, of all and of either side."""
+    """Shares of won, drawn, lost and not lost games: overall, as X and as O."""
     rates = {}
     for suffix, mark in (("", None), ("_as_x", "X"), ("_as_o", "O")):
         results = [_result(rollout) for episode, rollout in games if mark in (None, episode["mark"])]
@@ -197,5 +197,5 @@ def _results(games: Sequence[Played]) -> dict[str, float]:
 
 
 def _result(rollout: Rollout) -> str:
-    """A text that could not be read, or was cut off, is an illegal move."""
+    """The result of the game. Text that cannot be parsed or was cut off is an illegal move."""
     return str(rollout.steps[-1].info.get("result", "illegal"))

@@ -1,10 +1,10 @@
-"""A tool of two calls as a task: what does the key hold that the start key holds? See
+"""A task with two tool calls: the start key holds another key; what does that key hold? See
 `ludic.envs.key_value`.
 
-The teacher of the warm-up looks both keys up and answers right in 16 % of its demonstrations; 62 %
-answer at once, with a guess, and the rest go wrong on the way. Reinforcement selects the episodes
-that look up what they answer. Held out are pairs of a start key and what it holds; what that key
-holds is random in every episode.
+In 16 % of its demonstrations the warm-up teacher looks up both keys and answers right; in 62 % it
+guesses at once, and in the rest it makes a mistake on the way. Reinforcement learning selects the
+episodes that look up the answer. Pairs of a start key and its content are held out; the content of
+the second key is random in every episode.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Turn, sha
 from ludic.types import Rollout
 
 FORMATS = ("terse", "chat")
-_SPLIT_SEED = 20_000  # the held-out pairs are those of this seed in every run
-_EPISODES = 500  # of the measurement, evenly over the held-out pairs
+_SPLIT_SEED = 20_000  # of the held-out pairs, which are the same in every run
+_EPISODES = 500  # in an evaluation, spread evenly over the held-out pairs
 
 
 @dataclass(frozen=True)
 class Tools(EpisodicTask):
-    """90 pairs of a start key and another that it holds; reward 1 for the right answer, else 0."""
+    """90 pairs of a start key and the key that it holds; reward 1 for the right answer, else 0."""
 
     right: float = 0.16
-    """Share of demonstrations that look both keys up and answer right."""
+    """Share of demonstrations that look up both keys and answer right."""
     guess: float = 0.62
-    """Share that answers at once, with a guess."""
+    """Share that guesses without a call."""
     wrong_key: float = 0.09
-    """Share whose second call is for a wrong key, and that answers what it holds."""
+    """Share whose second call looks up a wrong key and answers its content."""
     wrong_answer: float = 0.045
-    """Share that looks both keys up and answers at random; what remains makes one call and then
-    guesses."""
+    """Share that looks up both keys and answers at random; the rest make one call and then
+    guess."""
     num_heldout: int = 20
     """Pairs kept for evaluation, out of 90."""
     format: str = "terse"
-    """`terse`: a character or two a turn. `chat`: rules, sentences, and calls between tags."""
+    """`terse`: one or two characters a turn. `chat`: rules, sentences, and calls between tags."""
 
     def __post_init__(self) -> None:
         check_share("right", self.right)
@@ -53,7 +53,7 @@ class Tools(EpisodicTask):
         check_share("right + guess + wrong_key + wrong_answer", self.right + self.guess + self.wrong_key + self.wrong_answer)
         if not 1 <= self.num_heldout <= 45:
             raise ConfigError(
-                f"num_heldout ({self.num_heldout}) must be between 1 and 45, half of the pairs; the rest is trained on"
+                f"num_heldout ({self.num_heldout}) must be between 1 and 45, half of the pairs; the rest is for training"
             )
         if self.format not in FORMATS:
             raise ConfigError(f"format ({self.format}) must be one of {', '.join(FORMATS)}")
@@ -129,7 +129,7 @@ class Tools(EpisodicTask):
         return turns
 
     def _plan(self, env: KeyValueEnv, rng: Random) -> list[tuple[str, str]]:
-        """What the teacher does, by the shares above."""
+        """The teacher's actions, drawn by the shares above."""
         first, second, drawn = env.start, env.store[env.start], rng.random()
         guess = rng.choice(KEYS)
         if drawn < self.guess:
@@ -153,7 +153,7 @@ class Tools(EpisodicTask):
 
     @cached_property
     def _split(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-        """Pairs to train on, pairs held out."""
+        """(training pairs, held-out pairs)."""
         pairs = list(permutations(KEYS, 2))
         Random(_SPLIT_SEED).shuffle(pairs)
         return pairs[self.num_heldout :], pairs[: self.num_heldout]

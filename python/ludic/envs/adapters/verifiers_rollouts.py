@@ -41,7 +41,7 @@ def rollout_from_trace(trace: Any) -> Rollout:
     trained = _trained(nodes)
     sampled = [number for number, node in enumerate(nodes) if node["sampled"] and number in trained]
     if not sampled:
-        raise RolloutError(f"trace {record['id']}: it has no message that the model sampled, and a rollout needs one")
+        raise RolloutError(f"trace {record['id']}: the model sampled nothing in it, so there is no rollout")
     steps = [_step(record, index, number, calls.get(number)) for index, number in enumerate(sampled)]
     for step, following in zip(steps, sampled[1:], strict=False):
         step.next_obs = _shown_before(nodes, following)
