@@ -25,7 +25,6 @@ class _Commands(TyperGroup):
         return super().parse_args(ctx, ["--version"] if "--version" in own else args)
 
 
-
 app = typer.Typer(
     name="ludic",
     cls=_Commands,
