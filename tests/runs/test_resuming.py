@@ -124,7 +124,7 @@ def test_a_run_begun_with_the_former_name_of_a_setting_is_resumed_with_its_value
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("max_lag: 0", "max_lag: 1"))
     said = refused("train", "--resume", str(run))
-    assert "inference.batches_ahead is 1, and the run was begun with 0" in said
+    assert "inference.batches_ahead is 1, but the run began with 0" in said
 
 
 def test_a_folder_of_an_older_version_is_gone_on_with(run: Path) -> None:
