@@ -164,8 +164,8 @@ def broken(number, **fields):
         (broken(2, mask=[True, *[False] * 11]), DataError, "not a run of sampled tokens at the end of its 12 tokens"),
         (broken(2, mask=[True]), DataError, "not a run of sampled tokens"),
         (broken(2, logprobs=[-1.0]), DataError, r"has 1 log-probabilities for 2 sampled tokens"),
-        (broken(2, parent=3), DataError, "node 2 of a trace has node 3 before it"),
-        (broken(2, parent=2), DataError, "node 2 of a trace has node 2 before it"),
+        (broken(2, parent=3), DataError, "node 2 of a trace names node 3 as its parent"),
+        (broken(2, parent=2), DataError, "node 2 of a trace names node 2 as its parent"),
     ],
 )
 def test_a_trace_that_cannot_be_trained_on_is_refused(record, error, problem):
