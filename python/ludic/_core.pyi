@@ -1,5 +1,5 @@
-"""The compiled batching core: truncate, plan, collate and reduce. Shapes: N samples, S tokens in
-all, B rows, T columns."""
+"""The compiled batching core: truncates, plans, collates and reduces. Shapes: N samples, S tokens
+in total, B rows, T columns."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, final
@@ -35,17 +35,17 @@ class SampleTable:
 
     @staticmethod
     def from_items(items: Sequence[Any]) -> SampleTable:
-        """Ingest `SAWItem`s once. Their sequences may be lists, tuples, ranges, numpy arrays,
-        bytes, other buffers, and whatever has `__array__`, such as tensors on the CPU.
+        """A table of `SAWItem`s. Their sequences may be lists, tuples, ranges, numpy arrays, bytes,
+        other buffers, or objects with `__array__`, such as tensors on the CPU.
 
-        An array that is not contiguous or not aligned is copied; foreign byte order and any other
-        type raise `DataTypeError`. A list as `attention_mask` may hold whatever equals 1 (`True`,
-        `1.0`) if all of it does: the list counts its ones by itself. One with a 0 in it, and every
-        other field of whole numbers, holds whole numbers or truths. Samples without tokens, ids
-        outside 0..2**31 - 1, masks that are ragged or hold anything but 0 and 1, log-probs that are
-        not finite, not one for each action or not on all samples, weights that are not finite:
-        `DataError`, naming the sample, the value and the rule. At most 2**20 items; columns have no
-        such limit.
+        Arrays that are not contiguous or not aligned are copied. Raises `DataTypeError` for foreign
+        byte order and for any other type. A list as `attention_mask` may hold any values equal to 1
+        (`True`, `1.0`) if all of them are; otherwise it must hold integers or booleans, as must
+        every other integer field. Raises `DataError`, which names the sample, the value and the
+        rule, for: samples without tokens; ids outside 0..2**31 - 1; masks of another length or with
+        values other than 0 and 1; log-probs that are not finite, not one for each action, or not
+        on all samples; weights that are not finite. At most 2**20 items; columns have no such
+        limit.
         """
 
     @staticmethod
@@ -57,8 +57,9 @@ class SampleTable:
         actor_logps: NDArray[np.floating[Any]] | Sequence[float] | None = None,
         attention_mask: NDArray[np.integer[Any] | np.bool] | Sequence[int] | None = None,
     ) -> SampleTable:
-        """Columns of S tokens; `offsets` [N + 1], which rise; weights are 1 when absent.
-        `actor_logps` [S] is aligned with the tokens: what stands off the actions is not read."""
+        """A table of columns of S tokens. `offsets` [N + 1] must not decrease: [0, 2, 5] are a
+        sample of 2 tokens and one of 3. Weights default to 1. `actor_logps` [S] is aligned with
+        the tokens; values at tokens that are not actions are ignored."""
 
     def __len__(self) -> int: ...
     @property
@@ -76,28 +77,30 @@ class SampleTable:
         """[N] action tokens of each sample, after truncation."""
     @property
     def target_counts(self) -> NDArray[np.int32]:
-        """[N] action tokens at positions >= 1: those that a causal model predicts."""
+        """[N] action tokens at positions >= 1, which are those that a causal model predicts."""
     @property
     def weights(self) -> NDArray[np.float32]:
         """[N] credit of each sample."""
     @property
     def chains(self) -> NDArray[np.int32]:
-        """[N] the chain of each sample, -1 outside any."""
+        """[N] the chain of each sample, -1 for a sample in no chain."""
     def chained(self) -> SampleTable:
-        """The same samples, of which neighbours that continue each other are chained: the ids of
-        one begin with all ids of the one before, and none of those is one of its actions. In a
-        collation, neighbours of one chain share a line of the B that the shapes below speak of,
-        and `turns` [N, 3] i64 says of each of the N samples its line, and where in it its own
-        tokens begin and end. `weight` and `old_logp_action` have one value a sample. Chains that
-        an earlier call made are forgotten."""
-    def truncate(self, max_seq_len: int) -> SampleTable:
-        """The same samples cut on the right to at most `max_seq_len` tokens. A change of length,
-        no copy."""
-    def select(self, indices: Sequence[int] | NDArray[np.int64]) -> SampleTable:
-        """The samples at `indices`, in that order; an index may come twice. No token is copied.
+        """The same samples, with neighbours that continue each other chained: the ids of a sample
+        begin with all ids of the one before it, and none of those tokens is one of its actions.
 
-        Indices are whole numbers, here and in collations: a mask is refused, since as numbers it
-        would mean samples 0 and 1. Take `np.flatnonzero(mask)`."""
+        In a collation, neighbours of one chain share a row: B below counts shared rows once.
+        `turns` [N, 3] i64 has the row of each sample, and where its own tokens begin and end in
+        that row. Ids [5, 6] and [5, 6, 7], chained, are one row [5, 6, 7] with the turns
+        [[0, 0, 2], [0, 2, 3]]. `weight` and `old_logp_action` have one value for each sample. A
+        new call replaces the chains of an earlier one."""
+    def truncate(self, max_seq_len: int) -> SampleTable:
+        """The same samples, cut on the right to at most `max_seq_len` tokens. No token is
+        copied."""
+    def select(self, indices: Sequence[int] | NDArray[np.int64]) -> SampleTable:
+        """The samples at `indices`, in that order. An index may occur twice. No token is copied.
+
+        Indices must be whole numbers, here and in collations. A boolean mask is refused, because
+        as numbers it would mean samples 0 and 1: use `np.flatnonzero(mask)`."""
     def collate(
         self, indices: Sequence[int] | NDArray[np.int64], pad_token_id: int, arena: Arena | None = None
     ) -> dict[str, NDArray[Any]]:
@@ -106,82 +109,85 @@ class SampleTable:
         [B]."""
     def collate_padding_free(self, indices: Sequence[int] | NDArray[np.int64], arena: Arena | None = None) -> dict[str, Any]:
         """`input_ids` i64, `position_ids` i64, `action_mask` f32 [1, S], `cu_seqlens` i32 [B +
-        1], `max_seqlen` (an `int`: the longest line, as attention of variable lengths asks for
-        it), `weight` f32 [B]; with actor log-probs also `actor_logps` f32 [1, S] and
+        1], `max_seqlen` (an `int`: the length of the longest row, for variable-length
+        attention), `weight` f32 [B]; with actor log-probs also `actor_logps` f32 [1, S] and
         `old_logp_action` f32 [B]. A sample with a 0 in its attention mask is refused."""
     def collate_compact(
         self, indices: Sequence[int] | NDArray[np.int64], pad_token_id: int, arena: Arena | None = None
     ) -> dict[str, NDArray[Any]]:
-        """Nine bytes a token: `input_ids` i32, `action_mask` u8 [B, T], `lengths` i32 [B],
+        """Nine bytes per token: `input_ids` i32, `action_mask` u8 [B, T], `lengths` i32 [B],
         `weight` f32 [B]; with actor log-probs also `actor_logps` f32 [B, T] and
         `old_logp_action` f32 [B]. A sample with a 0 in its attention mask is refused."""
 
 @final
 class Arena:
-    """Output buffers used again in turn, by one thread at a time; from 1 to 1024 slots. An array
-    handed out is overwritten `slots` collations later: copy it, or be done with it, by then."""
+    """Output buffers that are reused in turn, from 1 to 1024 slots, for one thread at a time. An
+    array is overwritten `slots` collations after it was returned: copy it if you need it longer.
+
+    Nothing in `ludic` uses it yet; it is for data-parallel training."""
 
     def __new__(cls, slots: int = 2) -> Arena: ...
 
 @final
 class Plan:
-    """Micro-batches as lists of sample indices: every index once, none empty."""
+    """Micro-batches as lists of sample indices. Every index occurs once; none is empty."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
-        """[B] the samples of one micro-batch, from the end where `index` is negative. No slices:
-        those of `list(plan)`."""
+        """[B] the samples of one micro-batch. A negative `index` counts from the end. For a slice,
+        use `list(plan)`."""
     @property
     def indices(self) -> NDArray[np.int64]:
         """[N] sample indices, micro-batch after micro-batch."""
     @property
     def offsets(self) -> NDArray[np.int64]:
-        """[K + 1] where each micro-batch begins in `indices`."""
+        """[K + 1] where each micro-batch begins in `indices`, and the number of samples:
+        [[3, 0], [1]] has the indices [3, 0, 1] and the offsets [0, 2, 3]."""
     @property
     def num_tokens(self) -> int:
-        """Real tokens."""
+        """The number of real tokens."""
     @property
     def padded_tokens(self) -> int:
-        """Tokens computed: rows times longest for padded plans, the real tokens for padding-free
-        ones."""
+        """The number of tokens that the model computes: rows times longest for each padded
+        micro-batch, the real tokens for padding-free plans."""
     def split(self, items: list[_T] | tuple[_T, ...]) -> list[list[_T]]:
-        """The items at the indices of each micro-batch, where `items` has one for each sample
-        planned."""
+        """The items of each micro-batch. `items` must have one item for each planned sample."""
     def to_lists(self) -> list[list[int]]: ...
 
 def lengths_of(sequences: list[Any] | tuple[Any, ...]) -> NDArray[np.int32]:
-    """[N] `len` of each sequence. `DataTypeError` for one that has none, `DataError` for one of
-    2**31 or more."""
+    """[N] `len` of each sequence, for a plan without a table. Raises `DataTypeError` for an object
+    without `len`, `DataError` for a length of 2**31 or more. Nothing in `ludic` uses it yet; it is
+    for data-parallel training."""
 
 def plan_greedy(lengths: NDArray[np.int32], micro_token_budget: int) -> Plan:
-    """Ascending stable sort; a new micro-batch when `longest * rows` would exceed the budget.
-    O(n)."""
+    """Plans micro-batches in ascending order of length (a stable sort). A new one begins when
+    `longest * rows` would exceed the budget. O(n)."""
 
 def plan_optimal(lengths: NDArray[np.int32], micro_token_budget: int, overhead_tokens: int = 256) -> Plan:
-    """The exact minimum of `padded_tokens + overhead_tokens * micro_batches` under the same
-    rule. O(n log n)."""
+    """Plans micro-batches with the exact minimum of `padded_tokens + overhead_tokens *
+    micro_batches` under the same rule. O(n log n)."""
 
 def plan_padding_free(lengths: NDArray[np.int32], micro_token_budget: int) -> Plan:
-    """Best fit decreasing: the sum of lengths of each micro-batch is at most the budget. At most
-    11/9 of the fewest micro-batches plus 6/9: the bound of Dosa (2007) for first fit decreasing,
-    held here by a test on small cases."""
+    """Plans micro-batches without padding by best fit decreasing: the sum of the lengths of each is
+    at most the budget. It makes at most 11/9 of the fewest possible micro-batches plus 6/9: the
+    bound of Dosa (2007) for first fit decreasing, which a test checks on small cases."""
 
 def plan_pairs(
     lengths: NDArray[np.int32], pairs: NDArray[np.int64], micro_token_budget: int, overhead_tokens: int | None = None
 ) -> Plan:
-    """`pairs` [P, 2] are sample indices (chosen, rejected); `2 * longest * pairs <= budget`; chosen
-    and rejected are neighbours.
-    Greedy without `overhead_tokens`, optimal with it."""
+    """Plans micro-batches that keep pairs whole: `2 * longest * pairs <= budget`. `pairs` [P, 2]
+    are sample indices (chosen, rejected), which are neighbours in the plan. Greedy without
+    `overhead_tokens`, optimal with it."""
 
 def group_pairs(
     pair_ids: Sequence[str | int], roles: Sequence[str], drop_incomplete: bool = True
 ) -> tuple[NDArray[np.int64], list[str | int]]:
-    """[P, 2] indices (chosen, rejected) in order of first appearance, and the ids of incomplete
-    pairs.
+    """Groups samples by pair id. Returns [P, 2] indices (chosen, rejected) in order of first
+    appearance, and the ids of incomplete pairs.
 
-    Ids are texts or whole numbers of 64 bits: 1 and "1" are two pairs. Truths are refused, since
-    Python takes `True` for 1; so are texts with half a surrogate pair, which have no UTF-8.
-    `DataTypeError` for both."""
+    Ids are strings or 64-bit integers: 1 and "1" are different pairs. Raises `DataTypeError` for
+    booleans, because in Python `True == 1`, and for strings with a lone surrogate, which have no
+    UTF-8 encoding."""
 
 def plan_ranks(
     lengths: NDArray[np.int32],
@@ -192,29 +198,32 @@ def plan_ranks(
     linear: int = 24576,
     quadratic: int = 1,
 ) -> list[RankPlan]:
-    """One plan for all ranks: the same number of micro-batches for each.
+    """Plans the same number of micro-batches for each rank.
 
-    A row of n tokens costs `linear * n + quadratic * n**2`, a padded micro-batch its rows at the
-    price of its longest. Ranks wait for each other, so that `optimal` looks for the least
-    *lockstep*: the sum over steps of the costliest rank, plus `overhead_tokens * linear` a step,
-    however many ranks there are. It takes the better of two searches (plans with the fewest padded
-    tokens for a multiple of the ranks; micro-batches made step by step), and of equal plans the
-    former; above 2**15 samples the first alone. `greedy` is `plan_greedy` with the costliest
-    micro-batches halved up to a multiple of the ranks, `padding_free` the fewest steps that best
-    fit finds. The budget is hard in all of them. The heaviest step comes first; equal lengths go by
-    index, so that the same lengths give the same plan on every machine.
+    A row of n tokens costs `linear * n + quadratic * n**2`; a padded micro-batch costs its number
+    of rows times the price of its longest row. Because ranks wait for each other, `optimal`
+    searches for the least *lockstep* cost: the sum over steps of the costliest rank, plus
+    `overhead_tokens * linear` per step, whatever the number of ranks. It compares two searches:
+    plans with the fewest padded tokens for a multiple of the ranks, and micro-batches made step by
+    step. It prefers the former if they cost the same, and above 2**15 samples uses only the former.
+    `greedy` is `plan_greedy` with the costliest micro-batches halved until their number is a
+    multiple of the ranks. `padding_free` has the fewest steps that best fit finds. None exceeds the
+    budget. The heaviest step comes first. Equal lengths are ordered by index, so that the same
+    lengths give the same plan on every machine.
+
+    Nothing in `ludic` uses it yet; it is for data-parallel training.
     """
 
 @final
 class RankPlan:
-    """One rank's micro-batches. An empty one stands for a row of weight zero that keeps the
+    """The micro-batches of one rank. An empty one stands for a row of weight zero, which keeps the
     ranks in step."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> NDArray[np.int64]: ...
     @property
     def cost(self) -> int:
-        """Sum of the cost of its samples, in the units of `linear` and `quadratic`."""
+        """The summed cost of its samples, in the units of `linear` and `quadratic`."""
     @property
     def padded_tokens(self) -> int: ...
 
@@ -224,17 +233,16 @@ def reduce_records(
     num_samples: int,
     num_rollouts: int,
 ) -> list[float]:
-    """All reducers in one pass. A reducer is (kind: mean | sum | count_true, dotted path, None |
-    samples | rollouts).
+    """Applies all reducers in one pass. A reducer is (kind: mean | sum | count_true, dotted path,
+    None | samples | rollouts).
 
-    An absent key and None are skipped, as is a path through something that is no mapping. Booleans
-    count as 0 and 1. A denominator divides the sum once, also for `mean`, whose own count it
-    replaces. `count_true` by rollouts counts a `rollout_id` once, however many of its steps are
-    true, so that a rate never exceeds 1. Without values, or with a denominator of 0, the result is
-    0. NaN is a value: it makes a mean and a sum NaN. Sums are compensated (Neumaier 1974): they
-    keep what is small beside the rest.
+    Absent keys, None and paths through something that is not a mapping are skipped. Booleans count
+    as 0 and 1. A denominator divides the sum once; for `mean` it replaces the number of values.
+    `count_true` by rollouts counts each `rollout_id` once, however many of its steps are true, so
+    that a rate never exceeds 1. Without values, or with a denominator of 0, the result is 0. NaN is
+    a value: it makes a mean and a sum NaN. Sums are compensated (Neumaier 1974), so that small
+    values are not lost beside large ones.
     """
 
 def reduce_column(kind: str, values: NDArray[np.float64]) -> float:
-    """The same over one column, in which every value is present: what is absent is left out
-    beforehand."""
+    """The same for one column. Every value is present: remove absent ones beforehand."""
