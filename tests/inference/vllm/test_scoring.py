@@ -166,10 +166,10 @@ async def test_a_server_of_a_policy_is_told_from_one_of_a_reward_model():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([], "0 scores to 1 inputs"),
+        ([], "0 scores for 1 inputs"),
         ([{"index": 0, "probs": [None]}], r"got `null` - at `\$.data\[0\].probs\[0\]`"),
         ([{"index": 0, "probs": "high"}], r"got `str` - at `\$.data\[0\].probs`"),
-        ([{"index": 3, "probs": [1.0]}], "one score for each"),
+        ([{"index": 3, "probs": [1.0]}], r"for the inputs \[3\] of 1"),
         (None, r"got `null` - at `\$.data`"),
     ],
 )

@@ -229,10 +229,10 @@ class VLLMScoringClient:
 
     def _check(self, request: ScoringRequest) -> None:
         if request.pooling_type is PoolingType.STEP:
-            raise ConfigError("pooling_type=step is reserved: nothing computes a score a step yet")
+            raise ConfigError("pooling_type=step is reserved: nothing computes a score for each step yet")
         if request.pooling_type is not self.pooling_type:
             raise ConfigError(
-                f"pooling_type ({request.pooling_type.value}) cannot be asked of a server that pools {self.pooling_type.value}; start it "
+                f"pooling_type ({request.pooling_type.value}) is not that of the server, which is {self.pooling_type.value}; start it "
                 f'with --pooler-config \'{{"pooling_type": "{request.pooling_type.name}"}}\', and give the client the same pooling_type'
             )
 
@@ -280,20 +280,24 @@ def _by_kind(inputs: Sequence[ScoringInput]) -> list[list[int]]:
 
 
 def _logits(answer: _Scores, expected: int, n_labels: int, url: str) -> list[list[float]]:
-    """[N][L] logits in the order of the inputs."""
+    """[N][L] logits in the order of the inputs.
+
+    Answers with the indices 1 and 0 are swapped; answers without indices are in order.
+    """
     if len(answer.data) != expected:
-        raise InferenceError(f"{url} answered {len(answer.data)} scores to {expected} inputs; there must be one for each")
+        raise InferenceError(f"{url} returned {len(answer.data)} scores for {expected} inputs; there must be one for each")
     rows: dict[int, list[float]] = {}
     for entry in answer.data:
         if not all(map(math.isfinite, entry.probs)):
-            raise InferenceError(f"{url} answered the scores {str(entry.probs)[:200]}; they must be finite numbers")
+            raise InferenceError(f"{url} returned the scores {str(entry.probs)[:200]}; they must be finite")
         if len(entry.probs) != n_labels:
             raise ConfigError(
-                f"the model of {url} gives {len(entry.probs)} labels a sequence, {n_labels} are asked for; a reward is one number"
+                f"the model of {url} gives {len(entry.probs)} labels for each sequence, the request has n_labels={n_labels}; "
+                "a reward is one number"
             )
         rows[len(rows) if entry.index is None else entry.index] = entry.probs
     if sorted(rows) != list(range(expected)):
-        raise InferenceError(f"{url} answered for the inputs {sorted(rows)} of {expected}; there must be one score for each")
+        raise InferenceError(f"{url} returned scores for the inputs {sorted(rows)} of {expected}; there must be one for each")
     return [rows[index] for index in range(expected)]
 
 

@@ -180,7 +180,7 @@ def test_connecting_ends_at_its_deadline_whoever_listens(receiver, listener):
         assert time.monotonic() - began < 10  # it had been minutes
     if listener == "silent":
         assert isinstance(raised.value, WeightTransferError)
-        assert f"127.0.0.1:{port} said nothing within 1 s" in str(raised.value)
+        assert f"127.0.0.1:{port} did not answer within 1 s" in str(raised.value)
     assert receiver.group_id is None
 
 

@@ -39,11 +39,11 @@ def refusal(secret: str, method: str, path: str, headers: Mapping[str, str]) -> 
     """Why a request is refused, or None. Names of headers are lower case."""
     origin = headers.get("origin")
     if origin is not None and not _is_of_this_machine(origin):
-        return 403, f"a page of {origin[:100]} may not ask this server: no page of another machine may"
+        return 403, f"requests from a page of {origin[:100]} are refused: only pages of this machine may send any"
     if not _is_open(path) and not hmac.compare_digest(headers.get(HEADER.lower(), "").encode(), secret.encode()):
         return 401, (
-            f"{path[:100]} needs the server's secret in the header {HEADER}. Who runs as the user that started the server, on its machine, "
-            f"sends it by itself; give it to others as {VARIABLE}"
+            f"{path[:100]} needs the server's secret in the header {HEADER}. Processes of the user that started the server, on its "
+            f"machine, send it automatically; for others set {VARIABLE}"
         )
     if _has_body(headers) and _content_type(headers) != "application/json" and not path.startswith(UPLOADS):
         return 415, f"the body of {method} {path[:100]} must be application/json"

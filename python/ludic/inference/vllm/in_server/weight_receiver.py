@@ -329,7 +329,7 @@ def _store_at(address: str, port: int, size: int, timeout_s: float) -> Any:
         return store.result(timeout_s)
     except TimeoutError as error:
         raise WeightTransferError(
-            f"the trainer's store at {address}:{port} said nothing within {timeout_s:g} s; the workers must reach that address: pass "
+            f"the trainer's store at {address}:{port} did not answer within {timeout_s:g} s; the workers must reach that address: pass "
             "master_address= to the publisher"
         ) from error
 
