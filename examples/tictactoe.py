@@ -9,7 +9,7 @@ against.
 
     python examples/tictactoe.py
     python examples/tictactoe.py --self-play
-    python examples/tictactoe.py --self-play --random-moves 0   # every game from the empty board: it settles on a few drawn lines
+    python examples/tictactoe.py --self-play --random-moves 0   # every game from the empty board
 """
 
 from __future__ import annotations

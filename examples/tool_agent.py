@@ -8,7 +8,7 @@ a model call of its own: it is a step of the same rollout, so it is a training s
 credit.
 
     python examples/tool_agent.py
-    python examples/tool_agent.py --answers-only     # train the answers alone: the calls get no credit
+    python examples/tool_agent.py --answers-only  # no credit for calls
 """
 
 from __future__ import annotations

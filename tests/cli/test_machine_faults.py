@@ -30,7 +30,7 @@ def settings(folder: Path, text: str) -> str:
 
 
 # ---- files of settings
-# ---------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 def test_a_few_lines_cannot_stand_for_billions_of_values(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_code_of_a_model_does_not_run_without_anybody_to_ask(tmp_path: Path) -> 
 
 
 # ---- the machine
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_chat_template_that_raises_is_one_line(tmp_path: Path) -> None:
 
 
 # ---- places
-# --------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 def test_a_model_that_is_not_here_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

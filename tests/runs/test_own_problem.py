@@ -241,7 +241,7 @@ def test_a_run_stopped_and_resumed_is_the_run(here: Path, model: Path) -> None:
 
 
 # ---- errors
-# --------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 def test_a_reward_that_fails_everywhere_ends_the_run_and_says_why(here: Path, model: Path) -> None:

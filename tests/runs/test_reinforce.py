@@ -341,7 +341,7 @@ def test_ctrl_c_in_a_process_of_its_own_ends_it_cleanly(tiny: list[str], tmp_pat
 
 
 # ---- the command itself
-# --------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 def test_help_is_quick_and_has_examples() -> None:

@@ -182,7 +182,7 @@ def test_a_classifier_of_several_labels_is_no_reward_model(tmp_path: Path) -> No
 
 
 # ---- adapters
-# ------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 def adapters(folder: Path, base: Any, task: str | None, *, named: Path | None = None, **settings: Any) -> Any:
@@ -277,7 +277,7 @@ def test_a_run_against_adapters_of_a_language_model_is_refused_in_a_line(tiny: l
 
 
 # ---- tasks
-# ---------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 def test_a_judged_task_is_a_task_of_episodes_and_keeps_what_the_task_is(folder: Path) -> None:
