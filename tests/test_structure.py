@@ -10,8 +10,8 @@ PACKAGE = REPOSITORY / "python" / "ludic"
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 TEST_FOLDERS = {"core", "docs", "examples", "integration", "support"}
-"""Folders of tests/ without a folder in the package: the Rust core, pages, scripts, real servers, and
-what tests share."""
+"""Folders of tests/ without a folder in the package: the Rust core, pages, scripts, real servers,
+and what tests share."""
 
 
 def python_files() -> list[Path]:

@@ -1,6 +1,6 @@
 """A reward model from preference pairs, with the Bradley-Terry loss.
 
-    python examples/reward_model/train_rm_bradley_terry.py  # generated pairs, a small model, on a CPU
+    python examples/reward_model/train_rm_bradley_terry.py  # generated pairs, small model, CPU
 
     python examples/reward_model/train_rm_bradley_terry.py \\
         --model Qwen/Qwen2.5-0.5B --hf-dataset stanfordnlp/SHP --hf-split train --limit 5000 \\

@@ -1,5 +1,5 @@
-"""What publishers and clients know of each other: every member has a default, and a user's publisher
-needs `publish` alone."""
+"""What publishers and clients know of each other: every member has a default, and a user's
+publisher only needs `publish`."""
 
 import asyncio
 from types import SimpleNamespace

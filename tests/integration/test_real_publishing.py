@@ -14,7 +14,7 @@ from served_weights import CHANGED, CLOSE, changed, differences, generate, runni
 from transformers import AutoModelForCausalLM
 
 from ludic.distributed import VllmControlPlane, create_lora_publisher, create_vllm_publisher
-from ludic.distributed.push.manifest import fitted
+from ludic.distributed.push.manifest import cast_to_server
 from ludic.errors import InferenceError, PublishError
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMChatClient
 from ludic.inference.vllm.endpoints import VllmEndpoints
@@ -70,7 +70,7 @@ def test_a_request_that_spans_a_push_says_which_tokens_are_whose(server):
 def begin(server, count=None, shapes=None):
     """A push begun as by a trainer that then does nothing more."""
     control = VllmControlPlane(server.url, timeout_s=3.0)
-    prepared = fitted(weights(server.model), control.prepare(), partial=False)
+    prepared = cast_to_server(weights(server.model), control.prepare(), partial=False)
     names = sorted(prepared)[:count]
     (link,) = control.links
     shapes = shapes or [list(prepared[name].shape) for name in names]
