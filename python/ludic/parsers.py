@@ -1,5 +1,5 @@
-"""Parsers: raw text of a model to an action, or to feedback and a penalty. They never raise on
-what a model wrote."""
+"""Parsers turn a model's raw text into an action, or into feedback and a penalty. They never raise,
+whatever the text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Kind = Literal["inner", "remainder_after_prefix"]
 
 @dataclass(frozen=True)
 class ParseResult:
-    """`action` is None where parsing failed; `obs` is then what the model is told."""
+    """`action` is None if parsing failed; `obs` is then the feedback for the model."""
 
     action: str | None
     reward: float
@@ -26,8 +26,8 @@ Parser = Callable[[str], ParseResult]
 
 
 def compose_parsers(*parsers: Parser) -> Parser:
-    """Left to right: each parser gets the action of the one before, rewards add up, the first
-    failure ends it."""
+    """Apply the parsers from left to right. Each gets the action of the previous one, rewards
+    add up, and the first failure is the result."""
 
     def composed(raw: str) -> ParseResult:
         action, reward = raw, 0.0
@@ -45,11 +45,11 @@ def compose_parsers(*parsers: Parser) -> Parser:
 def xml_parser(
     tag: str, *, exact: bool = False, kind: Kind = "inner", success_reward: float = 0.1, error_reward: float = -1.0
 ) -> Parser:
-    """A parser for `<tag>...</tag>`, whatever the case.
+    """A parser for `<tag>...</tag>`, ignoring case.
 
-    `inner`: the action is the text between the first pair of tags; with `exact` nothing but white
-    space may stand around it. `remainder_after_prefix`: the text must open with the pair, and the
-    action is what follows it.
+    `inner`: the action is the text inside the first pair of tags; with `exact` only white space may
+    surround the pair. `remainder_after_prefix`: the text must start with the pair, and the action
+    is the text after it.
     """
     if kind not in ("inner", "remainder_after_prefix"):
         raise ConfigError(f"Unknown kind {kind!r}; it must be 'inner' or 'remainder_after_prefix'")
@@ -58,21 +58,21 @@ def xml_parser(
     find = _inner(tag, exact) if kind == "inner" else _remainder(tag)
 
     def parse(raw: str) -> ParseResult:
-        found, problem = find(raw)
-        if found is None:
+        content, problem = find(raw)
+        if content is None:
             return ParseResult(None, error_reward, f"Invalid action format: {problem}")
-        return ParseResult(found, success_reward, None)
+        return ParseResult(content, success_reward, None)
 
     return parse
 
 
 Finder = Callable[[str], tuple[str | None, str]]
-"""Text to (what was found, or None) and (what is wrong)."""
+"""Text -> (content or None, what is wrong)."""
 
 
 def _tags(tag: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Opening and closing tag. They are searched for one after the other: one pattern for the
-    pair takes quadratic time on text that repeats the opening tag."""
+    """Patterns of the opening and the closing tag, to search one after the other: a single pattern
+    for the pair takes quadratic time on text that repeats the opening tag."""
     name = re.escape(tag)
     return re.compile(f"<{name}>", re.IGNORECASE), re.compile(f"</{name}>", re.IGNORECASE)
 
@@ -128,23 +128,26 @@ _BRACE = re.compile(r"\\[{}\\]|[{}]")
 
 
 def extract_last_boxed_content(raw: str) -> str | None:
-    r"""The content of the last `\boxed{...}` whose braces balance, not stripped; None if there
-    is none. `\{` and `\}` do not count."""
+    r"""The unstripped content of the last `\boxed{...}` with balanced braces; None if there is
+    none. `\{` and `\}` do not count as braces."""
     closes = _closing_braces(raw)
     boxes = [match.end() for match in _BOX.finditer(raw) if match.end() - 1 in closes]
     return raw[boxes[-1] : closes[boxes[-1] - 1]] if boxes else None
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    r"""Position of each opening brace that is closed -> position of its closing brace. A
-    backslash escapes a brace and a backslash."""
-    still_open: list[int] = []
+    r"""Position of each closed opening brace -> position of its closing brace. A backslash escapes
+    a brace or a backslash.
+
+    Example: `{a{b}` gives `{2: 4}`.
+    """
+    open_braces: list[int] = []
     closes: dict[int, int] = {}
     for match in _BRACE.finditer(text):
         if match.group() == "{":
-            still_open.append(match.start())
-        elif match.group() == "}" and still_open:
-            closes[still_open.pop()] = match.start()
+            open_braces.append(match.start())
+        elif match.group() == "}" and open_braces:
+            closes[open_braces.pop()] = match.start()
     return closes
 
 

@@ -1,5 +1,5 @@
-"""What passes between agents, environments and the trainer: messages, steps, rollouts, and the
-tokens that were sampled."""
+"""The data that agents, environments and the trainer exchange: messages, steps, rollouts, and the
+sampled tokens."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 JSON = str | int | float | bool | None | dict[str, Any] | list[Any]
 Message = dict[str, Any]
-"""`{"role": ..., "content": ...}`; messages of tools carry more."""
+"""`{"role": ..., "content": ...}`; tool messages have more keys."""
 Observation = str
 Info = dict[str, Any]
-"""What an environment or a client says beside the observation. Values are JSON."""
+"""Extra information from an environment or a client. Values are JSON."""
 
 TRACE_KEYS = frozenset({"prompt_token_ids", "completion_token_ids", "completion_logprobs"})
 """Keys of a client's info whose content travels in the step's `TokenTrace` instead."""
@@ -37,8 +37,8 @@ def group_of(meta: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class TokenTrace:
-    """The tokens of one model call, as the server returned them. They are what is trained; text is
-    never tokenised again.
+    """The tokens of one model call, as the server returned them. Training uses these tokens; text
+    is never tokenized again.
 
     Example: the prompt `ab` and the sampled completion `c<eos>` of a byte-level model are
     `TokenTrace([100, 101], [102, 2], [-0.1, -0.7], "stop")`.
@@ -47,11 +47,11 @@ class TokenTrace:
     prompt_token_ids: list[int]
     """[P] ids of the rendered prompt."""
     completion_token_ids: list[int]
-    """[C] ids sampled, the end token among them if it was sampled."""
+    """[C] sampled ids, including the end token if it was sampled."""
     completion_logprobs: list[float] | None = None
     """[C] log-probability of each sampled token under the policy that sampled it."""
     finish_reason: str | None = None
-    """`stop`, `length`, or what the server said."""
+    """`stop`, `length`, or another value of the server."""
 
     def __post_init__(self) -> None:
         ids_by_name = {"prompt_token_ids": self.prompt_token_ids, "completion_token_ids": self.completion_token_ids}
@@ -84,16 +84,16 @@ class TokenTrace:
 
 
 def is_list_of(value: object, *kinds: type) -> bool:
-    """Whether `value` is a list of these types or subclasses of them; a bool is no int here.
-    About 10 ns an element."""
+    """Whether `value` is a list whose elements are of these types or subclasses; a bool does not
+    count as an int. Takes about 10 ns per element."""
     if not isinstance(value, list):
         return False
-    found = set(map(type, value))
-    return found.issubset(kinds) or all(_is_kind(kind, kinds) for kind in found)
+    types = set(map(type, value))
+    return types.issubset(kinds) or all(_is_kind(element_type, kinds) for element_type in types)
 
 
-def _is_kind(found: type, kinds: tuple[type, ...]) -> bool:
-    return issubclass(found, kinds) and found is not bool
+def _is_kind(element_type: type, kinds: tuple[type, ...]) -> bool:
+    return issubclass(element_type, kinds) and element_type is not bool
 
 
 def _described(value: object, *kinds: type) -> str:
@@ -105,16 +105,16 @@ def _described(value: object, *kinds: type) -> str:
 
 @dataclass
 class ChatResponse:
-    """One completion, with its tokens where the server returned them."""
+    """One completion, with its tokens if the server returned them."""
 
     text: str
     """The completion as text, without the end token."""
     completion_token_ids: list[int] | None = None
-    """[C] ids sampled."""
+    """[C] sampled ids."""
     completion_logprobs: list[float] | None = None
     """[C] log-probabilities of those ids."""
     finish_reason: str | None = None
-    """`stop`, `length`, or what the server said."""
+    """`stop`, `length`, or another value of the server."""
     prompt_token_ids: list[int] | None = None
     """[P] ids of the rendered prompt."""
 
@@ -124,7 +124,7 @@ class ChatResponse:
             logger.warning("the response has %d token ids and %d log-probabilities", len(ids), len(logps))
 
     def to_info(self) -> Info:
-        """`completion`, and `finish_reason` if the server gave one."""
+        """`completion`, and `finish_reason` if there is one."""
         info: Info = {"completion": self.text}
         if self.finish_reason is not None:
             info["finish_reason"] = self.finish_reason
@@ -137,7 +137,7 @@ class ChatResponse:
         return info
 
     def to_trace(self) -> TokenTrace | None:
-        """The trace, or None unless both the prompt's and the completion's ids are known."""
+        """The trace; None unless the ids of prompt and completion are known."""
         if self.prompt_token_ids is None or self.completion_token_ids is None:
             return None
         return TokenTrace(
@@ -150,13 +150,13 @@ class ChatResponse:
 
 @dataclass
 class StepOutcome:
-    """What an environment answers to an action."""
+    """The response of an environment to an action."""
 
     obs: str
     """What the agent sees next."""
     reward: float
     truncated: bool
-    """The environment cut the episode short."""
+    """The environment truncated the episode."""
     terminated: bool
     """The episode reached its end."""
     info: Info = field(default_factory=dict)
@@ -165,7 +165,7 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of an environment, to be stored and restored."""
+    """The state of an environment, for saving and restoring."""
 
     env_kind: str
     version: str

@@ -1,4 +1,4 @@
-"""Agents: what acts in an environment."""
+"""Agents act in environments."""
 
 from ludic.agents.base_agent import Agent
 from ludic.agents.react_agent import ReActAgent

@@ -1,4 +1,4 @@
-"""What a docstring says of each parameter, in Google's style.
+"""Reads parameter descriptions from docstrings in Google style.
 
 Args:
     city (str): Where to look,
@@ -14,10 +14,10 @@ _ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 
 
 def described_args(doc: str) -> dict[str, str]:
-    """Parameter -> description, on one line. `doc` is cleaned (`inspect.getdoc`); empty for one
-    of another style."""
+    """Parameter -> description, on one line. `doc` must be cleaned (`inspect.getdoc`). Empty for
+    docstrings in other styles."""
     heading = _HEADING.search(doc)
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     level, name = 0, ""
     for line in doc[heading.end() :].splitlines() if heading else ():
         indent = len(line) - len(line.lstrip())
@@ -27,7 +27,7 @@ def described_args(doc: str) -> dict[str, str]:
         entry = _ENTRY.match(line.strip()) if indent == level else None
         if entry:
             name = entry[1]
-            found[name] = entry[2]
+            descriptions[name] = entry[2]
         elif name and line.strip():
-            found[name] = f"{found[name]} {line.strip()}".strip()
-    return {name: said for name, said in found.items() if said}
+            descriptions[name] = f"{descriptions[name]} {line.strip()}".strip()
+    return {name: description for name, description in descriptions.items() if description}

@@ -32,16 +32,16 @@ class ToolContext(Protocol):
 
 
 class ReActAgent(ToolAgent):
-    """Calls the model up to `max_react_steps` times before it acts (ReAct, arXiv:2210.03629).
+    """Calls the model up to `max_react_steps` times for each action (ReAct, arXiv:2210.03629).
 
-    A call that asks for tools has them run and is followed by another; a call that does not is the
-    answer, and is parsed. The last call that is allowed is offered no tools and told so, by a
-    message that is not kept. `act` returns what belongs to the answer; the calls before it are left
-    in `intermediate_calls`, from which the protocol makes steps of the same rollout, so that they
-    are trained.
+    After a response with tool calls the tools run and the model is called again. A response without
+    tool calls is the answer and is parsed. The last call has no tools, and a message that is not
+    kept tells the model so. `act` returns the answer; the calls before it are in
+    `intermediate_calls`, which the protocol turns into steps of the same rollout, so that they are
+    trained as well.
 
-    A call that reached the token limit ends the act where `reject_incomplete_completions` is on;
-    tools that it asked for are not run.
+    With `reject_incomplete_completions`, a response that reached the token limit ends the act, and
+    its tools are not run.
     """
 
     name = "react_agent"
@@ -50,8 +50,8 @@ class ReActAgent(ToolAgent):
         super().__init__(tools, **kwargs)
         if not (isinstance(self._ctx, ToolContext) and self._ctx.supports_tools):
             raise ConfigTypeError(
-                f"{type(self).__name__} requires a context with supports_tools=True, {type(self._ctx).__name__} has none; it must keep "
-                "calls of tools and their results"
+                f"{type(self).__name__} requires a context with supports_tools=True, which {type(self._ctx).__name__} is not; it must keep "
+                "tool calls and their results"
             )
         if max_react_steps < 1:
             raise ConfigError(f"max_react_steps ({max_react_steps}) must be >= 1; the last is the answer")
@@ -60,8 +60,8 @@ class ReActAgent(ToolAgent):
     async def act(
         self, inference: InferenceSpec | None = None, sampling_seed: int | None = None, timeout_s: float | None = None
     ) -> tuple[ParseResult, str, dict[str, Any], TokenTrace | None]:
-        """(parsed, raw text, info, trace) of the answer. `timeout_s` bounds each model call;
-        each has a sampling seed of its own."""
+        """(parsed, raw text, info, trace) of the answer. `timeout_s` applies to each model call;
+        each call has its own sampling seed."""
         self.intermediate_calls = []
         spec = self._with_tools(inference)
         for call in range(self.max_react_steps):
@@ -92,7 +92,7 @@ class ReActAgent(ToolAgent):
         content: str | None,
         tool_calls: list[ToolCall],
     ) -> None:
-        """Run the tools that a call asked for, and keep the call."""
+        """Run the tools of a response, and record it in `intermediate_calls`."""
         results = await self._run_tool_calls(tool_calls)
         info["chat_completion"] = {"role": "assistant", "content": content or "", "tool_calls": tool_calls}
         self.intermediate_calls.append(IntermediateCall(response.text, info, trace, "\n".join(results)))

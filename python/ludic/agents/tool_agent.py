@@ -1,4 +1,4 @@
-"""An agent that has tools."""
+"""An agent with tools."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from ludic.inference.request import InferenceSpec, ToolRequest
 logger = logging.getLogger(__name__)
 
 ToolCall = dict[str, Any]
-"""`{"id": ..., "type": "function", "function": {"name": ..., "arguments": JSON text}}`, as
-OpenAI gives it."""
+"""`{"id": ..., "type": "function", "function": {"name": ..., "arguments": JSON text}}`, in OpenAI's
+format."""
 
 
 class ToolAgent(Agent):
-    """Knows its tools, shows them to the model and runs them. When they are called is a subclass's
-    decision: see `ReActAgent`.
+    """Describes its tools to the model and runs them. A subclass decides when: see `ReActAgent`.
 
-    A tool is a function or a coroutine function with a name; its parameters and docstring are what
-    the model is shown. Plain functions run in a thread, one at a time for each agent; tools that
-    episodes share must bear calls from several threads. A tool that fails, is unknown, or takes
-    longer than `tool_timeout_s` is a message to the model, never the end of the episode.
+    A tool is a named function or coroutine function; the model sees its parameters and docstring.
+    Plain functions run in a thread, one at a time for each agent; tools that several episodes share
+    must be thread-safe. A tool that fails, is unknown, or takes longer than `tool_timeout_s` is
+    reported to the model and never ends the episode.
     """
 
     name = "tool_agent"
@@ -44,18 +43,18 @@ class ToolAgent(Agent):
         self._tool_timeout_s = tool_timeout_s
 
     def _tool_request(self) -> ToolRequest:
-        """All tools; the model decides whether to call one."""
+        """Offers all tools; the model decides whether to call one."""
         return ToolRequest(tools=self.tool_schemas, tool_choice="auto")
 
     def _with_tools(self, inference: InferenceSpec | None) -> InferenceSpec:
-        """The same settings with token ids asked for: a call of a tool is an action like any
-        other."""
+        """The same settings with token ids requested: a tool call is trained like any other
+        action."""
         spec = inference or InferenceSpec()
         return dataclasses.replace(spec, return_=dataclasses.replace(spec.return_, return_token_ids=True))
 
     def _extract_openai_message(self, info: Mapping[str, Any]) -> tuple[str | None, list[ToolCall]]:
-        """(content, tool calls) of the server's answer; the completion without calls where the
-        server gave no OpenAI message."""
+        """(content, tool calls) of the server's message; (completion, no calls) if the response
+        has no OpenAI message."""
         try:
             message = info["raw_response"]["choices"][0]["message"]
             return message.get("content"), list(message.get("tool_calls") or [])
@@ -63,8 +62,8 @@ class ToolAgent(Agent):
             return info.get("completion"), []
 
     async def _run_tool_calls(self, tool_calls: Sequence[ToolCall]) -> list[str]:
-        """Run the calls one after another and add each result to the context, whatever it is;
-        the texts that were added."""
+        """Run the calls one after another and add each result to the context, errors included.
+        Returns the added texts."""
         results = []
         for call in tool_calls:
             text = await self._result_of(call)

@@ -1,4 +1,4 @@
-"""Runs a tool that a model called: with a deadline, and without holding up the other episodes."""
+"""Runs a tool that a model called, with a deadline and without blocking other episodes."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from ludic.event_loop import run_in_daemon_thread
 
 
 class ToolTimeoutError(LudicError, TimeoutError):
-    """A tool that gave no result before its deadline."""
+    """A tool returned no result before its deadline."""
 
 
 def call_name(call: Mapping[str, Any]) -> str:
-    """The name of the tool that an OpenAI tool call asks for; empty where it names none."""
+    """The name of the tool in an OpenAI tool call; empty if there is none."""
     function = call.get("function")
     return str(function.get("name") or "") if isinstance(function, Mapping) else ""
 
 
 def call_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an OpenAI tool call, which are a JSON object as text; none at all is an
-    empty one.
+    """The arguments of an OpenAI tool call, parsed from JSON; empty if there are none.
 
-    Raises DataError for anything else, and JSONDecodeError for text that is no JSON.
+    Raises DataError if they are no JSON object, and JSONDecodeError if they are not JSON.
     """
-    given = call["function"].get("arguments")
-    arguments = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
+    text = call["function"].get("arguments")
+    arguments = json.loads(text) if isinstance(text, str) and text.strip() else text or {}
     if not isinstance(arguments, dict):
         raise DataError(f"the arguments must be a JSON object, got {arguments!r}")
     return arguments
 
 
 async def run_tool(tool: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float | None) -> Any:
-    """The tool's result. A coroutine function runs on the event loop; any other function in a
-    thread of its own, which goes on by itself if the deadline passes: Python cannot stop it.
+    """Run the tool and return its result. A coroutine function runs on the event loop, any other
+    function in its own thread. After the deadline that thread continues, because Python cannot stop
+    it.
 
     Raises what the tool raises, and ToolTimeoutError after `timeout_s`.
     """

@@ -1,4 +1,4 @@
-"""Describes a Python function as a tool that a model may call, in OpenAI's function format."""
+"""Describes Python functions as tools in OpenAI's function format."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ UNIONS = (Union, types.UnionType)
 
 
 def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
-    """The function's name, its docstring and its parameters, `*args` and `**kwargs` left out.
+    """The function's name, docstring and parameters, without `*args` and `**kwargs`.
 
-    Types are those that the annotations mean, also where they are written as strings: `int`,
-    `float`, `bool`, lists, dictionaries, `Literal` (an enum) and `Optional` (`nullable`). What JSON
-    has no type for is a string. A parameter is described by a string in its `Annotated`, else by
-    the docstring's `Args:`. One without a default is required; a default that JSON can say is told.
+    Types come from the annotations, also from string annotations: `int`, `float`, `bool`, lists,
+    dictionaries, `Literal` (an enum) and `Optional` (`nullable`). Types that JSON lacks are
+    strings. The description of a parameter is a string in its `Annotated`, or its entry in the
+    docstring's `Args:`. Parameters without a default are required; defaults that JSON can represent
+    are included.
 
-    Raises ConfigError for what a model cannot call: something without a name of its own, or with
-    positional-only parameters.
+    Raises ConfigError for what a model cannot call: an object without `__name__`, or a function
+    with positional-only parameters.
     """
     parameters = _parameters(tool)
     hints = _hints(tool)
-    said = described_args(inspect.getdoc(tool) or "")
+    descriptions = described_args(inspect.getdoc(tool) or "")
     return {
         "type": "function",
         "function": {
@@ -43,7 +44,8 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
             "parameters": {
                 "type": "object",
                 "properties": {
-                    name: ({"description": said[name]} if name in said else {}) | _property(hints.get(name, str), p.default)
+                    name: ({"description": descriptions[name]} if name in descriptions else {})
+                    | _property(hints.get(name, str), p.default)
                     for name, p in parameters.items()
                 },
                 "required": [name for name, p in parameters.items() if p.default is p.empty],
@@ -66,8 +68,7 @@ def _parameters(tool: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _hints(tool: Callable[..., Any]) -> Mapping[str, Any]:
-    """What each annotation means. One that names what cannot be found is a string to the model,
-    and is warned of."""
+    """The resolved annotations. One that cannot be resolved becomes `str`, with a warning."""
     try:
         return get_type_hints(tool, include_extras=True)
     except Exception:
@@ -108,14 +109,14 @@ def _schema(hint: Any) -> dict[str, Any]:
 
 
 def _items(args: tuple[Any, ...]) -> dict[str, Any]:
-    """The one type of the elements, or any."""
+    """The schema of the elements if they have one type, else an empty schema."""
     kinds = {arg for arg in args if arg is not Ellipsis}
     return _schema(args[0]) if len(kinds) == 1 else {}
 
 
 def _annotated(hint: Any, *notes: Any) -> dict[str, Any]:
-    said = [note for note in notes if isinstance(note, str)]
-    return _schema(hint) | ({"description": said[0]} if said else {})
+    texts = [note for note in notes if isinstance(note, str)]
+    return _schema(hint) | ({"description": texts[0]} if texts else {})
 
 
 def _union(args: tuple[Any, ...]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the model is shown of an episode."""
+"""Contexts: the messages of an episode that the model sees."""
 
 from ludic.context.base import ContextStrategy
 from ludic.context.full_dialog import FullDialog

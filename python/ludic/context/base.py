@@ -1,4 +1,5 @@
-"""What the model is shown: the messages of an episode, and who adds to them."""
+"""The interface of contexts, which keep the messages of an episode and decide what the model
+sees."""
 
 from __future__ import annotations
 
@@ -9,21 +10,21 @@ from ludic.types import ChatResponse, Info, Message
 
 
 class ContextStrategy(ABC):
-    """Holds the messages of one episode. A subclass says what is added when, and what the model
-    sees."""
+    """Holds the messages of one episode. A subclass decides which messages are added, and which the
+    model sees."""
 
     def __init__(self, system_prompt: str | None = None) -> None:
         self._default_system_prompt = system_prompt
         self._messages: list[Message] = _opening(system_prompt)
 
     def reset(self, *, system_prompt: str | None = None) -> None:
-        """Forget all messages; begin with the system prompt given, else the default one, if it
-        is not empty."""
+        """Clear the messages and start with `system_prompt`, or with the default one if it is None.
+        An empty system prompt is left out."""
         self._messages = _opening(self._default_system_prompt if system_prompt is None else system_prompt)
 
     @property
     def supports_tools(self) -> bool:
-        """Whether calls of tools and their results can be added."""
+        """Whether tool calls and their results can be added."""
         return True
 
     @property
@@ -37,22 +38,22 @@ class ContextStrategy(ABC):
 
     @abstractmethod
     def on_env_reset(self, obs: str, info: Info) -> None:
-        """The episode begins."""
+        """Called at the start of the episode with the first observation."""
 
     @abstractmethod
     def on_before_act(self) -> list[Message]:
-        """The messages that the model is shown."""
+        """The messages for the next model call."""
 
     @abstractmethod
     def on_after_act(self, assistant_response: ChatResponse) -> None:
-        """The model has answered."""
+        """Called with the model's response."""
 
     @abstractmethod
     def on_after_step(self, next_obs: str, info: Info) -> None:
-        """The environment has answered."""
+        """Called with the environment's next observation."""
 
     def add_assistant_step(self, content: str | None, tool_calls: list[dict[str, Any]] | None) -> None:
-        """Append an answer of the model that may call tools. Empty parts are left out."""
+        """Append a response of the model, possibly with tool calls. Empty parts are left out."""
         message: Message = {"role": "assistant"}
         if content:
             message["content"] = content
@@ -61,7 +62,7 @@ class ContextStrategy(ABC):
         self._messages.append(message)
 
     def add_tool_result(self, tool_call_id: str, tool_name: str, result: str) -> None:
-        """Append what a tool returned."""
+        """Append the result of a tool."""
         self._messages.append({"role": "tool", "tool_call_id": tool_call_id, "name": tool_name, "content": result})
 
 

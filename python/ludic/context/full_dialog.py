@@ -7,19 +7,19 @@ from ludic.types import ChatResponse, Info, Message
 
 
 class FullDialog(ContextStrategy):
-    """Observations are user messages, answers are assistant messages, and the model sees all of
+    """Observations are user messages, responses are assistant messages, and the model sees all of
     them.
 
-    An environment may give more than one message to begin with: a list of them as `messages` in the
-    info of its reset stands for the first observation (`PromptEnv` does so for a prompt that is a
-    conversation). A system message among them replaces the context's own.
+    An environment can start the dialogue with several messages: a list `messages` in the info of
+    its reset replaces the first observation (`PromptEnv` does this for conversations). A system
+    message in it replaces the context's own.
     """
 
     def on_env_reset(self, obs: str, info: Info) -> None:
-        given = _messages(info)
-        if any(message["role"] in ("system", "developer") for message in given):
+        opening = _initial_messages(info)
+        if any(message["role"] in ("system", "developer") for message in opening):
             self._messages = []
-        self._messages.extend(given or [{"role": "user", "content": obs}])
+        self._messages.extend(opening or [{"role": "user", "content": obs}])
 
     def on_before_act(self) -> list[Message]:
         return list(self._messages)
@@ -31,10 +31,9 @@ class FullDialog(ContextStrategy):
         self._messages.append({"role": "user", "content": next_obs})
 
 
-def _messages(info: Info) -> list[Message]:
-    """Copies of those that the environment gave; none where `messages` is something else of the
-    environment's."""
-    given = info.get("messages")
-    if not isinstance(given, list) or not all(isinstance(message, dict) and "role" in message for message in given):
+def _initial_messages(info: Info) -> list[Message]:
+    """Copies of the messages in the environment's info. Empty if `messages` is something else."""
+    messages = info.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) and "role" in message for message in messages):
         return []
-    return [dict(message) for message in given]
+    return [dict(message) for message in messages]

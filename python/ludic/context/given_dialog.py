@@ -1,4 +1,4 @@
-"""A dialogue that begins with messages of the environment's."""
+"""A dialogue that starts with messages of the environment."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from ludic.context.full_dialog import FullDialog
 
 
 class GivenDialog(FullDialog):
-    """`FullDialog` by another name, for code that says that its environments give the messages
-    which the dialogue begins with."""
+    """The same as `FullDialog`, under a name that tells that the environment starts the
+    dialogue."""

@@ -1,4 +1,4 @@
-"""The whole dialogue, without what the model thought in earlier answers."""
+"""The whole dialogue, without the thinking of earlier responses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _THINKING_THEN_ANSWER = re.compile(r"(\s*<think>)(.*?)(</think>\s*)(\S.*)", re.I
 
 
 class TruncatedThinkingContext(FullDialog):
-    """Shows the model its own answers with the text inside a leading `<think>...</think>` replaced
-    by `placeholder`.
+    """Replaces the text inside a leading `<think>...</think>` of the model's earlier responses by
+    `placeholder`.
 
-    Only the view changes: the stored messages stay whole. A message is shown as it is unless it
-    opens with the first tag, closes it, and goes on with an answer.
+    Only the view changes: the stored messages stay complete. A message is shown unchanged unless
+    it starts with `<think>`, closes the tag, and continues with an answer.
     """
 
     def __init__(self, system_prompt: str | None = None, placeholder: str = "[TRUNCATED]") -> None:

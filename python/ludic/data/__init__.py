@@ -1,4 +1,4 @@
-"""Data sets in the formats that TRL reads, from files or by their id."""
+"""Data sets in the formats of TRL, from files or by hub id."""
 
 from ludic.data.dataset import DataSet, load_data
 from ludic.data.formats import KINDS, Kind, Row

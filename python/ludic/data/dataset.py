@@ -1,4 +1,4 @@
-"""A data set in memory: read, checked row by row, and of one kind and one form."""
+"""A data set in memory: read, checked row by row, of one kind and one form."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ SHOWN_FAULTS = 3
 
 @dataclass(frozen=True, repr=False)
 class DataSet(Sequence[Row]):
-    """Rows that have passed all checks: `data[0]` and `for row in data` give them. Example: the
-    line `{"prompt": "2+2=", "answer": "4"}` is a row of kind `prompt`."""
+    """A sequence of rows that passed all checks. Example: the line `{"prompt": "2+2=", "answer":
+    "4"}` is a row of kind `prompt`."""
 
     kind: Kind
     conversational: bool
-    """Prompts and completions are lists of messages instead of text."""
+    """Whether prompts and completions are lists of messages instead of text."""
     table: Table
 
     @property
     def rows(self) -> list[Row]:
-        """All rows have the same columns, in the order of first appearance; None where a row has
-        nothing."""
+        """All rows have the same columns, in order of first appearance; missing values are None."""
         return self.table.rows
 
     @property
@@ -47,11 +46,11 @@ class DataSet(Sequence[Row]):
         return list(self.rows[0])
 
     def where(self, index: int) -> str:
-        """The row's place for a message, such as `problems.jsonl, line 17`."""
+        """The location of the row, for messages, such as `problems.jsonl, line 17`."""
         return self.table.where(index)
 
     def digest(self) -> str:
-        """16 hex digits over all rows: another order or content is another digest."""
+        """A hash of all rows, 16 hex digits. Depends on content and order."""
         return hashlib.sha256(json.dumps(self.rows, default=str).encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
@@ -84,14 +83,14 @@ def load_data(
     """A JSONL, JSON, CSV or parquet file, a folder, or an id for the `datasets` library, in one of
     TRL's formats.
 
-    `kind` asks for one kind where the columns would fit several. `columns` says which column of the
-    source has the content of one that the kind needs: `{"prompt": "question"}`; of several the
-    first that is there. `config` and `split` are for ids and folders. Rows of two responses with
-    scores, as SHP has them, become preferences (see `scored_responses`). `limit` is the most rows
-    that are read, drawn at random by `seed` and left in their order.
+    `kind` selects one kind if the columns fit several. `columns` maps a required column to the
+    source's column, `{"prompt": "question"}`; of several candidates the first that exists is used.
+    `config` and `split` are for ids and folders. Rows of two responses with scores, as in SHP,
+    become preferences (see `scored_responses`). `limit` is the maximum number of rows; they are
+    sampled at random with `seed` and stay in order.
 
-    Raises DataError that names file and row for what is not of the format; ConfigError for a kind
-    or column that is not there.
+    Raises DataError, naming file and row, for rows that do not fit the format; ConfigError for an
+    unknown kind or a missing column.
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit ({limit}) must be at least 1; None reads every row")
@@ -104,20 +103,20 @@ def load_data(
     if kind in (None, "preference") and has_scored_responses(rows[0]):
         table = preferences_of_scores(Table(table.name, table.unit, rows, table.numbers))
         rows = table.rows
-    found = kind or _kind(rows, source)
-    if not set(REQUIRED[found]).issubset(rows[0]):
+    kind = kind or _kind(rows, source)
+    if not set(REQUIRED[kind]).issubset(rows[0]):
         raise DataError(
-            f"{source} has the columns {', '.join(rows[0])}; kind {found} needs {' and '.join(REQUIRED[found])}; "
-            "say which column is which with columns={'prompt': 'question'}"
+            f"{source} has the columns {', '.join(rows[0])}; kind {kind} needs {' and '.join(REQUIRED[kind])}; "
+            "map the columns with columns={'prompt': 'question'}"
         )
     table = replace(table, rows=rows)
-    conversational = is_conversational(found, rows[0])
-    _check(table, found, conversational)
-    return DataSet(found, conversational, replace(table, rows=[_plain(found, row) for row in rows]))
+    conversational = is_conversational(kind, rows[0])
+    _check(table, kind, conversational)
+    return DataSet(kind, conversational, replace(table, rows=[_without_empty_keys(kind, row) for row in rows]))
 
 
 def _filled(rows: Sequence[Row]) -> list[Row]:
-    """Every row with the columns of all."""
+    """The rows, each with the columns of all."""
     names = dict.fromkeys(name for row in rows for name in row)
     return [{name: row.get(name) for name in names} for row in rows]
 
@@ -134,25 +133,25 @@ def _copied(rows: list[Row], columns: Mapping[str, str | Sequence[str]], source:
 
 
 def _kind(rows: Sequence[Row], source: str) -> Kind:
-    found = kind_of(rows[0])
-    if found is None:
-        formats = "; ".join(f"{kind}: {', '.join(needed)}" for kind, needed in REQUIRED.items())
+    kind = kind_of(rows[0])
+    if kind is None:
+        formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in REQUIRED.items())
         raise DataError(
             f"{source} has the columns {', '.join(rows[0])}, which fit no format ({formats}); say which column is which with "
             "columns={'prompt': 'question'}"
         )
-    return found
+    return kind
 
 
 def _check(table: Table, kind: Kind, conversational: bool) -> None:
-    found = ((index, fault_of(row, kind, conversational=conversational)) for index, row in enumerate(table.rows))
-    faults = [f"{table.where(index)}: {fault}" for index, fault in found if fault is not None]
+    checked = ((index, fault_of(row, kind, conversational=conversational)) for index, row in enumerate(table.rows))
+    faults = [f"{table.where(index)}: {fault}" for index, fault in checked if fault is not None]
     if faults:
         more = f"; {len(faults) - SHOWN_FAULTS} more rows have faults" if len(faults) > SHOWN_FAULTS else ""
         raise DataError("; ".join(faults[:SHOWN_FAULTS]) + more)
 
 
-def _plain(kind: Kind, row: Row) -> Row:
+def _without_empty_keys(kind: Kind, row: Row) -> Row:
     changed: dict[str, Any] = {
         name: without_empty_keys(row[name]) for name in dialogue_columns(kind, row) if isinstance(row[name], list)
     }

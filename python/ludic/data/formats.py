@@ -1,8 +1,8 @@
-"""The formats of TRL's data sets: which columns make which kind, and what a row of it must hold.
+"""The formats of TRL's data sets: the columns of each kind, and the rules for a row.
 
-Each kind comes in two forms. Standard: prompts and completions are text. Conversational: they are
-lists of messages, `{"role": "user", "content": "2+2?"}`. A data set is of one form throughout.
-Other columns are kept as they are.
+Each kind has two forms. Standard: prompts and completions are text. Conversational: they are lists
+of messages, `{"role": "user", "content": "2+2?"}`. All rows of a data set have the same form. Other
+columns are kept unchanged.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ REQUIRED: dict[Kind, tuple[str, ...]] = {
     "prompt": ("prompt",),
     "text": ("text",),
 }
-"""Kind -> columns that it needs. Where a data set fits several, the first counts."""
+"""Kind -> required columns. If a data set fits several kinds, the first is used."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def kind_of(columns: Iterable[str]) -> Kind | None:
-    """The first kind whose columns are all there; None: no kind fits."""
+    """The first kind whose required columns exist; None if no kind fits."""
     present = set(columns)
     return next((kind for kind, needed in REQUIRED.items() if present.issuperset(needed)), None)
 
 
 def dialogue_columns(kind: Kind, row: Mapping[str, Any]) -> list[str]:
-    """The columns that hold text or messages: those the kind needs, and the prompt that a
-    preference may have."""
+    """The columns with text or messages: the required ones, and the optional prompt of a
+    preference."""
     columns = [name for name in REQUIRED[kind] if name != "label"]
     return ["prompt", *columns] if kind == "preference" and _has_prompt_of_its_form(row) else columns
 
 
 def _has_prompt_of_its_form(row: Mapping[str, Any]) -> bool:
-    """Whether a preference has its prompt apart. Text beside conversations repeats what they
-    begin with."""
+    """Whether a preference has a separate prompt. A text prompt beside conversations only repeats
+    their beginning."""
     prompt = row.get("prompt")
     return prompt is not None and not (isinstance(prompt, str) and isinstance(row.get("chosen"), list))
 
@@ -53,14 +53,14 @@ def is_conversational(kind: Kind, row: Mapping[str, Any]) -> bool:
 
 
 def fault_of(row: Mapping[str, Any], kind: Kind, *, conversational: bool) -> str | None:
-    """What breaks the rules of its kind and form; None: nothing."""
+    """The rule that the row breaks, in words; None if it is valid."""
     for name in REQUIRED[kind]:
         if row.get(name) is None:
             return f"it has no {name!r}; it has {', '.join(sorted(k for k, v in row.items() if v is not None)) or 'nothing'}"
     if kind == "unpaired_preference" and not isinstance(row["label"], bool):
         return f"label ({row['label']!r}) must be true or false"
-    found = (_fault_of_value(name, row[name], kind, conversational) for name in dialogue_columns(kind, row))
-    return next((fault for fault in found if fault is not None), None)
+    faults = (_fault_of_value(name, row[name], kind, conversational) for name in dialogue_columns(kind, row))
+    return next((fault for fault in faults if fault is not None), None)
 
 
 def _fault_of_value(name: str, value: Any, kind: Kind, conversational: bool) -> str | None:
@@ -92,8 +92,8 @@ def _fault_of_messages(name: str, messages: Sequence[Any]) -> str | None:
 
 
 def without_empty_keys(messages: Sequence[Message]) -> list[Message]:
-    """Messages as they were written: columns of Arrow give every message the keys of all, with
-    nothing in them."""
+    """The messages without empty keys: Arrow gives every message the keys of all messages, with
+    null values."""
     return [{key: value for key, value in message.items() if value is not None or key == "content"} for message in messages]
 
 

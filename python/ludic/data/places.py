@@ -1,5 +1,5 @@
-"""What names a place on this machine, and what may be an id of the hub: a typing error must not
-be asked of the network."""
+"""Distinguishes local paths from hub ids, so that a mistyped path is not looked up on the
+network."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _FILE_SUFFIXES = frozenset(
 
 
 def is_local(source: str) -> bool:
-    """Whether `source` can only mean a file or a folder of this machine.
+    """Whether `source` can only be a local file or folder.
 
-    It is there; or it is written as a path (from `.`, `/` or `~`, with several separators, or with
-    a backslash); or it has a file's suffix; or its first folder is there, as in `runs/nosuch`. An
-    id of the hub is `name` or `owner/name`.
+    It exists; or it is written as a path (starts with `.`, `/` or `~`, has several separators or a
+    backslash); or it has a file suffix; or its first folder exists, as in `runs/nosuch`. A hub id
+    is `name` or `owner/name`.
     """
     first, separator, _ = source.partition("/")
     return (

@@ -1,11 +1,13 @@
-"""Rows of two responses and what each was worth, as SHP has them, as preferences.
+"""Converts rows of two responses with scores, as in SHP, to preferences.
 
-    {"history": "why?", "human_ref_A": "so", "human_ref_B": "thus", "score_A": 12, "score_B": 3, "labels": 1}     the columns of SHP
-    {"prompt": "why?", "response_a": "so", "response_b": "thus", "score_a": 12, "score_b": 3}                     plain names
+The columns have the names of SHP, or plain names:
 
-The response with the higher score is the chosen one. Without scores, `labels` (or `label_a`) of 1
-says that the first is, of 0 the second. Rows whose scores are equal say nothing and are left out
-with a warning. All columns are kept.
+    {"history": "why?", "human_ref_A": "so", "human_ref_B": "no", "score_A": 12, "score_B": 3}
+    {"prompt": "why?", "response_a": "so", "response_b": "no", "score_a": 12, "score_b": 3}
+
+The response with the higher score is the chosen one. Without scores, `labels` (or `label_a`)
+decides: 1 is the first response, 0 the second. Rows with equal scores are left out with a warning.
+All columns are kept.
 """
 
 from __future__ import annotations
@@ -28,18 +30,18 @@ COLUMNS = {
     "score_b": ("score_b", "score_B"),
     "label_a": ("label_a", "labels"),
 }
-"""What a column holds -> the names it may have."""
+"""Content of a column -> its possible names."""
 
 
 def has_scored_responses(columns: Mapping[str, Any]) -> bool:
-    """Whether the columns are of two responses that are no chosen and rejected yet."""
-    there = all(_named(columns, name) for name in ("response_a", "response_b"))
-    return there and not {"chosen", "rejected"}.issubset(columns)
+    """Whether the columns are two responses instead of chosen and rejected."""
+    has_both = all(_named(columns, name) for name in ("response_a", "response_b"))
+    return has_both and not {"chosen", "rejected"}.issubset(columns)
 
 
 def preferences_of_scores(table: Table) -> Table:
-    """The rows with `prompt`, `chosen` and `rejected`. Raises DataError, naming the row, for one
-    without scores and label."""
+    """The rows with `prompt`, `chosen` and `rejected`. Raises DataError, naming the row, if it has
+    neither scores nor a label."""
     rows: list[Row] = []
     numbers: list[int] = []
     equal: list[int] = []
@@ -58,7 +60,7 @@ def preferences_of_scores(table: Table) -> Table:
 
 
 def _first_is_better(row: Row, where: str) -> bool | None:
-    """None: neither is."""
+    """Whether the first response is better; None if the scores are equal."""
     scores = [_value(row, name) for name in ("score_a", "score_b")]
     if scores != [None, None]:
         if not all(isinstance(score, int | float) and not isinstance(score, bool) and score == score for score in scores):

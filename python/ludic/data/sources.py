@@ -1,5 +1,4 @@
-"""Rows from a file, a folder, or the id of a data set; and how to name each of them where it was
-read."""
+"""Reads rows from a file, a folder or a hub id, and keeps the location of each row for messages."""
 
 from __future__ import annotations
 
@@ -19,16 +18,16 @@ from ludic.files.jsonl import parse_json
 
 @dataclass(frozen=True)
 class Table:
-    """Rows, and where each stands."""
+    """Rows and their locations."""
 
     name: str
     """The file, folder or id."""
     unit: str
-    """What `numbers` counts: `line` of the file (the first is 1) or `row` (likewise)."""
+    """The unit of `numbers`: `line` or `row`, counted from 1."""
     rows: list[Row]
     numbers: list[int]
     equal_scores: list[int] = field(default_factory=list)
-    """Numbers of the rows that were left out because their two responses were worth the same."""
+    """Numbers of the rows that were left out because their two scores are equal."""
 
     def where(self, index: int) -> str:
         """Such as `problems.jsonl, line 17`."""
@@ -37,8 +36,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Draw:
-    """At most `limit` rows of a source, drawn at random by `seed` and left in their order: data
-    sets are often sorted.
+    """A random sample of at most `limit` rows, in their order. Data sets are often sorted, so the
+    first rows would not be representative.
 
     Example: `Draw(2, seed=0).of(5)` is two of `[0, 1, 2, 3, 4]`, ascending; `Draw().of(5)` is all
     of them.
@@ -56,8 +55,8 @@ class Draw:
 
 
 def read_table(source: str, *, config: str | None = None, split: str = "train", draw: Draw | None = None) -> Table:
-    """`config` and `split` are for data sets by id and for folders. Rows that `draw` leaves out
-    are neither parsed nor copied."""
+    """Read the rows of `source`. `config` and `split` are for hub ids and folders. Rows outside
+    `draw` are neither parsed nor copied."""
     draw = draw or Draw()
     path = Path(source).expanduser()
     if path.is_dir():
@@ -92,15 +91,15 @@ def _read_json(name: str, path: Path, draw: Draw) -> Table:
 
 
 def _read_csv(name: str, path: Path, draw: Draw) -> Table:
-    """Every cell is text: `007` stays `007`."""
+    """All cells are text: `007` stays `007`."""
     lines = csv.reader(io.StringIO(_text(name, path), newline=""), strict=True)
     records = _csv_records(name, lines)
     _, header = next(records, (1, []))
     if not header or len(set(header)) != len(header):
         raise DataError(f"{name}, line 1 must name each column once, got {header}")
-    found = list(records)
+    all_records = list(records)
     rows, numbers = [], []
-    for number, cells in (found[index] for index in draw.of(len(found))):
+    for number, cells in (all_records[index] for index in draw.of(len(all_records))):
         if len(cells) != len(header):
             raise DataError(f"{name}, line {number} has {len(cells)} cells for {len(header)} columns ({', '.join(header)})")
         rows.append(dict(zip(header, cells, strict=True)))
@@ -109,7 +108,7 @@ def _read_csv(name: str, path: Path, draw: Draw) -> Table:
 
 
 def _csv_records(name: str, lines: Any) -> Iterator[tuple[int, list[str]]]:
-    """(line that the record begins on, cells); blank lines are passed over."""
+    """(first line of the record, cells); skips blank lines."""
     while True:
         begins = lines.line_num + 1
         try:
@@ -146,7 +145,7 @@ READERS: dict[str, Callable[[str, Path, Draw], Table]] = {
 
 
 def _from_datasets(name: str, source: str, config: str | None, split: str, draw: Draw) -> Table:
-    """By the `datasets` library, which runs no code of a data set."""
+    """Load with the `datasets` library, which runs no code of the data set."""
     try:
         import datasets
     except ImportError as error:
@@ -159,7 +158,7 @@ def _from_datasets(name: str, source: str, config: str | None, split: str, draw:
             loaded = datasets.load_dataset(source, config, split=split)
         drawn = draw.of(len(loaded))
         rows = (loaded if len(drawn) == len(loaded) else loaded.select(drawn)).to_list()
-    except Exception as error:  # what it raises has no common root
+    except Exception as error:  # its exceptions have no common base
         raise DataError(
             f"{name} (config {config}, split {split}) could not be loaded: {type(error).__name__}: {error}"
         ) from error

@@ -1,5 +1,5 @@
-"""Evaluation: requests played and reduced to metrics; accuracy, avg@k and pass@k with confidence
-intervals; what failed, counted."""
+"""Evaluation: plays requests and reduces them to metrics; accuracy, avg@k and pass@k with
+confidence intervals; counts failures."""
 
 from ludic.eval.cli import (
     add_common_eval_args,

@@ -1,5 +1,5 @@
-"""Parts for evaluation scripts of one's own that use argparse. The command `ludic eval` is
-another thing: it reads recipes."""
+"""Building blocks for your own evaluation scripts with argparse. The command `ludic eval` does not
+use them: it reads recipes."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from ludic.training.rollouts.engine import EnvFactory, RolloutEngine
 
 PROTOCOL_KIND = "single_agent"
 READY_S = 600.0
-"""What a server may take until it samples, a download of the model included."""
+"""Deadline for a server to sample its first token, including the download of the model."""
 STOP_S = 30.0
-"""Between asking it to end and ending it."""
+"""Time between the request to stop and a kill."""
 ContextFactory = Callable[..., ContextStrategy]
-"""Takes the system prompt, or nothing."""
+"""A function of the system prompt, or without arguments."""
 
 
 def add_common_eval_args(parser: argparse.ArgumentParser) -> None:
-    """The flags that evaluation scripts share."""
+    """Add the common flags of evaluation scripts."""
     parser.add_argument("--model", default="Qwen/Qwen2.5-7B-Instruct", help="name of the model on the server")
     parser.add_argument("--host", default="127.0.0.1", help="host of the server")
     parser.add_argument("--port", type=int, default=8000, help="port of the server")
-    parser.add_argument("--start-server", action="store_true", help="start a vLLM server for the time of the evaluation")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token")
-    parser.add_argument("--max-tokens", type=int, default=512, help="tokens of an answer at most")
-    parser.add_argument("--timeout-s", type=float, default=None, help="seconds that one model call may take")
+    parser.add_argument("--start-server", action="store_true", help="start a vLLM server for the evaluation")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy decoding")
+    parser.add_argument("--max-tokens", type=int, default=512, help="maximum tokens of an answer")
+    parser.add_argument("--timeout-s", type=float, default=None, help="deadline of one model call, in seconds")
     parser.add_argument("--concurrency", type=int, default=64, help="episodes played at once")
-    parser.add_argument("--max-steps", type=int, default=1, help="steps of an episode at most")
+    parser.add_argument("--max-steps", type=int, default=1, help="maximum steps of an episode")
     parser.add_argument("--out", default=None, help="file for the records, as JSON lines")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.7, help="share of the GPU's memory for the server")
-    parser.add_argument("--max-model-len", type=int, default=None, help="longest context of the server, in tokens")
+    parser.add_argument("--max-model-len", type=int, default=None, help="maximum context length of the server, in tokens")
 
 
 @contextmanager
 def maybe_start_vllm(args: argparse.Namespace) -> Iterator[None]:
-    """With `--start-server`, a vLLM server of `--model` at `--host` and `--port` that is ready
-    within, and stopped after. Else nothing.
+    """With `--start-server`, run a vLLM server of `--model` at `--host` and `--port` inside the
+    `with` block; it is ready at the start and stopped at the end. Otherwise do nothing.
 
-    It runs in the interpreter that `start_vllm_server` finds. Raises ConfigError for a port that is
-    taken, and InferenceError with the end of the server's output where it does not come up.
+    It runs in the interpreter that `start_vllm_server` finds. Raises ConfigError for a port in use,
+    and InferenceError, with the end of the server's output, if it does not become ready.
     """
     if not getattr(args, "start_server", False):
         yield
@@ -80,8 +80,7 @@ def build_single_agent_engine(
     stop_on_parse_error: bool = False,
     context_factory: ContextFactory | None = None,
 ) -> RolloutEngine:
-    """An engine whose only protocol, `single_agent`, plays with one agent; each episode has a
-    context of its own."""
+    """An engine with one protocol, `single_agent`. Each episode has its own context."""
     make_context = context_factory or FullDialog
 
     def make_protocol() -> SingleAgentProtocol:
@@ -92,7 +91,7 @@ def build_single_agent_engine(
 
 
 def inference_spec_from_cli(args: argparse.Namespace) -> InferenceSpec:
-    """Temperature and token limit as given; token ids come back, log-probabilities do not."""
+    """Temperature and token limit of the flags; returns token ids but no log-probabilities."""
     sampling = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     return InferenceSpec(sampling=sampling, return_=ReturnSpec.for_eval(return_token_ids=True))
 

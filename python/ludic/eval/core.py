@@ -1,4 +1,4 @@
-"""Plays requests and reduces what happened to metrics."""
+"""Plays requests and reduces the episodes to metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Metrics = dict[str, float]
 
 
 class RolloutGenerator(Protocol):
-    """What an evaluation needs of an engine."""
+    """The part of an engine that an evaluation uses."""
 
     async def generate_rollouts(
         self, *, requests: Sequence[RolloutRequest], max_steps: int, timeout_s: float | None, concurrency: int
@@ -35,9 +35,9 @@ async def run_eval(
 ) -> tuple[list[Record], Metrics]:
     """(a record for each step, the reducers' metrics). No requests give `([], {})`.
 
-    An engine that counts failures, as `RolloutEngine` does, adds `num_episodes` and
-    `num_failed_episodes` to the metrics; failed episodes have no records and take no part in the
-    reducers. If all fail, the engine's RolloutError passes through.
+    With an engine that counts failures, such as `RolloutEngine`, the metrics have `num_episodes`
+    and `num_failed_episodes`. Failed episodes have no records and do not reach the reducers. If all
+    fail, the engine's RolloutError passes through.
     """
     if not requests:
         return [], {}
@@ -57,7 +57,7 @@ def run_eval_sync(
     timeout_s: float | None = None,
     concurrency: int = 8,
 ) -> tuple[list[Record], Metrics]:
-    """`run_eval` from code that is not a coroutine."""
+    """`run_eval` for synchronous code."""
     evaluation = run_eval(
         engine=engine,
         requests=requests,
@@ -70,14 +70,14 @@ def run_eval_sync(
 
 
 def reduced_records(rollouts: Sequence[Rollout], reducers: Mapping[str, Reducer]) -> tuple[list[Record], Metrics]:
-    """(a record for each step, what the reducers make of them)."""
+    """(a record for each step, the reducers' metrics)."""
     records = [step_record(rollout, step) for rollout in rollouts for step in rollout.steps]
     return records, apply_reducers_to_records(records, reducers, sample_count=len(records), rollout_count=len(rollouts))
 
 
 def step_record(rollout: Rollout, step: Step) -> Record:
-    """What is known of a step: its own facts, overridden by the rollout's meta, overridden by
-    the step's info."""
+    """The record of a step: its own facts, overridden by the rollout's meta, overridden by the
+    step's info."""
     return {
         **step_facts(rollout, step),
         "completion_length": 0 if step.trace is None else len(step.trace.completion_token_ids),

@@ -1,4 +1,4 @@
-"""What a trainer evaluates with."""
+"""Evaluators that a trainer can use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ludic.training.types import RequestsFn, RolloutRequest
 
 
 class Evaluator(Protocol):
-    """Measures the policy. What is left None is the evaluator's to decide."""
+    """Measures the policy. The evaluator has its own value for each argument that is None."""
 
     async def eval(
         self,
@@ -29,8 +29,7 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True)
 class EngineEvaluator:
-    """Plays the requests of `requests_fn` with an engine, each time it is asked to.
-    `Trainer(evaluator=...)` takes one."""
+    """Plays the requests of `requests_fn` with an engine. For `Trainer(evaluator=...)`."""
 
     engine: RolloutGenerator
     requests_fn: RequestsFn
@@ -38,7 +37,7 @@ class EngineEvaluator:
     reducers: Mapping[str, Reducer]
     max_steps: int = 1
     timeout_s: float | None = None
-    """Of each model call."""
+    """Deadline of each model call, in seconds."""
     concurrency: int = 32
 
     async def eval(
@@ -50,7 +49,7 @@ class EngineEvaluator:
         timeout_s: float | None = None,
         concurrency: int | None = None,
     ) -> tuple[list[Record], Metrics]:
-        """As `run_eval`; what is given here goes before the evaluator's own."""
+        """See `run_eval`. Arguments that are not None override the evaluator's own."""
         return await run_eval(
             engine=self.engine,
             requests=await await_if_needed(self.requests_fn()) if requests is None else requests,

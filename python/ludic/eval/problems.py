@@ -1,4 +1,4 @@
-"""Several answers to each problem, for accuracy, avg@k and pass@k."""
+"""Samples several answers to each problem, for accuracy, avg@k and pass@k."""
 
 from __future__ import annotations
 
@@ -18,43 +18,42 @@ from ludic.types import Rollout
 
 @dataclass(frozen=True)
 class ProblemEvaluator:
-    """Plays each request `k` times and measures by problem. Also an `Evaluator`, as `Trainer` takes
-    one.
+    """Plays each request `k` times and measures by problem. Also an `Evaluator` for `Trainer`.
 
-    The same policy is asked with the same seeds every time: sample j of problem i has seeds that
-    follow from `seed`, i and j alone, so that the first answers are the same whatever `k` is.
+    Every evaluation uses the same seeds: those of sample j of problem i depend only on `seed`, i
+    and j, so the first answers are the same for every `k`.
     """
 
     engine: RolloutGenerator
     requests_fn: RequestsFn
-    """One request a problem; `problem_id` in its meta names it, else its position does. Its
-    `num_episodes` counts for nothing."""
+    """Returns one request for each problem. The problem's name is `problem_id` in the meta, or else
+    its position. `num_episodes` is ignored."""
     k: int = 1
-    """Answers to each problem."""
+    """Number of answers to each problem."""
     reducers: Mapping[str, Reducer] = field(default_factory=dict)
     max_steps: int = 1
     timeout_s: float | None = None
-    """Of each model call."""
+    """Deadline of each model call, in seconds."""
     concurrency: int = 32
     seed: int = 0
     solved_at: float = 1.0
-    """An answer is right from this total reward on."""
+    """An answer is right if its total reward is at least this."""
     confidence: float = 0.95
     select: Callable[[Rollout], bool] | None = None
-    """Which rollout of an episode is measured, where it gives several."""
+    """Selects the rollout to measure, for episodes with several."""
     also: Mapping[str, RolloutValue] = field(default_factory=dict)
-    """What else is averaged, such as a fact of the last step's info."""
+    """Other values to average, such as a fact of the last step's info."""
 
     def __post_init__(self) -> None:
         if self.k < 1:
             raise ConfigError(f"k ({self.k}) must be >= 1; it is the number of answers to each problem")
 
     async def measure(self) -> Measurement:
-        """Play and count. Raises RolloutError if no episode could be played."""
+        """Play and measure. Raises RolloutError if every episode failed."""
         return (await self.play())[1]
 
     async def play(self) -> tuple[list[Rollout], Measurement]:
-        """The same, with the rollouts that were counted."""
+        """The same, also returning the rollouts that were measured."""
         return await self._play(await await_if_needed(self.requests_fn()), self.max_steps, self.timeout_s, self.concurrency)
 
     async def eval(
@@ -66,7 +65,7 @@ class ProblemEvaluator:
         timeout_s: float | None = None,
         concurrency: int | None = None,
     ) -> tuple[list[Record], Metrics]:
-        """(a record a step, the measurement's metrics and those of the reducers)."""
+        """(a record for each step, the metrics of the measurement and of the reducers)."""
         rollouts, measurement = await self._play(
             await await_if_needed(self.requests_fn()) if requests is None else requests,
             self.max_steps if max_steps is None else max_steps,
@@ -95,8 +94,8 @@ class ProblemEvaluator:
 
 
 def sample_requests(problems: Sequence[RolloutRequest], *, k: int, seed: int) -> list[RolloutRequest]:
-    """`k` requests of one episode for each problem. They are no group: where one fails, the
-    others count."""
+    """`k` requests of one episode for each problem. They are not a group: if one fails, the others
+    still count."""
     return [_sample(problem, i, j, seed) for i, problem in enumerate(problems) for j in range(k)]
 
 

@@ -1,5 +1,5 @@
-"""What an evaluation found: results by problem, accuracy and pass@k with intervals, and the
-episodes that failed."""
+"""The results of an evaluation: by problem, accuracy and pass@k with intervals, and the failed
+episodes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ludic.training.rollouts.played import EpisodeFailure
 from ludic.types import Rollout
 
 PROBLEM_KEY, SAMPLE_KEY = "problem_id", "sample_index"
-"""Keys of a request's meta: which problem, and which of the answers to it."""
+"""Keys of a request's meta: the problem, and the number of the answer to it."""
 RolloutValue = Callable[[Rollout], float | bool | None]
-"""Something measured beside the reward; None where a rollout has no such value."""
+"""A value to measure beside the reward; None if a rollout has no such value."""
 
 
 @dataclass
@@ -26,11 +26,11 @@ class ProblemResult:
 
     problem_id: str
     rewards: list[float] = field(default_factory=list)
-    """Of the episodes that were played to their end."""
+    """Rewards of the complete episodes."""
     right: int = 0
-    """How many of them count as right."""
+    """Number of right answers."""
     failed: int = 0
-    """Episodes without a result. They are no wrong answers."""
+    """Failed episodes. They do not count as wrong answers."""
 
     @property
     def answers(self) -> int:
@@ -42,34 +42,34 @@ class ProblemResult:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Numbers of one evaluation. Intervals are over problems, at `confidence`."""
+    """The numbers of one evaluation. Intervals are over problems, at level `confidence`."""
 
     problems: list[ProblemResult]
     samples_per_problem: int
-    """Most answers that a problem has, which is the k of avg@k."""
+    """The largest number of answers to a problem, the k of avg@k."""
     confidence: float
     accuracy: Interval
     """avg@k: the mean over problems of the share of right answers."""
     accuracy_bounds: tuple[float, float]
-    """The accuracy if every failed episode had been a wrong answer, and if every one had been a
-    right answer."""
+    """The accuracy if every failed episode were a wrong answer, and if every one were a right
+    answer."""
     reward: Interval
     """The mean over problems of the mean reward."""
     pass_at_k: dict[int, Interval]
     """By k, over the problems that have k answers."""
     also: dict[str, Interval]
-    """What else was measured, averaged likewise."""
+    """The other values, averaged in the same way."""
     shares: tuple[str, ...]
-    """Which of those are shares of answers, between 0 and 1."""
+    """The names in `also` that are shares of answers, between 0 and 1."""
     num_episodes: int
     num_failed_episodes: int
     num_unanswered_problems: int
-    """Problems of which every episode failed; they are in no mean."""
+    """Problems whose episodes all failed; they are excluded from all means."""
     errors: dict[str, int]
-    """How often each error ended an episode for good, most frequent first."""
+    """Error -> number of episodes that it ended after all retries, most frequent first."""
 
     def metrics(self) -> dict[str, float]:
-        """Flat numbers, as a trainer logs them."""
+        """Flat metrics for a trainer's log."""
         flat = {"num_episodes": float(self.num_episodes), "num_failed_episodes": float(self.num_failed_episodes)}
         named = {"accuracy": self.accuracy, "reward": self.reward, **self.also}
         for name, interval in named.items():
@@ -79,7 +79,8 @@ class Measurement:
         return flat | {f"pass@{k}": interval.value for k, interval in self.pass_at_k.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the results by problem, as JSON has it; the keys of `pass_at_k` are text."""
+        """Everything except the results by problem, in types of JSON; the keys of `pass_at_k` are
+        strings."""
         content = {name: value for name, value in asdict(self).items() if name != "problems"}
         return {
             "num_problems": len(self.problems),
@@ -99,19 +100,18 @@ def measure(
     select: Callable[[Rollout], bool] | None = None,
     also: Mapping[str, RolloutValue] | None = None,
 ) -> Measurement:
-    """Count the answers to each problem. An answer is right if its total reward is at least
-    `solved_at`.
+    """Measure by problem. An answer is right if its total reward is at least `solved_at`.
 
-    Rollouts and failures say in their meta which problem they belong to (`problem_id`); one that
-    does not is a problem of its own. Where episodes give several rollouts, one for each player,
-    `select` says which counts. Raises RolloutError if there is no rollout.
+    The meta of rollouts and failures has the problem (`problem_id`); without it each is a problem
+    of its own. If episodes have several rollouts, one for each player, `select` chooses one. Raises
+    RolloutError if there is no rollout.
     """
-    chosen = [rollout for rollout in rollouts if select is None or select(rollout)]
-    if not chosen:
-        raise RolloutError("no episode gave a rollout; there is nothing to measure")
-    _check_one_an_episode(chosen)
+    selected = [rollout for rollout in rollouts if select is None or select(rollout)]
+    if not selected:
+        raise RolloutError("no episode has a rollout; there is nothing to measure")
+    _check_one_per_episode(selected)
     of_problem: dict[str, ProblemResult] = {}
-    for rollout in chosen:
+    for rollout in selected:
         result = of_problem.setdefault(_problem(rollout.meta, rollout.id), ProblemResult(_problem(rollout.meta, rollout.id)))
         result.rewards.append(float(rollout.total_reward))
         result.right += rollout.total_reward >= solved_at
@@ -119,19 +119,19 @@ def measure(
         key = _problem(failure.meta, f"episode {failure.episode_idx}")
         of_problem.setdefault(key, ProblemResult(key)).failed += 1
     problems = list(of_problem.values())
-    averages = {name: _average(chosen, value_of, confidence) for name, value_of in (also or {}).items()}
+    averages = {name: _average(selected, value_of, confidence) for name, value_of in (also or {}).items()}
     answered = [problem for problem in problems if problem.answers]
     return Measurement(
         problems=problems,
         samples_per_problem=max(problem.answers + problem.failed for problem in problems),
         confidence=confidence,
-        accuracy=share_interval([p.right / p.answers for p in answered], answers=len(chosen), confidence=confidence),
+        accuracy=share_interval([p.right / p.answers for p in answered], answers=len(selected), confidence=confidence),
         accuracy_bounds=_bounds(problems),
         reward=mean_interval([sum(p.rewards) / p.answers for p in answered], confidence=confidence),
         pass_at_k=_pass_curve(answered, confidence),
-        also={name: found[0] for name, found in averages.items() if found is not None},
-        shares=tuple(name for name, found in averages.items() if found is not None and found[1]),
-        num_episodes=len(chosen) + len(failures),
+        also={name: average[0] for name, average in averages.items() if average is not None},
+        shares=tuple(name for name, average in averages.items() if average is not None and average[1]),
+        num_episodes=len(selected) + len(failures),
         num_failed_episodes=len(failures),
         num_unanswered_problems=len(problems) - len(answered),
         errors=dict(Counter(failure.error for failure in failures).most_common()),
@@ -142,11 +142,11 @@ def _problem(meta: Mapping[str, Any], otherwise: str) -> str:
     return str(meta.get(PROBLEM_KEY, otherwise))
 
 
-def _check_one_an_episode(rollouts: Sequence[Rollout]) -> None:
+def _check_one_per_episode(rollouts: Sequence[Rollout]) -> None:
     episodes = Counter(rollout.meta.get("episode_idx", rollout.id) for rollout in rollouts)
     episode, count = episodes.most_common(1)[0]
     if count > 1:
-        raise DataError(f"episode {episode} gave {count} rollouts; say with select= which of its players is measured")
+        raise DataError(f"episode {episode} gave {count} rollouts; choose the player to measure with select=")
 
 
 def _bounds(problems: Sequence[ProblemResult]) -> tuple[float, float]:
@@ -157,19 +157,19 @@ def _bounds(problems: Sequence[ProblemResult]) -> tuple[float, float]:
 
 
 def _pass_curve(answered: Sequence[ProblemResult], confidence: float) -> dict[int, Interval]:
-    """Only complete problems have a say at the largest k, where episodes failed; `num_problems`
-    tells how many those are."""
+    """pass@k by k. After failures only problems with at least k answers count at each k;
+    `num_problems` is their number."""
     curve = {}
     for k in curve_points(max(problem.answers for problem in answered)):
-        able = [problem for problem in answered if problem.answers >= k]
-        estimates = [pass_at_k(problem.answers, problem.right, k) for problem in able]
-        curve[k] = share_interval(estimates, answers=sum(p.answers // k for p in able), confidence=confidence)
+        complete = [problem for problem in answered if problem.answers >= k]
+        estimates = [pass_at_k(problem.answers, problem.right, k) for problem in complete]
+        curve[k] = share_interval(estimates, answers=sum(p.answers // k for p in complete), confidence=confidence)
     return curve
 
 
 def _average(rollouts: Sequence[Rollout], value_of: RolloutValue, confidence: float) -> tuple[Interval, bool] | None:
-    """(mean by problem, whether it is a share). Truth values are shares; other numbers get
-    Student's interval."""
+    """(mean over problems, whether it is a share); None without values. Booleans are shares; other
+    numbers get Student's interval."""
     by_problem: dict[str, list[float | bool]] = {}
     for rollout in rollouts:
         value = value_of(rollout)
