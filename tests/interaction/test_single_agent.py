@@ -249,7 +249,7 @@ def test_an_environment_that_answers_someone_else_is_named():
         def step(self, actions):
             return {"b": self.env_step("")}
 
-    with pytest.raises(RolloutError, match=r"Elsewhere answered \['b'\] and not 'agent_0'"):
+    with pytest.raises(RolloutError, match=r"Elsewhere returned results for \['b'\] and not for its agent 'agent_0'"):
         one(ScriptedClient("a"), Elsewhere())
 
 

@@ -1,4 +1,4 @@
-"""Environments: what agents act in."""
+"""Environments in which agents act."""
 
 from ludic.envs.dataset_qa_env import DatasetQAEnv, ParserFn, PromptBuilder, Sample, VerifierFn
 from ludic.envs.env import LudicEnv

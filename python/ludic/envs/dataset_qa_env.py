@@ -1,4 +1,4 @@
-"""One question, one answer, one verdict."""
+"""An environment with one question, one answer and one verdict."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ludic.types import Info, StepOutcome
 Sample = Mapping[str, Any]
 """A row of a data set."""
 ParserFn = Callable[[str], str]
-"""The answer's text in the data set to what the verifier compares with."""
+"""The data set's answer text -> the target of the verifier."""
 VerifierFn = Callable[[str, str], bool]
-"""(action, parsed target) -> right or wrong."""
+"""(action, parsed target) -> whether the action is right."""
 PromptBuilder = Callable[[Sample], str]
 
 
@@ -23,7 +23,7 @@ def strip(text: str) -> str:
 
 
 def same_text(action: str, target: str) -> bool:
-    """Equal apart from case and surrounding white space."""
+    """Equality, ignoring case and surrounding white space."""
     return action.strip().lower() == target.strip().lower()
 
 
@@ -63,7 +63,7 @@ class DatasetQAEnv(SingleAgentEnv):
         return self._system_prompt
 
     def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
-        """The prompt; the same at every reset, whatever the seed."""
+        """The prompt; the same at every reset, for any seed."""
         self._done = False
         self._obs = self._prompt()
         return self._obs, {"question_id": self._question_id}
@@ -73,13 +73,13 @@ class DatasetQAEnv(SingleAgentEnv):
         return self.end_verdict(action, target, correct=bool(self._verifier(action, target)))
 
     def begin_verdict(self) -> str:
-        """The parsed target. Raises RolloutError for a question that is answered already."""
+        """The parsed target. Raises RolloutError if the question is already answered."""
         if self._done:
             raise RolloutError(f"question {self._question_id} is already answered; call reset() before the next step")
         return self._target_parser(self._field(self._answer_key))
 
     def end_verdict(self, action: str, target: str, *, correct: bool) -> StepOutcome:
-        """End the episode."""
+        """End the episode and return its outcome."""
         self._done = True
         self._obs = f"{'Correct' if correct else 'Incorrect'}. Expected: {target}"
         info: Info = {

@@ -1,4 +1,4 @@
-"""An environment for any number of agents."""
+"""The interface of environments, for any number of agents."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ActionType = TypeVar("ActionType")
 
 
 class LudicEnv(ABC, Generic[AgentID, ObsType, ActionType]):
-    """Agents act together or in turn; `active_agents` says whose action the next `step` takes.
+    """Agents act simultaneously or in turn; the next `step` takes the actions of `active_agents`.
 
-    An environment that holds resources may offer `close()`, which the engine calls when the episode
-    is over.
+    An environment with resources may have a method `close()`, which the engine calls after the
+    episode.
     """
 
     @property
@@ -28,7 +28,7 @@ class LudicEnv(ABC, Generic[AgentID, ObsType, ActionType]):
     @property
     @abstractmethod
     def active_agents(self) -> list[AgentID]:
-        """The agents whose action is due."""
+        """The agents that act in the next step."""
 
     @property
     def suggested_sysprompt(self) -> str | None:
@@ -37,12 +37,12 @@ class LudicEnv(ABC, Generic[AgentID, ObsType, ActionType]):
 
     @abstractmethod
     def reset(self, *, seed: int | None = None) -> dict[AgentID, tuple[ObsType, Info]]:
-        """Begin an episode: first observation and info of each agent."""
+        """Start an episode; returns the first observation and info of each agent."""
 
     @abstractmethod
     def step(self, actions: dict[AgentID, ActionType]) -> dict[AgentID, StepOutcome]:
-        """Apply the actions; the outcome of each agent concerned."""
+        """Apply the actions; returns the outcome of each affected agent."""
 
     def current_obs(self) -> dict[AgentID, ObsType]:
-        """What each agent sees now."""
+        """The current observation of each agent."""
         raise NotImplementedError(f"{type(self).__name__} does not offer current_obs()")

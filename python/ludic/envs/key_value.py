@@ -1,5 +1,5 @@
-"""A small tool: a store of keys, asked a line at a time. The task needs two calls, and the
-second depends on what the first returned."""
+"""A small tool environment: a key-value store that is queried one line at a time. The task needs
+two calls, and the second depends on the result of the first."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ KEYS = "abcdefghij"
 
 
 class StoreText(Protocol):
-    """How the task, the calls and the results are written."""
+    """The text format of the task, the calls and the results."""
 
     @property
     def malformed(self) -> str:
-        """What is answered to a line that is neither a call nor an answer."""
+        """The reply to a line that is neither a call nor an answer."""
 
     def question(self, start: str) -> str:
         """The first observation."""
 
     def result(self, key: str, held: str) -> str:
-        """What a call returns."""
+        """The result of a call."""
 
     def read(self, line: str) -> tuple[str, str] | None:
         """`("call", key)`, `("answer", key)`, or None."""
@@ -34,8 +34,8 @@ class StoreText(Protocol):
 
 @dataclass(frozen=True)
 class TerseText:
-    """`c` asks, `?c` calls, `h` is returned, `=f` answers, `!` refuses: one to two characters a
-    turn."""
+    """One or two characters a turn: question `c`, call `?c`, result `h`, answer `=f`, malformed
+    `!`."""
 
     malformed: str = "!"
 
@@ -52,7 +52,7 @@ class TerseText:
 
 @dataclass(frozen=True)
 class TaggedText:
-    """The same in words, with `<get>c</get>` and `<answer>f</answer>`, for a model that chats."""
+    """Sentences with `<get>c</get>` and `<answer>f</answer>`, for chat models."""
 
     malformed: str = "That is neither <get>KEY</get> nor <answer>KEY</answer>."
 
@@ -78,16 +78,15 @@ TOOL_RULES = (
 
 
 class KeyValueEnv(SingleAgentEnv):
-    """What does the key hold that `start` holds? The store is hidden; `reset` draws it anew, the
-    same for the same seed.
+    """`start` holds a key; what does that key hold? The store is hidden; `reset` draws a new one,
+    determined by the seed.
 
     The agent looks up one key a turn and ends the episode with an answer: `right_reward` for the
-    right one, else 0. Nothing forbids a guess, which is right one time in ten. An episode without
-    an answer after `max_turns` is truncated.
+    right one, else 0. A guess is allowed and is right one time in ten. An episode without an answer
+    after `max_turns` is truncated.
 
-    A step's info: `call` (the key looked up, or None), `malformed`, and at the end `correct`,
-    `target`, and `looked_up`: both keys on the way to the answer were looked up before it was
-    given.
+    A step's info: `call` (the key that was looked up, or None), `malformed`, and at the end
+    `correct`, `target`, and `looked_up`: whether both keys were looked up before the answer.
 
     >>> env = KeyValueEnv("c", holds="h")
     >>> env.env_reset(seed=0)
@@ -129,7 +128,7 @@ class KeyValueEnv(SingleAgentEnv):
         return self.store[self.store[self.start]]
 
     def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
-        """A new store: `start` holds `holds` where that was given, every other key a random one."""
+        """A new store: `start` holds `holds` if that is set; every other key holds a random one."""
         rng = Random(seed)
         self.store = dict(zip(KEYS, rng.choices(KEYS, k=len(KEYS)), strict=True))
         if self.holds is not None:
@@ -139,7 +138,7 @@ class KeyValueEnv(SingleAgentEnv):
         return self._obs, {}
 
     def env_step(self, action: str) -> StepOutcome:
-        """Raises RolloutError after the end of the episode and before its begin."""
+        """Raises RolloutError before the start and after the end of the episode."""
         if self._done:
             raise RolloutError(f"the episode that starts at {self.start} is over; call reset() before the next step")
         self._turns += 1

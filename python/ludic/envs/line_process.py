@@ -1,4 +1,4 @@
-"""A process that answers lines of JSON with lines of JSON, and is ended when it takes too long."""
+"""A child process that answers each JSON line with a JSON line, and is killed at a deadline."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ LONGEST_REPLY = 1 << 20
 
 
 class LineProcess:
-    """Started when first asked; started afresh after it failed or was ended. For one caller at a
-    time.
+    """Starts at the first request, and again after a failure or a kill. For one caller at a time.
 
-    Its first line, within `start_timeout_s`, says that it is ready.
+    Its first line, due within `start_timeout_s`, means that it is ready.
     """
 
     def __init__(self, command: Sequence[str], *, start_timeout_s: float = 60.0) -> None:
@@ -28,8 +27,9 @@ class LineProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """The reply. Raises TimeoutError at the deadline, GradingError where the process dies or
-        answers no JSON; it is ended then."""
+        """Send a request and return the reply. Raises TimeoutError at the deadline, and
+        GradingError if the process dies or its reply is not JSON; in all cases the process is
+        killed."""
         try:
             process = self._process or self._start()
             assert process.stdin is not None
@@ -46,13 +46,13 @@ class LineProcess:
             raise
 
     def end(self) -> int | None:
-        """Kill it, if it runs, and wait; its exit status."""
+        """Kill the process if it runs, wait, and return its exit status."""
         process, self._process = self._process, None
         if process is None:
             return None
         process.kill()
         for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):  # what was written last finds nobody who reads
+            with contextlib.suppress(OSError):  # unsent data has no reader
                 if pipe is not None:
                     pipe.close()
         return process.wait()

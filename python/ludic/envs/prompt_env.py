@@ -1,4 +1,4 @@
-"""One prompt, one answer, and no verdict: the reward comes from outside."""
+"""An environment with one prompt and one answer, whose reward comes from outside."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ludic.types import Info, StepOutcome
 
 
 class PromptEnv(SingleAgentEnv):
-    """Shows the `prompt` of one row and takes one answer, with reward 0. The step's info carries
-    the row as `row`, for whoever rewards it (see `ludic.training.reward_functions`).
+    """Shows the `prompt` of one row and takes one answer, with reward 0. The step's info has the
+    row as `row`, for the reward functions (see `ludic.training.reward_functions`).
 
-    A prompt of messages is in the info of the reset as `messages`, with which the dialogue begins
-    (`FullDialog`); the observation is the last of them.
+    A prompt of messages is in the info of the reset as `messages`, which start the dialogue (see
+    `FullDialog`); the observation is the last message.
     """
 
     def __init__(self, sample: Sample, *, system_prompt: str | None = None) -> None:
@@ -28,7 +28,7 @@ class PromptEnv(SingleAgentEnv):
         return self._system_prompt
 
     def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
-        """The prompt; the same at every reset, whatever the seed."""
+        """The prompt; the same at every reset, for any seed."""
         self._done = False
         return self.env_current_obs(), {} if isinstance(self._prompt, str) else {"messages": self._prompt}
 

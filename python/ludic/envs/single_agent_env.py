@@ -1,4 +1,4 @@
-"""An environment for one agent, without the dictionaries."""
+"""The interface of environments for one agent, without dictionaries by agent."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from ludic.types import Info, StepOutcome
 
 
 class SingleAgentEnv(LudicEnv[str, str, str]):
-    """Implement `env_reset`, `env_step` and `env_current_obs`. They may be coroutine functions;
-    the protocol awaits them."""
+    """Implement `env_reset`, `env_step` and `env_current_obs`. They may be coroutine functions."""
 
     _DEFAULT_ID = "agent_0"
 
     _agent_id: str = _DEFAULT_ID
-    """Here too: a subclass need not call `__init__`."""
+    """A default for subclasses that do not call `__init__`."""
 
     def __init__(self, agent_id: str = _DEFAULT_ID) -> None:
         self._agent_id = agent_id
@@ -30,15 +29,15 @@ class SingleAgentEnv(LudicEnv[str, str, str]):
 
     @abstractmethod
     def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
-        """Begin an episode: first observation and info."""
+        """Start an episode; returns the first observation and info."""
 
     @abstractmethod
     def env_step(self, action: str) -> StepOutcome:
-        """Apply an action."""
+        """Apply an action and return its outcome."""
 
     @abstractmethod
     def env_current_obs(self) -> str:
-        """What the agent sees now."""
+        """The current observation."""
 
     def reset(self, *, seed: int | None = None) -> dict[str, tuple[str, Info]]:
         return {self._agent_id: self.env_reset(seed=seed)}

@@ -1,9 +1,9 @@
-"""Confidence intervals for evaluations: how far a measured mean may lie from the mean over all
-problems of the kind that were asked.
+"""Confidence intervals for evaluations: how far a measured mean may be from the mean over all
+problems of this kind.
 
-Problems are the independent draws; several answers to one problem are not. Every interval here
-therefore takes one number a problem. Shares, which lie between 0 and 1, get a Wilson score interval
-with the number of answers that the spread between problems leaves effective; means of any other
+Problems are independent draws; several answers to one problem are not. Every interval here
+therefore takes one number per problem. Shares, between 0 and 1, get a Wilson score interval with
+the effective number of answers, which follows from the spread between problems. Means of other
 numbers get a Student interval.
 """
 
@@ -24,18 +24,18 @@ class Interval:
 
     value: float
     low: float | None
-    """None where one problem alone says nothing of the spread."""
+    """None for a single problem, whose spread is unknown."""
     high: float | None
     num_problems: int
-    """Problems that it is taken over."""
+    """Number of problems in the mean."""
 
 
 def wilson_interval(successes: float, trials: float, *, confidence: float = 0.95) -> tuple[float, float]:
-    """(low, high) of a share: the values that a score test does not refuse (Wilson 1927; eq. 4 of
+    """(low, high) of a share: the values that a score test does not reject (Wilson 1927; eq. 4 of
     Brown, Cai and DasGupta 2001).
 
     With z the normal quantile: (s + z^2/2 -+ z sqrt(s (n - s) / n + z^2/4)) / (n + z^2). `trials`
-    need not be whole.
+    may be fractional.
     """
     if not 0 <= successes <= trials or trials <= 0:
         raise ConfigError(f"successes ({successes}) must be between 0 and trials ({trials}), and trials above 0")
@@ -47,14 +47,14 @@ def wilson_interval(successes: float, trials: float, *, confidence: float = 0.95
 
 
 def share_interval(shares: Sequence[float], *, answers: int | None = None, confidence: float = 0.95) -> Interval:
-    """The mean of one share a problem, each between 0 and 1, with a Wilson interval clustered by
+    """The mean of one share per problem, each between 0 and 1, with a Wilson interval clustered by
     problem.
 
-    The interval is that of `n` independent answers, n being the number at which they would scatter
-    as the problems do: p (1 - p) / (the squared standard error of the mean over problems), but no
-    more than `answers`, the number that were given (None: one a problem). Where each problem was
-    answered once it is the plain Wilson interval. The effective sample size in Wilson's interval is
-    that of Dean and Pagano 2015, section 2.
+    It is the interval of n independent answers, with n chosen so that they would have the same
+    standard error as the mean over problems: n = p (1 - p) / (that standard error squared), but at
+    most `answers`, the number of answers (None: one per problem). With one answer per problem it is
+    the plain Wilson interval. The effective sample size in Wilson's interval is that of Dean and
+    Pagano 2015, section 2.
     """
     if not shares:
         raise ConfigError("an interval needs at least one problem")
@@ -69,8 +69,8 @@ def share_interval(shares: Sequence[float], *, answers: int | None = None, confi
 
 
 def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval:
-    """The mean of one number a problem, with Student's interval: mean -+ t s / sqrt(n), s with n
-    - 1 in the denominator."""
+    """The mean of one number per problem, with Student's interval: mean -+ t s / sqrt(n), s with
+    n - 1 in the denominator."""
     if not values:
         raise ConfigError("an interval needs at least one problem")
     count = len(values)
@@ -85,14 +85,14 @@ def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> Inter
 def difference_interval(
     before: Sequence[float], after: Sequence[float], *, answers: int | None = None, confidence: float = 0.95
 ) -> Interval:
-    """How much a mean over problems changed. `before` and `after` hold one number a problem, of the
+    """The change of a mean over problems. `before` and `after` have one number per problem, for the
     same problems in the same order.
 
     Shares, all between 0 and 1: their two intervals (`share_interval`, each of `answers`) are
     combined by squares, d - sqrt((a - a_low)^2 + (b_high - b)^2) and d + sqrt((a_high - a)^2 + (b -
-    b_low)^2), with a after, b before and d = a - b: method 10 of Newcombe 1998. It takes the two
-    for independent; those of one problem seldom part company, so that it is rather too wide, and it
-    keeps its width where every answer is right. Other numbers: Student's interval of the
+    b_low)^2), with a after, b before and d = a - b: method 10 of Newcombe 1998. It assumes
+    that the two are independent. In fact they are correlated by problem, so the interval is rather
+    too wide; it keeps its width if every answer is right. Other numbers: Student's interval of the
     differences, problem by problem.
     """
     if len(before) != len(after):

@@ -1,4 +1,4 @@
-"""pass@k: the chance that at least one of k answers is right."""
+"""pass@k: the probability that at least one of k answers is right."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ludic.errors import ConfigError
 
 
 def pass_at_k(answers: int, right: int, k: int) -> float:
-    """The unbiased estimate for one problem from `answers` answers of which `right` are right (Chen
-    et al. 2021, eq. 1).
+    """The unbiased estimate for one problem, from `answers` answers of which `right` are right
+    (Chen et al. 2021, eq. 1).
 
-    1 - C(n - c, k) / C(n, k): the share of all sets of k among the n answers that hold a right one.
-    At k = n it is 1 or 0, at k = 1 it is c / n. Exact for any size; the integers are divided last.
+    1 - C(n - c, k) / C(n, k): the share of the sets of k out of n answers that contain a right one.
+    It is 1 or 0 at k = n and c / n at k = 1. Exact for any size: integers are divided last.
     """
     if not 0 <= right <= answers:
         raise ConfigError(f"right ({right}) must be between 0 and the number of answers ({answers})")
@@ -22,5 +22,6 @@ def pass_at_k(answers: int, right: int, k: int) -> float:
 
 
 def curve_points(most: int) -> list[int]:
-    """The k that are reported up to `most`: powers of two, and `most` itself."""
+    """The values of k to report: the powers of two up to `most`, and `most`. Example:
+    `curve_points(6)` is `[1, 2, 4, 6]`."""
     return sorted({*(2**i for i in range(most.bit_length()) if 2**i <= most), most})

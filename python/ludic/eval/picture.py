@@ -1,4 +1,4 @@
-"""A picture of a measurement: shares with their intervals, and the pass@k curve."""
+"""Plots measurements: shares with their intervals, and the pass@k curve."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from ludic.eval.tally import Measurement
 
 
 def draw_measurements(path: Path, measurements: Mapping[str, Measurement], *, title: str) -> None:
-    """`measurements`: label to what was measured; one label, or several to compare. Written as
-    PNG."""
+    """Write a PNG. `measurements`: label -> measurement; several labels are compared."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -40,8 +39,8 @@ def draw_measurements(path: Path, measurements: Mapping[str, Measurement], *, ti
 
 
 def _shares(measurement: Measurement) -> dict[str, Interval]:
-    """What lies between 0 and 1."""
-    facts = {name: found for name, found in measurement.also.items() if name in measurement.shares}
+    """The values between 0 and 1."""
+    facts = {name: interval for name, interval in measurement.also.items() if name in measurement.shares}
     return {"accuracy": measurement.accuracy, **facts}
 
 
@@ -55,8 +54,10 @@ def _bars(axes: Any, shares: Mapping[str, Interval], *, colour: str, offset: flo
 
 def _curve(axes: Any, measurement: Measurement, *, colour: str, label: str) -> None:
     ks = list(measurement.pass_at_k)
-    found = list(measurement.pass_at_k.values())
-    axes.plot(ks, [interval.value for interval in found], marker="o", color=colour, label=label)
-    axes.fill_between(ks, [interval.low for interval in found], [interval.high for interval in found], color=colour, alpha=0.15)
+    intervals = list(measurement.pass_at_k.values())
+    axes.plot(ks, [interval.value for interval in intervals], marker="o", color=colour, label=label)
+    axes.fill_between(
+        ks, [interval.low for interval in intervals], [interval.high for interval in intervals], color=colour, alpha=0.15
+    )
     axes.set_xscale("log", base=2)
     axes.set_xticks(ks, [str(k) for k in ks])

@@ -1,5 +1,5 @@
-"""Pictures of preference scores: how far stated probabilities come true, and how far apart the
-two responses of a pair are."""
+"""Plots of preference scores: the calibration of the predicted probabilities, and the margins
+between the two responses of a pair."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _MARGIN_BINS = 40
 
 
 def draw_reliability(path: Path, metrics: PreferenceMetrics, *, title: str) -> None:
-    """A reliability diagram of the scores that `metrics` holds, written as PNG: for each bin of
-    stated probabilities how often they came true, beside the diagonal on which they would be
-    right, and below how many there are. Raises DataError without scores."""
+    """Write a reliability diagram of the scores in `metrics` as PNG: the observed frequency for
+    each bin of predicted probabilities, the diagonal of perfect calibration, and below the
+    number of predictions in each bin. Raises DataError without scores."""
     _check(metrics)
     figure = _figure((5.4, 6))
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    found = metrics.calibration()
-    _calibration(upper, found)
-    lower.bar(_middles(found), found.counts, width=_width(found), color="C0", alpha=0.6)
+    bins = metrics.calibration()
+    _calibration(upper, bins)
+    lower.bar(_middles(bins), bins.counts, width=_width(bins), color="C0", alpha=0.6)
     error = metrics.compute()["ece"]
     upper.set(xlim=(0, 1), ylim=(0, 1.03), ylabel="how often it is preferred", title=f"expected calibration error {error:.3f}")
     orders = ", each in both orders" if metrics.both_orders else ""
@@ -34,9 +34,9 @@ def draw_reliability(path: Path, metrics: PreferenceMetrics, *, title: str) -> N
 
 
 def draw_margins(path: Path, metrics: PreferenceMetrics, *, title: str) -> None:
-    """A histogram of the margins, the preferred response's score less that of the other, written
-    as PNG; those below 0 in another colour. A pair whose label is a probability counts in both
-    orders, with their weights. Raises DataError without scores."""
+    """Write a histogram of the margins (score of the preferred response minus the other's) as PNG,
+    with margins below 0 in another colour. A pair whose label is a probability counts in both
+    orders, weighted. Raises DataError without scores."""
     _check(metrics)
     chosen, rejected, labels = metrics.scores
     margins, weights = margins_in_both_orders(chosen - rejected, labels)
@@ -56,31 +56,31 @@ def draw_margins(path: Path, metrics: PreferenceMetrics, *, title: str) -> None:
     _finish(figure, (axes,), path, title)
 
 
-def _calibration(axes: Any, found: CalibrationBins) -> None:
-    filled = found.counts > 0
+def _calibration(axes: Any, bins: CalibrationBins) -> None:
+    filled = bins.counts > 0
     axes.bar(
-        _middles(found)[filled],
-        found.frequency[filled],
-        width=_width(found),
+        _middles(bins)[filled],
+        bins.frequency[filled],
+        width=_width(bins),
         color="C0",
         alpha=0.6,
         edgecolor="C0",
         label="observed",
     )
-    axes.plot(found.confidence[filled], found.frequency[filled], marker="o", color="C1", label="mean prediction of each bin")
+    axes.plot(bins.confidence[filled], bins.frequency[filled], marker="o", color="C1", label="mean prediction of each bin")
     axes.plot([0, 1], [0, 1], color="black", linestyle="--", linewidth=1, label="perfectly calibrated")
 
 
-def _middles(found: CalibrationBins) -> Any:
-    return (found.edges[:-1] + found.edges[1:]) / 2
+def _middles(bins: CalibrationBins) -> Any:
+    return (bins.edges[:-1] + bins.edges[1:]) / 2
 
 
-def _width(found: CalibrationBins) -> float:
-    return 0.94 / len(found.counts)
+def _width(bins: CalibrationBins) -> float:
+    return 0.94 / len(bins.counts)
 
 
 def _edges(margins: Any) -> Any:
-    """Bins of equal width with an edge at 0, so that none has both colours."""
+    """Edges of bins of equal width with an edge at 0, so that no bin has both colours."""
     reach = max(float(np.abs(margins).max()), 1e-9)
     width = 2 * reach / _MARGIN_BINS
     return np.arange(-_MARGIN_BINS // 2, _MARGIN_BINS // 2 + 1) * width

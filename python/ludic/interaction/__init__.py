@@ -1,4 +1,4 @@
-"""How agents and environments play episodes."""
+"""Protocols that play episodes with agents and environments."""
 
 from ludic.interaction.base import InteractionProtocol
 from ludic.interaction.info import merge_step_info

@@ -1,4 +1,4 @@
-"""What an environment answered, waited for where it is still to come."""
+"""Awaits the results of environments, which may be awaitables."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import inspect
 from typing import Any
 
 
-async def answers_of(by_agent: Any) -> dict[str, Any]:
-    """The dictionary that `reset` or `step` returned. The whole of it, or the part of any agent,
+async def await_results(results: Any) -> dict[str, Any]:
+    """The dictionary that `reset` or `step` returned, by agent. The dictionary or any of its values
     may be an awaitable."""
-    whole = await by_agent if inspect.isawaitable(by_agent) else by_agent
-    return {agent_id: await part if inspect.isawaitable(part) else part for agent_id, part in whole.items()}
+    by_agent = await results if inspect.isawaitable(results) else results
+    return {agent_id: await result if inspect.isawaitable(result) else result for agent_id, result in by_agent.items()}

@@ -1,4 +1,4 @@
-"""How agents and an environment play one episode."""
+"""The interface of interaction protocols."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ludic.types import Rollout
 
 
 class InteractionProtocol(ABC):
-    """Runs one episode and returns a rollout for each agent."""
+    """Plays one episode and returns a rollout for each agent."""
 
     @abstractmethod
     async def run(
@@ -23,4 +23,4 @@ class InteractionProtocol(ABC):
         inference: InferenceSpec | None = None,
         timeout_s: float | None = None,
     ) -> list[Rollout]:
-        """`timeout_s` bounds each model call. Raises TimeoutError when one takes longer."""
+        """`timeout_s` is the deadline of each model call; raises TimeoutError after it."""

@@ -1,5 +1,5 @@
-"""Runs code that is not ours so that it can fail and nothing else does: whatever it raises, and
-though it will not stop."""
+"""Runs foreign code such as environments and agents, so that its failures stay contained: whatever
+it raises, and even if it ignores cancellation."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 STOP_TIMEOUT_S = 30.0
-"""How long what was cancelled may take to end, before it is ended by force."""
+"""Time for cancelled code to end before it is closed by force."""
 
 
 async def contained(work: Coroutine[Any, Any, T], *, what: str, timeout_s: float | None = None) -> T:
-    """Await `work` in a task of its own. `what` names it in errors.
+    """Await `work` in its own task and return its result. `what` names it in errors.
 
-    Raises the Exception that `work` raises; a RolloutError for what else would end the program or
-    vanish: SystemExit, any other BaseException, and a cancellation of something that it waited for.
-    KeyboardInterrupt passes: it is the user's. Raises TimeoutError after `timeout_s`.
+    Raises the Exception that `work` raises, and TimeoutError after `timeout_s`. SystemExit, other
+    BaseExceptions, and the cancellation of something that `work` awaits become a RolloutError: they
+    would end the program or be lost. KeyboardInterrupt passes through.
 
-    At the deadline `work` is cancelled, and so it is with the caller. If it swallows that and goes
-    on, it is closed STOP_TIMEOUT_S later, with a warning. Code that blocks the event loop cannot be
-    stopped, nor can tasks that `work` starts.
+    `work` is cancelled at the deadline, and when the caller is cancelled. If it ignores that, it is
+    closed STOP_TIMEOUT_S later, with a warning. Code that blocks the event loop cannot be stopped,
+    nor can tasks that `work` starts.
     """
-    task = asyncio.create_task(_settled(work, what))
-    task.add_done_callback(_look_away)
+    task = asyncio.create_task(_result_or_error(work, what))
+    task.add_done_callback(_retrieve_exception)
     try:
         await asyncio.wait([task], timeout=timeout_s)
         late = not task.done()
@@ -42,7 +42,7 @@ async def contained(work: Coroutine[Any, Any, T], *, what: str, timeout_s: float
     if task.cancelled():
         raise RolloutError(f"{what} cancelled itself")
     value, error = task.result()
-    del task  # it holds the error, whose traceback holds this frame: a circle
+    del task  # breaks a reference cycle: task, error, traceback, this frame
     try:
         if error is not None:
             raise error
@@ -51,9 +51,9 @@ async def contained(work: Coroutine[Any, Any, T], *, what: str, timeout_s: float
         del error
 
 
-async def _settled(work: Coroutine[Any, Any, T], what: str) -> tuple[T | None, Exception | None]:
-    """What `work` gave or the error that it raised: a task that raises SystemExit itself would
-    stop the event loop."""
+async def _result_or_error(work: Coroutine[Any, Any, T], what: str) -> tuple[T | None, Exception | None]:
+    """(result, None) of `work`, or (None, error): a task that raises SystemExit would stop the
+    event loop."""
     try:
         return await work, None
     except KeyboardInterrupt:
@@ -74,34 +74,32 @@ def _caused(error: Exception, cause: BaseException) -> Exception:
 
 
 async def _stop(task: asyncio.Task[Any], what: str) -> None:
-    """Cancel, wait, and end by force what is still there; at once if the caller is cancelled
-    again meanwhile."""
+    """Cancel the task, wait, and close it by force if it still runs; at once if the caller is
+    cancelled again."""
     task.cancel()
     try:
         await asyncio.wait([task], timeout=STOP_TIMEOUT_S)
     finally:
         if not task.done():
-            _end(task, what)
+            _close_by_force(task, what)
 
 
-def _end(task: asyncio.Task[Any], what: str) -> None:
-    """Close the coroutine under its task, which then has nothing left to run."""
-    logger.warning("%s went on although it was cancelled, and is closed by force", what)
+def _close_by_force(task: asyncio.Task[Any], what: str) -> None:
+    """Close the coroutine of the task, which then has nothing left to run."""
+    logger.warning("%s ignored its cancellation and is closed by force", what)
     coroutine: Any = task.get_coro()
     coroutine.close()
     task.cancel()
 
 
-def _look_away(task: asyncio.Task[Any]) -> None:
-    """The loop complains of errors that nobody saw: an interrupt, which it raises itself, and
-    that the coroutine was closed."""
+def _retrieve_exception(task: asyncio.Task[Any]) -> None:
+    """Retrieve the exception, so that asyncio does not log it as never retrieved."""
     if not task.cancelled():
         task.exception()
 
 
 def message_of(error: BaseException | None) -> str:
-    """Type and message, on one condition less than usual: an error whose `__str__` raises has
-    none."""
+    """Type and message of an error, even if its `__str__` raises."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:

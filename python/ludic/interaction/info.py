@@ -1,4 +1,4 @@
-"""One info dictionary from several."""
+"""Merges info dictionaries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def merge_step_info(
     reserved_keys: Collection[str] = frozenset(),
 ) -> dict[str, Any]:
     """The client's info, overridden by the environment's, overridden by `extra`. A reserved key
-    keeps its first value, with a warning where a later one differs."""
+    keeps its first value, with a warning if a later one differs."""
     merged = dict(client_info)
     reserved = RESERVED_INFO_KEYS | set(reserved_keys)
     for source in (env_info or {}, extra or {}):

@@ -1,4 +1,4 @@
-"""Several agents and one environment, together or in turn."""
+"""Plays several agents in one environment, simultaneously or in turn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ludic.agents.base_agent import Agent
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError
 from ludic.inference.request import InferenceSpec
-from ludic.interaction.answers import answers_of
+from ludic.interaction.answers import await_results
 from ludic.interaction.base import InteractionProtocol
 from ludic.interaction.containment import contained
 from ludic.interaction.player import Player
@@ -22,17 +22,17 @@ Answer = tuple[ParseResult, str, Info, TokenTrace | None]
 
 
 class MultiAgentProtocol(InteractionProtocol):
-    """On every turn the agents that are due act at the same time, and the environment is given
-    their actions.
+    """On every turn all active agents act concurrently, and the environment is stepped with their
+    actions.
 
-    Agents of the environment that are not in `agents` are its own: on their turns it is stepped
-    without an action. What it answers to agents that did not act counts as much as what it answers
-    to those that did: they are told it before they act again, its rewards are added to their last
-    step, and its end is theirs. An answer that cannot be parsed is left out of the turn; if there
-    is no other, the environment is not stepped. Each agent has its own sampling seed on every turn.
+    Agents of the environment that are not in `agents` are played by the environment: on their turns
+    it is stepped without an action. Outcomes for agents that did not act count as well: the agent
+    sees them before its next action, their rewards are added to its last step, and they can end its
+    episode. An action that cannot be parsed is left out of the turn; if there is no other, the
+    environment is not stepped. Each agent has its own sampling seed on every turn.
 
-    Returns a rollout for each agent that acted; its meta carries `agent_id`. The number of a step
-    is its turn, plus the intermediate model calls that the agent had made by then.
+    Returns a rollout for each agent that acted, with `agent_id` in its meta. The index of a step is
+    its turn plus the number of the agent's intermediate model calls so far.
     """
 
     def __init__(self, agents: Mapping[str, Agent]) -> None:
@@ -56,18 +56,18 @@ class MultiAgentProtocol(InteractionProtocol):
             active = set(env.active_agents)
             if not active or all(player.finished for player in players):
                 break
-            due = [player for player in players if player.agent_id in active and not player.finished]
-            answers = await _together([player.act(turn, inference, sampling_seed, timeout_s) for player in due])
-            await _play(env, turn, players, {p.agent_id: answer for p, answer in zip(due, answers, strict=True)})
+            acting = [player for player in players if player.agent_id in active and not player.finished]
+            answers = await _act_concurrently([player.act(turn, inference, sampling_seed, timeout_s) for player in acting])
+            await _play(env, turn, players, {p.agent_id: answer for p, answer in zip(acting, answers, strict=True)})
         ran_out = bool(env.active_agents)
         for player in players:
             player.close(ran_out=ran_out)
         return collector.extract_rollouts_with_per_agent_status()
 
     async def _begin(self, env: LudicEnv[str, str, str], env_seed: int | None, collector: TraceCollector) -> list[Player]:
-        """Reset the environment and every agent; agents without a first observation get theirs
-        when there is one."""
-        first = await answers_of(env.reset(seed=env_seed))
+        """Reset the environment and every agent. Agents without a first observation get theirs
+        later."""
+        first = await await_results(env.reset(seed=env_seed))
         unknown = sorted(set(self.agent_map) - set(env.agent_ids))
         if unknown:
             raise ConfigError(
@@ -78,15 +78,15 @@ class MultiAgentProtocol(InteractionProtocol):
         for player in players:
             player.reset(env)
             if player.agent_id in first:
-                player.hear(*first[player.agent_id])
+                player.add_observation(*first[player.agent_id])
         return players
 
 
 async def _play(env: LudicEnv[str, str, str], turn: int, players: Sequence[Player], answers: Mapping[str, Answer]) -> None:
-    """Give the environment the actions of this turn, and each player what came of them."""
+    """Step the environment with the actions of this turn, and pass the outcomes to the players."""
     actions = {agent_id: answer[0].action for agent_id, answer in answers.items() if answer[0].action is not None}
     stepped = bool(actions) or not answers
-    outcomes = await answers_of(env.step(actions)) if stepped else {}
+    outcomes = await await_results(env.step(actions)) if stepped else {}
     for player in players:
         outcome = outcomes.get(player.agent_id)
         if player.agent_id in actions:
@@ -98,8 +98,8 @@ async def _play(env: LudicEnv[str, str, str], turn: int, players: Sequence[Playe
             player.receive(outcome)
 
 
-async def _together(acts: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-    """All answers. If one fails the others are cancelled, and its error is raised as it is."""
+async def _act_concurrently(acts: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+    """All answers. If one fails, the others are cancelled and its error is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(contained(act, what="the turn of an agent")) for act in acts]

@@ -1,4 +1,4 @@
-"""One agent's side of an episode that others play too."""
+"""One agent in an episode with several agents."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ludic.envs.env import LudicEnv
 from ludic.inference.request import InferenceSpec
 from ludic.interaction.info import merge_step_info
 from ludic.interaction.step_collector import TraceCollector
-from ludic.interaction.steps import cut_short, failed_step, intermediate_steps, played_step, system_prompt
+from ludic.interaction.steps import failed_step, intermediate_steps, mark_truncated, played_step, system_prompt
 from ludic.parsers import ParseResult
 from ludic.seeds import agent_seed
 from ludic.types import Info, Step, StepOutcome, TokenTrace
@@ -16,11 +16,11 @@ NOTHING_YET = StepOutcome(obs="", reward=0.0, truncated=False, terminated=False)
 
 
 class Player:
-    """Keeps what the agent has still to be told, and lets what the environment answers between its
-    turns count for its last step.
+    """Collects the observations for the agent between its turns, and credits outcomes between its
+    turns to its last step.
 
-    The agent is told everything at once, before it acts again: one message, so that its answers and
-    what it is told alternate. A step's `next_obs` is what was told after it. A reward that comes
+    The agent gets all pending observations as one message before its next action, so that its
+    messages alternate with the environment's. They are the `next_obs` of its last step. A reward
     before the agent's first step is added to that step.
     """
 
@@ -28,79 +28,79 @@ class Player:
         self.agent_id = agent_id
         self.agent = agent
         self.finished = False
-        """The environment has ended the agent's episode."""
+        """Whether the environment ended the agent's episode."""
         self._collector = collector
         self._last: Step | None = None
         self._calls = 0
-        """Intermediate calls so far; they shift the numbers of the steps."""
+        """Number of intermediate calls so far; they shift the indices of the steps."""
         self._begun = False
-        self._told = ""
-        self._untold: list[str] = []
-        self._untold_info: Info = {}
-        self._owed = 0.0
-        """Reward earned before the first step."""
+        self._last_obs = ""
+        self._pending: list[str] = []
+        self._pending_info: Info = {}
+        self._early_reward = 0.0
+        """Reward before the first step."""
 
     def reset(self, env: LudicEnv[str, str, str]) -> None:
         self.agent.reset(system_prompt=system_prompt(self.agent, env))
 
-    def hear(self, obs: str, info: Info) -> None:
-        """Something to be told before the agent acts again."""
-        self._untold.append(obs)
-        self._untold_info = {**self._untold_info, **info}
+    def add_observation(self, obs: str, info: Info) -> None:
+        """Add an observation for the agent's next action."""
+        self._pending.append(obs)
+        self._pending_info = {**self._pending_info, **info}
 
-    def catch_up(self) -> None:
-        """Tell the agent what it has not been told."""
-        if not self._untold:
+    def deliver_observations(self) -> None:
+        """Pass the pending observations to the agent."""
+        if not self._pending:
             return
-        self._told = "\n\n".join(filter(None, self._untold))
-        tell = self.agent.on_after_step if self._begun else self.agent.on_env_reset
-        tell(self._told, self._untold_info)
+        self._last_obs = "\n\n".join(filter(None, self._pending))
+        notify = self.agent.on_after_step if self._begun else self.agent.on_env_reset
+        notify(self._last_obs, self._pending_info)
         if self._last is not None and not self.finished:
-            self._last.next_obs = self._told
-        self._begun, self._untold, self._untold_info = True, [], {}
+            self._last.next_obs = self._last_obs
+        self._begun, self._pending, self._pending_info = True, [], {}
 
     async def act(
         self, turn: int, inference: InferenceSpec | None, sampling_seed: int | None, timeout_s: float | None
     ) -> tuple[ParseResult, str, Info, TokenTrace | None]:
-        """The agent's answer on this turn. The model calls it made before it are kept as steps."""
-        self.catch_up()
+        """The agent's answer on this turn. Its intermediate model calls are added as steps."""
+        self.deliver_observations()
         answer = await self.agent.act(
             inference=inference, sampling_seed=agent_seed(sampling_seed, self.agent_id, turn), timeout_s=timeout_s
         )
-        for step in intermediate_steps(self.agent, turn + self._calls, self._told):
-            self._keep(step)
+        for step in intermediate_steps(self.agent, turn + self._calls, self._last_obs):
+            self._add_step(step)
             self._calls += 1
-            self._told = step.next_obs or ""
+            self._last_obs = step.next_obs or ""
         return answer
 
     def failed(self, turn: int, answer: tuple[ParseResult, str, Info, TokenTrace | None]) -> None:
-        """The answer could not be parsed."""
+        """Add the step of an answer that could not be parsed."""
         parsed, raw, info, trace = answer
-        step = failed_step(turn + self._calls, self._told, raw, parsed, info, trace)
-        self._keep(step)
-        self.hear(step.next_obs or "", step.info)
+        step = failed_step(turn + self._calls, self._last_obs, raw, parsed, info, trace)
+        self._add_step(step)
+        self.add_observation(step.next_obs or "", step.info)
 
     def played(self, turn: int, answer: tuple[ParseResult, str, Info, TokenTrace | None], outcome: StepOutcome | None) -> None:
-        """The action was played. Without an outcome the environment says later, or never, what
-        came of it."""
+        """Add the step of an action. Without an outcome, the environment reports it later or
+        never."""
         parsed, raw, info, trace = answer
-        step = played_step(turn + self._calls, self._told, raw, parsed, info, outcome or NOTHING_YET, trace)
-        self._keep(step)
+        step = played_step(turn + self._calls, self._last_obs, raw, parsed, info, outcome or NOTHING_YET, trace)
+        self._add_step(step)
         if outcome is None:
             step.next_obs = None
         elif step.next_obs is not None:
-            self.hear(step.next_obs, step.info)
+            self.add_observation(step.next_obs, step.info)
         self.finished = step.terminated or step.truncated
 
     def receive(self, outcome: StepOutcome) -> None:
-        """What came of the others' actions, for an agent that did not play one."""
+        """Process the outcome of other agents' actions, for an agent that did not act."""
         last, ended = self._last, outcome.terminated or outcome.truncated
         if last is None:
-            self._owed += outcome.reward
+            self._early_reward += outcome.reward
         else:
             last.reward += outcome.reward
         if not ended:
-            self.hear(outcome.obs, outcome.info)
+            self.add_observation(outcome.obs, outcome.info)
             return
         self.finished = True
         if last is not None:
@@ -110,15 +110,15 @@ class Player:
                 last.next_obs = None
 
     def close(self, *, ran_out: bool) -> None:
-        """The episode is over: the agent is told the rest, all but the end itself. One that the
-        environment had not finished with was cut short if the steps ran out."""
-        if any(self._untold):
-            self.catch_up()
+        """End the episode: deliver the pending observations, except the final one. Mark the last
+        step as truncated if the steps ran out before the environment ended the agent's episode."""
+        if any(self._pending):
+            self.deliver_observations()
         if ran_out and not self.finished and self._last is not None:
-            cut_short(self._last)
+            mark_truncated(self._last)
 
-    def _keep(self, step: Step) -> None:
-        step.reward += self._owed
-        self._owed = 0.0
+    def _add_step(self, step: Step) -> None:
+        step.reward += self._early_reward
+        self._early_reward = 0.0
         self._last = step
         self._collector.add(self.agent_id, step)

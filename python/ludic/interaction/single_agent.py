@@ -1,4 +1,4 @@
-"""One agent and one environment, in turn."""
+"""Plays one agent in one environment."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ludic.agents.base_agent import Agent
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, RolloutError
 from ludic.inference.request import InferenceSpec
-from ludic.interaction.answers import answers_of
+from ludic.interaction.answers import await_results
 from ludic.interaction.base import InteractionProtocol
-from ludic.interaction.steps import cut_short, failed_step, intermediate_steps, played_step, system_prompt
+from ludic.interaction.steps import failed_step, intermediate_steps, mark_truncated, played_step, system_prompt
 from ludic.seeds import derived_seed
 from ludic.types import Rollout, Step, StepOutcome
 
@@ -25,12 +25,13 @@ def _has_async_env_methods(env: LudicEnv[str, str, str]) -> tuple[bool, bool]:
 
 
 class SingleAgentProtocol(InteractionProtocol):
-    """The agent acts, the environment answers, until it ends the episode or `max_steps` are played.
+    """Alternates between agent and environment until the environment ends the episode or after
+    `max_steps` steps.
 
     An answer that cannot be parsed never reaches the environment: it becomes a step with the
-    parser's reward and feedback, and ends the episode if `stop_on_parse_error`. Model calls that an
-    agent makes before it acts become steps too, without a reward of their own; `max_steps` does not
-    count them.
+    parser's reward and feedback, and ends the episode with `stop_on_parse_error`. Intermediate
+    model calls of the agent become steps without a reward of their own; `max_steps` does not count
+    them.
     """
 
     def __init__(self, agent: Agent, *, stop_on_parse_error: bool = False) -> None:
@@ -76,13 +77,15 @@ class SingleAgentProtocol(InteractionProtocol):
         return [Rollout(steps=steps, meta=self._meta(env, truncated, reason))]
 
     async def _begin(self, env: LudicEnv[str, str, str], agent_id: str, env_seed: int | None) -> str:
-        """Reset environment and agent; the first observation."""
+        """Reset environment and agent; returns the first observation."""
         if _has_async_env_methods(env)[0]:
             obs, info = await env.env_reset(seed=env_seed)  # type: ignore[attr-defined]
         else:
-            obs, info = _own(await answers_of(env.reset(seed=env_seed)), env, agent_id)
+            obs, info = _of_agent(await await_results(env.reset(seed=env_seed)), env, agent_id)
         if not isinstance(obs, str):
-            raise RolloutError(f"reset of {type(env).__name__} gave an observation of type {type(obs).__name__}; it must be text")
+            raise RolloutError(
+                f"reset of {type(env).__name__} returned an observation of type {type(obs).__name__}; it must be text"
+            )
         self.agent.reset(system_prompt=system_prompt(self.agent, env))
         self.agent.on_env_reset(obs, info)
         return obs
@@ -110,20 +113,20 @@ async def _advance(env: LudicEnv[str, str, str], agent_id: str, action: str) -> 
     if _has_async_env_methods(env)[1]:
         outcome: StepOutcome = await env.env_step(action)  # type: ignore[attr-defined]
     else:
-        outcome = _own(await answers_of(env.step({agent_id: action})), env, agent_id)
+        outcome = _of_agent(await await_results(env.step({agent_id: action})), env, agent_id)
     return outcome
 
 
-def _own(by_agent: dict[str, Any], env: LudicEnv[str, str, str], agent_id: str) -> Any:
-    """The agent's part of what `reset` or `step` returned."""
+def _of_agent(by_agent: dict[str, Any], env: LudicEnv[str, str, str], agent_id: str) -> Any:
+    """The agent's value in the result of `reset` or `step`."""
     if agent_id not in by_agent:
-        raise RolloutError(f"{type(env).__name__} answered {sorted(by_agent)} and not {agent_id!r}, the agent that acts in it")
+        raise RolloutError(f"{type(env).__name__} returned results for {sorted(by_agent)} and not for its agent {agent_id!r}")
     return by_agent[agent_id]
 
 
 def _close(steps: list[Step], *, inactive: bool) -> tuple[bool, str | None]:
-    """(truncated, reason) of the episode. Running out of steps marks the last one; an agent that
-    the environment no longer asks ran out of none, and its steps stay as they are."""
+    """(truncated, reason) of the episode. If the steps ran out, the last one is marked as
+    truncated. An agent that became inactive did not run out of steps."""
     if steps and steps[-1].terminated:
         return False, None
     if steps and steps[-1].truncated:
@@ -131,5 +134,5 @@ def _close(steps: list[Step], *, inactive: bool) -> tuple[bool, str | None]:
     if inactive:
         return False, None
     if steps:
-        cut_short(steps[-1])
+        mark_truncated(steps[-1])
     return True, "max_steps"

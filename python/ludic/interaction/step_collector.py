@@ -1,4 +1,4 @@
-"""Collects the steps of several agents and makes rollouts of them."""
+"""Collects the steps of several agents into rollouts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ludic.types import Rollout, Step
 
 
 class TraceCollector:
-    """Steps by agent. `global_meta` goes into the meta of every rollout."""
+    """Collects steps by agent. `global_meta` is added to the meta of every rollout."""
 
     def __init__(self, **global_meta: Any) -> None:
         self._global_meta = global_meta
@@ -23,7 +23,7 @@ class TraceCollector:
         return [self._rollout(agent_id, episode_truncated, truncation_reason) for agent_id in self._acted()]
 
     def extract_rollouts_with_per_agent_status(self) -> list[Rollout]:
-        """One rollout for each agent with a step; its status is that of its last step."""
+        """One rollout for each agent with a step, with the status of its last step."""
         return [self._rollout(agent_id, *_status(self._traces[agent_id][-1])) for agent_id in self._acted()]
 
     def _acted(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Steps of an agent: what it did, what it was answered, what that earned."""
+"""Builds the steps of an agent from its answers and the environment's outcomes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ INVALID_ACTION = "Invalid action."
 
 
 def intermediate_steps(agent: Agent, index: int, obs: str) -> list[Step]:
-    """A step for each model call that the agent made before it acted, from `index` on. They
-    never reached the environment and earn nothing of their own: their credit is what the rollout
-    earns from there on. Their info says `intermediate_call`."""
+    """A step for each intermediate model call of the agent, numbered from `index`. They never
+    reached the environment and have no reward of their own, so their credit comes from the later
+    steps of the rollout. Their info has `intermediate_call`."""
     steps: list[Step] = []
     for call in agent.intermediate_calls:
         step = Step(
@@ -36,7 +36,7 @@ def intermediate_steps(agent: Agent, index: int, obs: str) -> list[Step]:
 def failed_step(
     index: int, obs: str, raw: str, parsed: ParseResult, client_info: Info, trace: TokenTrace | None, *, ends: bool = False
 ) -> Step:
-    """An answer that could not be parsed and never reached the environment."""
+    """The step of an answer that could not be parsed and never reached the environment."""
     return Step(
         index=index,
         prev_obs=obs,
@@ -53,7 +53,7 @@ def failed_step(
 def played_step(
     index: int, obs: str, raw: str, parsed: ParseResult, client_info: Info, outcome: StepOutcome, trace: TokenTrace | None
 ) -> Step:
-    """A step that the environment answered: its reward and the parser's add up."""
+    """The step of a played action. Its reward is the environment's plus the parser's."""
     ended = outcome.terminated or outcome.truncated
     return Step(
         index=index,
@@ -68,9 +68,9 @@ def played_step(
     )
 
 
-def cut_short(last: Step) -> None:
-    """The steps ran out: mark the last one. Feedback of a parser stays, what the environment
-    said next does not."""
+def mark_truncated(last: Step) -> None:
+    """Mark the last step as truncated by `max_steps`. Its next observation is removed, unless it is
+    a parser's feedback."""
     last.truncated = True
     last.info["truncation_reason"] = "max_steps"
     if not last.info.get("parse_error"):

@@ -1,5 +1,5 @@
-"""Problems with an expression as their answer: environments, reward functions, and the grader
-behind both."""
+"""Problems with a mathematical expression as answer: environments, reward functions, and their
+grader."""
 
 from ludic.envs.maths.answers import final_answer, gsm8k_target, math_target
 from ludic.envs.maths.envs import GSM8KEnv, MATHEnv, MathQAEnv

@@ -1,4 +1,4 @@
-"""Where the answer stands: in a row of GSM8K or MATH, and in what a model wrote."""
+"""Extracts answers: from rows of GSM8K and MATH, and from a model's text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ludic.errors import DataError
 from ludic.parsers import extract_last_boxed_content
 
 READ_AT_MOST = 2_000
-"""Characters from the end of an answer without a box that are searched for one: expressions are
-found by patterns whose time grows faster than the text."""
+"""Characters at the end of an answer without a box that are searched for an expression: the time of
+the patterns grows faster than the length of the text."""
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _THOUGHT_ENDS = re.compile(r"</think>", re.IGNORECASE)
@@ -28,8 +28,8 @@ def gsm8k_target(solution: str) -> str:
 
 
 def math_target(solution: str) -> str:
-    r"""The content of the last `\boxed{...}`, or the whole text where there is no box: MATH-500
-    has the bare answer in a column."""
+    r"""The content of the last `\boxed{...}`, or the whole text without a box: MATH-500 has the
+    bare answer in a column."""
     boxed = extract_last_boxed_content(solution)
     target = (solution if boxed is None else boxed).strip()
     if not target:
@@ -41,15 +41,15 @@ def final_answer(text: str) -> str:
     r"""The part of a model's text to compare: after `</think>` if there is one, the last
     `\boxed{...}`; without a box what follows the last `####`, or the last 2,000 characters, in
     which math-verify looks for the last expression."""
-    said = _THOUGHT_ENDS.split(text)[-1]
-    boxed = extract_last_boxed_content(said)
+    answer = _THOUGHT_ENDS.split(text)[-1]
+    boxed = extract_last_boxed_content(answer)
     if boxed is not None:
         return f"\\boxed{{{boxed}}}"
-    return said.rpartition("####")[2][-READ_AT_MOST:]
+    return answer.rpartition("####")[2][-READ_AT_MOST:]
 
 
 def first_present(row: Mapping[str, Any], *keys: str) -> str:
-    """The text in the first of these columns that has some."""
+    """The text of the first of these columns that is not None."""
     for key in keys:
         if row.get(key) is not None:
             return str(row[key])

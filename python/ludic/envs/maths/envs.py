@@ -12,10 +12,10 @@ MATH_SYSTEM_PROMPT = "Solve the problem step by step. Put the final answer in \\
 
 
 class MathQAEnv(DatasetQAEnv):
-    """A question whose answer is an expression. The answer of the model may be a whole text (see
+    """A question with an expression as answer. The model may answer with a longer text (see
     `final_answer`).
 
-    A grader that fails or takes too long raises GradingError: the episode failed, and has no
+    If the grader fails or takes too long, GradingError is raised: the episode fails and has no
     reward.
     """
 

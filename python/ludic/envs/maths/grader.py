@@ -1,4 +1,4 @@
-"""Is this answer the right one? Asked of math-verify, in processes of its own, with a deadline."""
+"""Compares answers by math-verify, in separate processes with a deadline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORKER = Path(__file__).with_name("worker.py")
 
 @dataclass
 class GraderCounts:
-    """What became of all answers so far."""
+    """Counts of all answers so far."""
 
     graded: int = 0
     """Right or wrong."""
@@ -36,11 +36,11 @@ class MathGrader:
     """Compares answers with targets by math-verify: `0.5` is `\\frac{1}{2}`, `x^2+2x+1` is
     `(x+1)^2`.
 
-    Comparisons run in `workers` processes (None: one for each core, at most 8), started when first
-    needed. One that takes longer than `timeout_s` is ended with its process; that and every other
-    failure is a GradingError and is counted in `counts`: never a verdict. `memory_mb` bounds the
-    address space of each process. `command` replaces the process by another that speaks the same
-    lines.
+    Comparisons run in `workers` processes (None: one for each core, at most 8), which start at the
+    first use. A comparison that takes longer than `timeout_s` is killed with its process. This and
+    every other failure raises GradingError and is counted in `counts`; it is never a verdict.
+    `memory_mb` limits the address space of each process. `command` replaces the worker by another
+    program with the same protocol.
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class MathGrader:
         self._end = weakref.finalize(self, _end_all, processes, self._threads)
 
     async def grade(self, answer: str, target: str) -> bool:
-        """Whether `answer`, or what is found in it, equals `target`, a bare expression in LaTeX or
+        """Whether `answer`, or the expression in it, equals `target`, an expression in LaTeX or
         plain notation.
 
-        Raises GradingError. The deadline counts from when a process is free.
+        Raises GradingError. The deadline starts when a process is free.
         """
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.grade_now, answer, target)
 
     def grade_now(self, answer: str, target: str) -> bool:
-        """The same, for code that does not await."""
+        """The same for synchronous code."""
         process = self._idle.get()
         try:
             reply = process.ask({"target": target, "answer": answer, "limit_s": 2 * self.timeout_s + 1}, timeout_s=self.timeout_s)
@@ -110,7 +110,7 @@ class MathGrader:
 
 @cache
 def shared_grader() -> MathGrader:
-    """The grader of all environments and rewards that were not given one."""
+    """The default grader of environments and rewards."""
     return MathGrader()
 
 

@@ -1,5 +1,5 @@
-"""GSM8K and MATH as reward functions: 1 for a right answer, 0 for a wrong one, and an error in
-the place of one that has no verdict."""
+"""GSM8K and MATH as reward functions: 1 for a right answer, 0 for a wrong one, and a GradingError
+instead of a number for an answer without a verdict."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ludic.errors import GradingError
 
 
 class MathReward:
-    """Compares each completion with the target of its row, several at once."""
+    """Compares each completion with the target of its row, concurrently."""
 
     def __init__(
         self, name: str, keys: Sequence[str], target: Callable[[str], str], system_prompt: str, grader: MathGrader | None = None
     ) -> None:
         self.__name__ = name
         self.system_prompt = system_prompt
-        """For prompts without one."""
+        """The system prompt for prompts without one."""
         self._keys, self._target, self._grader = tuple(keys), target, grader
 
     def check_row(self, row: Mapping[str, Any]) -> None:

@@ -1,12 +1,12 @@
-"""The process that compares two answers: lines of JSON in, lines of JSON out. It is run as a file
-and imports nothing of ludic.
+"""The worker process that compares two answers: JSON lines in, JSON lines out. It runs as a file
+and imports nothing from ludic.
 
 A request `{"target": "\\\\frac{1}{2}", "answer": "so it is \\\\boxed{0.5}", "limit_s": 10}` is
 answered by `{"correct": true}` or by `{"error": "..."}`. Before the first request it says
 `{"ready": true}`.
 
-Symbolic algebra may take forever and all memory (`\\\\boxed{9^{9^{9^9}}}`). The parent ends this
-process at its deadline; `limit_s` and the limit of memory end it where the parent is gone.
+Symbolic algebra can take unlimited time and memory (`\\\\boxed{9^{9^{9^9}}}`). The parent kills
+this process at its deadline; `limit_s` and the memory limit end it if the parent is gone.
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import Any
 def main(memory_mb: int) -> None:
     _limit_memory(memory_mb)
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="ascii", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the libraries print is no reply
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries must not look like a reply
     compare = _comparison()
     print(json.dumps({"ready": True}), file=replies, flush=True)
     for line in sys.stdin:
@@ -39,8 +39,8 @@ def _reply(compare: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _comparison() -> Any:
-    """`compare(target, answer)` by math-verify, warmed up. An answer in which nothing is found
-    is wrong; a target in which nothing is found is an error."""
+    """`compare(target, answer)` by math-verify, warmed up. An answer without an expression is
+    wrong; a target without one is an error."""
     import logging
 
     from math_verify import parse, verify
@@ -61,8 +61,7 @@ def _comparison() -> Any:
 
 
 def _die_after(seconds: float) -> None:
-    """The default action of SIGALRM ends the process, whatever it is doing; 0 takes the alarm
-    back."""
+    """End the process after `seconds` by SIGALRM, whatever it is doing; 0 cancels the alarm."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 

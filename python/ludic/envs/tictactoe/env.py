@@ -1,4 +1,4 @@
-"""One agent against one opponent."""
+"""Tic-tac-toe for one agent against an opponent."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ludic.types import Info, StepOutcome
 
 
 class TicTacToeEnv(SingleAgentEnv):
-    """The agent names an empty cell, the opponent answers, until the game is over.
+    """The agent names an empty cell and the opponent moves, until the game is over.
 
-    A draw is **forced** where every move of the agent was one of perfect play by its value: it let
-    no win slip and gave none away. It may earn more than another draw. A move that is not legal
-    ends the game with `illegal_reward`.
+    A draw is **forced** if every move of the agent kept the value of perfect play: it missed no win
+    and allowed none. Its reward may be higher than that of other draws. An illegal move ends the
+    game with `illegal_reward`.
 
-    With the same seed the opponent draws the same random numbers at its n-th move, whatever the
-    agent did before: the members of a group meet the same luck. No global random state is read or
-    changed.
+    With the same seed the opponent uses the same random numbers at its n-th move, whatever the
+    agent did before, so the members of a group meet the same luck. No global random state is read
+    or changed.
 
-    A step's info: `agent_move` (A1 to C3, or what was said where it is not legal), `gto_action` (a
+    A step's info: `agent_move` (A1 to C3, or the text if it is illegal), `gto_action` (a
     move of perfect play), `opponent_move` (or None), `board`, `illegal_move`; at the end `result`
     (win, draw, loss or illegal), `won`, `drawn` and `forced_draw`; `error` says what is wrong with
     an illegal move.
@@ -75,7 +75,7 @@ class TicTacToeEnv(SingleAgentEnv):
         return self._obs, {"mark": self.mark, "opponent_move": None if first is None else cell_name(first), "board": self.board}
 
     def env_step(self, action: str) -> StepOutcome:
-        """Raises RolloutError after the end of the game and before its begin."""
+        """Raises RolloutError before the start and after the end of the game."""
         if self._result is not None:
             raise RolloutError(f"there is no game to move in ({self._result}); call reset() before the next step")
         best, cell = optimal_moves(self.board), read_cell(action)

@@ -1,5 +1,4 @@
-"""Who sits on the other side: policies from a board to a move, without state, with the caller's
-random numbers."""
+"""Opponents: stateless policies from a board to a move, with the caller's random numbers."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ class PerfectOpponent:
 
 @dataclass(frozen=True)
 class MixedOpponent:
-    """Each move is perfect with probability `perfect`, otherwise random. At 0 and 1 it plays
-    move for move as its part does."""
+    """Each move is perfect with probability `perfect`, otherwise random. At 0 and 1 it plays the
+    same moves as the random or the perfect opponent."""
 
     perfect: float = 0.4
 

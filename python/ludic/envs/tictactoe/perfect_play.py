@@ -8,15 +8,15 @@ from ludic.envs.tictactoe.rules import Board, legal_moves, play, winner
 
 
 def value(board: Board) -> int:
-    """What the side to move gets when both play perfectly: 1 a win, 0 a draw, -1 a loss."""
+    """The result of perfect play for the side to move: 1 a win, 0 a draw, -1 a loss."""
     score = _score(board)
     return (score > 0) - (score < 0)
 
 
 @cache
 def optimal_moves(board: Board) -> tuple[int, ...]:
-    """All moves of perfect play, of which an early win is better than a late one and a late loss
-    better than an early one; none in a game that is over."""
+    """All moves of perfect play, which prefers early wins and late losses. Empty after the end
+    of the game."""
     scores = {cell: -_score(play(board, cell)) for cell in legal_moves(board)}
     return tuple(cell for cell, score in scores.items() if score == max(scores.values()))
 

@@ -1,4 +1,4 @@
-"""How a game is shown to an agent: the whole board in words, or the opponent's move alone."""
+"""Text observations of a game: the whole board, or only the opponent's move."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class GameText(Protocol):
     """The observations of one game, from the agent's side."""
 
     def opening(self, board: Board, mark: str, opponent_move: int | None) -> str:
-        """The first observation; `opponent_move` is None where the agent begins."""
+        """The first observation; `opponent_move` is None if the agent starts."""
 
     def after(self, board: Board, mark: str, opponent_move: int | None) -> str:
-        """What is seen after the agent's move and the opponent's; None where the game ended with
-        the agent's."""
+        """The observation after the agent's and the opponent's move; `opponent_move` is None if the
+        agent's move ended the game."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,10 @@ class BoardText:
 
 @dataclass(frozen=True)
 class MoveText:
-    """The opponent's move alone, as a digit: `:7>`, or `:.>` where there is none. The board has to
-    be remembered.
+    """Only the opponent's move, as a digit: `:7>`, or `:.>` without a move. The agent must remember
+    the board.
 
-    It costs three characters a turn. The first observation has the agent's mark before them:
-    `O:7>`.
+    A turn is three characters. The first observation starts with the agent's mark: `O:7>`.
     """
 
     def opening(self, board: Board, mark: str, opponent_move: int | None) -> str:

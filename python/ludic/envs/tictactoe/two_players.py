@@ -1,4 +1,4 @@
-"""Two agents against each other, such as a policy and itself."""
+"""Tic-tac-toe for two agents, for example in self-play."""
 
 from __future__ import annotations
 
