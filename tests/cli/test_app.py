@@ -85,7 +85,7 @@ def test_runs_without_a_task_are_called_what_they_are(tmp_path, monkeypatch, com
     shown = ludic(*command, folder(tmp_path / "chats", "sft"), code=2)
     assert "is a run of `ludic sft`, which has no task; say which, such as: sort model=" in shown
     assert "a reward model scores and does not answer" in ludic(*command, folder(tmp_path / "rm", "train-rm"), code=2)
-    assert "has no model; go on with" in ludic(*command, folder(tmp_path / "begun", "train", model=False), code=2)
+    assert "has no model yet; resume it with" in ludic(*command, folder(tmp_path / "begun", "train", model=False), code=2)
 
 
 def test_the_exit_status_is_2_for_all_that_was_given_wrong(tmp_path, monkeypatch):
@@ -113,7 +113,7 @@ def test_early_stopping_by_what_is_not_measured_is_refused_before_the_run(tiny, 
     """It once failed at the first evaluation, after the warm-up."""
     given = [*tiny, f"{section}.early_stopping_patience=2", f"{section}.eval_every_n_steps=1"]
     shown = ludic("train", *given, f"{section}.early_stopping_metric=eval_loss", code=2)
-    assert f"{section}.early_stopping_metric (eval_loss) is nothing that ludic train measures" in shown
+    assert f"{section}.early_stopping_metric (eval_loss) is not measured by ludic train" in shown
     assert "sampled_reward, greedy_accuracy" in shown
     assert not (tmp_path / "run").exists()
 

@@ -121,7 +121,7 @@ def test_the_small_model_reads_the_tokens_of_the_tokenizer_that_is_named(tmp_pat
     [
         (["rollout.group_size=1"], r"group_size \(1\) must be at least 2"),
         (["rollout.temperature=0"], r"rollout\.temperature \(0\) gives all members of a group one answer, and grpo learns"),
-        (["rollout.temperature=0", "algorithm=cispo"], "and cispo learns from what differs"),
+        (["rollout.temperature=0", "algorithm=cispo"], "and cispo learns from the differences"),
     ],
 )
 def test_a_run_that_cannot_learn_is_refused_before_it_begins(overrides, said):

@@ -34,7 +34,7 @@ def test_a_setting_has_the_docstring_of_its_field_above_it():
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["train", "addition"], "# Batches of reinforcement."),
+        (["train", "addition"], "# Steps of reinforcement, one batch each."),
         (["sft"], "# Passes over the data."),
         (["train-rm"], "# Passes over the data."),
         (["eval", "sort"], "# Of one model call."),

@@ -30,7 +30,7 @@ def test_a_folder_of_another_command_is_refused_with_the_command_that_made_it(fo
     if command == made_by:
         assert f"Written to {folders / made_by}" in ludic(command, *given)
     else:
-        assert f"go on with `ludic {made_by} --resume {folders / made_by}`" in refused(command, *given)
+        assert f"resume it with `ludic {made_by} --resume {folders / made_by}`" in refused(command, *given)
 
 
 @pytest.mark.parametrize("command", SHORTEST)

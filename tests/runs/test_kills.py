@@ -161,9 +161,7 @@ def test_without_checkpoints_a_phase_begins_anew_and_says_so(tmp_path: Path) -> 
     assert killed_at(moment, "sft", *settings, f"output={tmp_path}", "name=run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     said = CliRunner().invoke(app, ["sft", "--resume", str(tmp_path / "run")]).output
-    assert "3 steps of sft are done again, from the beginning of the phase, since there is no checkpoint" in " ".join(
-        said.split()
-    )
+    assert "3 steps of sft are repeated, from the beginning of the phase, since there is no checkpoint" in " ".join(said.split())
     steps = [line["step"] for line in metrics_of(tmp_path / "run") if "train/loss" in line]
     assert steps == list(range(1, len(steps) + 1))
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from ludic.cli.app import app
 from ludic.errors import ConfigError
 from ludic.recipes.compose import compose, to_yaml
-from ludic.recipes.inference_section import LogprobConvention, convention, kind_of
+from ludic.recipes.inference_section import LogprobConvention, kind_of, logprob_convention
 from ludic.recipes.model import make_small_model
 from ludic.runs.reinforce import RLParts
 from ludic.runs.report.reinforce import phases_of
@@ -123,7 +123,7 @@ def test_an_evaluation_says_how_it_asks_a_server():
     ],
 )
 def test_sampler_and_trainer_speak_of_one_distribution(temperature, top_p, expected):
-    assert convention(temperature, top_p) == expected
+    assert logprob_convention(temperature, top_p) == expected
     algorithm = "grpo" if temperature else "reinforce"  # answers that are all the same cannot be compared with each other
     recipe = compose([f"rollout.temperature={temperature}", f"rollout.top_p={top_p}", "threads=1", f"algorithm={algorithm}"])
     assert RLParts.build(recipe).trainer_cfg.temperature == expected.temperature

@@ -1,2 +1,2 @@
-"""A policy on disk and in memory: loading and saving, tokenizer, adapters, heads, the names of
-its weights."""
+"""A model on disk and in memory: loading and saving, tokenizer, adapters, heads, names of
+weights."""

@@ -1,9 +1,9 @@
-"""Weights of a model with adapters as those of the model without: names of the base model, adapters
-merged in copies.
+"""The weights of a model with adapters under the names of its base model, with the adapters merged
+in copies.
 
-Nothing is merged into the model itself: taking an adapter out again by subtraction is not exact,
-and the error of every cycle would stay. Here `merged = base + scaling * B A` is computed beside it,
-in the wider of the two types, and rounded once.
+Nothing is merged into the model itself: subtracting an adapter again is not exact, and the errors
+would accumulate. `merged = base + scaling * B A` is computed in a copy, in the wider of the two
+types, and rounded once.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ludic.models.names import MERGED_PART, WRAPPING
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether PEFT has put adapters into the model."""
+    """Whether the model has adapters of PEFT."""
     return hasattr(model, "peft_config")
 
 
 def require_peft() -> Any:
-    """The module `peft`."""
+    """The module `peft`. Raises MissingExtraError if it is not installed."""
     try:
         import peft
     except ImportError as error:
@@ -34,27 +34,26 @@ def require_peft() -> Any:
 
 @torch.no_grad()
 def without_adapters(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`named` parameters or buffers of the model, under the names that the model without adapters
-    has for them.
+    """The parameters or buffers `named` under their names in the model without adapters.
 
-    Weights that an adapter changes are merged copies; the others are the tensors that were given,
-    detached. Adapter weights are left out, and so is what `modules_to_save` replaces. Raises
-    ConfigError for adapters other than LoRA on layers.
+    Weights that an adapter changes are merged copies; the others are the same tensors, detached.
+    Adapter weights and what `modules_to_save` replaces are dropped. Raises ConfigError for adapters
+    other than LoRA on layers.
     """
     adapted = _adapted_modules(model)
-    found = ((plain_name(name, adapted), name) for name in named)
-    return {plain: _merged(name, named[name].detach(), adapted) for plain, name in found if plain is not None}
+    plain_names = ((plain_name(name, adapted), name) for name in named)
+    return {plain: _merged(name, named[name].detach(), adapted) for plain, name in plain_names if plain is not None}
 
 
 def base_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Name in the model without adapters to name in this one."""
+    """Name in the model without adapters -> name in this model."""
     adapted = _adapted_modules(model)
     return {plain: name for name in names if (plain := plain_name(name, adapted)) is not None}
 
 
 def plain_name(name: str, adapted: Mapping[str, Any]) -> str | None:
-    """The name without adapters; None for what only exists with them. `adapted`: modules that
-    PEFT put in, by name."""
+    """The name in the model without adapters; None for what it does not have. `adapted`: the
+    modules that PEFT added, by name."""
     place = next((name[:at] for at, char in enumerate(name) if char == "." and name[:at] in adapted), None)
     if place is None:
         return name.removeprefix(WRAPPING)
@@ -69,7 +68,7 @@ def plain_name(name: str, adapted: Mapping[str, Any]) -> str | None:
 
 
 def _adapted_modules(model: nn.Module) -> dict[str, Any]:
-    """LoRA layers, and wrappers of `modules_to_save`."""
+    """The LoRA layers and wrappers of `modules_to_save`, by name."""
     require_peft()
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -1,8 +1,8 @@
-"""A byte-level tokenizer made in memory: no download, no training, any text.
+"""A byte-level tokenizer for any text, made in memory without download or training.
 
-`id = byte + 3`; 0 is padding, 1 opens a text (unused by the built-in tasks), 2 ends it; 259 ids in
-all. It is an ordinary fast tokenizer of transformers: `save_pretrained` and
-`AutoTokenizer.from_pretrained` work, and so does every server that loads one.
+`id = byte + 3`; 0 is padding, 1 starts a text (unused by the built-in tasks), 2 ends it; 259 ids in
+all. It is an ordinary fast tokenizer of transformers, so that `save_pretrained`,
+`AutoTokenizer.from_pretrained` and servers work.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ LINE_TEMPLATE = (
 
 
 def make_line_tokenizer() -> PreTrainedTokenizerFast:
-    """The byte tokenizer where the newline ends a turn: a dialogue is what was said, one line for
-    each answer.
+    """The byte tokenizer with the newline as its end token: each answer of a dialogue is a line.
 
-    Its chat template puts nothing between the contents but that newline, so that each prompt begins
-    with the tokens of the prompt and the answer before it.
+    The chat template only adds that newline, so that each prompt begins with the tokens of the
+    previous prompt and answer.
     """
     tokenizer = make_byte_tokenizer()
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(NEWLINE_ID)
@@ -39,8 +38,8 @@ def make_line_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Text that spells a special token, such as `<eos>`, is encoded as its bytes: no text can
-    end a sequence."""
+    """The byte tokenizer. Text that spells a special token, such as `<eos>`, is encoded as
+    bytes, so that no text can end a sequence."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -61,8 +60,8 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_characters() -> list[str]:
-    """The character by which byte-level tokenizers write each byte: itself where it prints, else
-    one from U+0100 on."""
+    """The character that byte-level tokenizers write for each byte: the byte itself if it is
+    printable, else one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""Where a model is, in words: `auto` is a choice, and a run says what was chosen."""
+"""The device and type of a model in words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def describe_device(model: Any) -> str:
-    """Such as `cpu, 2 threads, float32` or `cuda:0 (NVIDIA H100), bfloat16`, of the model's
+    """Such as `cpu, 2 threads, float32` or `cuda:0 (NVIDIA H100), bfloat16`, for the model's
     first parameter."""
     parameter = next(model.parameters())
     device, dtype = parameter.device, str(parameter.dtype).removeprefix("torch.")

@@ -1,5 +1,5 @@
-"""The head of a model that scores: the layer that makes rewards or classes of hidden states, by
-the names that models give it."""
+"""The head of a model that scores: the layer from hidden states to rewards or classes, found by
+its name."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ class _HasEmbeddings(Protocol):
 
 
 def find_head(model: nn.Module) -> str | None:
-    """Full name of the first of `HEAD_NAMES` that the model has, the outermost where there are
-    several; None for a model without.
+    """Full name of the first of `HEAD_NAMES` that the model has, the outermost if there are
+    several; None for a model without a head.
 
-    An `lm_head` that gives the logits of the vocabulary is none: it counts where it has fewer rows
-    than the embedding of the tokens.
+    An `lm_head` counts only if it has fewer rows than the token embedding: otherwise it gives the
+    logits of the vocabulary.
     """
     named = dict(model.named_modules())
     for head in HEAD_NAMES:
-        found = sorted((name for name in named if name.rpartition(".")[2] == head), key=lambda name: name.count("."))
-        if found and not (head == "lm_head" and _gives_vocabulary(named[found[0]], model)):
-            return found[0]
+        matches = sorted((name for name in named if name.rpartition(".")[2] == head), key=lambda name: name.count("."))
+        if matches and not (head == "lm_head" and _gives_vocabulary(named[matches[0]], model)):
+            return matches[0]
     return None
 
 
 def head_parts(model: nn.Module) -> list[str]:
-    """Full names of the head, and after it of what else a classifier of transformers has outside
-    of its backbone, which makes its scores as well: the `head` of ModernBERT, the `pooler` of
-    DeBERTa-v2. Empty for a model without a head."""
+    """Full names of the head and then of the other layers that a classifier of transformers has
+    outside of its backbone, such as the `head` of ModernBERT or the `pooler` of DeBERTa-v2.
+    Empty for a model without a head."""
     head = find_head(model)
     if head is None:
         return []
@@ -44,14 +44,14 @@ def head_parts(model: nn.Module) -> list[str]:
 
 
 def outside_of_backbone(model: nn.Module) -> list[str]:
-    """The children with weights of a model of transformers, without its backbone."""
+    """Names of the children that have weights, without the backbone of a transformers model."""
     backbone = getattr(model, "base_model_prefix", None)
     return [name for name, child in model.named_children() if name != backbone and any(True for _ in child.parameters())]
 
 
 def is_classifier(model: Any) -> bool:
-    """Whether transformers made it for sequence classification, adapters or not."""
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's, around it
+    """Whether it is a transformers model for sequence classification, with or without adapters."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside of PEFT's model
     return any(kind.__name__.endswith("ForSequenceClassification") for kind in type(model).__mro__)
 
 
@@ -61,13 +61,12 @@ def _gives_vocabulary(head: nn.Module, model: nn.Module) -> bool:
 
 
 def _vocabulary(model: nn.Module) -> int:
-    """Rows of the embedding of the tokens; where the model does not say which that is, of the
-    largest."""
+    """Rows of the token embedding; if the model does not name it, of its largest embedding."""
     if isinstance(model, _HasEmbeddings):
         return int(model.get_input_embeddings().weight.shape[0])
     return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
 
 
 def in_module(name: str, module: str) -> bool:
-    """Whether the parameter `name` lies in the module of that full name."""
+    """Whether the parameter `name` belongs to the module of that full name."""
     return name.startswith(f"{module}.")

@@ -1,11 +1,9 @@
-"""Low-rank adapters: which layers get them, and files in PEFT's layout. How they are merged for
-others to use is in `adapters`.
+"""Low-rank adapters: the layers that get them, and files in PEFT's layout. `adapters` merges them.
 
-    base.weight W stays as it is, and x -> x W^T + (alpha / rank) x A^T B^T learns A [rank, in] and
+    x W^T + (alpha / rank) x A^T B^T has frozen weights W and learns A [rank, in] and
     B [out, rank]; B starts at zero (Hu et al. 2021, LoRA, section 4.1).
 
-The adapted model is PEFT's, so that everything which reads PEFT models reads it. Call `apply_lora`
-before the model is sharded.
+The adapted model is a `PeftModel`. Call `apply_lora` before the model is sharded.
 """
 
 from __future__ import annotations
@@ -47,28 +45,28 @@ PROJECTIONS: dict[str, tuple[str, ...]] = {
     "DeepSeek": ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
     "InternLM": ("wqkv", "wo", "w1", "w2", "w3"),
 }
-"""Last parts of the names of attention and feed-forward projections, apart or fused, in models
-of transformers."""
+"""Last parts of the names of attention and feed-forward projections, separate or fused, in
+transformers models."""
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """What adapters a model gets.
+    """The adapters that a model gets.
 
     >>> model = apply_lora(model, LoraSettings(rank=8))
     """
 
     rank: int = 8
     alpha: float | None = None
-    """The adapters' part is scaled by `alpha / rank`; None: twice the rank."""
+    """The adapters' output is scaled by `alpha / rank`; None: alpha is twice the rank."""
     dropout: float = 0.0
-    """Of the adapters' input, in training."""
+    """Dropout on the adapters' input in training."""
     target_modules: Sequence[str] | None = None
-    """Last parts of the names of the layers to adapt; None: attention and feed-forward layers,
-    found by `find_target_modules`."""
+    """Last parts of the names of the layers to adapt; None: those that `find_target_modules`
+    finds."""
     modules_to_save: Sequence[str] | None = None
-    """Layers that are trained whole and saved with the adapters; None: all parts of the head of
-    a model that scores, if it has one."""
+    """Layers that are trained in full and saved with the adapters; None: the head of a model
+    that scores, with all of its parts."""
     rank_stabilized: bool = False
     """Scale by `alpha / sqrt(rank)` instead (Kalajdzievski 2023)."""
 
@@ -84,9 +82,9 @@ class LoraSettings:
                 raise ConfigError(f"lora {name} ({getattr(self, name)!r}) must be a list of names")
 
     def config(self) -> LoraConfig:
-        """The same for PEFT."""
+        """The settings as PEFT's config."""
         alpha: Any = 2 * self.rank if self.alpha is None else self.alpha
-        alpha = int(alpha) if alpha == int(alpha) else alpha  # whole, as readers of adapter_config.json expect it
+        alpha = int(alpha) if alpha == int(alpha) else alpha  # readers of adapter_config.json expect an integer
         return require_peft().LoraConfig(
             r=self.rank,
             lora_alpha=alpha,
@@ -98,24 +96,24 @@ class LoraSettings:
 
 
 def apply_lora(model: nn.Module, settings: LoraSettings | LoraConfig | None = None, *, adapters_in_float32: bool = True) -> Any:
-    """The model with adapters, which PEFT puts in place; everything but them and `modules_to_save`
-    is frozen.
+    """The model with adapters of PEFT; all weights but theirs and those of `modules_to_save` are
+    frozen.
 
-    What PEFT's own config leaves open (`target_modules`, `modules_to_save`, `task_type`,
-    `fan_in_fan_out`) is filled in as for `LoraSettings`; the config that was given is not changed.
-    Adapters of a model in half precision are float32 unless `adapters_in_float32` is off, which
-    FSDP needs. Their first weights come from torch's global generator.
+    What a `LoraConfig` leaves open (`target_modules`, `modules_to_save`, `task_type`,
+    `fan_in_fan_out`) is filled in as for `LoraSettings`, in a copy. Adapters of a model in half
+    precision are float32 unless `adapters_in_float32` is off, which FSDP needs. Their initial
+    weights are drawn from torch's global generator.
 
-    Raises ConfigError for a model that has adapters, one that is sharded already, one whose layers
-    have none of the known names, and a classifier whose head has none.
+    Raises ConfigError for a model that has adapters, that is sharded already, or that has no layers
+    of a known name, and for a classifier that has no head of a known name.
     """
     peft = require_peft()
     if has_adapters(model):
         raise ConfigError(f"{type(model).__name__} has adapters already; give a model without, or leave the LoRA config out")
     if is_sharded(model):
         raise ConfigError("adapters are put in before the model is sharded; call apply_lora first, then fully_shard")
-    given = LoraSettings() if settings is None else settings
-    config = given.config() if isinstance(given, LoraSettings) else copy.deepcopy(given)
+    settings = LoraSettings() if settings is None else settings
+    config = settings.config() if isinstance(settings, LoraSettings) else copy.deepcopy(settings)
     _fill_in(config, model)
     with _peft_as_it_is():
         return peft.get_peft_model(model, config, autocast_adapter_dtype=adapters_in_float32)
@@ -123,8 +121,8 @@ def apply_lora(model: nn.Module, settings: LoraSettings | LoraConfig | None = No
 
 @contextmanager
 def _peft_as_it_is() -> Iterator[None]:
-    """Without the warning that PEFT asks transformers for an attribute by its old name, which no
-    user can mend."""
+    """Suppress the warning that PEFT uses a deprecated attribute of transformers; users cannot
+    fix it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
         yield
@@ -154,8 +152,8 @@ def _headless(model: Any) -> str:
 
 
 def _task_type(model: nn.Module, head: str | None) -> Any:
-    """PEFT's word for what the model does, where it has one of transformers' forms; else PEFT
-    notes the model's class."""
+    """PEFT's task type for a model of transformers; None for others, for which PEFT notes the
+    class."""
     task = require_peft().TaskType
     if is_classifier(model) and head in ("score", "classifier"):
         return task.SEQ_CLS
@@ -163,35 +161,36 @@ def _task_type(model: nn.Module, head: str | None) -> Any:
 
 
 def find_target_modules(model: nn.Module) -> list[str]:
-    """Last parts of the names of all projections of attention and feed-forward layers in the
-    model's blocks, sorted.
+    """Last parts of the names of the attention and feed-forward projections in the model's blocks,
+    sorted.
 
     >>> find_target_modules(qwen)
     ['down_proj', 'gate_proj', 'k_proj', 'o_proj', 'q_proj', 'up_proj', 'v_proj']
 
-    Raises ConfigError, with the linear layers that there are, where none has a name that is known.
+    Raises ConfigError, which lists the linear layers, if none has a known name.
     """
     named = [name for name, _ in _linear_layers(model)]
     leaves = {name.rpartition(".")[2] for name in [name for name in named if _in_block(name)] or named}
-    found = sorted(leaves.intersection(chain(*PROJECTIONS.values())))
-    if not found:
+    targets = sorted(leaves.intersection(chain(*PROJECTIONS.values())))
+    if not targets:
         candidates = sorted({name.rpartition(".")[2] for name in named})
         raise ConfigError(
             f"{type(model).__name__} has no layer with a known name of attention or feed-forward projections; set target_modules to some "
             f"of its linear layers: {', '.join(candidates) or 'it has none'}"
         )
-    return found
+    return targets
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """By full name; Conv1D is GPT-2's linear layer, with its weight transposed."""
+    """(full name, linear layer). Conv1D is GPT-2's linear layer, with a transposed weight."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
             yield name, module
 
 
 def _in_block(name: str) -> bool:
-    """Whether the layer lies in one of a list of equal blocks, whose places are numbers."""
+    """Whether the layer is in one of a list of blocks: its name has a number, as in
+    `layers.0.mlp`."""
     return any(part.isdigit() for part in name.split("."))
 
 
@@ -200,24 +199,24 @@ def _is_target(name: str, targets: Any) -> bool:
 
 
 def _outside_of_blocks(model: nn.Module, targets: Any) -> list[str]:
-    """Layers of a head or pooler that share a target's name, where the targets lie in blocks."""
+    """Layers of a head or pooler that have a target's name, if other targets are in blocks."""
     named = [name for name, _ in _linear_layers(model) if _is_target(name, targets)]
     outside = [name for name in named if not _in_block(name)]
     return outside if len(outside) < len(named) else []
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
-    """What adapter_model.safetensors holds, by the names there: adapters and `modules_to_save`,
-    sharing the model's memory."""
+    """The weights of adapters and `modules_to_save` under their names in
+    adapter_model.safetensors; they share the model's memory."""
     if not has_adapters(model):
         raise ConfigError(f"{type(model).__name__} has no adapters; call apply_lora first")
-    found: dict[str, Tensor] = require_peft().get_peft_model_state_dict(model, save_embedding_layers=False)
-    return found
+    weights: dict[str, Tensor] = require_peft().get_peft_model_state_dict(model, save_embedding_layers=False)
+    return weights
 
 
 def save_adapter(model: nn.Module, folder: str | Path) -> None:
-    """adapter_config.json and adapter_model.safetensors, as PEFT, transformers and vLLM load
-    them."""
+    """Write adapter_config.json and adapter_model.safetensors, as PEFT, transformers and vLLM
+    load them."""
     if not has_adapters(unwrapped(model)):
         raise ConfigError(f"{type(model).__name__} has no adapters to save; call apply_lora first")
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -225,7 +224,7 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
 
 
 def load_adapter(base: nn.Module, folder: str | Path, *, trainable: bool = False) -> Any:
-    """`base` with the adapters in the folder, in evaluation mode and frozen unless `trainable`.
+    """`base` with the adapters in the folder; in evaluation mode and frozen unless `trainable`.
     Nothing pickled is read."""
     place = Path(folder)
     if not (place / ADAPTER).is_file():
@@ -235,7 +234,8 @@ def load_adapter(base: nn.Module, folder: str | Path, *, trainable: bool = False
 
 
 def save_merged(model: Any, folder: str | Path) -> None:
-    """The model with its adapters merged, in Hugging Face layout; the model is left as it is."""
+    """Write the model with its adapters merged, in Hugging Face layout. The model itself is not
+    changed."""
     model.get_base_model().save_pretrained(folder, state_dict=without_adapters(model, model.state_dict()))
 
 

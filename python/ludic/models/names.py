@@ -1,27 +1,26 @@
-"""What models call the weights that score, and what PEFT puts into the names of what it adapts."""
+"""Names of weights: of heads that score, and what PEFT adds to the names of what it adapts."""
 
 from __future__ import annotations
 
 HEAD_NAMES = ("score", "classifier", "classification_head", "lm_head", "reward_head", "v_head")
-"""Modules that make rewards or classes of hidden states, in the order in which they are looked
-for."""
+"""Modules from hidden states to rewards or classes, in the order in which they are searched."""
 WRAPPING = "base_model.model."
-"""What PEFT puts before every name."""
+"""PEFT's prefix of every name."""
 MERGED_PART = ".base_layer."
-"""In the names of what adapters are merged into."""
+"""Part of the names of weights that adapters are merged into."""
 SAVED_PART = ".modules_to_save.default."
-"""In the names of modules that are trained whole, beside adapters."""
+"""Part of the names of modules that are trained in full, beside adapters."""
 REPLACED_PART = ".original_module."
-"""In the names of those modules as they were."""
+"""Part of the names of the originals of those modules."""
 
 
 def is_adapter(name: str) -> bool:
-    """Whether it is a weight of an adapter."""
+    """Whether it is the name of an adapter's weight."""
     return "lora_" in name or ".lora." in f".{name}"
 
 
 def unwrapped_name(name: str) -> str:
-    """The name without what PEFT puts around it."""
+    """The name without what PEFT adds to it."""
     while name.startswith(WRAPPING):
         name = name.removeprefix(WRAPPING)
     return name.replace(MERGED_PART, ".").replace(SAVED_PART, ".")

@@ -1,9 +1,9 @@
-"""Attention over sequences that stand one behind another in a row, without a mask of [S, S].
+"""Attention over sequences that are concatenated in a row, without a mask of [S, S].
 
 transformers builds such a mask for sdpa, and its time and memory are quadratic in the whole row.
 Here attention stays within each sequence: on CUDA in half precision by torch's `varlen_attn`,
-elsewhere by a call of sdpa for each group of sequences of alike length. Everything that is not a
-padding-free batch goes to transformers' own sdpa, so that a model may keep this attention for good.
+elsewhere by one sdpa call per group of sequences of similar length. Anything but a padding-free
+batch goes to transformers' own sdpa, so that a model can keep this attention.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ PACKED = "ludic_packed"
 
 @dataclass(frozen=True)
 class SequenceGroups:
-    """The sequences of a row in groups of alike length, each padded on the right to its longest:
-    causal attention needs no mask then, for no token sees what stands behind it."""
+    """The sequences of a row in groups of similar length, padded on the right to the longest of the
+    group. Causal attention then needs no mask: no token sees the padding after it.
+
+    Lengths 2 and 1 in one group, tokens a b | c: `gather` is [0, 1, 2, 2], which is a b / c c,
+    `shapes` ((2, 2),) and `scatter` [0, 1, 2]."""
 
     gather: Tensor
-    """[P] the token of the row at each place of the padded groups, one group behind another."""
+    """[P] the row's token at each place of the padded groups, which are concatenated."""
     shapes: tuple[tuple[int, int], ...]
     """(sequences, longest) of each group."""
     scatter: Tensor
@@ -33,8 +36,8 @@ class SequenceGroups:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> SequenceGroups:
-        """A group ends where its longest would pad a sequence by more than a third of it, and by
-        more than 16 tokens."""
+        """Group sequences from the longest down. A sequence that would be padded by more than 16
+        tokens and more than a quarter of the group's longest starts a new group."""
         sizes = torch.tensor(lengths)
         begins = sizes.cumsum(0) - sizes
         groups: list[list[int]] = []
@@ -66,21 +69,21 @@ class SequenceGroups:
 
 
 def transformer_of(model: Any) -> Any:
-    """The model inside of data parallelism and adapters."""
+    """The model inside of wrappers for data parallelism and adapters."""
     inner = model.module if isinstance(getattr(model, "module", None), nn.Module) else model
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
 def attention_of(model: nn.Module) -> str | None:
-    """The name of the model's attention implementation; None for a model that is not of
+    """The name of the model's attention implementation; None for a model that is not from
     transformers."""
-    found: str | None = getattr(getattr(transformer_of(model), "config", None), "_attn_implementation", None)
-    return found
+    name: str | None = getattr(getattr(transformer_of(model), "config", None), "_attn_implementation", None)
+    return name
 
 
 def set_attention(model: nn.Module, name: str) -> None:
-    """Let a model of transformers use the attention implementation `name`; `PACKED` is
-    registered first."""
+    """Set the attention implementation of a transformers model to `name`, and register `PACKED`
+    if it is that."""
     if name == PACKED:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
@@ -91,8 +94,8 @@ def set_attention(model: nn.Module, name: str) -> None:
 
 
 def packed_keywords(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What a forward pass over a padding-free `batch` is told: position ids, and where its
-    attention can use them, the bounds of the sequences."""
+    """The keywords of a forward pass over a padding-free `batch`: position ids, and the bounds
+    of the sequences if the model's attention uses them."""
     keywords: dict[str, Any] = {"position_ids": batch["position_ids"], "attention_mask": None}
     name = attention_of(model) or ""
     if name != PACKED and "flash" not in name:
@@ -101,8 +104,7 @@ def packed_keywords(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any
     longest = batch["max_seqlen"] if "max_seqlen" in batch else int(bounds.diff().max())
     keywords |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
     if name == PACKED:
-        # A mask of four dimensions is passed on as it is; one that is empty cannot be attended with
-        # by mistake.
+        # transformers passes a 4D mask on unchanged; an empty one cannot be used by mistake.
         keywords["attention_mask"] = bounds.new_empty(1, 1, 0, 0, dtype=torch.bool)
         keywords["sequence_groups"] = SequenceGroups.of(bounds.diff().tolist(), bounds.device)
     return keywords
@@ -119,9 +121,9 @@ def packed_attention(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """[1, S, H, D] attention of `query` [1, H, S, D] and `key`, `value` [1, H_kv, S, D] within
-    each of the sequences, causal, over the last `sliding_window` tokens where one is given.
-    Without `sequence_groups`, transformers' sdpa."""
+    """Causal attention within each sequence: [1, S, H, D] from `query` [1, H, S, D] and `key`,
+    `value` [1, H_kv, S, D]. With `sliding_window` over that many last tokens. Without
+    `sequence_groups` it is transformers' sdpa."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if sequence_groups is None:
@@ -138,8 +140,10 @@ def packed_attention(
 
 
 def _window(query: Tensor, size: int | None) -> Tensor | None:
-    """[1, 1, L, L] which tokens a token sees: itself and the `size - 1` before it. None where it
-    sees all before it."""
+    """[1, 1, L, L] the tokens that each token sees: itself and the `size - 1` before it. None if
+    every token sees all before it.
+
+    Size 2, three tokens: [[1, 0, 0], [1, 1, 0], [0, 1, 1]]."""
     length = query.shape[2]
     if size is None or length <= size:
         return None
@@ -149,7 +153,7 @@ def _window(query: Tensor, size: int | None) -> Tensor | None:
 
 
 def _has_kernel(query: Tensor, value: Tensor, options: Mapping[str, Any]) -> bool:
-    """Whether torch's kernel for sequences of unlike length computes this."""
+    """Whether torch's kernel for sequences of different lengths supports this."""
     half = _computed_dtype(query) in (torch.bfloat16, torch.float16)
     plain = not options.get("dropout") and options.get("position_bias") is None and options.get("softcap") is None
     return query.is_cuda and half and plain and query.shape[-1] == value.shape[-1] <= 256
@@ -179,5 +183,5 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, sliding_window: int | Non
         window_size=(left, 0),
         enable_gqa=q.shape[1] != k.shape[1],
     )
-    found: Tensor = attended[None]
-    return found
+    row: Tensor = attended[None]
+    return row

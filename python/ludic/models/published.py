@@ -1,5 +1,4 @@
-"""The weights that a policy server needs, by name: those trained, with adapters merged into what
-they adapt."""
+"""The weights that a policy server needs, by name: the trained ones, with adapters merged."""
 
 from __future__ import annotations
 
@@ -24,21 +23,21 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def published_weights(
     model: nn.Module, *, param_filter: ParamFilter | None = None, device: torch.device | str | None = None
 ) -> dict[str, Tensor]:
-    """Parameters by name, detached: the trainable ones, or for a model with adapters all that the
-    model without has, under its names.
+    """Detached parameters by name: the trainable ones, or for a model with adapters all parameters
+    of its base model.
 
-    They share the model's memory where they can; merged weights are copies. The model is left as it
-    is.
+    They share the model's memory, except merged weights, which are copies. The model is not
+    changed.
     """
     model = unwrapped(model)
     named: dict[str, Tensor] = dict(model.named_parameters())
     if has_adapters(model):
-        chosen = without_adapters(model, named)
+        published = without_adapters(model, named)
     else:
-        chosen = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        published = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     return {
         name: _exported(parameter, device)
-        for name, parameter in chosen.items()
+        for name, parameter in published.items()
         if param_filter is None or param_filter(name, parameter)
     }
 

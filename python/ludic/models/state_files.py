@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, DataError
 from ludic.files.atomic import read_json, write_json
+from ludic.models.adapters import has_adapters
 from ludic.models.published import unwrapped
 from ludic.models.sharding import gather_state, gather_tensor, is_sharded, scatter_state, shard_like
 
@@ -138,7 +139,7 @@ def _check_names(model: nn.Module, state: Mapping[str, Tensor], folder: Path) ->
 
 
 def _read_adapter(model: nn.Module, folder: Path) -> None:
-    if not hasattr(model, "peft_config"):
+    if not has_adapters(model):
         raise CheckpointError(
             f"{folder} holds an adapter, but {type(model).__name__} has none; wrap it with the same LoRA config"
         )

@@ -1,4 +1,4 @@
-"""Names turned into objects: the task, the algorithm, the trainer's configuration."""
+"""Objects from the names in a recipe: the task, the algorithm, the trainer's configuration."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _LEAST = {
 
 
 def check_numbers(recipe: Recipe) -> None:
-    """Raise `ConfigError` for a count that is too small to mean anything."""
+    """Raise `ConfigError` for a count that is too small."""
     check_least(recipe, _LEAST)
 
 
 def seed_everything(recipe: Recipe | EpochsRecipe) -> None:
-    """Every generator that weights, data and sampling are drawn from, and torch's threads: two
-    runs of one recipe are the same."""
+    """Seed Python and torch, and set torch's threads: two runs of one recipe draw the same
+    weights, data and samples."""
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     random.seed(recipe.seed)
@@ -59,9 +59,8 @@ def seed_everything(recipe: Recipe | EpochsRecipe) -> None:
 
 
 def seed_phase(seed: int, phase: str) -> None:
-    """Every global generator, by the seed and the phase alone: what a phase draws does not
-    depend on what was drawn before it, nor on whether it is begun by the run or by one that goes
-    on with it."""
+    """Seed Python, numpy and torch by the seed and the phase alone: a phase draws the same
+    whatever was drawn before it, also when it is resumed in another process."""
     derived = int.from_bytes(hashlib.sha256(f"{seed} {phase}".encode()).digest()[:4], "little")
     random.seed(derived)
     np.random.seed(derived)
@@ -76,8 +75,8 @@ def build_task(
     reward_weights: Any = None,
     judged: bool = False,
 ) -> Task | EpisodicTask:
-    """A built-in task by its name, a class of the user's own as `package.module:Class`, or a
-    data set with its rewards, or `judged` by a reward model alone."""
+    """A built-in task by its name, the user's own class as `package.module:Class`, or a data set
+    with reward functions or a reward model (`judged`)."""
     if section.kind == "data":
         given = {"data": data, "reward": reward, "reward_weights": reward_weights, "judged": judged}
         return _call(DataTask, {**section.args, **given}, "task.args")
@@ -87,8 +86,8 @@ def build_task(
 
 
 def build_named(registry: dict[str, Callable[..., Any]], section: TaskSection) -> Any:
-    """What the registry has by that name, or a class of the user's own as
-    `package.module:Class`, with its arguments."""
+    """Make the registry's entry of that name, or the user's own class as `package.module:Class`,
+    with the section's arguments."""
     own = ":" in section.kind
     make = import_named(section.kind, "task.kind") if own else _look_up(registry, section.kind, "task.kind")
     return _call(make, section.args, "task.args")
@@ -118,8 +117,9 @@ def with_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> Epi
 
 
 def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None) -> RLAlgorithm:
-    """The preset of that name with `algorithm_args`. The group size is that of the rollouts, and
-    `max_completion_tokens`, the limit of an answer, goes to the presets that ask for it."""
+    """The preset that the recipe names, with `algorithm_args`. The group size is that of the
+    rollouts; `max_completion_tokens`, the token limit of an answer, goes to presets that take
+    it."""
     make = _look_up(REGISTRY, recipe.algorithm, "algorithm").make
     _check_groups_differ(recipe, make)
     given = dict(recipe.algorithm_args)
@@ -129,24 +129,26 @@ def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None)
 
 
 def _check_groups_differ(recipe: Recipe, make: Callable[..., RLAlgorithm]) -> None:
-    """Raise `ConfigError` where an algorithm that learns from what differs within a group is
-    given groups of one answer."""
+    """Raise `ConfigError` for an algorithm that compares the answers of a group if all of them
+    are greedy, and thus the same."""
     group_size = inspect.signature(make).parameters.get("group_size")
     compares = group_size is not None and group_size.default is group_size.empty
     if compares and recipe.rollout.temperature == 0 and recipe.steps > 0:
         raise ConfigError(
-            f"rollout.temperature (0) gives all members of a group one answer, and {recipe.algorithm} learns from what differs between "
+            f"rollout.temperature (0) gives all members of a group one answer, and {recipe.algorithm} learns from the differences between "
             "them; raise it, or take an algorithm without groups, such as algorithm=reinforce_baseline"
         )
 
 
 def build_trainer_config(section: Any, **derived: Any) -> TrainerConfig:
-    """`derived`: what follows from the recipe (`schema.DERIVED`)."""
+    """The config of a `trainer` section. `derived`: the fields that follow from the recipe
+    (`schema.DERIVED`)."""
     return build_config(TrainerConfig, section, **derived)
 
 
 def check_device(name: str) -> None:
-    """Raise `ConfigError` for a device that torch does not know or this machine does not have."""
+    """Raise `ConfigError` for a device that torch does not know or that this machine does not
+    have."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -162,12 +164,12 @@ def check_device(name: str) -> None:
 
 
 def build_config(config: type[C], section: Any, **derived: Any) -> C:
-    """Fields left at their default are not passed, so that the trainer can tell what was asked
-    for."""
+    """Make the config from a section. Fields at their default are not passed: the config notes
+    which settings are explicit."""
     check_device(section.model_device)
     defaults = config()
-    asked = {name: value for name, value in asdict(section).items() if value != getattr(defaults, name)}
-    return config(**asked, **derived)
+    explicit = {name: value for name, value in asdict(section).items() if value != getattr(defaults, name)}
+    return config(**explicit, **derived)
 
 
 def _look_up(registry: dict[str, T], name: str, setting: str) -> T:
@@ -179,12 +181,11 @@ def _look_up(registry: dict[str, T], name: str, setting: str) -> T:
 
 
 def _call(make: Callable[..., Any], arguments: dict[str, Any], setting: str) -> Any:
-    """`make(**arguments)`, where an argument that it does not take is an error with a
-    suggestion."""
-    known = list(inspect.signature(make).parameters)
+    """`make(**arguments)`. An argument that it does not take is a ConfigError with a suggestion."""
+    accepted = list(inspect.signature(make).parameters)
     for name in arguments:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            remedy = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
+        if name not in accepted:
+            near = get_close_matches(name, accepted, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"it takes {', '.join(accepted)}"
             raise ConfigError(f"{setting}.{name}: {getattr(make, '__name__', make)} has no such argument; {remedy}")
     return make(**arguments)

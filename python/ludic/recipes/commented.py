@@ -1,5 +1,4 @@
-"""`--print-config` with what every setting means: the docstring under each field, as a comment
-above its line."""
+"""The output of `--print-config`: YAML with the docstring of each field as a comment above it."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ _WIDTH = 100
 
 
 def explained(recipe: Any) -> str:
-    """The whole recipe as YAML, every setting with what it means."""
+    """The whole recipe as YAML, every setting with its help text."""
     return commented(to_yaml(recipe), type(recipe), recipe.trainer.made_of)
 
 
 def commented(text: str, recipe: type[Any], trainer: type[Any] | None = None) -> str:
-    """`text` is the YAML of a `recipe`, block by block; `trainer` is what its `trainer` sections
-    are fields of. The result is YAML of the same values."""
+    """Add help texts to `text`, the YAML of a `recipe` in block style. `trainer` is the class of
+    its `trainer` sections. The values stay the same."""
     docs = dict(_documented(recipe, trainer, ""))
     lines, path = [], list[str]()
     for line in text.splitlines():
@@ -41,7 +40,7 @@ def commented(text: str, recipe: type[Any], trainer: type[Any] | None = None) ->
 
 
 def _documented(section: type[Any], trainer: type[Any] | None, prefix: str) -> Iterator[tuple[str, str]]:
-    """(path of a setting, what it means)."""
+    """(path of a setting, help text)."""
     docs, hints = docs_of(section), get_type_hints(section)
     for item in fields(section):
         if item.name in docs:
@@ -52,14 +51,14 @@ def _documented(section: type[Any], trainer: type[Any] | None, prefix: str) -> I
 
 
 def docs_of(section: type[Any]) -> dict[str, str]:
-    """The docstring under each field of a class and of those it comes from, on one line."""
-    found: dict[str, str] = {}
+    """The docstring under each field of a class and its base classes, on one line each."""
+    docs: dict[str, str] = {}
     for base in reversed(section.__mro__):
         if is_dataclass(base):
             body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
             assert isinstance(body, ast.ClassDef)
-            found |= dict(_docs_in(body.body))
-    return found
+            docs |= dict(_docs_in(body.body))
+    return docs
 
 
 def _docs_in(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:

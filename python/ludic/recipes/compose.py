@@ -1,9 +1,9 @@
-"""From arguments to one resolved recipe: built-in values, the algorithm's settings, a recipe file,
-then `key=value` overrides.
+"""A recipe resolved from arguments: built-in values, the algorithm's settings, a recipe file, then
+`key=value` overrides.
 
 Overrides follow Hydra's grammar (`trainer.lr=1e-4`, `task.args.digits=7`,
-`+algorithm_args.ratio_clip=2.0`). Later layers win; a key that no recipe has is an error that
-suggests the nearest.
+`+algorithm_args.ratio_clip=2.0`). Later layers win; an unknown key is an error that suggests the
+nearest.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ludic.errors import ConfigError
 from ludic.recipes.plain_yaml import check_plain, check_yaml
 from ludic.recipes.schema import Recipe, trainer_section
 
-_OPEN_SECTIONS = ("task.args", "algorithm_args", "reward", "reward_model_args")  # their keys are checked by what they are for
+_OPEN_SECTIONS = ("task.args", "algorithm_args", "reward", "reward_model_args")  # whatever takes their values checks their keys
 _PER_ALGORITHM, LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys
 
 _SECTIONS_BY_NAME = {"inference": "kind"}
-"""Sections that may be given as one word, which is this field of theirs."""
+"""Sections that can be set to one word, which is the value of this field: `inference=vllm`."""
 
 _EXPLAINED = {
     **dict.fromkeys(
@@ -58,20 +58,19 @@ class Override:
 
 
 def builtin_names() -> list[str]:
-    """The recipes that come with the library."""
+    """Names of the recipes that come with the library."""
     return sorted(path.name.removesuffix(".yaml") for path in _builtin_folder().iterdir() if path.name.endswith(".yaml"))
 
 
 def compose(arguments: Sequence[str] = ()) -> Recipe:
-    """`arguments`: at most one recipe name or path of a YAML file, and any number of overrides,
-    in any order."""
+    """Resolve a recipe of `ludic train`. `arguments` are at most one recipe name or YAML file,
+    and any number of overrides."""
     source, overrides = split_arguments(arguments)
     return cast(Recipe, fill(_schema(), _layers(source, overrides), overrides))
 
 
 def split_arguments(arguments: Sequence[str | Override]) -> tuple[str | None, list[Override]]:
-    """(recipe or file, overrides in their order). Overrides that are parsed already pass
-    through."""
+    """(recipe or file, overrides in order). Parsed overrides pass through."""
     sources: list[str] = []
     overrides: list[Override] = []
     for argument in arguments:
@@ -87,8 +86,8 @@ def split_arguments(arguments: Sequence[str | Override]) -> tuple[str | None, li
 
 
 def fill(tree: DictConfig, layers: Iterable[tuple[str, DictConfig]], overrides: Sequence[Override]) -> Any:
-    """`tree` with the layers merged in, lowest first, then the overrides: the object that the
-    tree describes. A layer comes with its name, for errors."""
+    """Merge the layers into `tree`, lowest first, then the overrides; returns the object that
+    the tree describes. Each layer has a name for errors."""
     for where, layer in layers:
         _merge(tree, layer, where)
     _forget_arguments_of_another_task(tree, next((o.value for o in overrides if o.key == "task.kind"), tree.task.kind))
@@ -99,8 +98,8 @@ def fill(tree: DictConfig, layers: Iterable[tuple[str, DictConfig]], overrides: 
 
 
 def check_least(recipe: Any, least: Mapping[str, int]) -> None:
-    """Raise `ConfigError` for a count that is too small to mean anything. `least`: path of the
-    setting to its smallest value."""
+    """Raise `ConfigError` for a count that is too small. `least`: path of a setting to its
+    smallest value."""
     for path, smallest in least.items():
         value = reduce(getattr, path.split("."), recipe)
         if value is not None and value < smallest:
@@ -108,8 +107,8 @@ def check_least(recipe: Any, least: Mapping[str, int]) -> None:
 
 
 def parse_override(text: str) -> Override:
-    """One override of the command line. Sweeps and deletions belong to programs that start many
-    runs."""
+    """Parse one override of the command line. Sweeps and deletions are refused: they belong to
+    programs that start many runs."""
     try:
         text.encode()
         parsed = OverridesParser.create().parse_override(text)
@@ -128,20 +127,21 @@ def parse_override(text: str) -> Override:
 
 
 def from_run(argument: str) -> list[str]:
-    """The arguments that a run's folder stands for, its recipe and the model that came out of
-    it; any other stands for itself. Raises ConfigError for a run that has no task, or no model
-    yet."""
+    """For the folder of a run, arguments for its recipe with the trained model; any other
+    argument as it is. Raises ConfigError for a run without a task or without a model yet."""
     folder = Path(argument)
     if not (folder / "config.yaml").is_file():
         return [argument]
     _check_has_task(folder)
     if not (folder / "model").is_dir():
-        raise ConfigError(f"{argument} has no model; go on with `ludic train --resume {argument}`, or name a run that has one")
+        raise ConfigError(
+            f"{argument} has no model yet; resume it with `ludic train --resume {argument}`, or name a run that has one"
+        )
     return [str(folder / "config.yaml"), f"model='{folder / 'model'}'", "tokenizer=null", "name=null"]
 
 
 def _check_has_task(folder: Path) -> None:
-    """Only a run of `ludic train` knows a task."""
+    """Raise `ConfigError` for a run of another command than `ludic train`, which has no task."""
     try:
         command = json.loads((folder / "progress.json").read_text(encoding="utf-8")).get("command", "train")
     except (OSError, ValueError, AttributeError):
@@ -156,28 +156,27 @@ def _check_has_task(folder: Path) -> None:
 
 
 def to_yaml(recipe: Any) -> str:
-    """The resolved recipe, as a file that `ludic train` reads. It holds for any model: nothing
-    is replaced where `model` is given."""
+    """The resolved recipe as YAML that its command reads. `loaded_model: null` makes it hold for
+    any `model`."""
     whole = {LOADED_MODEL: None} if isinstance(recipe, Recipe) else {}
     return OmegaConf.to_yaml(OmegaConf.create({**asdict(recipe), **whole}))
 
 
 def plain_values(recipe: Any) -> dict[str, Any]:
-    """The recipe as JSON has it."""
+    """The recipe in plain JSON values."""
     values: dict[str, Any] = json.loads(json.dumps(asdict(recipe), default=str))
     return values
 
 
 def config_hash(recipe: Any) -> str:
-    """16 hex digits over everything that can change results: all but the run's name and folder,
-    and who is told."""
+    """16 hex digits over all settings that can change results: all but `name`, `output` and
+    `report_to`."""
     content = {key: value for key, value in asdict(recipe).items() if key not in ("name", "output", "report_to")}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def refuse_flags(arguments: Sequence[str], known: Sequence[str]) -> None:
-    """Raise `ConfigError` for what is written as a flag and is none. `known`: the settings, of
-    which the nearest is named."""
+    """Raise `ConfigError` for an unknown flag, with the nearest of the `known` settings."""
     for argument in arguments:
         if argument.startswith("-"):
             name = argument.partition("=")[0]
@@ -186,13 +185,13 @@ def refuse_flags(arguments: Sequence[str], known: Sequence[str]) -> None:
 
 
 def setting_names() -> list[str]:
-    """Every setting of `ludic train` by its full path."""
+    """The full paths of all settings of `ludic train`."""
     return _paths(_schema())
 
 
 def suggest(key: str, known: Sequence[str]) -> str:
-    """` (did you mean ...?)` or nothing: the nearest name, or the full path of one that was
-    given without its section."""
+    """The end of an error about an unknown key: what it is called here, the nearest names, or
+    the full path of a key without its section."""
     leaf = key.rsplit(".", 1)[-1]
     if key in RENAMED:
         return f"; it is now called {RENAMED[key]}"
@@ -216,17 +215,17 @@ def _schema() -> DictConfig:
 
 
 def _layers(source: str | None, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:
-    """Lowest first: the built-in recipe with its settings for the algorithm and for a loaded model,
-    the user's file with its own.
-    A file that says `loaded_model: null` is meant for whatever model is given."""
-    chosen = {override.key: override.value for override in overrides}
+    """The layers of a recipe, lowest first: the built-in recipe with its settings for the
+    algorithm and for a loaded model, then the user's file with its own. In a file with
+    `loaded_model: null` no settings depend on the model."""
+    overridden = {override.key: override.value for override in overrides}
     is_file = source is not None and source.endswith((".yaml", ".yml"))
     user = read_yaml(Path(cast(str, source)).expanduser()) if is_file else OmegaConf.create({})
-    default = "data" if any(layer.get(key) is not None for layer in (chosen, user) for key in ("data", "reward")) else "sort"
-    base_name = chosen.get("recipe", user.get("recipe", default) if is_file else source or default)
+    default = "data" if any(layer.get(key) is not None for layer in (overridden, user) for key in ("data", "reward")) else "sort"
+    base_name = overridden.get("recipe", user.get("recipe", default) if is_file else source or default)
     base = _read_builtin(str(base_name))
-    algorithm = chosen.get("algorithm", user.get("algorithm", base.algorithm))
-    model = chosen.get("model", user.get("model", base.model))
+    algorithm = overridden.get("algorithm", user.get("algorithm", base.algorithm))
+    model = overridden.get("model", user.get("model", base.model))
     replaces = model is not None and user.get(LOADED_MODEL, {}) is not None
     for where, layer in ((f"recipe {base_name}", base), (str(source), user)):
         by_algorithm, loaded = layer.pop(_PER_ALGORITHM, {}), layer.pop(LOADED_MODEL, OmegaConf.create({}))
@@ -293,7 +292,7 @@ def _merge(tree: DictConfig, layer: DictConfig, where: str) -> None:
 
 
 def _forget_arguments_of_another_task(tree: DictConfig, kind: Any) -> None:
-    """Arguments belong to the task that they were written for."""
+    """Drop the task's arguments if the kind of task changes."""
     if kind is not None and not OmegaConf.is_missing(tree.task, "kind") and kind != tree.task.kind:
         tree.task.args = {}
 
@@ -309,7 +308,7 @@ def _apply(tree: DictConfig, override: Override) -> None:
 
 
 def _paths(tree: Mapping[Any, Any], prefix: str = "") -> list[str]:
-    """Every key of the tree by its full path, sections included; open sections are not entered."""
+    """The full paths of all keys, sections included; open sections are not entered."""
     paths = []
     for key in tree:
         path = f"{prefix}{key}"

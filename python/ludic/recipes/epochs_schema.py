@@ -1,5 +1,4 @@
-"""The fields that `ludic sft` and `ludic train-rm` both have, of a run over data that is there
-already, and how they are resolved."""
+"""The settings that `ludic sft` and `ludic train-rm` have in common, and how they are resolved."""
 
 from __future__ import annotations
 
@@ -18,44 +17,43 @@ from ludic.recipes.schema import CheckpointSection, LoraSection, NetworkSection,
 
 @dataclass
 class EpochsRecipe:
-    """One run: data, a model, and as many passes over the data as `epochs` says."""
+    """A run over a fixed set of samples: data, a model, and `epochs` passes over the data."""
 
     name: Optional[str] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
-    """The run's folder is `output/name`; null: the data's name and the seed, and the time if
+    """The run's folder is `output/name`; null: named by data and seed, with the time appended if
     that exists."""
     output: str = MISSING
-    """Folder of all runs."""
+    """Folder that all runs are written to."""
     seed: int = MISSING
-    """Of a small model's weights, of a new head, of the order of the data, and of data that is
-    generated."""
+    """Seed of the weights of a small model or a new head, of the order of the data, and of
+    generated data."""
     threads: Optional[int] = MISSING  # noqa: UP045
-    """Threads of torch; null: as many as torch takes."""
+    """Threads of torch; null: torch's default."""
     data: Any = MISSING
-    """What is trained on; null: what `task` generates."""
+    """Training data; null: `task` generates it."""
     heldout: float = MISSING
-    """Share of the data that is kept out of training and measured; which rows does not depend on
-    the seed."""
+    """Share of the data that is held out from training and measured. The choice of rows does not
+    depend on the seed."""
     model: Optional[str] = MISSING  # noqa: UP045
     """Folder in Hugging Face layout, or hub id; null: a small model made from `network`."""
     tokenizer: Optional[str] = MISSING  # noqa: UP045
-    """Null: that of `model`, or the byte tokenizer."""
+    """Folder or hub id; null: the tokenizer of `model`, or the byte tokenizer."""
     dtype: str = MISSING
-    """Of the weights: float32, bfloat16, or auto: as a loaded model has them. float16 is for
-    weights that are not trained."""
+    """Type of the weights: float32, bfloat16, or auto, the type in the model's files. float16 is
+    only for weights that are not trained."""
     epochs: int = MISSING
     """Passes over the data."""
     steps: Optional[int] = MISSING  # noqa: UP045
-    """Batches; null: as many as `epochs` have."""
+    """Training steps; null: as many as `epochs` have batches."""
     batch_size: int = MISSING
-    """Samples or pairs a step, packed into micro-batches by `trainer.packing` and
+    """Samples or pairs per step, packed into micro-batches by `trainer.packing` and
     `trainer.micro_token_budget`."""
     log_every: int = MISSING
-    """Without a terminal, a line is printed every so many steps. metrics.jsonl has every step."""
+    """Without a terminal, one line is printed every so many steps. metrics.jsonl has every step."""
     report_to: Any = None
-    """Trackers that are told every step as well: wandb, tensorboard, trackio, or a list of
-    these; null: none."""
+    """Experiment trackers: wandb, tensorboard, trackio, or a list of these; null: none."""
     task: TaskSection = field(default_factory=TaskSection)
-    """What generates the data where there is no `data`."""
+    """The task that generates data if `data` is null."""
     network: NetworkSection = field(default_factory=NetworkSection)
     lora: LoraSection = field(default_factory=LoraSection)
     trainer: Any = MISSING
@@ -76,18 +74,19 @@ def compose_epochs(
     trainer: type[Any],
     least: Mapping[str, int],
 ) -> R:
-    """`arguments`: at most one YAML file, and any number of `key=value`, as for `ludic train`.
-    Later wins: `defaults.yaml` of `package`, its values for a loaded model, the file, the
-    command line in its order. `trainer`: what `trainer_section` makes of the trainer's config.
-    `least`: the smallest values of the recipe's own counts."""
+    """Resolve a recipe. `arguments` are at most one YAML file and any number of `key=value`.
+
+    Later wins: `defaults.yaml` of `package`, its values for a loaded model, the file, the command
+    line in its order. `trainer`: the trainer's config as `trainer_section` makes it. `least`: the
+    smallest values of the recipe's own counts."""
     source, overrides = split_arguments(arguments)
     tree = cast(DictConfig, OmegaConf.structured(recipe))
     tree.trainer = OmegaConf.structured(trainer)
-    found = cast(R, fill(tree, _layers(package, source, overrides), overrides))
-    check_least(found, {**_LEAST, **least})
-    if not 0.0 <= found.heldout < 1.0:
-        raise ConfigError(f"heldout ({found.heldout}) must be a share of the data, from 0 to less than 1")
-    return found
+    resolved = cast(R, fill(tree, _layers(package, source, overrides), overrides))
+    check_least(resolved, {**_LEAST, **least})
+    if not 0.0 <= resolved.heldout < 1.0:
+        raise ConfigError(f"heldout ({resolved.heldout}) must be a share of the data, from 0 to less than 1")
+    return resolved
 
 
 def _layers(package: str, source: str | None, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:

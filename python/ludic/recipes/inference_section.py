@@ -1,4 +1,4 @@
-"""Where the answers that are trained on come from: settings, and what follows from them."""
+"""The settings of the engine that samples answers for training."""
 
 from __future__ import annotations
 
@@ -16,39 +16,40 @@ class InferenceSection:
     `inference.kind=vllm`."""
 
     kind: Optional[str] = None  # noqa: UP045  OmegaConf reads this annotation at run time
-    """`local`: a model in this process. `vllm`: a vLLM server. Null: local, or vllm where
-    `python` or `url` says so."""
+    """`local`: the model in this process. `vllm`: a vLLM server. Null: vllm if `python` or `url`
+    is set, else local."""
     python: Optional[str] = None  # noqa: UP045
-    """Interpreter of the environment that has vLLM; a server is started from it and stopped at
-    the end. Null: ./.venv-vllm, if there."""
+    """Python interpreter of an environment with vLLM, from which a server is started for the
+    run. Null: that of ./.venv-vllm, if it exists."""
     url: Any = None
-    """A server that runs already, such as http://127.0.0.1:8000, or a list of them; none is
-    started or stopped."""
+    """A server that runs already, such as http://127.0.0.1:8000, or a list of them. It is
+    neither started nor stopped."""
     device: str = "auto"
-    """Of a server that is started: cpu, cuda, or auto."""
+    """Device of a server that is started: cpu, cuda, or auto."""
     server_args: list[str] = field(default_factory=list)
-    """More arguments of the server, such as [--tensor-parallel-size,'2']."""
+    """More arguments of a server that is started, such as [--tensor-parallel-size,'2']."""
     weights: Optional[str] = None  # noqa: UP045
-    """How weights get to a server: gloo, ludic_nccl or disk. Null: over gloo, which also serves
-    a trainer and a server on one GPU; ludic_nccl needs GPUs of its own for each. A server that
-    runs decides between the first two itself; disk is for one that sees the run's folder."""
+    """How weights are sent to a server: gloo, ludic_nccl or disk. Null: gloo, which also works
+    for a trainer and a server on one GPU; ludic_nccl needs separate GPUs. A server that runs
+    already chooses between these two itself; disk needs a server that can read the run's folder."""
     trainer_address: str = "127.0.0.1"
-    """Where servers reach this process, for weights that are broadcast; its address on their
-    network where they run elsewhere."""
+    """The address at which servers reach this process to receive weights; set it for servers on
+    other machines."""
     timeout_s: float = 600.0
-    """Until a server that was started must be ready, and for each of its answers."""
+    """Deadline in seconds for the start of a server and for each of its answers."""
     batches_ahead: int = 0
     """Batches that are generated while another trains; samples are then up to that many policy
     versions old. 0: none."""
     preflight: bool = True
-    """Before the first step, stop where the trainer and the sampler give the same tokens
-    different probabilities."""
+    """Before the first step, compare the probabilities that trainer and sampler give the same
+    tokens, and stop if they differ."""
     preflight_threshold: float = 0.02
-    """Largest mean difference of log-probabilities that is no fault, in nats."""
+    """Largest mean difference of log-probabilities that is accepted, in nats."""
 
 
 def kind_of(section: InferenceSection) -> Literal["local", "vllm"]:
-    """Which engine is meant. Raises ConfigError for settings that contradict each other."""
+    """The engine that the settings ask for. Raises ConfigError for settings that contradict each
+    other."""
     names_server = section.python is not None or section.url is not None
     kind = section.kind or ("vllm" if names_server else "local")
     if kind not in KINDS:
@@ -79,7 +80,7 @@ class LogprobConvention:
     """The trainer's policy is that of logits / temperature."""
 
 
-def convention(temperature: float, top_p: float) -> LogprobConvention:
+def logprob_convention(temperature: float, top_p: float) -> LogprobConvention:
     """What fits these sampling settings.
 
     Without top-p the distribution drawn from is the policy at `temperature`, and that is trained.

@@ -1,5 +1,4 @@
-"""LoRA in a recipe: the `lora` section turned into adapters, and where they and what they adapt
-lie on disk."""
+"""The `lora` section of a recipe turned into adapters."""
 
 from __future__ import annotations
 
@@ -14,7 +13,8 @@ from ludic.training.rng import preserved_rng
 
 
 def build_lora_settings(section: LoraSection) -> LoraSettings | None:
-    """None where every weight is trained."""
+    """The settings of the section; None if every weight is trained. Raises ConfigError for
+    settings without a rank."""
     if section.rank:
         return LoraSettings(section.rank, section.alpha, section.dropout, section.target_modules)
     if section != LoraSection():
@@ -23,8 +23,8 @@ def build_lora_settings(section: LoraSection) -> LoraSettings | None:
 
 
 def add_adapters(model: Any, section: LoraSection, *, seed: int) -> Any:
-    """The model with adapters whose first weights follow from the seed alone, or as it is where
-    the section asks for none."""
+    """The model with adapters, whose initial weights depend on the seed alone; without
+    `lora.rank` the model as it is."""
     settings = build_lora_settings(section)
     if settings is None:
         return model
@@ -35,5 +35,5 @@ def add_adapters(model: Any, section: LoraSection, *, seed: int) -> Any:
         except ConfigError:
             raise
         except ValueError as error:  # PEFT's own, for names that no layer has
-            said = " ".join(str(error).split())[:300]
-            raise ConfigError(f"lora.target_modules ({section.target_modules or 'all'}): {said}") from error
+            message = " ".join(str(error).split())[:300]
+            raise ConfigError(f"lora.target_modules ({section.target_modules or 'all'}): {message}") from error

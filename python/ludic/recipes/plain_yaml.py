@@ -1,8 +1,8 @@
-"""What a file of settings may hold: values that are there, of a size that a person wrote.
+"""Limits on files of settings: their size, aliases and references.
 
-Aliases can make a few lines stand for billions of values or for themselves, and OmegaConf's
-`${...}` can do the same, or carry an environment variable into the config.yaml that a run keeps. So
-the values that a file stands for are counted before any is made, and `${...}` is refused.
+With aliases a few lines can stand for billions of values or contain themselves. OmegaConf's
+`${...}` can do the same, or copy an environment variable into the config.yaml of a run. Values are
+therefore counted before any is built, and `${...}` is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ludic.errors import ConfigError
 LARGEST_FILE = 1_000_000
 """Characters."""
 MOST_VALUES = 20_000
-"""Keys and values, each alias counted as what it stands for."""
+"""Keys and values, with aliases expanded."""
 
 
 def check_yaml(text: str, where: str) -> None:
@@ -40,7 +40,7 @@ def check_yaml(text: str, where: str) -> None:
 
 def check_plain(value: Any, where: str) -> None:
     """Raise ConfigError for text that refers to other values or to the environment, or that
-    UTF-8 cannot write."""
+    cannot be encoded in UTF-8."""
     if isinstance(value, dict):
         for key, inner in value.items():
             check_plain(inner, f"{where}.{key}" if where else str(key))

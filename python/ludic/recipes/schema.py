@@ -1,7 +1,7 @@
-"""The tree of a recipe: every field that a recipe file or the command line can set.
+"""The schema of a recipe: every setting of a recipe file or the command line.
 
 Values come from the built-in recipes (`builtin/*.yaml`) and, for the two `trainer` sections, from
-`TrainerConfig`; the classes here give names, types and meanings only.
+`TrainerConfig`. The classes here only give names, types and help texts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ludic.training.config import TrainerConfig
 
 @dataclass
 class TaskSection:
-    """Which problems, which teacher, which verifier."""
+    """The problems, their teacher and their verifier."""
 
     kind: str = MISSING
     """`sort`, `addition`, `tictactoe`, `tools`, `data` (with `data` and `reward`), or a class of
@@ -39,26 +39,26 @@ class NetworkSection:
     intermediate_size: int = MISSING
     max_positions: int = MISSING
     initializer_range: float = 0.02
-    """Standard deviation of the first weights."""
+    """Standard deviation of the initial weights."""
     end_of_turn: str = "eos"
-    """`eos`: an end token of its own. `newline`: the newline ends a turn, so that a dialogue is
-    lines of text."""
+    """`eos`: a special token ends a turn. `newline`: the newline ends a turn, so that a dialogue
+    is lines of text."""
 
 
 @dataclass
 class LoraSection:
-    """Low-rank adapters instead of training every weight. A small model that is made is warmed
-    up whole, and gets them afterwards."""
+    """Low-rank adapters (LoRA) instead of training every weight. A small model that is made is
+    warmed up without them and gets them afterwards."""
 
     rank: int = 0
-    """0: every weight is trained."""
+    """0: no adapters, every weight is trained."""
     alpha: Optional[float] = None  # noqa: UP045
-    """The adapters' part is scaled by `alpha / rank`; null: twice the rank."""
+    """The adapters' output is scaled by `alpha / rank`; null: alpha is twice the rank."""
     dropout: float = 0.0
-    """Of the adapters' input."""
+    """Dropout on the adapters' input."""
     target_modules: Any = None
-    """List of the last parts of layer names; null: attention and feed-forward layers, by
-    architecture."""
+    """List of the last parts of layer names, such as [q_proj,v_proj]; null: all attention and
+    feed-forward projections."""
 
 
 @dataclass
@@ -66,31 +66,31 @@ class WarmupSection:
     """Supervised fine-tuning on the teacher's demonstrations."""
 
     steps: int = MISSING
-    """0 leaves the warm-up out."""
+    """0: no warm-up."""
     batch_size: int = MISSING
-    """Demonstrations a step."""
+    """Demonstrations per step."""
     trainer: Any = MISSING
     """Fields of `TrainerConfig`."""
 
 
 @dataclass
 class RolloutSection:
-    """What is sampled for one step of reinforcement."""
+    """Sampling for one step of reinforcement."""
 
     prompts: int = MISSING
-    """Problems a step."""
+    """Problems per step."""
     group_size: int = MISSING
-    """Answers to each problem."""
+    """Answers per problem."""
     temperature: float = MISSING
     top_p: float = MISSING
     max_new_tokens: Optional[int] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
-    """Of a turn. Null: what the task asks for."""
+    """Token limit of one turn; null: the limit of the task."""
     concurrency: int = MISSING
-    """Episodes in flight, which is also the largest batch of the in-process engine."""
+    """Episodes in flight at once; also the largest batch of the in-process engine."""
     system_prompt: Optional[str] = MISSING  # noqa: UP045
-    """Put before every question; null: that of the task, if it has one."""
+    """System prompt of every conversation; null: that of the task, if it has one."""
     log_every: int = MISSING
-    """Every how many steps the rollouts are written to rollouts.jsonl; 0: never."""
+    """Rollouts are written to rollouts.jsonl every so many steps; 0: never."""
 
 
 @dataclass
@@ -98,75 +98,75 @@ class EvaluationSection:
     """Held-out measurement, before and after reinforcement."""
 
     prompts: int = MISSING
-    """Held-out problems, of each kind that the task measures; one greedy answer to each of the
-    first kind."""
+    """Held-out problems of each suite of the task. Those of the first suite are also answered
+    greedily."""
     samples_per_prompt: int = MISSING
-    """Answers sampled to each at the rollout's temperature."""
+    """Answers sampled per problem, at the temperature of `rollout`."""
     solved_at: Optional[float] = None  # noqa: UP045
-    """An answer is right from this total reward on; null: from what the task calls a success.
-    Where the reward functions are yours that is 1, as long as every reward is 0 or 1; with other
-    rewards there is no accuracy until this says what is right."""
+    """An answer counts as right from this total reward on; null: the task's own definition of
+    success. With reward functions of your own that is 1 as long as every reward is 0 or 1; with
+    other rewards there is no accuracy unless this is set."""
 
 
 @dataclass
 class CheckpointSection:
-    """Where a killed run resumes: in either phase."""
+    """Checkpoints, from which an interrupted run is resumed in either phase."""
 
     every_n_steps: int = MISSING
-    """0: only at the end, or when interrupted."""
+    """0: only at the end, and when the run is stopped."""
     max_to_keep: int = MISSING
 
 
 @dataclass
 class Recipe:
-    """One run: a policy, a task, a supervised warm-up, reinforcement, and a measurement before
-    and after it."""
+    """A run of `ludic train`: a policy, a task, a supervised warm-up, reinforcement, and
+    held-out measurement before and after it."""
 
     recipe: str = MISSING
-    """The built-in recipe that the other values start from."""
+    """The built-in recipe that gives all values that are not set."""
     name: Optional[str] = MISSING  # noqa: UP045
-    """The run's folder is `output/name`; null: recipe, algorithm and seed, and the time if that
-    exists."""
+    """The run's folder is `output/name`; null: named by recipe, algorithm and seed, with the
+    time appended if that exists."""
     output: str = MISSING
-    """Folder of all runs."""
+    """Folder that all runs are written to."""
     seed: int = MISSING
-    """Of weights, demonstrations, problems and sampling. The held-out problems do not depend on
-    it."""
+    """Seed of initial weights, demonstrations, problems and sampling. The held-out problems do
+    not depend on it."""
     threads: Optional[int] = MISSING  # noqa: UP045
-    """Threads of torch; null: as many as torch takes. Results depend on it in the last digits,
-    and so do runs."""
+    """Threads of torch; null: torch's default. The last digits of results depend on it, so that
+    runs with other values differ."""
     model: Optional[str] = MISSING  # noqa: UP045
     """Folder in Hugging Face layout, or hub id; null: a small model made from `network`."""
     tokenizer: Optional[str] = MISSING  # noqa: UP045
-    """Null: that of `model`, or the byte tokenizer."""
+    """Folder or hub id; null: the tokenizer of `model`, or the byte tokenizer."""
     dtype: str = MISSING
-    """Of the weights: float32, bfloat16, or auto: as a loaded model has them. float16 is for
-    weights that are not trained."""
+    """Type of the weights: float32, bfloat16, or auto, the type in the model's files. float16 is
+    only for weights that are not trained."""
     data: Optional[str] = None  # noqa: UP045
     """Your own problems: a JSONL, JSON, CSV or parquet file with a column `prompt`, a folder, or
-    an id of the hub."""
+    a hub id."""
     reward: Any = None
-    """What rewards the answers to them: `module:function`, `gsm8k`, `math`, or a list of these."""
+    """Reward functions for `data`: `module:function`, `gsm8k`, `math`, or a list of these."""
     reward_weights: Any = None
-    """A number for each reward function; null: 1."""
+    """One weight per reward function; null: 1 each."""
     reward_model: Optional[str] = None  # noqa: UP045
-    """Folder of a reward model, such as a `ludic train-rm` run: its score rewards the answers in
-    training, in the place of the task's own reward, which held-out measurement keeps."""
+    """Folder of a reward model, such as a `ludic train-rm` run. Its score replaces the task's
+    reward in training; held-out measurement keeps the task's reward."""
     reward_model_args: dict[str, Any] = field(default_factory=dict)
-    """mode (replace, add, multiply, weighted, bonus), rm_coeff, alpha, unfinished_penalty (10:
-    off the score of an answer that ran into the token limit), normalize, dtype,
+    """mode (replace, add, multiply, weighted, bonus), rm_coeff, alpha, unfinished_penalty (10;
+    subtracted from the score of an answer that hit the token limit), normalize, dtype,
     micro_token_budget, batch_size, timeout_s."""
     algorithm: str = MISSING
-    """A name of `ludic.training.presets.registry`, such as grpo; `ludic train --help` lists them."""
+    """A name of `ludic.training.presets.registry`, such as grpo; `ludic train --help` lists
+    them."""
     algorithm_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the algorithm's `make_` function."""
     steps: int = MISSING
-    """Batches of reinforcement."""
+    """Steps of reinforcement, one batch each."""
     log_every: int = MISSING
-    """Without a terminal, a line is printed every so many steps. metrics.jsonl has every step."""
+    """Without a terminal, one line is printed every so many steps. metrics.jsonl has every step."""
     report_to: Any = None
-    """Trackers that are told every step as well: wandb, tensorboard, trackio, or a list of
-    these; null: none."""
+    """Experiment trackers: wandb, tensorboard, trackio, or a list of these; null: none."""
     task: TaskSection = field(default_factory=TaskSection)
     network: NetworkSection = field(default_factory=NetworkSection)
     lora: LoraSection = field(default_factory=LoraSection)
@@ -180,17 +180,16 @@ class Recipe:
 
 
 DERIVED = ("pad_token_id", "seed", "temperature")
-"""Fields of `TrainerConfig` that follow from the recipe: from its tokenizer, its seed and its
-sampling."""
+"""Fields of `TrainerConfig` that are derived from the recipe: its tokenizer, seed and sampling."""
 
 
 @cache
 def trainer_section(config: type[TrainerConfig] = TrainerConfig) -> type[Any]:
-    """`config` as OmegaConf can hold it: the same fields and defaults, without the derived,
-    literals as plain types."""
+    """`config` as a dataclass for OmegaConf: the same fields and defaults without `DERIVED`,
+    with plain types for literals."""
     hints = get_type_hints(config)
-    chosen = [item for item in fields(config) if item.init and item.name not in DERIVED]
-    made = [(item.name, _plain(hints[item.name]), _copied(item)) for item in chosen]
+    included = [item for item in fields(config) if item.init and item.name not in DERIVED]
+    made = [(item.name, _plain(hints[item.name]), _copied(item)) for item in included]
     return make_dataclass("TrainerSection", made, namespace={"made_of": config})
 
 

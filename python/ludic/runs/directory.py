@@ -1,4 +1,5 @@
-"""The folder of one run: what lies where, and the progress that lets an interrupted run go on."""
+"""The folder of one run: the paths in it, and the progress from which an interrupted run is
+resumed."""
 
 from __future__ import annotations
 
@@ -19,46 +20,46 @@ from ludic.runs.lock import RunLock
 from ludic.runs.versions import versions
 
 DONE = "done"
-"""The phase of a run that is at its end."""
+"""The phase of a run that is finished."""
 
 
 @dataclass
 class Progress:
-    """How far a run has come. Written whenever a phase ends or the run is interrupted."""
+    """How far a run has come: the content of progress.json, written when a phase ends and when
+    the run is interrupted."""
 
     phase: str = "warm_up"
-    """The phase to go on with: of `ludic train` warm_up or reinforce, of `ludic sft` sft, of
-    `ludic train-rm` rm; done at the end."""
+    """The phase to resume with: warm_up or reinforce for `ludic train`, sft for `ludic sft`, rm
+    for `ludic train-rm`; done at the end."""
     command: str = "train"
-    """Of `ludic`: what made the folder and can go on with it."""
+    """The command of `ludic` that made the folder and can resume it."""
     before: dict[str, Any] | None = None
-    """The evaluation before reinforcement, with sampled answers."""
+    """The evaluation before training, with sampled answers."""
     after: dict[str, Any] | None = None
-    """The same after it."""
+    """The evaluation after training."""
     steps: int = 0
-    """Batches of reinforcement that are done."""
+    """Training steps that are done; the warm-up is not counted."""
     preflight: dict[str, Any] | None = None
-    """How far trainer and sampler were apart before the first step; null where they were not
+    """The difference between trainer and sampler before the first step; null if they were not
     compared."""
     early_stopping: dict[str, Any] | None = None
-    """Of a run with a patience: `stopped` early or not, the step whose weights were kept, by
-    which metric, and its value."""
+    """With early stopping: whether it `stopped` the run, the step whose weights were kept, the
+    metric and its best value."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time of set-up, warm-up, reinforcement and evaluation so far, and of the whole
-    (`wall`)."""
+    """Wall seconds of each phase so far, and of the whole run (`wall`)."""
     recipe: dict[str, Any] | None = None
-    """What the run was begun with; null in a folder of an older version."""
+    """The settings that the run was started with; null in the folder of an older version."""
     versions: dict[str, str] | None = None
-    """Of the libraries, when it was begun."""
+    """Versions of the libraries when it was started."""
     failed: str | None = None
-    """The error that ended it last; null while it runs, after a stop, and at the end."""
+    """The error that ended the last attempt; null while it runs, after a stop, and at the end."""
 
 
 class RunDirectory:
     """Paths and small files of `output/name`."""
 
     command: ClassVar[str] = "train"
-    """Of `ludic`: what makes such folders."""
+    """The command of `ludic` that makes such folders."""
     first_phase: ClassVar[str] = "warm_up"
     last_phase: ClassVar[str] = "reinforce"
 
@@ -70,7 +71,7 @@ class RunDirectory:
         self.summary = path / "summary.json"
         self.picture = path / "reward.png"
         self.model = path / "model"
-        self.base, self.adapter = path / "base", path / "adapter"  # of a run with LoRA
+        self.base, self.adapter = path / "base", path / "adapter"  # with LoRA only
         self.checkpoints = path / "checkpoints"
         self.server_log = path / "server.log"
         self._progress = path / "progress.json"
@@ -78,10 +79,10 @@ class RunDirectory:
 
     @classmethod
     def begin(cls, recipe: Any, otherwise: str) -> Self:
-        """A new folder with the recipe in it, named as the recipe says; `otherwise` names it where
-        that has no name.
+        """Make a folder with the recipe in it. Without `name` in the recipe it is named
+        `otherwise`.
 
-        It appears whole, and is this process's until `release`."""
+        The folder appears with all of its files, and is locked until `release`."""
         place = run_path(recipe.output, recipe.name, otherwise)
         aside = place.with_name(f".unfinished_{place.name}.{os.getpid()}")
         make_folder(aside)
@@ -99,28 +100,28 @@ class RunDirectory:
 
     @classmethod
     def go_on(cls, path: Path) -> Self:
-        """The folder of an interrupted run, whose recipe is in `config`; it is this process's
-        until `release`. Raises CheckpointError where another command made it or another process
-        is at work in it."""
+        """Open the folder of an interrupted run and lock it until `release`. Raises
+        CheckpointError if another command made it or another process uses it."""
         directory = cls.look_into(path)
         directory._lock = RunLock(path)
         return directory
 
     @classmethod
     def look_into(cls, path: Path) -> Self:
-        """The same to read."""
+        """Open the folder of a run to read it, without a lock. Raises CheckpointError if another
+        command made it."""
         directory = cls(path)
         if not directory.config.is_file() or not directory._progress.is_file():
             raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml and progress.json")
         made_by = directory.read_progress().command
         if made_by != cls.command:
             raise CheckpointError(
-                f"{path} is the folder of a run of `ludic {made_by}`; go on with `ludic {made_by} --resume {path}`"
+                f"{path} is the folder of a run of `ludic {made_by}`; resume it with `ludic {made_by} --resume {path}`"
             )
         return directory
 
     def release(self) -> None:
-        """Let another process go on with the run."""
+        """Unlock the folder, so that another process can resume the run."""
         if self._lock is not None:
             self._lock.release()
 
@@ -142,8 +143,8 @@ class RunDirectory:
         write_text(self._progress, json.dumps(asdict(progress), indent=2) + "\n")
 
     def read_metrics(self, phase: str) -> list[dict[str, Any]]:
-        """The lines of one phase in metrics.jsonl, one a step; of a step that was run twice the
-        last counts. What a full disk or a loss of power tore off is left out."""
+        """The records of one phase in metrics.jsonl, one per step; for a step that was run twice
+        the last one. Incomplete lines, which a full disk or a loss of power leaves, are skipped."""
         if not self.metrics.is_file():
             return []
         by_step: dict[int, dict[str, Any]] = {}
@@ -153,17 +154,17 @@ class RunDirectory:
         return [by_step[step] for step in sorted(by_step)]
 
     def cut_metrics(self, phase: str, step: int, *, evaluated: bool) -> int:
-        """Take lines of the phase after `step` out of metrics.jsonl, and what was torn off. How
-        many steps are to be done again.
+        """Remove the lines of the phase after `step` from metrics.jsonl, and incomplete lines.
+        Returns how many steps are to be repeated.
 
-        `evaluated`: an evaluation of `step` counts, and its line stays.
+        `evaluated`: keep the evaluation of `step` itself.
         """
         if not self.metrics.is_file():
             return 0
         lines = self.metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        kept = [text for text in lines if (line := _whole(text)) and _stands(line, phase, step, evaluated)]
-        if kept != lines:
-            write_text(self.metrics, "".join(kept))
+        remaining = [text for text in lines if (line := _whole(text)) and _stands(line, phase, step, evaluated)]
+        if remaining != lines:
+            write_text(self.metrics, "".join(remaining))
         return len({line["step"] for line in map(_whole, lines) if line.get("phase") == phase and line["step"] > step})
 
 
@@ -176,10 +177,10 @@ def _stands(line: Mapping[str, Any], phase: str, step: int, evaluated: bool) -> 
 
 def _whole(line: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 class SFTDirectory(RunDirectory):
@@ -208,8 +209,8 @@ class RMDirectory(RunDirectory):
 
 
 def run_path(output: str, name: str | None, otherwise: str) -> Path:
-    """`output/name`, or with `otherwise` in the place of a name. Raises ConfigError for a name
-    that leads out of `output`."""
+    """`output/name`, or `output/otherwise` without a name. Raises ConfigError for a name that is
+    outside of `output`."""
     inside = name is None or (name and Path(name).name not in ("", ".", "..") and ".." not in Path(name).parts)
     if not inside or (name is not None and Path(name).is_absolute()):
         raise ConfigError(f"name ({name}) must name a folder in output ({output}); set output=FOLDER for another place")
@@ -228,9 +229,8 @@ def make_folder(path: Path) -> None:
 
 
 def new_folder(output: str, name: str | None, otherwise: str) -> Path:
-    """`output/name`, made and empty. `otherwise` names it where no name was asked for; where
-    that is taken, with the time behind it, and where that is taken too, with a number behind the
-    time."""
+    """Make an empty `output/name`. Without a name it is `output/otherwise`; if that exists, the
+    time is appended, and then a number."""
     path = run_path(output, name, otherwise)
     for candidate in [path] if name is not None else _candidates(path):
         try:
@@ -242,8 +242,8 @@ def new_folder(output: str, name: str | None, otherwise: str) -> Path:
 
 
 def _named(folder: Path, path: Path, *, is_chosen: bool) -> Path:
-    """`folder`, which is not empty, renamed to `path`; or with the time behind it, where the
-    name was not chosen."""
+    """Rename `folder`, which is not empty, to `path`. If that exists and the user did not choose
+    the name, the time is appended."""
     for candidate in [path] if is_chosen else _candidates(path):
         if candidate.exists() or candidate.is_symlink():
             continue

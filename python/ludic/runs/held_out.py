@@ -1,5 +1,5 @@
-"""Held-out measurement: the reward of sampled answers, the accuracy of greedy ones, and a few
-answers to look at."""
+"""Held-out measurement: the mean reward of sampled answers, the accuracy of greedy answers, and
+a few answers to look at."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.rollouts.played import PlayedRollouts
 from ludic.types import Rollout
 
-_SHOWN = 8  # answers kept for the report
-_PLACE = "held_out_place"  # of an episode among those that were asked for: some may be missing from what comes back
-_SAMPLING_SEED = 1_000_000  # before and after are sampled with the same seeds
+_SHOWN = 8  # answers in the report
+_PLACE = "held_out_place"  # number of the request of an episode; failed episodes are missing from the result
+_SAMPLING_SEED = 1_000_000  # the same before and after training
 
 
 @dataclass(frozen=True)
@@ -34,45 +34,46 @@ class Answer:
     text: str
     expected: str
     reward: float | None
-    """None: it could not be graded."""
+    """None if it could not be graded."""
     success: bool | None = None
-    """None: nothing says what is right."""
+    """None if nothing defines a right answer."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured at one moment of a run."""
+    """The result of one measurement."""
 
     sampled_reward: float
-    """Mean over `samples_per_prompt` answers to each problem."""
+    """Mean over `samples_per_prompt` sampled answers per problem."""
     greedy_accuracy: float | None
-    """Share of problems whose greedy answer is a success; None where nothing says what is one."""
+    """Share of problems with a successful greedy answer; None if nothing defines success."""
     facts: dict[str, float]
-    """What the task measures of the sampled episodes beside the reward."""
+    """Rates that the task measures on the sampled episodes, besides the reward."""
     answers: list[Answer]
     """The first sampled answers."""
     num_sampled: int = 0
-    """How many answers were sampled."""
+    """Number of sampled answers."""
     failed: int = 0
-    """Episodes that failed; they are in no mean."""
+    """Number of failed episodes; they are in no mean."""
     greedy_reward: float | None = None
-    """Mean over the greedy answers."""
+    """Mean reward of the greedy answers."""
     solved_at: float | None = None
-    """The reward from which on an answer was a success; None where nothing says."""
+    """An answer counts as a success from this reward on; None if nothing defines success."""
     sampled_right: float | None = None
-    """Share of the sampled answers that are."""
+    """Share of the sampled answers that are successes."""
     by_problem: dict[str, list[float | None]] = field(default_factory=dict)
-    """Of some rates one number a problem, in the order of the problems; None where none of its
-    episodes was played to its end."""
+    """For some rates, one number per problem, in their order; None if all episodes on a problem
+    failed."""
 
     def rates(self) -> dict[str, float]:
-        """The numbers, without the answers."""
+        """The rates without the answers."""
         greedy = {"greedy_accuracy": self.greedy_accuracy, "greedy_reward": self.greedy_reward}
         told = [(name, rate) for name, rate in greedy.items() if rate is not None][:1]
         return {"sampled_reward": self.sampled_reward, **dict(told), **self.facts}
 
     def interval(self, name: str) -> Interval | None:
-        """Of a rate, over problems; None where it is not known by problem."""
+        """The 95 % interval of a rate over problems; None for a rate that is not known per
+        problem."""
         values = [value for value in self.by_problem.get(name, ()) if value is not None]
         if not values:
             return None
@@ -81,7 +82,7 @@ class Evaluation:
         return mean_interval(values)
 
     def without_accuracy(self) -> Evaluation:
-        """The same where nothing says what is right."""
+        """The measurement without what depends on a definition of success."""
         unmarked = [replace(answer, success=None) for answer in self.answers]
         return replace(self, greedy_accuracy=None, solved_at=None, sampled_right=None, answers=unmarked)
 
@@ -94,33 +95,33 @@ class Evaluation:
 
 
 def compared(before: Evaluation | None, after: Evaluation | None) -> tuple[Evaluation | None, Evaluation | None]:
-    """Two measurements of one run. An accuracy that only one of them has is an accuracy of
-    neither."""
+    """Two measurements of one run, made comparable: if only one has an accuracy, both are
+    returned without."""
     if before is None or after is None or (before.greedy_accuracy is None) == (after.greedy_accuracy is None):
         return before, after
     return before.without_accuracy(), after.without_accuracy()
 
 
 def check_early_stopping(section: str, cfg: TrainerConfig, task: EpisodicTask, evaluation: EvaluationSection) -> None:
-    """Raise `ConfigError` for a patience with a metric that the evaluations of `ludic train` do
-    not give. `section`: where `cfg` is set."""
+    """Raise `ConfigError` for early stopping by a metric that `ludic train` does not measure.
+    `section` is the section of the recipe that `cfg` comes from."""
     if cfg.early_stopping_patience is None:
         return
-    known = ["sampled_reward", "greedy_reward", *task.rates]
+    measured = ["sampled_reward", "greedy_reward", *task.rates]
     success = success_of(task, evaluation.solved_at)
     if success.reward is not None and not success.is_assumed:
-        known.insert(1, "greedy_accuracy")
+        measured.insert(1, "greedy_accuracy")
     name = cfg.early_stopping_metric
-    if not {name, name.removeprefix("eval_"), name.removeprefix("eval/")} & set(known):
+    if not {name, name.removeprefix("eval_"), name.removeprefix("eval/")} & set(measured):
         raise ConfigError(
-            f"{section}.early_stopping_metric ({name}) is nothing that ludic train measures; it measures {', '.join(known)}: set "
+            f"{section}.early_stopping_metric ({name}) is not measured by ludic train, which measures {', '.join(measured)}: set "
             f"{section}.early_stopping_metric=sampled_reward {section}.early_stopping_mode=max"
         )
 
 
 class HeldOut:
-    """Plays the task's suites of problems. The same policy gives the same numbers. Also an
-    evaluator, as `Trainer` takes one."""
+    """Measures the policy on the task's held-out problems, as an evaluator of `Trainer` and at
+    both ends of a run. The same policy gives the same numbers."""
 
     def __init__(
         self, engine: RolloutEngine, task: Task | EpisodicTask, section: EvaluationSection, rollout: RolloutSection
@@ -129,14 +130,14 @@ class HeldOut:
         self.success = success_of(self._task, section.solved_at)
 
     def describe(self) -> str:
-        """How many problems there are, and whether they are fewer than were asked for."""
-        found, asked = len(next(iter(self._task.suites().values()))), self._section.prompts
-        return f"{min(found, asked)} held-out problems" + (
-            f"; the task has no more, {asked} were asked for" if found < asked else ""
+        """The number of problems, in words, and whether it is less than `evaluation.prompts`."""
+        available, requested = len(next(iter(self._task.suites().values()))), self._section.prompts
+        return f"{min(available, requested)} held-out problems" + (
+            f"; the task has no more, {requested} were asked for" if available < requested else ""
         )
 
     async def measure(self, *, concurrency: int | None = None, timeout_s: float | None = None) -> Evaluation:
-        """Every problem sampled, and those of the first suite answered greedily."""
+        """Sample answers to all problems, and answer those of the first suite greedily."""
         suites = {name: list(problems[: self._section.prompts]) for name, problems in self._task.suites().items()}
         sampling, greedy = (evaluation_inference(self._rollout, self._task, greedy=flag) for flag in (False, True))
         limits = {"concurrency": concurrency or self._rollout.concurrency, "timeout_s": timeout_s}
@@ -165,7 +166,7 @@ class HeldOut:
         )
 
     def _answer(self, problem: Episode, place: int, episodes: Sequence[Rollout], solved_at: float | None) -> Answer:
-        """The first episode on the problem at `place`, if it was played to its end and graded."""
+        """The first answer to the problem at `place`; without text if it failed."""
         first = next((episode for episode in episodes if episode.meta[_PLACE] == place), None)
         if first is None:
             return Answer(str(problem.get("question", problem["id"])), "", str(problem.get("answer", "")), None)
@@ -182,7 +183,8 @@ class HeldOut:
         timeout_s: float | None = None,
         concurrency: int | None = None,
     ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-        """(sampled answers, rates). Requests, reducers and steps are those of the task."""
+        """(sampled answers, rates). `requests`, `reducers` and `max_steps` are ignored: the task
+        has its own."""
         measured = await self.measure(concurrency=concurrency, timeout_s=timeout_s)
         return [asdict(answer) for answer in measured.answers], {
             **measured.rates(),
@@ -199,26 +201,28 @@ class HeldOut:
 
 
 def _paired(problems: Sequence[Episode], episodes: Sequence[Rollout]) -> list[Played]:
-    """Every rollout with its problem; those that failed are missing."""
+    """Each rollout with its problem; failed ones are missing.
+
+    Two problems sampled twice: requests 0, 1, 2, 3 are on problems 0, 1, 0, 1 = request % 2."""
     return [(problems[episode.meta[_PLACE] % len(problems)], episode) for episode in episodes]
 
 
 def _by_problem(
     count: int, sampled: Sequence[Rollout], greedy: Sequence[Rollout], solved_at: float | None
 ) -> dict[str, list[float | None]]:
-    """The numbers whose noise the report speaks of."""
+    """The numbers per problem from which the report computes intervals."""
     rewards = _means(count, ((episode, episode.total_reward) for episode in sampled))
-    found = {"sampled_reward": rewards, "greedy_reward": _means(count, ((episode, episode.total_reward) for episode in greedy))}
+    numbers = {"sampled_reward": rewards, "greedy_reward": _means(count, ((episode, episode.total_reward) for episode in greedy))}
     if solved_at is not None:
-        found["greedy_accuracy"] = _means(count, ((episode, float(episode.total_reward >= solved_at)) for episode in greedy))
+        numbers["greedy_accuracy"] = _means(count, ((episode, float(episode.total_reward >= solved_at)) for episode in greedy))
     scores = [(episode, episode.steps[-1].info.get(SCORE_INFO)) for episode in sampled]
     scored = [(episode, score) for episode, score in scores if score is not None]
-    return {**found, SCORE_INFO: _means(count, scored)} if scored else found
+    return {**numbers, SCORE_INFO: _means(count, scored)} if scored else numbers
 
 
 def _means(count: int, values: Iterable[tuple[Rollout, float]]) -> list[float | None]:
-    """One mean for each of `count` problems, of the values that belong to it."""
+    """The mean of the values of each of `count` problems; None for a problem without any."""
     of_problem: list[list[float]] = [[] for _ in range(count)]
     for episode, value in values:
         of_problem[episode.meta[_PLACE] % count].append(value)
-    return [sum(found) / len(found) if found else None for found in of_problem]
+    return [sum(numbers) / len(numbers) if numbers else None for numbers in of_problem]

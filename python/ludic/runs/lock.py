@@ -1,4 +1,4 @@
-"""One process at a time works in a run's folder."""
+"""A lock on a run's folder: one process at a time uses it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 from ludic.errors import CheckpointError
 
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What file systems without flock(2) answer."""
+"""Errors of file systems without flock(2), on which there is no lock."""
 
 
 class RunLock:
-    """Held from its making until `release`, or until the process ends, however it does: the system
-    lets go of it then.
+    """Held from construction until `release` or until the process ends: the system then releases
+    it.
 
-    The file stays in the folder and names who held it last. Raises CheckpointError, with the
-    process, where another holds it.
+    The file stays in the folder and names the last holder. The constructor raises CheckpointError,
+    which names the process, if another one holds the lock.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,5 +1,5 @@
-"""How the process of a run keeps its memory: a step on a CPU takes milliseconds, and asking the
-system anew each time costs many."""
+"""Memory settings of a training process. A step on a CPU takes milliseconds; returning memory to
+the system and asking for it again would cost several more."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 """Parameters of glibc's mallopt(3)."""
 MALLOC = {M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: (1 << 31) - 1, M_TOP_PAD: 64 << 20}
 YOUNG_OBJECTS = 20_000
-"""Objects made before Python looks for cycles among them; an asynchronous batch makes hundreds
-of thousands."""
+"""Allocations between two runs of Python's garbage collector; an asynchronous batch makes
+hundreds of thousands."""
 
 
 @contextmanager
 def settled_memory() -> Iterator[None]:
-    """Around the play of a run that is set up.
+    """Use it around a run that is set up.
 
-    Inside, what was imported and built before is left out of the search for cycles, and the search
-    is made less often. From here on, tensors that are freed go back to the allocator and not to the
-    system; variables `MALLOC_*` and `GLIBC_TUNABLES` that are set decide instead.
+    Inside, the garbage collector ignores what was imported and built before and runs less often.
+    From then on freed tensors go back to the allocator and not to the system, unless `MALLOC_*` or
+    `GLIBC_TUNABLES` are set, which then decide.
     """
     _keep_freed_tensors()
     thresholds = gc.get_threshold()
@@ -41,7 +41,7 @@ def settled_memory() -> Iterator[None]:
 def _keep_freed_tensors() -> None:
     if sys.platform != "linux" or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc alone has it
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if mallopt is not None:
         for parameter, value in MALLOC.items():
             mallopt(parameter, value)

@@ -1,5 +1,4 @@
-"""One run: make the policy, warm it up, measure, reinforce, measure again. Every step is the
-trainer's; here they are lined up."""
+"""Reinforcement learning: build the policy, warm it up, measure, reinforce, measure again."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from ludic.recipes.build import (
     task_of,
     with_reward_model,
 )
-from ludic.recipes.inference_section import convention
+from ludic.recipes.inference_section import logprob_convention
 from ludic.recipes.lora import add_adapters, build_lora_settings
 from ludic.recipes.model import build_policy
 from ludic.recipes.schema import Recipe
@@ -63,8 +62,8 @@ REINFORCE_KEYS = [f"train/{SAMPLED_REWARD}", "train/loss", "train/grad_norm", "t
 
 @dataclass
 class RLParts:
-    """The objects of a recipe. They are built before anything is written, so that a wrong
-    setting costs nothing."""
+    """The objects of a run. They are built before anything is written, so that a wrong setting
+    leaves no folder behind."""
 
     task: EpisodicTask
     algorithm: RLAlgorithm
@@ -75,26 +74,26 @@ class RLParts:
 
     @classmethod
     def build(cls, recipe: Recipe) -> RLParts:
-        """Seeds every generator first (`seed_everything`)."""
+        """Build the parts from a recipe. Seeds all random generators first (`seed_everything`)."""
         check_numbers(recipe)
         task = task_of(recipe)
         algorithm = build_algorithm(recipe, max_completion_tokens=recipe.rollout.max_new_tokens or task.max_new_tokens)
         check_rollouts(recipe, task)
         seed_everything(recipe)
-        build_lora_settings(recipe.lora)  # a wrong one costs nothing
+        build_lora_settings(recipe.lora)  # raises for wrong settings before the model is loaded
         model, tokenizer = build_policy(recipe)
         check_prompts(recipe, task, tokenizer)
         task = with_reward_model(recipe, task, tokenizer)
         if recipe.model is not None:
             model = add_adapters(model, recipe.lora, seed=recipe.seed)
         check_inference(recipe, model)
-        spoken = convention(recipe.rollout.temperature, recipe.rollout.top_p)
+        convention = logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
         derived = {"pad_token_id": tokenizer.pad_token_id, "seed": recipe.seed}
         parts = cls(
             task=task,
             algorithm=algorithm,
             warmup_cfg=build_trainer_config(recipe.warmup.trainer, **derived),
-            trainer_cfg=build_trainer_config(recipe.trainer, **derived, temperature=spoken.temperature),
+            trainer_cfg=build_trainer_config(recipe.trainer, **derived, temperature=convention.temperature),
             model=model,
             tokenizer=tokenizer,
         )
@@ -116,8 +115,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         self._held_out = HeldOut(self._engine(), parts.task, recipe.evaluation, recipe.rollout)
 
     def _load_warmed_up(self) -> Any:
-        """The policy that the warm-up left, or one in which the last checkpoint of the
-        reinforcement can be read."""
+        """The policy after the warm-up, or a model of the same shape for the trainer to load the
+        last checkpoint of the reinforcement into."""
         model, directory = self.parts.model, self.directory
         if find_latest_checkpoint(directory.checkpoints / REINFORCE) is None:
             self._check_not_reinforced()
@@ -129,16 +128,17 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         return load_model(str(directory.base if self.recipe.lora.rank else directory.model), self.recipe.dtype)
 
     def _check_not_reinforced(self) -> None:
-        """Without a checkpoint the reinforcement begins with `model`. It is kept there only
-        after a checkpoint of the same step, and after that is said in `progress.steps`."""
+        """Raise CheckpointError if there is no checkpoint but `model` is already reinforced.
+
+        The run writes the checkpoint of a step first, then `progress.steps`, then `model`."""
         directory, steps = self.directory, self.progress.steps
-        if self.progress.recipe is None:  # an older version, which said it later
+        if self.progress.recipe is None:  # an older version, which wrote `steps` later
             steps = max([steps, *(line["step"] for line in directory.read_metrics(REINFORCE))])
             steps = steps if steps >= self.recipe.steps else self.progress.steps
         if steps:
             raise CheckpointError(
-                f"{directory.model} is the policy after {steps} steps of reinforcement, whose checkpoint in {directory.checkpoints} is "
-                f"gone; to go on would take these steps twice. Begin a new run with model={directory.model} warmup.steps=0"
+                f"{directory.model} is the policy after {steps} steps of reinforcement, but its checkpoint in {directory.checkpoints} is "
+                f"gone; resuming would repeat these steps on a trained policy. Start a new run with model={directory.model} warmup.steps=0"
             )
 
     @property
@@ -175,8 +175,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         self._finish_phase(REINFORCE)
 
     def _adapt(self) -> None:
-        """Adapters for the reinforcement. Held-out problems are answered by the model that is
-        trained, rollouts by a merged copy."""
+        """Add adapters for the reinforcement. Held-out problems are answered by the model that
+        is trained, rollouts by a merged copy."""
         recipe, parts = self.recipe, self.parts
         if not recipe.lora.rank:
             return
@@ -212,13 +212,13 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
                     self._note_preflight(trainer)
 
     def _note_preflight(self, trainer: Trainer) -> None:
-        """Of the run's beginning: one that is resumed keeps what was found then."""
+        """Note the comparison of trainer and sampler; a resumed run keeps that of its start."""
         report = None if self._preflight is None else self._preflight.report
         if report is not None and self.progress.preflight is None:
             self.progress.preflight = report.to_dict()
 
     def _show_start(self, trainer: Trainer) -> None:
-        """Held-out rates stand beside the training from its first step."""
+        """Show the held-out rates beside the training from its first step."""
         if self.progress.before is not None and not trainer.last_eval:
             rates = Evaluation.from_dict(self.progress.before).rates()
             trainer.last_eval = {"eval/step": 0.0, **{f"eval/{name}": rate for name, rate in rates.items()}}

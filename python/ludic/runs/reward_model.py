@@ -1,5 +1,4 @@
-"""One reward-model run: read the pairs, train, measure. The steps and the measurements are
-`RMTrainer`'s."""
+"""Reward-model training: read the pairs, train, measure with `RMTrainer`."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ KEYS = ["train/loss", "train/accuracy", "train/margin", "train/grad_norm"]
 @dataclass
 class RMParts:
     """The objects of a run. They are built before anything is written, so that a wrong setting
-    or pair costs nothing."""
+    or pair leaves no folder behind."""
 
     model: Any
     tokenizer: Any
@@ -38,12 +37,12 @@ class RMParts:
     algorithm: RLAlgorithm
     cfg: RMTrainerConfig
     steps: int
-    """Batches of the whole run."""
+    """Batches in the whole run."""
 
     @classmethod
     def build(cls, recipe: RMRecipe, *, note: Callable[[str], None]) -> RMParts:
-        """Seeds every generator first (`seed_everything`). `note` is told what is not as it was
-        asked for."""
+        """Build the parts from a recipe. Seeds all random generators first (`seed_everything`).
+        `note` receives remarks on settings that cannot be followed."""
         seed_everything(recipe)
         tokenizer = choose_padding_token(build_tokenizer(recipe))
         algorithm = make_bradley_terry(**vars(recipe.loss))
@@ -81,8 +80,8 @@ class RMRun(EpochsRun[RMRecipe, RMParts, RMDirectory]):
         return await self.train(trainer_class, _source(parts.data, recipe), keys=KEYS)
 
     def _measure(self, trainer: RMTrainer) -> dict[str, float]:
-        """The `eval_` metrics on the held-out pairs, drawn as well, and the accuracy on training
-        pairs."""
+        """The `eval_` metrics on the held-out pairs, which are also drawn, and the accuracy on
+        training pairs."""
         with self.timer.phase("evaluate"):
             sample = trainer.evaluate(self.parts.data.sample(self.recipe.train_sample))
             measured = trainer.evaluate() if self.parts.data.heldout else {}

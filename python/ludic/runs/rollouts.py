@@ -1,5 +1,5 @@
-"""The rollout side of a recipe: requests, the engine with its agent and environment, and what is
-asked of the sampler."""
+"""The rollouts of a recipe: the requests of each batch, the engine that plays them, and the
+sampling parameters."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ def make_engine(
     trained: bool = False,
     **settings: Any,
 ) -> RolloutEngine:
-    """An action cut off at the token limit never reaches the environment and earns what the task
-    says, as does one that the task's parser refuses; either ends an episode of several turns.
-    Reward functions, where the task has them, see every answer. `trained`: what is played is
-    trained on, and rewarded by the task's reward model if it has one. Without a `system_prompt`
-    the task's own is used. `settings` are more of the engine's own, such as `max_retries`."""
+    """The engine that plays a task.
+
+    An action that the token limit cuts off or the task's parser refuses does not reach the
+    environment and earns what the task says; it ends an episode of several turns. Reward functions,
+    if the task has them, see every answer. `trained`: the rollouts are trained on, and rewarded by
+    the task's reward model if it has one. Without a `system_prompt` the task's own is used.
+    `settings` go to `RolloutEngine`, such as `max_retries`."""
     played = as_episodic(task)
     scorer = played.training_scorer if trained else played.scorer
 
@@ -67,8 +69,8 @@ def make_engine(
 
 
 def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
-    """Raise `ConfigError` for settings that the sampler or the algorithm would refuse once the
-    warm-up is over."""
+    """Raise `ConfigError` now for settings that the sampler or the algorithm would refuse after
+    the warm-up."""
     check_sampling(training_inference(recipe.rollout, task).sampling)
     group_size = recipe.algorithm_args.get("group_size", recipe.rollout.group_size)
     if group_size != recipe.rollout.group_size:
@@ -78,8 +80,8 @@ def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
 
 
 def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> None:
-    """Raise `ConfigError` where the tokenizer cannot write the prompts of a data set, or where
-    none leaves an answer any room."""
+    """Raise `ConfigError` if the tokenizer cannot encode the prompts of a data set, or if no
+    prompt leaves room for an answer."""
     problems = task.problem_list
     if problems is None or recipe.steps == 0:
         return
@@ -95,10 +97,10 @@ def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> None:
         length(first_chat)
     shortest = 0
     for problem in problems.training:
-        found = length(problem)
-        if found < limit:
+        tokens_used = length(problem)
+        if tokens_used < limit:
             return
-        shortest = min(shortest or found, found)
+        shortest = min(shortest or tokens_used, tokens_used)
     raise ConfigError(
         f"trainer.max_seq_len ({limit}) leaves none of {len(problems.training)} prompts room for an answer: the shortest has {shortest} "
         "tokens; raise it"
@@ -106,7 +108,7 @@ def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> None:
 
 
 def request_for(problem: Episode, *, inference: InferenceSpec, seed: int, **meta: Any) -> RolloutRequest:
-    """One episode on `problem`."""
+    """A request for one episode on `problem`."""
     return RolloutRequest(
         env=EnvSpec(kind=ENV_KIND, kwargs={"problem": problem}),
         protocol=ProtocolSpec(kind=PROTOCOL_KIND),
@@ -118,12 +120,12 @@ def request_for(problem: Episode, *, inference: InferenceSpec, seed: int, **meta
 
 
 def training_inference(section: RolloutSection, task: EpisodicTask) -> InferenceSpec:
-    """What training samples with: the log-probabilities come back with the tokens."""
+    """The sampling of training; log-probabilities are returned with the tokens."""
     return InferenceSpec(sampling=_sampling(section, task, section.temperature, section.top_p), return_=ReturnSpec.for_rl())
 
 
 def evaluation_inference(section: RolloutSection, task: EpisodicTask, *, greedy: bool) -> InferenceSpec:
-    """The same distribution as in training, or its mode."""
+    """The sampling of held-out measurement: as in training, or greedy."""
     temperature, top_p = (0.0, 1.0) if greedy else (section.temperature, section.top_p)
     return InferenceSpec(sampling=_sampling(section, task, temperature, top_p), return_=ReturnSpec.for_eval())
 
@@ -135,10 +137,10 @@ def _sampling(section: RolloutSection, task: EpisodicTask, temperature: float, t
 
 class OccasionallyLogged(BatchSourceBase):
     """Two sources over the same requests: every `every`-th batch comes from `logged`, which writes
-    its rollouts to `log`; 0 is never.
+    its rollouts to `log`; 0 means never.
 
-    Its state is that of the requests, and how long the log is: batches that are played anew take
-    the place of what was written of them.
+    Its state is that of the requests and the size of the log: batches that are played again after
+    a resume replace what was logged of them.
     """
 
     shards_across_ranks = False
@@ -162,8 +164,8 @@ class OccasionallyLogged(BatchSourceBase):
 
 
 def cut_after(log: Path, size: int) -> None:
-    """Take off the lines after the first `size` bytes. A log in which no line ends there is not
-    the one that was measured, and stays."""
+    """Remove the lines after the first `size` bytes. If no line ends there, this is another log,
+    and it is left as it is."""
     if not log.is_file() or log.stat().st_size <= size:
         return
     with log.open("r+b") as file:
@@ -173,8 +175,8 @@ def cut_after(log: Path, size: int) -> None:
 
 
 class TrainingRequests:
-    """The requests of one batch: `prompts` problems, `group_size` episodes on each. Batch `k`
-    depends on the seed and `k` only."""
+    """The requests of each batch: `prompts` problems with `group_size` episodes each. Batch `k`
+    depends only on the seed and `k`."""
 
     def __init__(self, task: EpisodicTask, section: RolloutSection, *, seed: int) -> None:
         self._task, self._section, self._seed = task, section, seed
@@ -192,11 +194,11 @@ class TrainingRequests:
         return request_for(self._problem(rng, position), inference=self._inference, seed=rng.randrange(2**31))
 
     def _problem(self, rng: Random, position: int) -> Episode:
-        """The batch's problem number `position`."""
+        """Problem `position` of the batch."""
         return self._task.draw(rng)
 
     def state_dict(self) -> dict[str, Any]:
-        """Batches asked for so far."""
+        """The number of batches so far."""
         return {"batches": self.batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -204,8 +206,8 @@ class TrainingRequests:
 
 
 class PassRequests(TrainingRequests):
-    """The same for a task with a list of problems, `training`: every one is asked once before
-    any is asked again, in an order that depends on the seed and the pass."""
+    """The requests for a task with a list of problems, `training`: passes over the list, each in
+    an order that follows from the seed and the number of the pass."""
 
     def __init__(self, task: EpisodicTask, problems: ProblemList, section: RolloutSection, *, seed: int) -> None:
         super().__init__(task, section, seed=seed)
@@ -225,12 +227,12 @@ class PassRequests(TrainingRequests):
         return self._data.training[self._order[offset]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Batches asked for so far, and the data that they were made of."""
+        """The number of batches so far, and a digest of the data."""
         return {**super().state_dict(), "data": self._data.digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ConfigError where the data has changed: the requests would not be those of the
-        run that is resumed."""
+        """Raises ConfigError if the data has changed, because the requests would be others than
+        those of the run."""
         if state.get("data", self._data.digest) != self._data.digest:
             raise ConfigError(
                 f"the data has changed since the run was stopped (digest {state['data']}, now {self._data.digest}); put the file back, or "
@@ -240,7 +242,7 @@ class PassRequests(TrainingRequests):
 
 
 def training_requests(task: Task | EpisodicTask, section: RolloutSection, *, seed: int) -> TrainingRequests:
-    """Draws for a task that makes its problems, passes for one that has a list of them."""
+    """The requests for a task: draws if it generates problems, passes if it has a list of them."""
     played = as_episodic(task)
     problems = played.problem_list
     if problems is None:

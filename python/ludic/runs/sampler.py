@@ -1,5 +1,5 @@
-"""The engine that samples for training, opened for as long as reinforcement takes: in this
-process, or a vLLM server."""
+"""The engine that samples for training, in this process or on vLLM servers, open while the
+reinforcement runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.client import ChatClient
-from ludic.recipes.inference_section import InferenceSection, convention, kind_of
+from ludic.recipes.inference_section import InferenceSection, kind_of, logprob_convention
 from ludic.recipes.schema import Recipe
 from ludic.training.loop.timings import PhaseTimer
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What vLLM 0.32 computes attention with on a CPU. A server with another is healthy until its
-first request."""
+"""Head dimensions that vLLM 0.32 supports on a CPU. A server with another one is healthy until
+its first request."""
 SERVED_NAME = "policy"
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Where answers come from, and how weights get there."""
+    """A client that samples answers, and a publisher that sends it weights."""
 
     client: ChatClient
     publisher: PolicyPublisher | None
     model_name: str
     remote: bool
-    """It holds weights of its own from elsewhere, which must be replaced before the first
+    """It is a server that was loaded with other weights, which must be replaced before the first
     answer."""
 
 
@@ -52,9 +52,11 @@ async def open_sampler(
     pushes: bool = True,
     timer: PhaseTimer | None = None,
 ) -> AsyncIterator[Sampler]:
-    """`folder` has the policy in Hugging Face layout, for a server to start from. A server that
-    is started is stopped here. Without `pushes`, one that runs already samples from the weights
-    that it has. `timer` measures `server_start`."""
+    """Open the sampler of a recipe, and start a server if it asks for one; the server is stopped at
+    exit.
+
+    `folder` has the policy in Hugging Face layout, for a server to load. Without `pushes` a server
+    that runs already keeps its weights. `timer` measures `server_start`."""
     if kind_of(recipe.inference) == "local":
         yield _local(recipe, model, tokenizer)
         return
@@ -71,8 +73,7 @@ async def open_sampler(
 
 
 def check_inference(recipe: Recipe, model: Any) -> None:
-    """Raise `ConfigError` before anything is done, where the settings or the model would fail
-    later."""
+    """Raise `ConfigError` for settings or a model that the sampler would fail with later."""
     section = recipe.inference
     if kind_of(section) == "local":
         return
@@ -101,7 +102,7 @@ def _check_head_dim(model: Any) -> None:
 
 
 def _check_servers(urls: list[str]) -> None:
-    """Every server is there now, not only after the warm-up."""
+    """Raise `ConfigError` for a server that does not answer now, before the warm-up."""
     from ludic.inference.vllm.endpoints import VllmEndpoints
     from ludic.inference.vllm.server_queries import HEALTH_TIMEOUT_S, server_url
 
@@ -110,25 +111,25 @@ def _check_servers(urls: list[str]) -> None:
             VllmEndpoints(server_url(url)).call("get", "/health", timeout_s=HEALTH_TIMEOUT_S)
         except InferenceError as error:
             raise ConfigError(
-                f"inference.url ({url}) names no server that answers: {error}; start one there with `ludic serve` and wait until it says "
+                f"inference.url ({url}) names no server that answers: {error}; start one with `ludic serve` and wait until it says "
                 "that it is ready, or leave inference.url out"
             ) from error
 
 
 def _local(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
-    """The trainer's own model; with batches on their way, and with adapters, which it merges,
-    weights of its own that change when they are published."""
+    """A sampler on the trainer's own model. With batches ahead, or with adapters, which are
+    merged, it has a copy of the weights that changes when they are published."""
     from ludic.distributed.adapters.local import LocalPublisher
     from ludic.inference.local.client import LocalChatClient
     from ludic.models.adapters import has_adapters
 
-    spoken = convention(recipe.rollout.temperature, recipe.rollout.top_p)
+    convention = logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
     client = LocalChatClient(
         model,
         tokenizer,
         max_batch_size=recipe.rollout.concurrency,
         copy_model=recipe.inference.batches_ahead > 0 or (has_adapters(model) and recipe.trainer.sync_every_steps > 0),
-        logprobs_mode="processed" if spoken.processed else "raw",
+        logprobs_mode="processed" if convention.processed else "raw",
     )
     return Sampler(client, LocalPublisher(client), recipe.model or "small", remote=False)
 
@@ -137,15 +138,15 @@ def _local(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
 async def _started(
     recipe: Recipe, model: Any, folder: Path, log: Path, note: Callable[[str], None], timer: PhaseTimer
 ) -> AsyncIterator[str]:
-    """The address of a server that serves the policy in `folder`, in processes of its own."""
+    """Start a server of the policy in `folder` and yield its address."""
     from ludic.inference.vllm.environment import is_cpu_build, server_python
     from ludic.inference.vllm.launch import free_port, start_vllm_server, stop_vllm_server, wait_for_vllm_health
 
     section = recipe.inference
     python, port = server_python(section.python), free_port()
     cpu = section.device == "cpu" or (section.device == "auto" and is_cpu_build(python))
-    weights: Any = section.weights or "gloo"  # which two processes on one GPU can speak, and NCCL cannot
-    spoken = convention(recipe.rollout.temperature, recipe.rollout.top_p)
+    weights: Any = section.weights or "gloo"  # works for two processes on one GPU; NCCL does not
+    convention = logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
     note(f"Starting a vLLM server from {python}; its output is in {log}")
     proc = start_vllm_server(
         str(folder),
@@ -155,10 +156,10 @@ async def _started(
         device="cpu" if cpu else "cuda",
         dtype=None if cpu else str(model.dtype).removeprefix("torch."),
         served_model_name=SERVED_NAME,
-        logprobs_mode="processed_logprobs" if spoken.processed else "raw_logprobs",
+        logprobs_mode="processed_logprobs" if convention.processed else "raw_logprobs",
         weights=weights,
         extra_args=section.server_args,
-        env={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},  # everything is in the folder
+        env={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},  # the folder has all files
         log_path=log,
     )
     try:
@@ -173,7 +174,7 @@ async def _started(
 async def _connected(
     recipe: Recipe, model: Any, tokenizer: Any, urls: list[str], folder: Path, pushes: bool
 ) -> AsyncIterator[Sampler]:
-    """A client of the servers at `urls`, and what pushes weights to them."""
+    """A client of the servers at `urls`, with a publisher if `pushes`."""
     from ludic.distributed.adapters.vllm import create_vllm_publisher
     from ludic.inference.vllm.client import VLLMChatClient
 

@@ -1,4 +1,4 @@
-"""What a run shows while it runs: the live dashboard on a terminal, plain lines without one."""
+"""What a run prints: a live dashboard on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ MEASURED_KEYS = [
     f"eval/{name}"
     for name in ("sampled_reward", "greedy_accuracy", "loss", "perplexity", "pairwise_accuracy", "mean_margin", "roc_auc", "ece")
 ]
-"""What is shown of an evaluation, besides the facts of a task; all are in metrics.jsonl."""
+"""The metrics of an evaluation that are shown, besides the facts of the task; all are in
+metrics.jsonl."""
 
 
 class Screen:
@@ -31,19 +32,18 @@ class Screen:
         self._live: RichLiveLogger | None = None
 
     def note(self, text: str) -> None:
-        """One line."""
+        """Print one line."""
         self.console.print(text, highlight=False, markup=False)
 
     def show_rates(self, rates: Mapping[str, float]) -> None:
-        """What was measured before: the dashboard shows it until there is something newer. Plain
-        lines have said it already."""
+        """Show earlier held-out rates on the dashboard until there are newer ones. Plain lines
+        have printed them already."""
         if self._live is not None and rates:
             self._live.log(int(rates.get("eval/step", 0)), rates)
 
     @contextmanager
     def logger(self, title: str, *, keys: list[str], spark_key: str, last_step: int) -> Iterator[TrainingLogger]:
-        """`keys` are those of the plain lines; the dashboard shows more, and the course of
-        `spark_key`."""
+        """`keys` are shown in plain lines; the dashboard shows more, and draws `spark_key`."""
         measured = list(dict.fromkeys([*MEASURED_KEYS, *(f"eval/{key.removeprefix('train/')}" for key in keys)]))
         if self.console.is_terminal:
             with RichLiveLogger(keys=[*keys, *measured, *DASHBOARD_KEYS], spark_key=spark_key, console=self.console) as live:

@@ -1,4 +1,4 @@
-"""One supervised run: read the data, measure, train, measure again. The steps are the trainer's."""
+"""Supervised fine-tuning: read the data, measure the held-out loss, train, measure again."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ KEYS = ["train/loss", "train/grad_norm", "train/seq_len_truncated_rate"]
 @dataclass
 class SFTParts:
     """The objects of a run. They are built before anything is written, so that a wrong setting
-    or row costs nothing."""
+    or row leaves no folder behind."""
 
     model: Any
     tokenizer: Any
     data: SFTData
     cfg: TrainerConfig
     steps: int
-    """Batches of the whole run."""
+    """Batches in the whole run."""
     heldout: HeldOutLoss | None
 
     @classmethod
     def build(cls, recipe: SFTRecipe) -> SFTParts:
-        """Seeds every generator first (`seed_everything`)."""
+        """Build the parts from a recipe. Seeds all random generators first (`seed_everything`)."""
         seed_everything(recipe)
         tokenizer = _tokenizer(recipe)
         data = SFTData.read(recipe, tokenizer)

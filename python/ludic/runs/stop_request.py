@@ -47,8 +47,8 @@ class StopRequest:
 
 
 class StoppableSource(BatchSourceBase):
-    """A batch source that raises StopRequested once a stop was asked for. Its state is that of the
-    source inside."""
+    """A batch source that raises StopRequested once a stop was requested. Its state is that of
+    the inner source."""
 
     def __init__(self, source: BatchSource, stop: StopRequest) -> None:
         inner = self._inner = as_batch_source(source)

@@ -1,5 +1,4 @@
-"""Where the statistics of a run go: to metrics.jsonl, to the screen, and to the trackers that
-`report_to` names."""
+"""The loggers of a run: metrics.jsonl, the screen, and the trackers that `report_to` names."""
 
 from __future__ import annotations
 
@@ -30,18 +29,18 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Place:
-    """Which run of a tracker the statistics belong to."""
+    """The tracker's run that the statistics belong to."""
 
     recipe: Any
     directory: RunDirectory
     phase: str
     run_id: str
     begun: bool
-    """A process before this one reported to it."""
+    """An earlier process reported to it."""
 
     @property
     def name(self) -> str:
-        """The folder's, with the phase behind it for one that is not what the run is about."""
+        """The folder's name; for the warm-up with the phase appended."""
         folder = self.directory.path.name
         return f"{folder}-warm-up" if self.phase == "warm_up" else folder
 
@@ -67,21 +66,20 @@ TRACKERS: dict[str, Callable[[Place], Tracker]] = {"tensorboard": _tensorboard, 
 
 
 def trackers_named(report_to: Any) -> list[str]:
-    """`report_to` as a list: a name, a list of names, null or `none`. Raises ConfigError for
-    another."""
-    given = [report_to] if isinstance(report_to, str) else list(report_to or [])
-    names = [str(name) for name in given if name != NONE]
+    """`report_to` as a list; it is a name, a list of names, null or `none`. Raises ConfigError
+    for an unknown name."""
+    listed = [report_to] if isinstance(report_to, str) else list(report_to or [])
+    names = [str(name) for name in listed if name != NONE]
     for name in names:
         if name not in TRACKERS:
             close = get_close_matches(name.lower(), TRACKERS, n=1)
-            meant = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"report_to ({name}) must be one or a list of {', '.join(TRACKERS)}, or {NONE}{meant}")
+            suggestion = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"report_to ({name}) must be one or a list of {', '.join(TRACKERS)}, or {NONE}{suggestion}")
     return list(dict.fromkeys(names))
 
 
 def check_trackers(report_to: Any) -> None:
-    """Raise ConfigError for a name that there is not, MissingExtraError for a tracker that is
-    not installed."""
+    """Raise ConfigError for an unknown tracker, MissingExtraError for one that is not installed."""
     makers: dict[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: TensorboardLogger("."),
         "trackio": TrackioLogger,
@@ -95,8 +93,8 @@ def check_trackers(report_to: Any) -> None:
 def run_logger(
     recipe: Any, directory: RunDirectory, screen: Screen, phase: str, *, keys: list[str], spark_key: str, last_step: int
 ) -> Iterator[TrainingLogger]:
-    """The logger of one phase of a run. In metrics.jsonl every line has the phase; a tracker has
-    a run for each phase, since the steps of each begin at 1."""
+    """The logger of one phase. Every line of metrics.jsonl names the phase; a tracker gets a run
+    for each phase, since the steps of each start at 1."""
     names = trackers_named(recipe.report_to)
     with ExitStack() as opened:
         place = Place(recipe, directory, phase, *_id_of(directory)) if names else None
@@ -107,8 +105,8 @@ def run_logger(
 
 
 def _started(opened: ExitStack, name: str, place: Place, screen: Screen) -> Tracker:
-    """Before the first step, so that a login that is missing is met now. What a tracker raises
-    is said in one line."""
+    """Start a tracker before the first step, so that a missing login is found now. Whatever it
+    raises becomes a ConfigError."""
     try:
         tracker = TRACKERS[name](place)
         tracker.start()
@@ -123,8 +121,8 @@ def _started(opened: ExitStack, name: str, place: Place, screen: Screen) -> Trac
 
 
 def _id_of(directory: RunDirectory) -> tuple[str, bool]:
-    """What tells the run from others of its name, and whether it had been begun: trackers then
-    go on with theirs."""
+    """(id of the run for trackers, whether it was begun before). A resumed run continues in the
+    tracker's run of that id."""
     path = directory.path / "tracking_id"
     if path.is_file():
         return path.read_text(encoding="utf-8").strip(), True

@@ -1,4 +1,4 @@
-"""The versions that a run depends on."""
+"""Versions of the libraries that a run depends on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def versions() -> dict[str, str]:
-    """Of ludic, Python, torch and transformers. Nothing is imported."""
+    """Versions of ludic, Python, torch and transformers, read without importing them."""
     return {
         "ludic": _of("ludic"),
         "python": platform.python_version(),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError
+from ludic.models.adapters import has_adapters
 
 
 def copy_weights(model: nn.Module, params: Mapping[str, Tensor]) -> None:
@@ -25,7 +26,7 @@ def copy_weights(model: nn.Module, params: Mapping[str, Tensor]) -> None:
             raise ConfigError(f"the model has no weight {name!r}; publish names as model.named_parameters() gives them")
         if own[name].shape != new.shape:
             raise ConfigError(f"weight {name!r} has shape {tuple(new.shape)}, the model's is {tuple(own[name].shape)}")
-    if hasattr(model, "peft_config"):
+    if has_adapters(model):
         _check_is_trainers(own, params)
         return
     with torch.no_grad():
@@ -51,7 +52,7 @@ def _weights_by_name(model: nn.Module) -> dict[str, Tensor]:
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
-    if not hasattr(model, "peft_config"):
+    if not has_adapters(model):
         return own
     from ludic.models.adapters import base_names
 

@@ -1,4 +1,4 @@
-"""The pairs of a reward-model run, from a data set or from the built-in task, as samples."""
+"""The pairs of a reward-model run as samples, from a data set or a built-in task."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ludic.training.preference_utils import load_preference_items, preference_da
 from ludic.training.types import SAWItem
 
 PREFERENCES: dict[str, Callable[..., Any]] = {"digits": DigitPreferences}
-"""Built-in tasks: what has `draw`, `heldout` and pairs with their `probability`."""
+"""Built-in tasks, with `draw`, `heldout`, and pairs that have a `probability`."""
 
 Pairs = list[SAWItem]
-"""Chosen and rejected samples in turn."""
+"""Chosen and rejected samples alternate."""
 
 
 @dataclass(frozen=True)
@@ -35,25 +35,26 @@ class RMData:
 
     train: Pairs
     heldout: Pairs
-    """Empty where nothing is measured."""
+    """Empty if nothing is measured."""
     bayes_accuracy: float | None = None
-    """On the held-out pairs, of the best reward model there is; None where nobody knows."""
+    """Expected accuracy of the best possible reward model on the held-out pairs; None if it is
+    not known."""
     latent_accuracy: float | None = None
-    """Of the generator's own quality on the labels as they were drawn: what `bayes_accuracy` is
-    the expectation of."""
+    """Accuracy of the generator's own quality on the labels that were drawn; its expectation is
+    `bayes_accuracy`."""
     rows: Sequence[Row] = ()
-    """What was drawn to train on."""
+    """Generated rows to train on."""
     heldout_rows: Sequence[Row] = ()
     left_out: Mapping[str, int] = field(default_factory=dict)
-    """Rows of `data` that make no pair, by reason; those that would have been held out are among
-    them where the data was divided."""
+    """Number of rows of `data` that make no pair, by reason; if the data was split, rows of
+    either part."""
     heldout_left_out: Mapping[str, int] = field(default_factory=dict)
-    """The same of rows that were to be measured on."""
+    """The same for the rows of held-out data."""
 
     @classmethod
     def read(cls, recipe: RMRecipe, tokenizer: Any, *, note: Callable[[str], None]) -> RMData:
-        """Every pair is tokenised here, so that a wrong one is found before anything is written.
-        `note` is told where a file is divided although a split was asked for."""
+        """Read and tokenize all pairs, so that a wrong one is found before anything is written.
+        `note` receives a remark if `heldout_split` has no meaning for a file."""
         if recipe.data is None:
             return _of_task(recipe, tokenizer)
         if recipe.heldout_split is not None and recipe.heldout_data is None and _is_file(recipe.data):
@@ -65,8 +66,8 @@ class RMData:
         return self.train[: 2 * pairs]
 
     def counts(self) -> dict[str, Any]:
-        """Pairs and tokens, how many pairs have a sample that was longer than `max_seq_len`, and
-        the rows that were left out."""
+        """Numbers of pairs and tokens, of pairs with a sample that was cut to `max_seq_len`, and
+        of skipped rows by reason."""
         return {
             "pairs": len(self.train) // 2,
             "heldout_pairs": len(self.heldout) // 2,
@@ -79,20 +80,22 @@ class RMData:
         }
 
     def write_rows(self, train: Path, heldout: Path) -> None:
-        """What was drawn, as files that `data` and `heldout_data` read."""
+        """Write the generated rows as files that `data` and `heldout_data` read."""
         for path, rows in ((train, self.rows), (heldout, self.heldout_rows)):
             write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _of_task(recipe: RMRecipe, tokenizer: Any) -> RMData:
-    """They follow from the seed; the held-out pairs do not."""
+    """Generated pairs. The training pairs depend on the seed; the heldout_rows-out pairs do not."""
     if recipe.heldout_data is not None or recipe.heldout_split is not None:
         raise ConfigError("heldout_data and heldout_split are for data of your own; give data, too")
     task, rng = build_named(PREFERENCES, recipe.task), Random(f"preferences {recipe.seed}")
     rows = [task.draw(rng) for _ in range(min(recipe.pairs, recipe.limit or recipe.pairs))]
-    held = list(task.heldout())[: recipe.heldout_limit]
-    train, heldout = (preference_dataset_to_saw_items(part, tokenizer, strict=True, **_form(recipe)) for part in (rows, held))
-    return RMData(train, heldout, bayes_accuracy(held), drawn_accuracy(held), rows, held)
+    heldout_rows = list(task.heldout())[: recipe.heldout_limit]
+    train, heldout = (
+        preference_dataset_to_saw_items(part, tokenizer, strict=True, **_form(recipe)) for part in (rows, heldout_rows)
+    )
+    return RMData(train, heldout, bayes_accuracy(heldout_rows), drawn_accuracy(heldout_rows), rows, heldout_rows)
 
 
 def _of_data(recipe: RMRecipe, tokenizer: Any) -> RMData:
@@ -102,13 +105,13 @@ def _of_data(recipe: RMRecipe, tokenizer: Any) -> RMData:
         source, split = recipe.heldout_data or data, recipe.heldout_split or recipe.split
         heldout, heldout_left_out = _load(recipe, tokenizer, source, split, Draw(recipe.heldout_limit))
         return RMData(train, heldout, left_out=left_out, heldout_left_out=heldout_left_out)
-    kept, heldout = split_by_prompt([list(pair) for pair in zip(train[::2], train[1::2], strict=True)], recipe.heldout)
+    train, heldout = split_by_prompt([list(pair) for pair in zip(train[::2], train[1::2], strict=True)], recipe.heldout)
     measured = Draw(recipe.heldout_limit).of(len(heldout) // 2)
-    return RMData(kept, [item for pair in measured for item in heldout[2 * pair : 2 * pair + 2]], left_out=left_out)
+    return RMData(train, [item for pair in measured for item in heldout[2 * pair : 2 * pair + 2]], left_out=left_out)
 
 
 def _load(recipe: RMRecipe, tokenizer: Any, source: str, split: str, draw: Draw) -> tuple[Pairs, Counter[str]]:
-    """The pairs that are drawn, and the rows among them that make none, by reason."""
+    """(pairs, number of skipped rows by reason)."""
     left_out: Counter[str] = Counter()
     renamed = {name: column for name, column in asdict(recipe.columns).items() if column is not None}
     label = renamed.pop("label", None)
@@ -128,8 +131,7 @@ def _load(recipe: RMRecipe, tokenizer: Any, source: str, split: str, draw: Draw)
 
 
 def _form(recipe: RMRecipe) -> dict[str, Any]:
-    """How a pair becomes tokens. Samples are cut here, where it is known what of them is the
-    prompt."""
+    """How a pair becomes tokens. Samples are cut here, where the end of the prompt is known."""
     return {
         "max_length": recipe.trainer.max_seq_len,
         "use_chat_template": recipe.chat_template,

@@ -1,5 +1,4 @@
-"""The command line of reward-model scripts: `--lr 5e-6 --lora` for `trainer.lr=5e-6
-lora.rank=8`."""
+"""Flags of `ludic train-rm`: `--lr 5e-6 --lora` for `trainer.lr=5e-6 lora.rank=8`."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ def _names(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Flag:
-    """What a flag sets, and how its value is read."""
+    """The setting of a flag, and how its value is read."""
 
     key: str
     read: Callable[[str], Any] = str
     kind: str = "text"
-    """In words, for errors."""
+    """The expected value in words, for errors."""
 
 
 def _whole(key: str) -> Flag:
@@ -79,15 +78,15 @@ _WITH_LORA = ("--lora-rank", "--lora-alpha", "--lora-dropout", "--lora-target-mo
 
 
 def overrides_of_flags(arguments: Sequence[str]) -> Iterator[str | Override]:
-    """The arguments in their order: flags turned into overrides, everything else as it was.
+    """The arguments in order, with flags turned into overrides.
 
-    Raises ConfigError for a flag that there is not, for one without its value, and for LoRA's
-    settings without `--lora`.
+    Raises ConfigError for an unknown flag, a flag without its value, and LoRA settings without
+    `--lora`.
     """
-    given = iter(arguments)
+    remaining = iter(arguments)
     names = [argument.partition("=")[0] for argument in arguments]
     _check_lora(names, arguments)
-    for argument in given:
+    for argument in remaining:
         name, has_value, value = argument.partition("=")
         if not name.startswith("--"):
             yield argument
@@ -95,7 +94,7 @@ def overrides_of_flags(arguments: Sequence[str]) -> Iterator[str | Override]:
             if name != "--lora" or "--lora-rank" not in names:
                 yield SWITCHES[name]
         elif name in FLAGS or name == _DIRECTORY:
-            yield from _settings(name, value if has_value else _next(name, given))
+            yield from _settings(name, value if has_value else _next(name, remaining))
         else:
             raise ConfigError(_unknown(name, taken=name in SWITCHES))
 
@@ -113,15 +112,15 @@ def _settings(name: str, value: str) -> Iterator[Override]:
         raise ConfigError(f"{name} ({value}) must be {flag.kind}") from error
 
 
-def _next(name: str, given: Iterator[str]) -> str:
-    value = next(given, None)
+def _next(name: str, remaining: Iterator[str]) -> str:
+    value = next(remaining, None)
     if value is None or value.startswith("--"):
         raise ConfigError(f"{name} needs a value behind it")
     return value
 
 
 def _check_lora(names: Sequence[str], arguments: Sequence[str]) -> None:
-    """Whoever sets how LoRA is done and forgets to ask for it would train all weights."""
+    """Raise ConfigError for LoRA settings without `--lora`, which would train all weights."""
     if (
         "--lora" in names
         or any(name.startswith("lora.") for name in names)

@@ -1,4 +1,4 @@
-"""The model of a reward-model run: any with a scalar head."""
+"""The model of a reward-model run: a classifier with one score."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ludic.recipes.rm.schema import RMRecipe
 
 
 def build_reward_model(recipe: RMRecipe, tokenizer: Any) -> Any:
-    """The model that the recipe names, or a small one, with one score for a sequence, that of its
-    last token before the tokenizer's padding.
+    """The model that the recipe names, or a small one. It has one score per sequence, at the last
+    token that is not padding.
 
-    A head that the model's files do not have is drawn from torch's global generator, seeded by the
-    caller. LoRA's adapters, if the recipe asks for any, are in place. Raises ConfigError where they
-    would leave other weights that were drawn as they are.
+    A head that the model's files do not have is drawn from torch's global generator, which the
+    caller seeds. LoRA adapters are added if the recipe asks for them. Raises ConfigError if weights
+    that were drawn would then stay untrained.
     """
     drawn = set[str]()
     if recipe.model is None:
         model = _make_small_classifier(recipe, tokenizer)
     else:
         model, drawn = load_classifier(recipe.model, recipe.dtype, description=f"model ({recipe.model})", num_labels=1)
-    model.config.pad_token_id = tokenizer.pad_token_id  # by which a classifier finds the last token
+    model.config.pad_token_id = tokenizer.pad_token_id  # a classifier finds the last token by it
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     adapted = add_adapters(model, recipe.lora, seed=recipe.seed)
     frozen = sorted(drawn & _frozen(adapted))
@@ -38,19 +38,18 @@ def build_reward_model(recipe: RMRecipe, tokenizer: Any) -> Any:
 
 
 def _frozen(model: Any) -> set[str]:
-    """Parameters that are not trained, by their names in the model without adapters."""
+    """Names, in the model without adapters, of parameters that are not trained."""
     parameters = dict(model.named_parameters())
     names = base_names(model, parameters) if has_adapters(model) else {name: name for name in parameters}
     return {plain for plain, name in names.items() if not parameters[name].requires_grad}
 
 
 def choose_padding_token(tokenizer: Any) -> Any:
-    """The tokenizer, padding with another token than the one that ends a response, if it has one
-    that ends nothing.
+    """The tokenizer, with a padding token that is not the end token, if it has a suitable one.
 
-    A classifier of transformers reads its score from the last token that is not padding: where the
-    end token pads, that is the token before the end, while servers and `LocalRewardModel` read the
-    end.
+    A classifier of transformers reads its score at the last token that is not padding. If the end
+    token also pads, that is the token before the end, while servers and `LocalRewardModel` read the
+    score at the end.
     """
     if tokenizer.pad_token_id != tokenizer.eos_token_id:
         return tokenizer

@@ -1,5 +1,5 @@
-"""The tree of a reward-model run: every field that a file or the command line can set. Values
-are those of `defaults.yaml`."""
+"""The schema of `ludic train-rm`: every setting of a file or the command line. Values come from
+`defaults.yaml`."""
 
 from __future__ import annotations
 
@@ -20,65 +20,65 @@ class LossSection:
     """The Bradley-Terry loss."""
 
     beta: float = MISSING
-    """P(chosen preferred) = sigmoid(beta * margin)."""
+    """P(chosen is preferred) = sigmoid(beta * margin)."""
     label_smoothing: float = MISSING
-    """Every label y becomes y (1 - eps) + eps / 2."""
+    """Label smoothing eps: every label y becomes y (1 - eps) + eps / 2."""
     regularization_lambda: float = MISSING
-    """Weight of the norm of the margins."""
+    """Weight of a penalty on the norm of the margins."""
     regularization_type: str = MISSING
-    """l2 or l1."""
+    """Norm of that penalty: l2 or l1."""
     score_regularization_lambda: float = MISSING
-    """Weight of the mean square of the scores."""
+    """Weight of a penalty on the mean square of the scores."""
 
 
 @dataclass
 class ColumnsSection:
-    """Which column of the data has what, where it has another name."""
+    """The columns of the data, if they have other names."""
 
     prompt: Optional[str] = None  # noqa: UP045
     chosen: Optional[str] = None  # noqa: UP045
     rejected: Optional[str] = None  # noqa: UP045
     label: Optional[str] = None  # noqa: UP045
-    """The probability that the chosen response is the better; null: 1 for every pair."""
+    """The probability that the chosen response is better; null: 1 for every pair."""
 
 
 @dataclass
 class RMRecipe(EpochsRecipe):
-    """One run: preference pairs, a model with a scalar head trained on them, and its metrics on
-    pairs that are held out."""
+    """A run of `ludic train-rm`: a model with a scalar head, trained on preference pairs and
+    measured on held-out pairs."""
 
     data: Optional[str] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
     """JSONL, JSON, CSV or parquet file, folder, or hub id; null: `pairs` pairs drawn by `task`:
     `digits`, or a class of your own as `package.module:Class`."""
     data_config: Optional[str] = MISSING  # noqa: UP045
-    """Of a hub id: the name of its configuration."""
+    """The configuration of a hub id."""
     split: str = MISSING
-    """Of a hub id or folder: what is trained on."""
+    """The split of a hub id or folder to train on."""
     limit: Optional[int] = MISSING  # noqa: UP045
-    """Rows that are read at most, drawn at random by `seed`; null: all."""
+    """Rows to read at most, drawn at random by `seed`; null: all."""
     heldout_data: Optional[str] = MISSING  # noqa: UP045
     """File, folder or hub id to measure on instead of a share of the data."""
     heldout_split: Optional[str] = MISSING  # noqa: UP045
-    """Split of `heldout_data`, or of `data`, to measure on instead. Files have none."""
+    """Split of `heldout_data`, or of `data`, to measure on. Files have no splits."""
     heldout_limit: Optional[int] = MISSING  # noqa: UP045
-    """Held-out rows at most, drawn the same in every run; null: all."""
+    """Held-out rows at most, the same in every run; null: all."""
     columns: ColumnsSection = field(default_factory=ColumnsSection)
     chat_template: bool = MISSING
-    """Prompts and answers that are plain text go through the tokenizer's chat template as well;
-    conversations always do."""
+    """Apply the tokenizer's chat template to prompts and answers in plain text, too;
+    conversations always have it."""
     system_prompt: Optional[str] = MISSING  # noqa: UP045
-    """Put before every conversation."""
+    """System prompt of every conversation."""
     train_sample: int = MISSING
-    """Training pairs on which `train_pairwise_accuracy` is measured, at most."""
+    """Training pairs at most on which `train_pairwise_accuracy` is measured."""
     pairs: int = MISSING
-    """Pairs to draw where there is no `data`."""
+    """Pairs to generate if `data` is null."""
     loss: LossSection = field(default_factory=LossSection)
     gradient_checkpointing: bool = MISSING
-    """Activations are computed again in the backward pass: less memory, more time."""
+    """Recompute activations in the backward pass: less memory, more time."""
 
 
 def compose_rm(arguments: Sequence[str] = ()) -> RMRecipe:
-    """`arguments`: at most one YAML file, any number of `key=value`, as for `ludic train`, and
+    """Resolve a recipe. `arguments` are at most one YAML file, any number of `key=value`, and
     the flags of `flags.py`."""
     return compose_epochs(
         RMRecipe,

@@ -1,4 +1,4 @@
-"""From the files of a supervised run to its samples."""
+"""The samples of a supervised run, from files or from a task."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ludic.training.samples.conversations import AssistantTurns
 from ludic.training.samples.sft import Row, SFTItems
 from ludic.training.types import SAWItem
 
-_SPLIT_SEED = 20_000  # the held-out rows are those of this seed in every run
+_SPLIT_SEED = 20_000  # the held-out rows are the same in every run
 
 Rows = list[tuple[str, Row]]
 
@@ -33,13 +33,13 @@ class SFTData:
 
     train: list[SAWItem]
     heldout: list[SAWItem]
-    """Empty where nothing is measured."""
+    """Empty if nothing is measured."""
     why_no_heldout: str = ""
-    """The reason, where that is so."""
+    """Why `heldout` is empty."""
 
     @classmethod
     def read(cls, recipe: SFTRecipe, tokenizer: Any) -> SFTData:
-        """Every row is tokenised here, so that a wrong one is found before anything is written."""
+        """Read and tokenize all rows, so that a wrong one is found before anything is written."""
         make = SFTItems(tokenizer, cast(AssistantTurns, recipe.assistant_turns))
         rows = _read(recipe.data, "data") if recipe.data is not None else _demonstrations(recipe, tokenizer)
         items = [make.of_row(row, where) for where, row in rows]
@@ -52,9 +52,8 @@ class SFTData:
         return cls(train, heldout, why_none(len(items), recipe.heldout, len(prompts), min(prompts.values())))
 
     def counts(self, max_seq_len: int, end_tokens: frozenset[int]) -> dict[str, int]:
-        """Samples and tokens; how many training samples are longer than `max_seq_len` and are
-        cut, or lose every token that is trained; and after how many the model is not taught to
-        end."""
+        """Numbers of samples and tokens; of training samples that are cut to `max_seq_len`, and
+        that lose all trained tokens; and of samples that do not teach the model to end."""
         longer = [item for item in self.train if len(item.input_ids) > max_seq_len]
         return {
             "samples": len(self.train),
@@ -68,7 +67,9 @@ class SFTData:
 
 
 def _ends(item: SAWItem, max_seq_len: int, end_tokens: frozenset[int]) -> bool:
-    """Whether the last stretch of trained tokens holds an end token."""
+    """Whether the last run of trained tokens has an end token.
+
+    Trained positions 2, 3, 6, 7 are the runs [2, 3] and [6, 7]; the last one counts."""
     trained = np.flatnonzero(item.action_mask[:max_seq_len])
     if not len(trained):
         return False
@@ -77,8 +78,8 @@ def _ends(item: SAWItem, max_seq_len: int, end_tokens: frozenset[int]) -> bool:
 
 
 def demonstration_rows(recipe: SFTRecipe, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """`rows` demonstrations of the task: prompt and completion, as messages where the tokenizer
-    has a chat template. They follow from the seed."""
+    """`rows` demonstrations of the task, which depend on the seed: prompt and completion, as
+    messages if the tokenizer has a chat template."""
     task, rng = as_episodic(build_task(recipe.task)), Random(f"demonstrations {recipe.seed}")
     if task.max_turns > 1:
         raise ConfigError(
@@ -98,24 +99,25 @@ def write_demonstrations(recipe: SFTRecipe, tokenizer: Any, path: Path) -> None:
 
 
 def split_by_prompt(rows: Sequence[list[SAWItem]], share: float) -> tuple[list[SAWItem], list[SAWItem]]:
-    """(samples to train on, samples to measure on), of the samples of each row. Rows with one
-    prompt stay on one side, so that nothing is measured on a question that was trained; `share`
-    is the most that is held out."""
+    """Split the samples of all rows into (training, heldout_rows-out).
+
+    Rows with the same prompt stay together, so that no prompt is both trained and measured. At most
+    `share` of the rows is heldout_rows out."""
     by_prompt: dict[bytes, list[int]] = {}
     for number, items in enumerate(rows):
         by_prompt.setdefault(_prompt(items[0]), []).append(number)
     groups = list(by_prompt.values())
-    held: set[int] = set()
+    heldout_rows: set[int] = set()
     for index in np.random.default_rng(_SPLIT_SEED).permutation(len(groups)):
-        if len(held) + len(groups[index]) <= int(share * len(rows)):
-            held.update(groups[index])
-    train = [item for number, items in enumerate(rows) if number not in held for item in items]
-    return train, [item for number in sorted(held) for item in rows[number]]
+        if len(heldout_rows) + len(groups[index]) <= int(share * len(rows)):
+            heldout_rows.update(groups[index])
+    train = [item for number, items in enumerate(rows) if number not in heldout_rows for item in items]
+    return train, [item for number in sorted(heldout_rows) for item in rows[number]]
 
 
 def why_none(rows: int, share: float, prompts: int, smallest: int) -> str:
-    """Why no rows are held out, and what to do, of `rows` rows with so many different prompts,
-    the rarest in `smallest` of them."""
+    """Why no rows are held out and the remedy, for `rows` rows with `prompts` different prompts,
+    the rarest in `smallest` rows."""
     if share == 0:
         return "heldout is 0; set heldout=0.05, or give heldout_data"
     return (
@@ -125,8 +127,8 @@ def why_none(rows: int, share: float, prompts: int, smallest: int) -> str:
 
 
 def _prompt(item: SAWItem) -> bytes:
-    """The prompt of a pair, as its row gave it, or else the tokens before the first that is
-    trained."""
+    """Identity of a sample's prompt: the digest from its row, else the tokens before the first
+    trained one."""
     if "prompt_digest" in item.meta:
         return str(item.meta["prompt_digest"]).encode()
     return np.asarray(item.input_ids[: int(np.argmax(item.action_mask))]).tobytes()

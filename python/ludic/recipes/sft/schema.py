@@ -1,5 +1,5 @@
-"""The tree of a supervised run: every field that a file or the command line can set. Values are
-those of `defaults.yaml`."""
+"""The schema of `ludic sft`: every setting of a file or the command line. Values come from
+`defaults.yaml`."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from ludic.training.samples.conversations import ASSISTANT_TURNS
 
 @dataclass
 class SFTRecipe(EpochsRecipe):
-    """One run: rows of a file become samples, a model is trained on them, its held-out loss is
-    measured before and after."""
+    """A run of `ludic sft`: rows of a file become samples, a model is trained on them, and its
+    held-out loss is measured before and after."""
 
     data: Any = MISSING
-    """JSONL file, or a list of them; null: `rows` demonstrations of `task`, written to the run's
-    folder."""
+    """JSONL file, or a list of them; null: `rows` demonstrations of `task`, which are written to
+    the run's folder."""
     heldout_data: Any = MISSING
-    """JSONL file, or a list of them, to measure on instead."""
+    """JSONL file, or a list of them, to measure on instead of a share of `data`."""
     assistant_turns: str = MISSING
-    """Of conversations, which messages of the assistant are trained: all, last, or each in a
+    """The messages of the assistant that are trained in a conversation: all, last, or each in a
     sample of its own."""
     chat_template: Optional[str] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
     """File with a Jinja template that replaces the tokenizer's and is saved with it; null: the
     tokenizer's own."""
     rows: int = MISSING
-    """Demonstrations to write where there is no `data`."""
+    """Demonstrations to generate if `data` is null."""
 
 
 def compose_sft(arguments: Sequence[str] = ()) -> SFTRecipe:
@@ -45,8 +45,8 @@ def compose_sft(arguments: Sequence[str] = ()) -> SFTRecipe:
 
 
 def paths_of(setting: Any, name: str) -> list[Path]:
-    """The files of `data` or `heldout_data`."""
-    given = [setting] if isinstance(setting, str) else setting
-    if not isinstance(given, list) or not given or not all(isinstance(path, str) for path in given):
+    """The files that `data` or `heldout_data` names."""
+    paths = [setting] if isinstance(setting, str) else setting
+    if not isinstance(paths, list) or not paths or not all(isinstance(path, str) for path in paths):
         raise ConfigError(f"{name} ({setting}) must be the path of a file, or a list of paths: {name}=[a.jsonl,b.parquet]")
-    return [Path(path).expanduser() for path in given]
+    return [Path(path).expanduser() for path in paths]

@@ -1,5 +1,4 @@
-"""What the numbers of a run bear: sentences from facts. A sentence that the numbers do not bear
-is not said."""
+"""The closing sentences of a report. Each is printed only if the numbers support it."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ from ludic.training.reward_scorer import SCORE_INFO
 
 @dataclass(frozen=True)
 class Change:
-    """A held-out mean at both ends of a run. Example: `Change(0.247, 0.979, Interval(0.732,
+    """A held-out mean before and after training. Example: `Change(0.247, 0.979, Interval(0.732,
     0.71, 0.75, 500))`."""
 
     before: float
     after: float
     difference: Interval | None = None
-    """Of `after - before`; None, or without ends, where the noise is not known."""
+    """Interval of `after - before`; None, or without bounds, if the noise is not known."""
 
     @property
     def rose(self) -> bool:
@@ -34,54 +33,54 @@ class Change:
     @property
     def noise(self) -> str:
         """The interval of the change, in words."""
-        found = self.difference
-        if found is None or found.low is None or found.high is None:
+        interval = self.difference
+        if interval is None or interval.low is None or interval.high is None:
             return "how much of it is noise is not known"
-        return f"95 % interval {found.low:+.3f} to {found.high:+.3f}, {found.num_problems} problems"
+        return f"95 % interval {interval.low:+.3f} to {interval.high:+.3f}, {interval.num_problems} problems"
 
     @classmethod
     def between(cls, before: Evaluation, after: Evaluation, name: str) -> Change:
-        """Of the rate `name`, over the problems that both measurements could grade."""
+        """The change of the rate `name`, over the problems that were graded in both
+        measurements."""
         rates = before.rates()[name], after.rates()[name]
         pairs = zip(before.by_problem.get(name, ()), after.by_problem.get(name, ()), strict=False)
-        known = [(early, late) for early, late in pairs if early is not None and late is not None]
-        if not known:
+        graded = [(early, late) for early, late in pairs if early is not None and late is not None]
+        if not graded:
             return cls(*rates)
         answers = min(before.num_sampled, after.num_sampled)
-        return cls(*rates, difference_interval([early for early, _ in known], [late for _, late in known], answers=answers))
+        return cls(*rates, difference_interval([early for early, _ in graded], [late for _, late in graded], answers=answers))
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a run at its end."""
+    """The facts of a run that the sentences are made of."""
 
     asked_steps: int
-    """Of reinforcement."""
+    """Steps of reinforcement that the recipe asks for."""
     steps: int
-    """Those that were taken."""
+    """Steps that were taken."""
     idle_steps: int = 0
-    """Those of them in which no answer had a weight, so that nothing was trained on."""
+    """Steps in which every answer had the weight 0, so that nothing was trained on."""
     measured: bool = True
-    """The run came to its end and was measured there."""
+    """The run finished and was measured at its end."""
     reward: Change | None = None
-    """The held-out reward of sampled answers; None where it was not measured twice."""
+    """The held-out reward of sampled answers; None if it was not measured twice."""
     score: Change | None = None
-    """The score of a reward model, where the reward is another thing."""
+    """The score of a reward model; None if there is none or if the reward is that score."""
     reward_is_score: bool = False
-    """The reward is the score of a reward model, and nothing else is known of an answer."""
+    """The reward is the score of a reward model, and there is no other measure of an answer."""
     right: tuple[float, float] | None = None
-    """Share of the sampled answers that were right, before and after; None where nothing says
-    what is right."""
+    """Share of right sampled answers, before and after; None if nothing defines a right answer."""
     clip_fraction: float | None = None
 
     @property
     def stopped_early(self) -> bool:
-        """It came to its end before all steps: early stopping ended it."""
+        """Early stopping ended the run before all of its steps."""
         return self.measured and 0 < self.steps < self.asked_steps
 
     @property
     def idle(self) -> bool:
-        """There were steps, and none trained on anything."""
+        """There were steps, but none of them trained on anything."""
         return 0 < self.steps == self.idle_steps
 
 
@@ -111,7 +110,7 @@ def facts_of(
 
 
 def conclude(facts: Facts) -> str:
-    """The sentences, in one line."""
+    """The sentences on one line."""
     return " ".join(_sentences(facts))
 
 
@@ -137,16 +136,16 @@ def _sentences(facts: Facts) -> Iterator[str]:
 
 
 def _of_reward(facts: Facts, reward: Change) -> Iterator[str]:
-    """What became of the reward, and of the score beside it."""
+    """The change of the reward, and of the score if that is something else."""
     name = "held-out score of the reward model" if facts.reward_is_score else "held-out reward of sampled answers"
     if facts.right == (1.0, 1.0):
-        yield "All sampled answers to held-out problems were right before and after: these problems had nothing left to teach."
+        yield "All sampled answers to held-out problems were right before and after: on these problems there was nothing left to learn."
         return
     yield f"{_moved(name, reward)}."
     if facts.score is not None:
         yield f"{_moved('held-out score of the reward model', facts.score)}."
         if facts.score.rose and reward.fell:
-            yield "The reward model is over-optimised: what it scores higher is worse."
+            yield "The reward model is over-optimised: its score rose while the reward fell."
     elif facts.reward_is_score:
         yield "Nothing here measures whether answers with a higher score are better."
     if facts.right is not None:
@@ -166,12 +165,12 @@ def _moved(name: str, change: Change) -> str:
 
 def _of_right_answers(reward: Change, before: float, after: float) -> Iterator[str]:
     if before == after == 0:
-        yield "No sampled answer was right, before or after: there is little to select."
+        yield "No sampled answer was right, before or after, so that there is little to reinforce."
     elif reward.rose and before > 0:
         yield f"{before:.1%} of the sampled answers were right before it; reinforcement selects and sharpens these."
 
 
 def count_idle(lines: Sequence[dict[str, float]]) -> int:
-    """Steps of metrics.jsonl that computed no token for training. A step of which only its
-    evaluation was kept says nothing."""
+    """The number of steps in metrics.jsonl that trained on no token. Lines that only have an
+    evaluation are not counted."""
     return sum(1 for line in lines if "perf/padded_tokens" in line and not line["perf/padded_tokens"])

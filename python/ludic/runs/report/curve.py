@@ -1,4 +1,4 @@
-"""The reward curve: as a PNG, and as text for a terminal."""
+"""Curves over the steps of a run: as a PNG, and as text for a terminal."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def text_curve(values: Sequence[float], *, width: int = 60, height: int = 8) -> list[str]:
-    """Lines of a bar chart, each column the mean of its share of the steps: from 0 to the
-    highest (at least 1), or, where a value is negative, from the lowest to the highest, the
-    lowest being a line at the foot."""
+    """The lines of a bar chart. Each column is the mean of consecutive steps. The axis runs from
+    0 to the highest value (at least 1); with negative values it runs from the lowest to the
+    highest."""
     if not values:
         return []
     columns = _bucket_means(values, min(width, len(values)))
@@ -39,9 +39,11 @@ def write_picture(
     measure: str = "rate",
     measured: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> None:
-    """`series`: label to one value a step. `marks`: label to (before, after), drawn at the two
-    ends, and joined by what was `measured` under that label between: (step, value). Rates are
-    shown from 0 to 1; where a value lies outside, the axis is that of the values."""
+    """Draw the curves of a run to a PNG.
+
+    `series`: label to one value per step. `marks`: label to (before, after), drawn at both ends
+    and joined through the points (step, value) that were `measured` under that label. Rates have
+    an axis from 0 to 1, unless a value lies outside."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -58,7 +60,7 @@ def write_picture(
         joined = "dashed" if len(course) > 2 else "none"
         axes.plot(
             places, heights, linestyle=joined, linewidth=1, marker=marker, fillstyle="none", label=label
-        )  # none hides another
+        )  # open markers do not hide each other
     drawn = [*(value for values in series.values() for value in values), *(value for at in points.values() for _, value in at)]
     limits = {}
     if measure == "rate":
@@ -74,8 +76,8 @@ def write_picture(
 def points_of(
     marks: Mapping[str, tuple[float, float]], measured: Mapping[str, Sequence[tuple[float, float]]], steps: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Label to (step, value): before the first step, what was measured between, and after the
-    last. What was `measured` under a label without marks stays as it is."""
+    """Label to points (step, value): the mark before the first step, what was `measured`
+    between, and the mark after the last. Labels without marks keep their points."""
     between = {
         label: [(0, before), *(point for point in measured.get(label, ()) if 0 < point[0] < steps), (steps, after)]
         for label, (before, after) in marks.items()
@@ -84,12 +86,13 @@ def points_of(
 
 
 def running_mean(values: Sequence[float], window: int = 10) -> list[float]:
-    """Mean of each value with up to `window - 1` before it."""
+    """The mean of each value and up to `window - 1` before it. [0, 2, 4] with a window of 2
+    gives [0, 1, 3]."""
     return [sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """0 to 1 where all values lie there, else from the lowest to the highest."""
+    """0 to 1 if all values lie there, else from the lowest to the highest."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if low >= 0.0 and high <= 1.0:
         return 0.0, 1.0

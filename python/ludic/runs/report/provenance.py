@@ -1,5 +1,5 @@
-"""What a summary says of a run beside its results: how it ended, what was trained, with which
-versions, and what was lost on the way."""
+"""The parts of a summary besides the results: how the run ended, what was trained, library
+versions, and lost episodes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _LOST = {
 
 
 def provenance(progress: Progress, *, model: str | None, algorithm: str) -> dict[str, Any]:
-    """`status` is finished or interrupted; `model` null where a small one was made; `versions`
-    those at the run's beginning, null in a folder of an older version."""
+    """`status` is finished or interrupted; `model` is null for a small model that was made;
+    `versions` are those at the start of the run, null in the folder of an older version."""
     status = "finished" if progress.phase == DONE else "interrupted"
     return {"status": status, "model": model, "algorithm": algorithm, "versions": progress.versions}
 
 
 def lost_episodes(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Episodes of all logged steps that failed, were played again or were called off, and groups
-    that were left out for them."""
+    """The number of episodes that failed, were retried or were cancelled in all logged steps,
+    and of groups that were dropped for them."""
     return {name: int(sum(line.get(f"train/{key}") or 0 for line in lines)) for name, key in _LOST.items()}
 
 
 def lost_line(lost: Mapping[str, int]) -> str | None:
-    """The total, for people; None where nothing was lost."""
+    """The totals in words; None if nothing was lost."""
     if not lost["failed"] and not lost["dropped_groups"]:
         return None
     return (
-        f"[bold]Lost[/]: {lost['failed']:,} training episodes failed, and {lost['dropped_groups']:,} groups were left out for them; they "
+        f"[bold]Lost[/]: {lost['failed']:,} training episodes failed, and {lost['dropped_groups']:,} groups were dropped for them; they "
         "are in no reward"
     )

@@ -1,4 +1,4 @@
-"""What a run shows at its end, and its summary.json."""
+"""The report of a reinforcement run and its summary.json."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _TRAINER_PHASES = ("rollout", "batching", "forward_backward", "optimizer", "publish")
 _TOKEN_KEYS = ("real_tokens", "padded_tokens", "padded_tokens_greedy", "padded_tokens_unpacked")
-_DRAWN = 4  # rates in the picture; all are in the table
+_DRAWN = 4  # rates in the picture; the table has all
 _RATE_NAMES = {
     "sampled_reward": "held-out reward, sampled",
     "greedy_accuracy": "held-out accuracy, greedy",
@@ -44,22 +44,22 @@ class Summary:
     status: str
     """finished or interrupted."""
     model: str | None
-    """What was trained; null where a small model was made."""
+    """The model that was trained; null for a small model that was made."""
     algorithm: str
     versions: dict[str, str] | None
-    """Of the libraries when the run was begun; null in a folder of an older version."""
+    """Library versions at the start of the run; null in the folder of an older version."""
     before: dict[str, float] | None
-    """Held-out rates after the warm-up; null where the run was interrupted before."""
+    """Held-out rates after the warm-up; null if the run was interrupted before."""
     after: dict[str, float] | None
-    """Held-out rates at the end; null where the run was interrupted."""
+    """Held-out rates at the end; null if the run was interrupted."""
     solved_at: float | None
-    """The reward from which on an answer counts as right; null where nothing says what is right,
-    and there is no accuracy."""
+    """An answer counts as right from this reward on; null if nothing defines a right answer, and
+    there is no accuracy."""
     intervals: dict[str, dict[str, list[float | None]]]
-    """95 % intervals over problems, `[low, high]`, of the rates whose noise is known: for
-    `before` and `after`."""
+    """95 % intervals over problems, `[low, high]`, for `before` and `after`; only rates that are
+    known per problem have one."""
     heldout: dict[str, int]
-    """`problems`, and the `answers` that were sampled to them, at the last measurement."""
+    """`problems` of the last measurement, and the `answers` that were sampled to them."""
     wall_s: float
     phases_s: dict[str, float]
     padding: dict[str, float]
@@ -68,23 +68,23 @@ class Summary:
     steps: int
     """Batches of reinforcement done."""
     idle_steps: int
-    """Those of them that had nothing to train on, because every answer had the weight 0."""
+    """Steps that had nothing to train on, because every answer had the weight 0."""
     stopped_early: bool
     """Early stopping ended the run before all its steps."""
     episodes: dict[str, int]
-    """Of the training: `failed`, `retried`, `cancelled`, and `dropped_groups`, those that were
-    left out for a failed one."""
+    """Training episodes that `failed`, were `retried` or `cancelled`, and `dropped_groups`, the
+    groups that were dropped for a failed episode."""
     clip_fraction: float | None
-    """Mean over the steps; null for an algorithm without a clip."""
+    """Mean over the steps; null for an algorithm without clipping."""
     mismatch: dict[str, Any] | None
-    """How far trainer and sampler were apart: `preflight` before the first step, `mean` and `kl`
-    over all steps, the largest `max`, the smallest `ess`, the mean `lag` in versions; null where
-    nothing was measured."""
+    """The difference between trainer and sampler: `preflight` before the first step, `mean` and
+    `kl` over all steps, the largest `max`, the smallest `ess`, the mean `lag` in versions; null
+    if nothing was measured."""
     weight_sync: dict[str, float] | None
-    """Pushes of weights: `pushes`, `mean_s` and `max_s` of one; null without any."""
+    """Weight updates: the number of `pushes`, `mean_s` and `max_s` of one; null without any."""
     overlap: dict[str, float] | None
-    """Seconds of generation, those of them that the trainer waited, and the `hidden` share; null
-    without reinforcement."""
+    """Seconds of generation, seconds that the trainer waited for it, and the `hidden` share;
+    null without reinforcement."""
     seed: int
     config_hash: str
 
@@ -97,27 +97,27 @@ class Summary:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Everything that the report shows."""
+    """The content of the report."""
 
     summary: Summary
     task: EpisodicTask
     before: Evaluation | None
     after: Evaluation | None
     rewards: Sequence[float]
-    """Mean reward of the sampled answers of each step."""
+    """Mean reward of the sampled answers, per step."""
     facts: Mapping[str, Sequence[float]]
-    """The same for each of the task's facts and measures."""
-    known: Facts
-    """What the closing sentences are made of."""
+    """One value per step for each of the task's facts and measures."""
+    closing_facts: Facts
+    """The facts for the closing sentences."""
     no_accuracy: str | None
-    """Why there is none, and what would give one; None where there is one."""
+    """Why there is no accuracy and how to get one; None if there is one."""
     measured: Sequence[tuple[int, Mapping[str, float]]]
     """(step, rates) of each evaluation during the training."""
 
 
 def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, recipe: Recipe, *, config_hash: str) -> Outcome:
-    """From what the run wrote: progress.json and metrics.jsonl, so that a resumed run reports as
-    a whole."""
+    """The outcome of a run, from its progress.json and metrics.jsonl, so that a resumed run is
+    reported as a whole."""
     before, after = compared(
         *(None if found is None else Evaluation.from_dict(found) for found in (progress.before, progress.after))
     )
@@ -126,7 +126,7 @@ def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, 
         [line for line in lines if "train/loss" in line] for lines in (directory.read_metrics("warm_up"), every_line)
     )
     clipped = [value for line in reinforce for key, value in line.items() if key.endswith("clip_frac") and "ratio" not in key]
-    known = facts_of(
+    closing_facts = facts_of(
         before,
         after,
         asked_steps=recipe.steps,
@@ -147,17 +147,17 @@ def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, 
         padding=padding_of([*warm_up, *reinforce]),
         memory=memory_peaks(),
         steps=progress.steps,
-        idle_steps=known.idle_steps,
-        stopped_early=known.stopped_early,
+        idle_steps=closing_facts.idle_steps,
+        stopped_early=closing_facts.stopped_early,
         episodes=lost_episodes(reinforce),
-        clip_fraction=known.clip_fraction,
+        clip_fraction=closing_facts.clip_fraction,
         mismatch=mismatch_of(reinforce, progress.preflight),
         weight_sync=weight_sync_of(reinforce),
         overlap=overlap_of(reinforce),
         seed=recipe.seed,
         config_hash=config_hash,
     )
-    asked = success_of(task, recipe.evaluation.solved_at)
+    success = success_of(task, recipe.evaluation.solved_at)
     return Outcome(
         summary=summary,
         task=task,
@@ -165,30 +165,30 @@ def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, 
         after=after,
         rewards=[line[f"train/{SAMPLED_REWARD}"] for line in reinforce],
         facts={name: [line[f"train/{name}"] for line in reinforce] for name in logged_names(task)},
-        known=known,
-        no_accuracy=asked.why_unknown("evaluation.solved_at") if before and summary.solved_at is None else None,
+        closing_facts=closing_facts,
+        no_accuracy=success.why_unknown("evaluation.solved_at") if before and summary.solved_at is None else None,
         measured=[(line["step"], _rates_in(line)) for line in every_line if line.get("eval/step") == line["step"]],
     )
 
 
-def _solved_at(*found: Evaluation | None) -> float | None:
-    return next((evaluation.solved_at for evaluation in found if evaluation is not None), None)
+def _solved_at(*evaluations: Evaluation | None) -> float | None:
+    return next((evaluation.solved_at for evaluation in evaluations if evaluation is not None), None)
 
 
-def _intervals(found: Evaluation) -> dict[str, list[float | None]]:
-    known = {name: found.interval(name) for name in found.rates()}
-    return {name: [interval.low, interval.high] for name, interval in known.items() if interval is not None}
+def _intervals(evaluation: Evaluation) -> dict[str, list[float | None]]:
+    intervals = {name: evaluation.interval(name) for name in evaluation.rates()}
+    return {name: [interval.low, interval.high] for name, interval in intervals.items() if interval is not None}
 
 
-def _counts(found: Evaluation | None) -> dict[str, int]:
-    if found is None:
+def _counts(evaluation: Evaluation | None) -> dict[str, int]:
+    if evaluation is None:
         return {}
-    played = found.by_problem.get("sampled_reward", ())
-    return {"problems": sum(value is not None for value in played), "answers": found.num_sampled}
+    graded = evaluation.by_problem.get("sampled_reward", ())
+    return {"problems": sum(value is not None for value in graded), "answers": evaluation.num_sampled}
 
 
 def _rates_in(line: Mapping[str, float]) -> dict[str, float]:
-    """What an evaluation left in a line of metrics.jsonl."""
+    """The held-out rates in a line of metrics.jsonl."""
     rates = {key.removeprefix("eval/"): value for key, value in line.items() if key.startswith("eval/")}
     if "greedy_accuracy" in rates:
         rates.pop("greedy_reward", None)
@@ -202,8 +202,8 @@ def phases_of(
     own: Sequence[str] = ("set_up", "evaluate"),
     timed: Sequence[str] = ("batching", "forward_backward", "optimizer", "checkpoint"),
 ) -> dict[str, float]:
-    """Seconds of the run's `own` phases (set-up reads the data), of a server's start where there
-    was one, of the parts of its steps as the trainer `timed` them, and of the rest."""
+    """Seconds by phase: the run's `own` phases (set-up reads the data), the start of a server if
+    there was one, the parts of a step that the trainer `timed`, and the rest."""
     whole = {name: seconds.get(name, 0.0) for name in own}
     whole |= {name: seconds[name] for name in ("server_start",) if name in seconds}
     parts = {name: sum(line.get(f"perf/{name}_s", 0.0) for line in lines) for name in timed}
@@ -212,7 +212,8 @@ def phases_of(
 
 
 def padding_of(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Tokens of all training passes, as they were packed and as they might have been."""
+    """Tokens of all training passes, as they were packed and as other packings would compute
+    them."""
     real, computed, greedy, unpacked = (sum(line.get(f"perf/{key}", 0.0) for line in lines) for key in _TOKEN_KEYS)
     if not computed:
         return {}
@@ -227,8 +228,7 @@ def padding_of(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def draw_rewards(outcome: Outcome, directory: RunDirectory, title: str) -> None:
-    """reward.png: every step, and the held-out rates at both ends and wherever they were
-    measured between."""
+    """Draw reward.png: the rewards of every step and the held-out rates of every measurement."""
     marks, between = {}, {}
     if outcome.before is not None and outcome.after is not None:
         before, after = outcome.before.rates(), outcome.after.rates()
@@ -246,7 +246,7 @@ def _drawn_name(task: EpisodicTask, name: str) -> str:
 
 
 def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> None:
-    """Rates, answers, curve, timings, padding, and where everything lies."""
+    """Print rates, answers, curve, timings, padding and the files of the run."""
     if outcome.before is not None:
         console.print(_rates_table(outcome, outcome.before, outcome.after))
     if outcome.no_accuracy is not None:
@@ -263,7 +263,7 @@ def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> 
     lost = lost_line(outcome.summary.episodes)
     if lost is not None:
         console.print(lost, highlight=False)
-    console.print(f"[bold]What this shows[/]: {conclude(outcome.known)}", highlight=False)
+    console.print(f"[bold]What this shows[/]: {conclude(outcome.closing_facts)}", highlight=False)
     console.print(f"[bold]What is rewarded[/]: the reward sees {outcome.task.reward_sees}.", highlight=False)
     show_files(console, directory, _files_of(directory))
 
@@ -272,8 +272,8 @@ def _rates_table(outcome: Outcome, before: Evaluation, after: Evaluation | None)
     from rich.table import Table
 
     counts = outcome.summary.heldout
-    asked = f": {counts['problems']}, {counts['answers']} sampled answers" if counts.get("problems") else ""
-    table = Table(title=f"Held-out problems{asked}; 95 % intervals", title_justify="left")
+    counted = f": {counts['problems']}, {counts['answers']} sampled answers" if counts.get("problems") else ""
+    table = Table(title=f"Held-out problems{counted}; 95 % intervals", title_justify="left")
     table.add_column("", no_wrap=True)
     for column in ("before reinforcement", "after"):
         table.add_column(column, justify="right")
@@ -285,20 +285,20 @@ def _rates_table(outcome: Outcome, before: Evaluation, after: Evaluation | None)
 
 
 def label_of(task: EpisodicTask, name: str) -> str:
-    """What a held-out rate is called where people read it."""
+    """The label of a held-out rate in tables and pictures."""
     if task.reward_is_score and name in ("sampled_reward", "greedy_reward"):
         return f"held-out score as rewarded, {name.split('_')[0]}"
     return _RATE_NAMES.get(name) or task.rates.get(name, name)
 
 
-def _with_interval(found: Evaluation, name: str) -> str:
-    interval = found.interval(name)
-    value = f"{found.rates()[name]:.3f}"
+def _with_interval(evaluation: Evaluation, name: str) -> str:
+    interval = evaluation.interval(name)
+    value = f"{evaluation.rates()[name]:.3f}"
     return value if interval is None or interval.low is None else f"{value}\n{interval.low:.3f} to {interval.high:.3f}"
 
 
 def _measured_table(outcome: Outcome) -> Any:
-    """Some of the evaluations during the training, the last among them."""
+    """Evaluations during training, evenly thinned from the last backwards."""
     from rich.table import Table
 
     names = list(outcome.measured[-1][1])[:_DRAWN]
@@ -312,8 +312,8 @@ def _measured_table(outcome: Outcome) -> Any:
 
 
 def _answers_table(outcome: Outcome, before: Sequence[Answer], after: Sequence[Answer]) -> Any:
-    """Marks and a right answer where something says what is right, rewards and a reference where
-    nothing does."""
+    """Sampled answers before and after: with marks and the right answer if there is an accuracy,
+    else with rewards and a reference."""
     from rich.table import Table
     from rich.text import Text
 
@@ -331,7 +331,7 @@ def _answers_table(outcome: Outcome, before: Sequence[Answer], after: Sequence[A
 
 
 def _marked(answer: Answer) -> tuple[str, str]:
-    """What the answer was and its colour."""
+    """(text of the answer, colour)."""
     if answer.reward is None:
         return "? could not be graded", "yellow"
     text = _printable(_shortened(answer.text))
@@ -351,7 +351,7 @@ def seconds_line(wall_s: float, phases_s: Mapping[str, float]) -> str:
 
 def padding_line(padding: Mapping[str, float]) -> str:
     if not padding:
-        return "[bold]Padding[/]: nothing was trained on"
+        return "[bold]Padding[/]: there were no training tokens"
     return (
         f"[bold]Padding[/]: {padding['computed_tokens']:,.0f} tokens computed for {padding['real_tokens']:,.0f} real ones; greedy "
         f"packing would compute {padding['greedy_tokens']:,.0f} ({padding['saved_vs_greedy']:.1%} saved), no packing "
@@ -378,7 +378,8 @@ def _files_of(directory: RunDirectory) -> dict[Path, str]:
 
 
 def show_files(console: Console, directory: RunDirectory, notes: Mapping[Path, str]) -> None:
-    """Where everything lies. `notes`: path to what it is; what does not exist is left out."""
+    """Print the files of the run. `notes`: path to a description; files that do not exist are
+    skipped."""
     console.print(f"[bold]Written to[/] {directory.path}/", highlight=False)
     for path, note in notes.items():
         if path.exists():

@@ -1,4 +1,4 @@
-"""What a reward-model run shows at its end, and its summary.json."""
+"""The report of a reward-model run and its summary.json."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 _EVALUATED = "eval/pairwise_accuracy"
 
 CRITERIA: dict[str, tuple[str, Callable[[Mapping[str, float]], float], Callable[[float], bool]]] = {
-    "held-out accuracy": ("over 60 %", lambda found: found["eval_pairwise_accuracy"], lambda value: value > 0.6),
-    "median margin": ("over 0", lambda found: found["eval_margin_p50"], lambda value: value > 0),
-    "negative margins": ("under 40 %", lambda found: found["eval_negative_margin_rate"], lambda value: value < 0.4),
-    "calibration error": ("under 0.15", lambda found: found["eval_ece"], lambda value: value < 0.15),
+    "held-out accuracy": ("over 60 %", lambda summary: summary["eval_pairwise_accuracy"], lambda value: value > 0.6),
+    "median margin": ("over 0", lambda summary: summary["eval_margin_p50"], lambda value: value > 0),
+    "negative margins": ("under 40 %", lambda summary: summary["eval_negative_margin_rate"], lambda value: value < 0.4),
+    "calibration error": ("under 0.15", lambda summary: summary["eval_ece"], lambda value: value < 0.15),
     "train-test gap": (
         "under 15 points",
-        lambda found: found["train_pairwise_accuracy"] - found["eval_pairwise_accuracy"],
+        lambda summary: summary["train_pairwise_accuracy"] - summary["eval_pairwise_accuracy"],
         lambda value: value < 0.15,
     ),
 }
-"""Name -> (rule, value, whether the rule holds). A reward model that breaks one is not fit to be
-optimised against."""
+"""Name -> (rule in words, value, rule). A reward model that breaks one should not be optimised
+against."""
 
 
 def conclude(run: RMRun, console: Console, *, config_hash: str) -> str:
-    """Write summary.json and training.png, show the report; the summary as JSON."""
+    """Write summary.json and training.png and print the report. Returns the summary as JSON."""
     lines = [line for line in run.directory.read_metrics("rm") if "train/loss" in line]
     summary = summary_of(run, lines, config_hash=config_hash)
     text = json.dumps(summary, indent=2) + "\n"
@@ -47,8 +47,8 @@ def conclude(run: RMRun, console: Console, *, config_hash: str) -> str:
 
 
 def summary_of(run: RMRun, lines: Sequence[Mapping[str, float]], *, config_hash: str) -> dict[str, Any]:
-    """The content of summary.json: the `eval_` metrics, absent where nothing is held out; these
-    and `train_pairwise_accuracy` are there once the run is at its end."""
+    """The content of summary.json. The `eval_` metrics and `train_pairwise_accuracy` are there
+    once the run is finished; the former only if pairs are held out."""
     data, steps = run.parts.data, run.progress.steps
     pairs = sum(line.get("train/total_pairs", 0.0) for line in lines)
     seconds = sum(line.get("perf/step_s", 0.0) for line in lines)
@@ -81,13 +81,12 @@ def _draw(run: RMRun, summary: Mapping[str, Any], lines: Sequence[Mapping[str, f
 
 
 def accuracy_by_step(run: RMRun, summary: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """(step, held-out accuracy) wherever it was measured: while training, and of the model that
-    was kept."""
-    found = {line["step"]: line[_EVALUATED] for line in run.directory.read_metrics("rm") if _EVALUATED in line}
+    """(step, held-out accuracy) of every evaluation: during training, and of the final model."""
+    accuracies = {line["step"]: line[_EVALUATED] for line in run.directory.read_metrics("rm") if _EVALUATED in line}
     if "eval_pairwise_accuracy" in summary:
-        kept = run.progress.early_stopping or {"kept_step": run.progress.steps}
-        found[kept["kept_step"]] = summary["eval_pairwise_accuracy"]
-    return sorted(found.items())
+        final = run.progress.early_stopping or {"kept_step": run.progress.steps}
+        accuracies[final["kept_step"]] = summary["eval_pairwise_accuracy"]
+    return sorted(accuracies.items())
 
 
 def _show(run: RMRun, console: Console, summary: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a run's summary says of its sampler, from the lines of metrics.jsonl."""
+"""The parts of a run's summary on its sampler, from the lines of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ Lines = Sequence[Mapping[str, float]]
 
 
 def mismatch_of(lines: Lines, preflight: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """How far trainer and sampler were apart: means over tokens, extremes over steps. A step is
-    measured where its first optimizer step had samples with a weight."""
+    """The difference between trainer and sampler: means over tokens, extremes over steps. Only
+    steps are measured in which the first optimizer step had samples with a weight."""
     measured = [line for line in lines if "mismatch/mean" in line]
     lags = [line["train/policy_lag"] for line in lines if "train/policy_lag" in line]
     if not measured and not lags and preflight is None:
@@ -31,7 +31,7 @@ def _token_mean(lines: Lines, name: str) -> float | None:
 
 
 def weight_sync_of(lines: Lines) -> dict[str, float] | None:
-    """Pushes of weights, and what one took."""
+    """The number of weight updates that were pushed, and seconds of one; None without any."""
     seconds = [line["perf/publish_s"] for line in lines if line.get("perf/publish_s")]
     if not seconds:
         return None
@@ -39,7 +39,8 @@ def weight_sync_of(lines: Lines) -> dict[str, float] | None:
 
 
 def overlap_of(lines: Lines) -> dict[str, float] | None:
-    """How much of generation the trainer did not have to wait for."""
+    """Seconds of generation, seconds that the trainer waited, and the share that was hidden
+    behind training."""
     measured = [line for line in lines if "perf/generation_s" in line]
     generation = sum(line["perf/generation_s"] for line in measured)
     if not generation:

@@ -1,4 +1,4 @@
-"""What a supervised run shows at its end, and its summary.json."""
+"""The report of a supervised run and its summary.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def conclude(run: SFTRun, console: Console, *, config_hash: str) -> str:
-    """Write summary.json and loss.png, show the report; the summary as JSON."""
+    """Write summary.json and loss.png and print the report. Returns the summary as JSON."""
     lines = [line for line in run.directory.read_metrics("sft") if "train/loss" in line]
     summary = summary_of(run, lines, config_hash=config_hash)
     text = json.dumps(summary, indent=2) + "\n"
@@ -34,8 +34,8 @@ def conclude(run: SFTRun, console: Console, *, config_hash: str) -> str:
 
 
 def summary_of(run: SFTRun, lines: Sequence[dict[str, Any]], *, config_hash: str) -> dict[str, Any]:
-    """The content of summary.json. `before` and `after` are null where nothing is held out,
-    `after` also where the run was stopped."""
+    """The content of summary.json. `before` and `after` are null if nothing is held out, `after`
+    also if the run was stopped."""
     return {
         **provenance(run.progress, model=run.recipe.model, algorithm="sft"),
         "before": run.progress.before,
@@ -74,7 +74,7 @@ def _show(run: SFTRun, console: Console, summary: dict[str, Any], losses: Sequen
     )
     if data["samples_without_end"]:
         console.print(
-            f"{data['samples_without_end']:,} samples do not end with {run.parts.tokenizer.eos_token}: after those the model is "
+            f"{data['samples_without_end']:,} samples do not end with {run.parts.tokenizer.eos_token}: after these the model is "
             "not taught to stop",
             highlight=False,
             markup=False,
