@@ -37,7 +37,7 @@ def test_a_setting_has_the_docstring_of_its_field_above_it():
         (["train", "addition"], "# Steps of reinforcement, one batch each."),
         (["sft"], "# Passes over the data."),
         (["train-rm"], "# Passes over the data."),
-        (["eval", "sort"], "# "),
+        (["eval", "sort"], "# Deadline of one model call, in seconds."),
     ],
 )
 def test_every_command_says_what_its_settings_mean(command, said):
