@@ -37,7 +37,7 @@ Denominator = Literal["samples", "rollouts"]
 class Reducer:
     """One number from the metadata of all samples.
 
-    >>> Reducer("count_true", "result", transform=lambda v: v == "win", normalize_by="rollouts", as_percent=True)
+    >>> Reducer("count_true", "result", transform=lambda v: v == "win", normalize_by="rollouts")
     """
 
     kind: ReducerKind

@@ -31,7 +31,7 @@ class RichLiveLogger:
     """Shows the latest statistics and a sparkline. Use it as a context manager, or let the first
     `log` start it.
 
-    >>> with RichLiveLogger(keys=["loss", "avg_total_reward"], spark_key="avg_total_reward") as logger:
+    >>> with RichLiveLogger(keys=["loss"], spark_key="avg_total_reward") as logger:
     ...     Trainer(..., train_logger=logger).train_sync(num_steps=100)
     """
 
