@@ -1,5 +1,4 @@
-"""Clients of language models: the interfaces, an engine in this process, and servers with OpenAI's
-interface.
+"""Clients of language models: their interfaces, models in this process, and servers.
 
 Importing it loads no model library.
 """

@@ -137,13 +137,13 @@ class LocalChatClient:
         tools = offered_tools(request.tools)
         result = await self._enqueue(Dialogue(request.messages, tools), request.sampling, request.seed)
         message = assistant_message(result.text, first_id=count_tool_calls(request.messages)) if tools else None
-        asked = request.return_
+        spec = request.return_
         response = ChatResponse(
             text=result.text,
-            completion_token_ids=result.completion.token_ids if asked.return_token_ids else None,
-            completion_logprobs=self._logprobs(result) if asked.return_chosen_logprobs else None,
+            completion_token_ids=result.completion.token_ids if spec.return_token_ids else None,
+            completion_logprobs=self._logprobs(result) if spec.return_chosen_logprobs else None,
             finish_reason=_finish_reason(result.completion, message),
-            prompt_token_ids=result.prompt_ids if asked.return_token_ids else None,
+            prompt_token_ids=result.prompt_ids if spec.return_token_ids else None,
         )
         info: dict[str, Any] = {"policy_version": result.version}
         if message is not None:

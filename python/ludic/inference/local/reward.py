@@ -1,5 +1,4 @@
-"""A reward model in this process: scores of sequences from any sequence-classification model of
-transformers.
+"""A reward model in this process: any sequence-classification model of transformers.
 
 Shapes: N sequences, B of them in a forward pass, T tokens of the longest, H hidden size, L labels.
 """
@@ -35,20 +34,20 @@ logger = logging.getLogger(__name__)
 
 
 class LocalRewardModel:
-    """Scores sequences with `model`, which it leaves as it is: evaluation mode and no gradients
-    during a call, both as before after it.
+    """Scores sequences with `model`, in evaluation mode and without gradients; the mode of each
+    module is restored after a call.
 
-    Token ids are scored as they are. Text is tokenised by `tokenizer`, without special tokens
+    Token ids are scored as they are. Text is tokenised with `tokenizer`, without special tokens
     unless `add_special_tokens`.
 
-    A decoder is read at the last token of each sequence, whatever its id. (The forward pass of
-    transformers takes the last one that is not `config.pad_token_id`, which is another one where a
-    sequence ends with that id; a server of vLLM takes the last, as here.) An encoder with a pooler
-    of its own is read as it reads itself.
+    The score of a decoder is that of the last token of each sequence, whatever its id. vLLM does
+    the same; the forward pass of transformers uses the last token that is not
+    `config.pad_token_id`, which differs if a sequence ends with that id. An encoder with a pooler
+    of its own uses that.
 
-    Sequences are packed by length into forward passes of at most `micro_token_budget` tokens,
-    padding included, by the planner of the trainer. The same inputs give the same scores; other
-    neighbours in a pass may change the last digits of float32.
+    The trainer's planner packs sequences by length into forward passes of at most
+    `micro_token_budget` tokens, padding included. Equal inputs give equal scores; other sequences
+    in the same pass may change the last digits of float32.
     """
 
     def __init__(
@@ -71,14 +70,14 @@ class LocalRewardModel:
         self._version = 0
         if self._head is not None and _ends_with_padding(self._config, tokenizer):
             logger.warning(
-                "the end token of %s is also its padding token: here a sequence is scored at its end token, where the forward pass of "
-                "transformers takes the token before it; a model that was trained that way deserves a padding token of its own",
+                "the end token of %s is also its padding token: a sequence is scored here at its end token, but the forward pass of "
+                "transformers uses the token before it; give a model that was trained that way a separate padding token",
                 name,
             )
 
     def reads_ids_of(self, tokenizer: Any) -> bool:
-        """Whether ids of that tokenizer mean the same here, so that they need no text in
-        between."""
+        """Whether token ids of that tokenizer mean the same here, so that they need not go through
+        text."""
         return reads_same_ids(self.tokenizer, tokenizer)
 
     async def score_batch(
@@ -89,10 +88,10 @@ class LocalRewardModel:
         pooling_type: PoolingType | None = None,
         n_labels: int = 1,
     ) -> list[float]:
-        """[N] scores, computed in a worker thread; `normalize` takes the logistic function of each.
-        `pooling_type` None: as the model is made.
+        """[N] scores, computed in a worker thread; `normalize` applies the logistic function.
+        `pooling_type=None` uses the model's own pooling.
 
-        Raises DataError for a sequence that the model cannot read, InferenceError where it fails.
+        Raises DataError for a sequence that the model cannot read, InferenceError if it fails.
         """
         check_one_label(n_labels)
         logits_NL = await run_in_thread(self._logits, list(inputs), pooling_type)
@@ -103,7 +102,7 @@ class LocalRewardModel:
         return _normalized(logits_NL, normalize)[:, 0].tolist()
 
     async def score(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:
-        """What `score_batch` does, with all labels. The info carries `reward_model_version`."""
+        """Like `score_batch`, with all labels. The info has `reward_model_version`."""
         logits_NL = await run_in_thread(self._logits, list(request.inputs), request.pooling_type)
         return self._response(request, logits_NL), {"reward_model_version": self._version}
 
@@ -123,13 +122,13 @@ class LocalRewardModel:
         timeout_s: float = 600.0,
         version: str | int | None = None,
     ) -> str:
-        """Copy the weights that `training_mode` changes, by name and between two calls; returns
-        the version now scored with."""
-        chosen = select_trained_weights(params, training_mode)
+        """Copy the weights that `training_mode` changes, by name and never during a call; returns
+        the version now used."""
+        selected = select_trained_weights(params, training_mode)
         if not self._busy.acquire(timeout=timeout_s):
             raise TimeoutError(f"sequences were still being scored after {timeout_s} s; the weights were not changed")
         try:
-            copy_weights(self.model, chosen)
+            copy_weights(self.model, selected)
             self._version = self._version + 1 if version is None else int(version)
             return str(self._version)
         finally:
@@ -157,14 +156,14 @@ class LocalRewardModel:
             return torch.zeros(0, 1)
         lengths = np.fromiter((len(ids) for ids in sequences), dtype=np.int32, count=len(sequences))
         plan = _core.plan_optimal(lengths, max(self._budget, int(lengths.max())))
-        found: dict[int, Tensor] = {}
+        logits: dict[int, Tensor] = {}
         try:
             with self._busy, evaluation_mode(self.model), torch.no_grad():
                 for rows in plan.to_lists():
-                    found.update(zip(rows, self._forward([sequences[row] for row in rows], pooling).float().cpu(), strict=True))
+                    logits.update(zip(rows, self._forward([sequences[row] for row in rows], pooling).float().cpu(), strict=True))
         except RuntimeError as error:
             raise InferenceError(f"{self.name} failed: {type(error).__name__}: {error}") from error
-        return torch.stack([found[row] for row in range(len(sequences))])
+        return torch.stack([logits[row] for row in range(len(sequences))])
 
     def _forward(self, sequences: Sequence[Sequence[int]], pooling: PoolingType | None) -> Tensor:
         """[B, L] of right-padded rows."""
@@ -187,16 +186,18 @@ class LocalRewardModel:
         if self.tokenizer is None and any(isinstance(given, str) for given in checked):
             raise ConfigError(f"{self.name} has no tokenizer and was given text; give it one, or token ids")
         return [
-            self.tokenizer(given, add_special_tokens=self._add_special_tokens)["input_ids"] if isinstance(given, str) else given
-            for given in checked
+            self.tokenizer(sequence, add_special_tokens=self._add_special_tokens)["input_ids"]
+            if isinstance(sequence, str)
+            else sequence
+            for sequence in checked
         ]
 
     def _check(self, sequences: Sequence[Sequence[int]], pooling: PoolingType | None) -> None:
         if pooling is PoolingType.STEP:
-            raise ConfigError("pooling_type=step is reserved: nothing computes a score a step yet")
+            raise ConfigError("pooling_type=step is reserved: scores for each step are not implemented")
         if self._head is None and pooling not in (None, PoolingType.CLS):
             raise ConfigError(
-                f"{self.name} is an encoder that reads its score from its first token; ask for pooling_type=cls, or none"
+                f"{self.name} is an encoder that computes its score from its first token; use pooling_type=cls, or none"
             )
         vocabulary = getattr(self.model.get_input_embeddings(), "num_embeddings", None)  # type: ignore[operator]
         room = getattr(self._config, "max_position_embeddings", None)
@@ -223,8 +224,8 @@ def _pooled(hidden_BTH: Tensor, mask_BT: Tensor, lengths_B: Tensor, pooling: Poo
 
 
 def _body_and_head(model: Any) -> tuple[nn.Module | None, nn.Module | None]:
-    """The decoder and the linear head on its hidden states; None and None for a model that pools
-    in a way of its own."""
+    """The decoder and the linear head on its hidden states; (None, None) for a model with its own
+    pooling."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     body, head = getattr(inner, getattr(inner, "base_model_prefix", "") or "-", None), getattr(inner, "score", None)
     return (body, head) if isinstance(body, nn.Module) and isinstance(head, nn.Module) else (None, None)

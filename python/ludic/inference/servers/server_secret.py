@@ -3,7 +3,8 @@ server serves has to carry it.
 
 A server that we start gets a random secret in its environment. A copy is in a file that its user
 alone can read, named after machine and port, where the same user's trainer finds it. For servers on
-other machines `LUDIC_SERVER_SECRET` gives both sides the same secret, which is not written anywhere.
+other machines `LUDIC_SERVER_SECRET` gives both sides the same secret, which is not written
+anywhere.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""vLLM: its clients, how a server is started, and what of ours a server loads.
+"""vLLM servers: their clients, and how a server is started and stopped.
 
-`environment`, `flags`, `server`, `think`, `worker` and `weight_*` run in the server's own
-environment too: nothing is imported here, and they need none of ludic's dependencies.
+Only `in_server` runs in the server's own process.
 """

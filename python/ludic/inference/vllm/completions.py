@@ -97,9 +97,9 @@ class TokenCompletions:
 
         sampled, version = await self._servers.send(call, reports_version=not self.endpoints.without_generate)
         numbers = [version_number(span["version"]) for span in sampled.weight_versions]
-        known = [number for number in numbers if number is not None]
-        info: dict[str, Any] = {"policy_version": min(known) if known else version}
-        if known:
+        versions = [number for number in numbers if number is not None]
+        info: dict[str, Any] = {"policy_version": min(versions) if versions else version}
+        if versions:
             info["weight_versions"] = sampled.weight_versions
         info["used_args"] = {key: value for key, value in generate.items() if key != "token_ids"}
         return sampled, info

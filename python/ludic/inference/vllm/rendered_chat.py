@@ -29,7 +29,7 @@ class RenderedChat:
     def read(self, sampled: SampledTokens) -> tuple[ChatResponse, Mapping[str, Any]]:
         """The response, and the same as a choice of a chat completion. Raises InferenceError if the
         server ignored `max_think`."""
-        asked, tokens = self._request.return_, self._tokens
+        spec, tokens = self._request.return_, self._tokens
         self._check_think_limit(sampled.token_ids)
         text = tokens.decode(sampled.token_ids[:-1] if sampled.ended_by_token else sampled.token_ids)
         if isinstance(sampled.stop_reason, str):
@@ -41,10 +41,10 @@ class RenderedChat:
         called = "tool_calls" in message and sampled.finish_reason == "stop"
         response = ChatResponse(
             text=text,
-            completion_token_ids=sampled.token_ids if asked.return_token_ids else None,
-            completion_logprobs=sampled.logprobs if asked.return_chosen_logprobs else None,
+            completion_token_ids=sampled.token_ids if spec.return_token_ids else None,
+            completion_logprobs=sampled.logprobs if spec.return_chosen_logprobs else None,
             finish_reason="tool_calls" if called else sampled.finish_reason,
-            prompt_token_ids=self.prompt_ids if asked.return_token_ids else None,
+            prompt_token_ids=self.prompt_ids if spec.return_token_ids else None,
         )
         return response, {"index": 0, "message": message, "finish_reason": response.finish_reason}
 

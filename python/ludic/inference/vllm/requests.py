@@ -146,10 +146,10 @@ def extension_fields(extensions: object) -> dict[str, Any]:
     return {**fields, **extensions.extra_body_overrides}
 
 
-def check_fields(fields: Mapping[str, Any], known: frozenset[str] = CHAT_FIELDS) -> None:
+def check_fields(fields: Mapping[str, Any], supported: frozenset[str] = CHAT_FIELDS) -> None:
     """Raise ConfigError for a field that the server would ignore."""
     for name in fields:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+        if name not in supported:
+            near = difflib.get_close_matches(name, supported, n=1)
             hint = f"did you mean {near[0]}?" if near else "set allow_unknown_fields=True if your server knows it"
             raise ConfigError(f"extra_body_overrides has {name!r}, which vLLM would silently ignore; {hint}")

@@ -193,14 +193,14 @@ class ResponseReader:
         return sampled
 
 
-def _check_requested(response: ChatResponse, asked: ReturnSpec) -> None:
+def _check_requested(response: ChatResponse, spec: ReturnSpec) -> None:
     """Raise InferenceError if the response lacks the token ids of prompt and completion, or the
     log-probabilities, that were asked for."""
-    if asked.return_token_ids and (response.completion_token_ids is None or response.prompt_token_ids is None):
+    if spec.return_token_ids and (response.completion_token_ids is None or response.prompt_token_ids is None):
         raise InferenceError(
             "the server returned no token ids although they were asked for; it must support return_token_ids (vLLM 0.10.2 and later)"
         )
-    if asked.return_chosen_logprobs and response.completion_logprobs is None and response.completion_token_ids != []:
+    if spec.return_chosen_logprobs and response.completion_logprobs is None and response.completion_token_ids != []:
         raise InferenceError(
             "the server returned no log-probabilities although they were asked for; start it without --max-logprobs 0"
         )

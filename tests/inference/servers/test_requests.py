@@ -1,0 +1,32 @@
+"""The request that every server with OpenAI's interface gets."""
+
+from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, ToolRequest
+from ludic.inference.servers.openai_client import OpenAIChatClient
+from ludic.inference.servers.requests import chat_fields, request_body
+from ludic.inference.vllm.requests import chat_arguments
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+REQUEST = ChatCompletionRequest(
+    "m",
+    [{"role": "user", "content": "2+2="}],
+    SamplingParams(0.5, 9, stop="\n"),
+    ReturnSpec.for_rl(top_logprobs_k=2),
+    seed=7,
+    tools=ToolRequest([TOOL]),
+)
+
+
+def test_both_clients_send_the_same_fields_for_the_same_request():
+    shared = chat_fields(REQUEST)
+    assert set(shared) > {"model", "messages", "temperature", "stop", "seed", "tools", "tool_choice"}
+    for arguments in (chat_arguments(REQUEST), OpenAIChatClient("http://127.0.0.1:1/v1")._arguments(REQUEST)):
+        assert {name: arguments[name] for name in shared} == shared
+
+
+def test_fields_of_the_extra_body_override_those_of_the_request():
+    arguments = {"model": "m", "seed": 1, "extra_body": {"seed": 2, "top_k": 3}, "extra_headers": {"X-A": "b"}}
+    assert request_body(arguments) == {"model": "m", "seed": 2, "top_k": 3}
+
+
+def test_the_body_of_a_request_without_extras_is_its_arguments():
+    assert request_body({"model": "m"}) == {"model": "m"}
