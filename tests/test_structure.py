@@ -12,6 +12,58 @@ MAX_FUNCTION_LINES = 60
 TEST_FOLDERS = {"core", "docs", "examples", "integration", "support"}
 """Folders of tests/ without a folder in the package: the Rust core, pages, scripts, real servers,
 and what tests share."""
+OPTIONAL_READS = {
+    "agents/tool_schema.py": (2, "a user's function"),
+    "cli/doctor.py": (1, "the standard library of this platform"),
+    "distributed/push/target.py": (5, "a user's chat client, adapted"),
+    "envs/adapters/openenv.py": (2, "OpenEnv"),
+    "envs/adapters/plain_values.py": (3, "numpy and pydantic"),
+    "envs/adapters/textarena.py": (1, "TextArena"),
+    "envs/maths/worker.py": (1, "the standard library of this platform"),
+    "eval/cli.py": (1, "a user's argparse.Namespace"),
+    "files/json_values.py": (1, "numpy and torch"),
+    "inference/local/client.py": (2, "transformers"),
+    "inference/local/decode.py": (6, "transformers"),
+    "inference/local/prefixes.py": (3, "transformers and PEFT"),
+    "inference/local/reward.py": (9, "transformers"),
+    "inference/local/weights.py": (1, "PEFT"),
+    "inference/prompts/template.py": (1, "a tokenizer"),
+    "inference/vllm/in_server/weight_receiver.py": (1, "torch"),
+    "inference/vllm/in_server/worker.py": (3, "vLLM"),
+    "inference/vllm/responses.py": (1, "openai"),
+    "interaction/single_agent.py": (2, "a user's environment"),
+    "models/adapters.py": (2, "PEFT"),
+    "models/heads.py": (2, "transformers and PEFT"),
+    "models/lora.py": (1, "transformers"),
+    "models/packed_attention.py": (4, "transformers and wrappers of torch"),
+    "models/published.py": (1, "wrappers of torch"),
+    "models/sharding.py": (1, "FSDP2"),
+    "models/state_files.py": (3, "transformers and PEFT"),
+    "recipes/build.py": (1, "a user's function"),
+    "recipes/sft/data.py": (1, "a tokenizer"),
+    "runs/process_memory.py": (1, "the C library"),
+    "runs/sampler.py": (2, "transformers"),
+    "tasks/adapters.py": (7, "a user's task, adapted"),
+    "tasks/importing.py": (1, "a user's module"),
+    "tasks/rewards.py": (2, "a user's reward function"),
+    "training/algorithm.py": (3, "transformers"),
+    "training/backend/torch.py": (3, "transformers"),
+    "training/batching/source.py": (7, "a user's batch source, adapted"),
+    "training/classification_metrics.py": (1, "torch"),
+    "training/config.py": (1, "a tokenizer"),
+    "training/loggers/wandb.py": (3, "wandb"),
+    "training/loss/base.py": (2, "a user's loss, adapted"),
+    "training/preflight/causes.py": (2, "a tokenizer"),
+    "training/reward_functions.py": (5, "a user's reward function"),
+    "training/reward_scorer.py": (2, "a tokenizer"),
+    "training/rm_trainer.py": (1, "transformers"),
+    "training/rollouts/engine.py": (1, "a user's environment"),
+    "training/samples/conversations.py": (6, "a tokenizer"),
+    "training/samples/prompt_completion.py": (1, "a tokenizer"),
+    "training/samples/text.py": (1, "a tokenizer"),
+}
+"""File -> how often it asks an object for a member that it may lack, and whose object that is. Our
+own types declare all that is read of them, so none of these is one of ours."""
 
 
 def python_files() -> list[Path]:
@@ -43,3 +95,22 @@ def test_every_folder_of_tests_is_one_of_the_package():
     folders = {path.parent.relative_to(REPOSITORY / "tests") for path in (REPOSITORY / "tests").rglob("test_*.py")}
     packages = {path.parent.relative_to(PACKAGE) for path in python_files()}
     assert {str(folder) for folder in folders - packages if folder.parts[0] not in TEST_FOLDERS} == set()
+
+
+def optional_reads(tree: ast.Module) -> int:
+    """`getattr` with a default, and `hasattr`."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    return sum(call.func.id == "hasattr" or (call.func.id == "getattr" and len(call.args) == 3) for call in calls)
+
+
+def test_only_objects_of_others_are_asked_for_members_that_they_may_lack():
+    reads = {
+        str(path.relative_to(PACKAGE)): optional_reads(ast.parse(path.read_text(encoding="utf-8"))) for path in python_files()
+    }
+    assert {name: number for name, number in reads.items() if number} == {
+        name: number for name, (number, _) in OPTIONAL_READS.items()
+    }
+
+
+def test_an_optional_read_would_be_seen():
+    assert optional_reads(ast.parse("getattr(a, 'b', None) or hasattr(c, 'd') or getattr(e, 'f')")) == 2

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ludic.inference.request import ChatCompletionRequest
-from ludic.types import ChatResponse
+from ludic.inference.sampling import SamplingParams
+from ludic.types import ChatResponse, TokenTrace
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ChatClient", "ChatResponse", "VersionedClient"]
+__all__ = ["ChatClient", "ChatResponse", "ClipsPrompts", "CompletesTokens", "VersionedClient"]
 
 
 class ChatClient(Protocol):
@@ -32,3 +33,24 @@ class VersionedClient(ChatClient, Protocol):
     async def get_policy_version(self) -> int:
         """The version last committed by `sync_weights`."""
         raise NotImplementedError(f"{type(self).__name__} does not know its version")
+
+
+@runtime_checkable
+class CompletesTokens(Protocol):
+    """A client that can continue token ids, without a chat template."""
+
+    async def complete_tokens(
+        self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
+    ) -> TokenTrace:
+        """Sample a completion of these ids."""
+        ...
+
+
+@runtime_checkable
+class ClipsPrompts(Protocol):
+    """A client that may cut long prompts before it sends them."""
+
+    @property
+    def prompts_clipped(self) -> int:
+        """Prompts cut so far."""
+        ...

@@ -1,5 +1,5 @@
-"""verifiers itself, with a client of ours in the model's policy_client. Where verifiers is installed: it
-does not stand beside our pinned openai."""
+"""verifiers itself, with one of our clients as the model. It needs an environment with verifiers,
+which conflicts with our pinned openai."""
 
 import asyncio
 import json

@@ -10,7 +10,7 @@ again; and, if nothing else fits, other weights.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ludic.inference.client import ClipsPrompts, CompletesTokens
 from ludic.inference.prompts.template import ChatTemplate
 from ludic.inference.sampling import SamplingParams
 from ludic.training import ranks
@@ -225,8 +226,8 @@ class Suspects:
     def wrong_prompts(self, comparison: Comparison) -> Cause | None:
         """The cause where first prompts have other tokens than the policy's tokenizer makes of
         their messages, however small the difference is."""
-        clipped = getattr(self.client, "prompts_clipped", False)  # then the messages kept are not those that were sent
-        if self.tokenizer is None or clipped:
+        clipped = isinstance(self.client, ClipsPrompts) and self.client.prompts_clipped > 0
+        if self.tokenizer is None or clipped:  # a clipped prompt has other messages than the sample
             return None
         for item in comparison.items:
             messages = item.meta.get("chat_prompt_messages")
@@ -265,10 +266,9 @@ class Suspects:
     async def by_elimination(self, comparison: Comparison, tried: dict[str, float], threshold: float) -> Cause:
         """Ask the sampler to continue token ids, if it can. No template and no text is involved,
         so that a difference that stays is one of weights."""
-        ask = getattr(self.client, "complete_tokens", None)
-        if ask is None or ranks.is_distributed():
+        if not isinstance(self.client, CompletesTokens) or ranks.is_distributed():
             return known_causes.OTHER_WEIGHTS(where="")
-        probes = await self._probes(ask, comparison)
+        probes = await self._probes(self.client, comparison)
         tried[FROM_IDS] = (await compare(self.backend, self.cfg, probes)).mean
         return (
             known_causes.OTHER_PROMPTS()
@@ -276,14 +276,15 @@ class Suspects:
             else known_causes.OTHER_WEIGHTS(where=", not even where it goes on from ids")
         )
 
-    async def _probes(self, ask: Callable[..., Awaitable[TokenTrace]], comparison: Comparison) -> list[SAWItem]:
+    async def _probes(self, client: CompletesTokens, comparison: Comparison) -> list[SAWItem]:
         """New completions of the samples' prompts."""
         sampling = self.sampling or SamplingParams(temperature=self.cfg.temperature)
         sampling = replace(
             sampling, max_tokens=min(sampling.max_tokens, max(len(_completion(item)) for item in comparison.items))
         )
         prompts = [_prompt(item) for item in comparison.items][:PROBED]
-        traces = await asyncio.gather(*(ask(ids, sampling=sampling, seed=seed) for seed, ids in enumerate(prompts) if ids))
+        probes = (client.complete_tokens(ids, sampling=sampling, seed=i) for i, ids in enumerate(prompts) if ids)
+        traces = await asyncio.gather(*probes)
         return [_item_of(trace) for trace in traces]
 
 
