@@ -4,6 +4,7 @@
 Threads that wait spin for a moment, then sleep (see `ludic.cli.app.main`).
 """
 
+import gc
 import os
 import signal
 import tempfile
@@ -23,6 +24,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job that a shel
 os.environ["LUDIC_SERVER_SECRETS"] = tempfile.mkdtemp(prefix="ludic-test-secrets-")  # not among those of real servers
 
 torch.set_num_threads(1)  # the models of most tests are too small for a second thread to help
+
+
+def pytest_collection_finish():
+    """The garbage collector looks at no module or test again: a run collects before it starts."""
+    gc.collect()
+    gc.freeze()
+
 
 settings.register_profile("quick", max_examples=50, deadline=None, derandomize=True)
 settings.register_profile("thorough", max_examples=2000, deadline=None)

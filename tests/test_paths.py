@@ -16,7 +16,7 @@ MOVED = {
     "ludic.inference.vllm_server": "ludic.inference.vllm.in_server.server",
     "ludic.inference.vllm_utils": "ludic.inference.vllm.launch",
     "ludic.recipes.tokenizer": "ludic.models.byte_tokenizer",
-    "ludic.training.batching.intra_batch_control": "ludic.training.rollouts.groups",
+    "ludic.training.batching.intra_batch_control": "ludic.training.rollouts.request_groups",
     "ludic.training.batching.requests_from_dataset": "ludic.training.rollouts.requests",
     "ludic.training.batching.rm_batching": "ludic.training.batching.preference",
     "ludic.training.batching.rollout_engine": "ludic.training.rollouts.engine",

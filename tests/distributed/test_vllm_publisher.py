@@ -14,7 +14,7 @@ from stub_weight_server import Refused, StubWeightServer, refuse, same, weights
 
 from ludic.distributed import BroadcastPolicyPublisher, VllmControlPlane, VllmTensorCommunicator, create_vllm_publisher
 from ludic.distributed.adapters.vllm import VllmPublisherAdapter
-from ludic.distributed.push import link as server_link
+from ludic.distributed.push import server_link
 from ludic.distributed.push.target import push_target
 from ludic.distributed.unchanged import MOST_IN_A_ROW
 from ludic.errors import LudicError, PublishError

@@ -11,7 +11,7 @@ from real_vllm import running_vllm
 from served_weights import CLOSE, changed, running, version, weights, worst
 
 from ludic.distributed import create_vllm_publisher
-from ludic.distributed.push import link as server_link
+from ludic.distributed.push import server_link
 from ludic.errors import PublishError
 from ludic.inference import SamplingParams, VLLMChatClient
 from ludic.inference.servers import server as server_module

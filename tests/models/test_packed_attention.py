@@ -18,7 +18,7 @@ from ludic.training.backend.torch import enable_checkpointing
 from ludic.training.batching.micro_batching import to_tensors
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.evaluators.heldout_loss import HeldOutLoss
-from ludic.training.preflight.packing import with_supported_packing
+from ludic.training.preflight.padding_free import with_supported_packing
 
 ALGO = RLAlgorithm("supervised", ConstantCredit(1.0), MaskedCausalLMCrossEntropyLoss())
 SMALL = {

@@ -43,3 +43,13 @@ def test_freed_tensors_do_not_go_back_to_the_system_unless_variables_say_so():
     returned = faults(MALLOC_TRIM_THRESHOLD_="131072")  # what is set decides
     assert returned > 10_000
     assert faults() < 0.1 * returned
+
+
+def test_a_program_that_froze_its_own_objects_keeps_them_frozen():
+    code = (
+        "import gc\nfrom ludic.runs.process_memory import settled_memory\n"
+        "gc.freeze()\nfrozen = gc.get_freeze_count()\n"
+        "with settled_memory():\n    assert gc.get_freeze_count() == frozen\n"
+        "assert gc.get_freeze_count() == frozen > 0\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

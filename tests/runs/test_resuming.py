@@ -179,7 +179,7 @@ def test_other_versions_than_at_the_beginning_are_said(run: Path) -> None:
     assert set(progress.versions) == {"ludic", "python", "torch", "transformers"}
     progress.versions["torch"] = "1.0"
     RunDirectory(run).write_progress(progress)
-    assert "begun with torch 1.0" in " ".join(ludic("train", "--resume", str(run)).split())
+    assert "began with torch 1.0" in " ".join(ludic("train", "--resume", str(run)).split())
 
 
 def test_a_run_that_fails_before_its_first_step_leaves_no_folder(tmp_path: Path) -> None:

@@ -389,7 +389,7 @@ def test_a_run_that_ends_early_leaves_the_model_of_its_best_evaluation(tiny: lis
         (["lora.rank=2", "lora.target_modules=[nothing]"], "nothing"),
         (["task.kind=digit"], "did you mean digits"),
         (["task.args.temperature=0"], "temperature (0)"),
-        (["--resume", "/nowhere"], "takes no other"),
+        (["--resume", "/nowhere"], "accepts only steps=N"),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_leaves_no_folder(

@@ -91,8 +91,11 @@ def fill(tree: DictConfig, layers: Iterable[tuple[str, DictConfig]], overrides: 
     for where, layer in layers:
         _merge(tree, layer, where)
     _forget_arguments_of_another_task(tree, next((o.value for o in overrides if o.key == "task.kind"), tree.task.kind))
+    known = _paths(tree)
     for override in overrides:
-        _apply(tree, override)
+        _apply(tree, override, known)
+        if isinstance(override.value, Mapping):  # it may have filled a section that was empty
+            known = _paths(tree)
     check_plain(OmegaConf.to_container(tree, resolve=False), "")
     return OmegaConf.to_object(tree)
 
@@ -297,8 +300,7 @@ def _forget_arguments_of_another_task(tree: DictConfig, kind: Any) -> None:
         tree.task.args = {}
 
 
-def _apply(tree: DictConfig, override: Override) -> None:
-    known = _paths(tree)
+def _apply(tree: DictConfig, override: Override, known: Sequence[str]) -> None:
     if override.key not in known and not override.key.startswith(tuple(f"{section}." for section in _OPEN_SECTIONS)):
         raise ConfigError(f"there is no setting {override.key!r}{suggest(override.key, known)}")
     try:

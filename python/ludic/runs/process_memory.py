@@ -23,19 +23,23 @@ def settled_memory() -> Iterator[None]:
     """Use it around a run that is set up.
 
     Inside, the garbage collector ignores what was imported and built before and runs less often.
+    A program that has frozen its objects already (`gc.freeze`) keeps its own choice of them.
     From then on freed tensors go back to the allocator and not to the system, unless `MALLOC_*` or
     `GLIBC_TUNABLES` are set, which then decide.
     """
     _keep_freed_tensors()
     thresholds = gc.get_threshold()
+    frozen_here = gc.get_freeze_count() == 0
     gc.collect()
-    gc.freeze()
+    if frozen_here:
+        gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, *thresholds[1:])
     try:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
+        if frozen_here:
+            gc.unfreeze()
 
 
 def _keep_freed_tensors() -> None:

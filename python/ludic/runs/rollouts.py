@@ -22,7 +22,7 @@ from ludic.tasks.base import ProblemList
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.batching.synced_batching import RolloutBatchSource
 from ludic.training.rollouts.engine import RolloutEngine
-from ludic.training.rollouts.groups import GRPORequestStrategy
+from ludic.training.rollouts.request_groups import GRPORequestStrategy
 from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest, SAWBatch
 
 ENV_KIND, PROTOCOL_KIND = "task", "single_agent"

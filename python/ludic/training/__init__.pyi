@@ -125,7 +125,7 @@ from ludic.training.reward_scorer import (
 )
 from ludic.training.rm_trainer import RMTrainer as RMTrainer, RMTrainerConfig as RMTrainerConfig
 from ludic.training.rollouts.engine import RolloutEngine as RolloutEngine
-from ludic.training.rollouts.groups import (
+from ludic.training.rollouts.request_groups import (
     GRPORequestStrategy as GRPORequestStrategy,
     IdentityStrategy as IdentityStrategy,
     RequestStrategy as RequestStrategy,

@@ -21,7 +21,8 @@ from ludic.models.published import unwrapped
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.protocol import ForwardPasses, TrainingBackend
 from ludic.training.backend.torch import build_optimizer
-from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, Rows
+from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.packing import Rows
 from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch, SampleMiniBatch
 from ludic.training.batching.preference import (
     PreferencePair,

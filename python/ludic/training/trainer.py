@@ -26,7 +26,8 @@ from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.backend.torch import TorchBackend, build_optimizer
 from ludic.training.batching.micro_batching import MicroBatch
-from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, Rows
+from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.packing import Rows
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.protocol import Evaluator, runs_on_all_ranks
@@ -42,7 +43,7 @@ from ludic.training.loop.setup_checks import check_setup, required_model
 from ludic.training.loop.step_record import StepRecord
 from ludic.training.loop.timings import PhaseTimer
 from ludic.training.preflight.check import Preflight
-from ludic.training.preflight.packing import with_supported_packing
+from ludic.training.preflight.padding_free import with_supported_packing
 from ludic.training.rng import preserved_rng
 from ludic.training.stats import Reducer, default_reducers, group_keys
 from ludic.training.types import BatchSource, SAWItem
@@ -63,12 +64,12 @@ LogFn = Callable[[Stats], Any]
 class Trainer:
     """Trains a model on the batches of a source.
 
-    `model` is None where `backend` has it elsewhere. Without `publisher` nothing is published, and
+    `model` is None if `backend` has it elsewhere. Without `publisher` nothing is published, and
     `sync_every_steps` above 1 is an error; without `evaluator` nothing is evaluated. `lora_config`
-    gives the model adapters (`apply_lora`): only those and the head of a model that scores are
-    trained. `preflight` compares the first samples with their sampler before the first step, and
-    raises where the two disagree. `total_training_steps` is where the learning-rate schedule ends;
-    without it, the `num_steps` of the first `train`.
+    adds adapters (`apply_lora`): only these and the head of a scoring model are trained.
+    `preflight` compares the first samples with their sampler before the first step, and raises if
+    they disagree. `total_training_steps` is the end of the learning-rate schedule; without it, the
+    `num_steps` of the first `train`.
 
     With several ranks the source must give each rank samples of its own (`shards_across_ranks`).
 

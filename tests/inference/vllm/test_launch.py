@@ -316,7 +316,7 @@ def test_serve_says_when_it_is_ready_and_ctrl_c_stops_everything(tmp_path):
         proc.kill()
         proc.stderr.close()
     assert f"http://127.0.0.1:{port}" in said[-1]
-    assert f"trainers of this user on this machine find it in {secret_file(port)}" in said[-2]
+    assert f"trainers of this user on this machine read it from {secret_file(port)}" in said[-2]
     assert found["environment"]["LUDIC_SERVER_SECRET"] not in "".join(said) + rest
     assert "Traceback" not in rest
     assert found["arguments"][-2:] == ["--seed", "7"]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ludic.distributed.interfaces import WeightMetadata
 from ludic.distributed.push.fan_out import complete_before_interrupt, describe_failures, list_urls, run_on_all
-from ludic.distributed.push.link import ServerLink
 from ludic.distributed.push.manifest import ServerManifest, check_fit
+from ludic.distributed.push.server_link import ServerLink
 from ludic.distributed.push.target import push_target
 from ludic.errors import ConfigError, PublishError, PublishTimeoutError
 from ludic.inference.publishing import Version

@@ -21,7 +21,7 @@ from ludic.training.batching.preference import (
 )
 from ludic.training.batching.synced_batching import RolloutBatchSource as RolloutBatchSource
 from ludic.training.rollouts.engine import RolloutEngine as RolloutEngine
-from ludic.training.rollouts.groups import (
+from ludic.training.rollouts.request_groups import (
     GRPORequestStrategy as GRPORequestStrategy,
     IdentityStrategy as IdentityStrategy,
     RequestStrategy as RequestStrategy,

@@ -12,24 +12,21 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ludic import _core
 from ludic.training import ranks
 from ludic.training.batching.micro_batching import MicroBatch, to_tensors, truncate_and_flag
+from ludic.training.batching.packing import CostliestFirst, Packing, Rows, find_line_bounds, plan_lines
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
 from ludic.training.loss.context import collate_actions
 from ludic.training.types import SAWItem
 from ludic.types import group_of
-
-Rows = NDArray[np.int64]
-"""Indices of samples."""
 
 
 @dataclass(frozen=True)
@@ -128,44 +125,6 @@ def unit_key(item: SAWItem, row: int) -> tuple[str, Any]:
         if item.meta.get(key) is not None:
             return key, item.meta[key]
     return "row", row
-
-
-class Packing(Protocol):
-    """Which lines go through the model together, micro-batch by micro-batch. `_core.Plan` is
-    one."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Rows: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def padded_tokens(self) -> int: ...
-
-
-class CostliestFirst:
-    """The micro-batches of a plan by falling `costs`; of equal costs, the earlier first.
-
-    A micro-batch that does not fit into memory then fails in the first pass, and ranks that wait
-    for each other after every pass run similar ones at the same time.
-    """
-
-    def __init__(self, plan: Packing, costs: Sequence[tuple[int, ...]]) -> None:
-        self._plan = plan
-        self._order = sorted(range(len(plan)), key=costs.__getitem__, reverse=True)
-
-    def __len__(self) -> int:
-        return len(self._plan)
-
-    def __getitem__(self, index: int, /) -> Rows:
-        return self._plan[self._order[index]]
-
-    @property
-    def num_tokens(self) -> int:
-        return self._plan.num_tokens
-
-    @property
-    def padded_tokens(self) -> int:
-        return self._plan.padded_tokens
 
 
 class MiniBatch:
@@ -267,13 +226,6 @@ class MiniBatch:
         return dict(zip(PADDING_KEYS, map(float, counts), strict=True))
 
 
-def find_line_bounds(chains: NDArray[np.int32]) -> Rows:
-    """[L + 1] bounds of the runs of equal chain numbers; a sample outside any chain (-1) is a run
-    of its own. Example: chains [4, 4, -1, -1] give [0, 2, 3, 4]."""
-    begins = np.flatnonzero((chains[1:] != chains[:-1]) | (chains[1:] < 0)) + 1
-    return np.concatenate([[0], begins, [len(chains)]]) if len(chains) else np.zeros(1, dtype=np.int64)
-
-
 PADDING_KEYS = (
     "perf/real_tokens",
     "perf/padded_tokens",
@@ -281,15 +233,6 @@ PADDING_KEYS = (
     "perf/padded_tokens_unpacked",
     "perf/micro_batches",
 )
-
-
-def plan_lines(lengths: NDArray[np.int32], cfg: TrainerConfig) -> _core.Plan:
-    """Pack lines of these lengths as `cfg.packing` says."""
-    if cfg.packing == "padding_free":
-        return _core.plan_padding_free(lengths, cfg.micro_token_budget)
-    if cfg.packing == "greedy":
-        return _core.plan_greedy(lengths, cfg.micro_token_budget)
-    return _core.plan_optimal(lengths, cfg.micro_token_budget, cfg.overhead_tokens)
 
 
 def batch_totals(

@@ -15,7 +15,8 @@ from ludic import _core
 from ludic.errors import shorten_names
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.micro_batching import MicroBatch, truncate_and_flag
-from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, Packing, Rows, batch_totals, rows_by_key, unit_key
+from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, batch_totals, rows_by_key, unit_key
+from ludic.training.batching.packing import Packing, Rows
 from ludic.training.batching.preference import collate_meta, find_pair_rows, validate_preference_batch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals

@@ -16,7 +16,7 @@ from ludic.training.backend.protocol import ForwardPasses
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.context import SharedContext
-from ludic.training.preflight.packing import with_supported_packing
+from ludic.training.preflight.padding_free import with_supported_packing
 from ludic.training.types import SAWItem
 
 

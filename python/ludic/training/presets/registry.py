@@ -51,7 +51,7 @@ class Preset:
 
 PRESETS: dict[str, Preset] = {
     "bradley_terry": Preset("reward_models:make_bradley_terry", "Bradley and Terry 1952", "reward_model"),
-    "cispo": Preset("clipped_weights:make_cispo", "arXiv:2506.13585"),
+    "cispo": Preset("cispo:make_cispo", "arXiv:2506.13585"),
     "dapo": Preset("group_relative:make_dapo", "arXiv:2503.14476"),
     "dr_grpo": Preset("group_relative:make_dr_grpo", "arXiv:2503.20783"),
     "gmpo": Preset("group_relative:make_gmpo", "arXiv:2507.20673"),
@@ -63,7 +63,7 @@ PRESETS: dict[str, Preset] = {
     "reinforce_plus_plus": Preset("policy_gradient:make_reinforce_plus_plus", "arXiv:2501.03262"),
     "rloo": Preset("policy_gradient:make_rloo", "arXiv:2402.14740"),
     "sapo": Preset("group_relative:make_sapo", "arXiv:2511.20347"),
-    "scalerl": Preset("clipped_weights:make_scalerl", "arXiv:2510.13786"),
+    "scalerl": Preset("cispo:make_scalerl", "arXiv:2510.13786"),
     "scalerl_rm": Preset("reward_models:make_scalerl_with_rm", "arXiv:2510.13786", "with_reward_model"),
     "sft": Preset("supervised:make_sft", "", "supervised"),
 }

@@ -9,7 +9,7 @@ from ludic.training.loss import BradleyTerryLoss, CISPOLoss, TokenClippedSurroga
 from ludic.training.loss.base import ScoreType
 from ludic.training.loss.kl import Estimator
 from ludic.training.loss.preference import RegularizationType
-from ludic.training.presets.clipped_weights import add_kl
+from ludic.training.presets.cispo import add_kl
 from ludic.training.presets.preprocess import check_ratios
 from ludic.training.reward_credit import CombineMode, RewardModelCreditAssigner
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ludic.errors import ConfigError, RequestsExhausted
 from ludic.inference.request import InferenceSpec
-from ludic.training.rollouts.groups import GRPORequestStrategy, IdentityStrategy, RequestStrategy
+from ludic.training.rollouts.request_groups import GRPORequestStrategy, IdentityStrategy, RequestStrategy
 from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest
 
 Row = tuple[int, Any]
