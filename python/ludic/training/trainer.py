@@ -69,9 +69,8 @@ class Trainer:
     adds adapters (`apply_lora`): only these and the head of a scoring model are trained.
     `preflight` compares the first samples with their sampler before the first step, and raises if
     they disagree. `total_training_steps` is the end of the learning-rate schedule; without it, the
-    `num_steps` of the first `train`.
-
-    With several ranks the source must give each rank samples of its own (`shards_across_ranks`).
+    `num_steps` of the first `train`. With several ranks, the source must give each rank its own
+    samples (`shards_across_ranks`).
 
     >>> trainer = Trainer(model=model, algo=make_grpo(group_size=8), batch_source=source, cfg=cfg)
     >>> trainer.train_sync(num_steps=100)
