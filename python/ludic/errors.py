@@ -116,12 +116,12 @@ class CheckpointError(LudicError, RuntimeError):
 
 
 class ServerError(InferenceError):
-    """A server rejected a call with the HTTP status `status`; `said` is its reason."""
+    """A server rejected a call with the HTTP status `status`; `reason` is its text."""
 
-    def __init__(self, message: str, *, status: int, said: str = "") -> None:
+    def __init__(self, message: str, *, status: int, reason: str = "") -> None:
         super().__init__(message)
         self.status = status
-        self.said = said
+        self.reason = reason
 
 
 class ServerTimeoutError(InferenceError, TimeoutError):

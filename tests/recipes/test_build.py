@@ -62,8 +62,8 @@ def test_a_task_of_ones_own_is_named_by_module_and_class() -> None:
 def test_the_trainer_can_tell_what_the_recipe_asked_for() -> None:
     cfg = build_trainer_config(compose(["trainer.eval_max_steps=3"]).trainer, pad_token_id=7, seed=5)
     assert (cfg.pad_token_id, cfg.seed, cfg.eval_max_steps) == (7, 5, 3)
-    assert cfg.given("eval_max_steps")
-    assert not cfg.given("eval_concurrency")
+    assert cfg.was_set("eval_max_steps")
+    assert not cfg.was_set("eval_concurrency")
 
 
 @pytest.mark.parametrize(

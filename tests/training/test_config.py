@@ -98,15 +98,15 @@ def test_a_budget_below_the_limit_is_a_budget_error():
 
 def test_the_config_knows_which_names_were_given():
     cfg = TrainerConfig(lr=1e-5)
-    assert cfg.given("lr")
-    assert not cfg.given("sync_every_steps")
+    assert cfg.was_set("lr")
+    assert not cfg.was_set("sync_every_steps")
 
 
 def test_a_changed_copy_gives_no_name_that_was_not_given():
     copy = replace(TrainerConfig(eval_max_steps=7), lr=2e-5)
-    assert copy.given("lr")
-    assert copy.given("eval_max_steps")
-    assert not copy.given("sync_every_steps")
+    assert copy.was_set("lr")
+    assert copy.was_set("eval_max_steps")
+    assert not copy.was_set("sync_every_steps")
 
 
 def test_it_is_an_ordinary_dataclass():

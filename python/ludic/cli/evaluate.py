@@ -185,10 +185,10 @@ def _problems(recipe: Recipe, settings: EvalSettings, task: EpisodicTask, consol
     suites = task.suites()
     if settings.suite not in (None, *suites):
         raise ConfigError(f"suite ({settings.suite}) must be one of {', '.join(suites)}")
-    wanted, available = recipe.evaluation.prompts, suites[settings.suite or next(iter(suites))]
-    if len(available) < wanted:
-        console.print(f"The task has only {len(available)} held-out problems, not {wanted}", highlight=False)
-    problems = available[:wanted]
+    requested, available = recipe.evaluation.prompts, suites[settings.suite or next(iter(suites))]
+    if len(available) < requested:
+        console.print(f"The task has only {len(available)} held-out problems, not {requested}", highlight=False)
+    problems = available[:requested]
     repeated = Counter(problem["id"] for problem in problems)
     return [
         {**problem, "id": f"{problem['id']}, {i}"} if repeated[problem["id"]] > 1 else problem

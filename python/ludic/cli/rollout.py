@@ -118,11 +118,11 @@ async def _play_with(
     engine = make_engine(parts.task, sampler.client, model_name=sampler.model_name, system_prompt=recipe.rollout.system_prompt)
     requests = training_requests(parts.task, recipe.rollout, seed=recipe.seed)
     while (remaining := episodes - counts.episodes - counts.failed) > 0:
-        wanted = requests()[: _whole_groups(remaining, recipe.rollout.group_size)]
-        played = await engine.generate_rollouts(wanted, max_steps=parts.task.max_turns, concurrency=recipe.rollout.concurrency)
+        batch = requests()[: _whole_groups(remaining, recipe.rollout.group_size)]
+        played = await engine.generate_rollouts(batch, max_steps=parts.task.max_turns, concurrency=recipe.rollout.concurrency)
         kept = played if keep is None else [rollout for rollout in played if keep(rollout)]
         append_rollouts(out, kept)
-        counts.add(played, kept, len(wanted))
+        counts.add(played, kept, len(batch))
         console.print(
             f"{counts.episodes} of {episodes} episodes, {counts.kept} kept, mean reward {counts.reward:.3f}", highlight=False
         )

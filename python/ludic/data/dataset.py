@@ -126,8 +126,8 @@ def _copied(rows: list[Row], columns: Mapping[str, str | Sequence[str]], source:
         candidates = [originals] if isinstance(originals, str) else list(originals)
         original = next((candidate for candidate in candidates if candidate in rows[0]), None)
         if original is None:
-            wanted = " or ".join(repr(candidate) for candidate in candidates)
-            raise ConfigError(f"{source} has no column {wanted} to be its {name}; it has {', '.join(rows[0])}")
+            expected = " or ".join(repr(candidate) for candidate in candidates)
+            raise ConfigError(f"{source} has no column {expected} to be its {name}; it has {', '.join(rows[0])}")
         rows = [{**row, name: row[original]} for row in rows] if original != name else rows
     return rows
 

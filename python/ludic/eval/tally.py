@@ -150,9 +150,9 @@ def _check_one_per_episode(rollouts: Sequence[Rollout]) -> None:
 
 
 def _bounds(problems: Sequence[ProblemResult]) -> tuple[float, float]:
-    asked = [(p.right, p.failed, p.answers + p.failed) for p in problems]
-    low = sum(right / all_ for right, _, all_ in asked) / len(asked)
-    high = sum((right + failed) / all_ for right, failed, all_ in asked) / len(asked)
+    counts = [(p.right, p.failed, p.answers + p.failed) for p in problems]
+    low = sum(right / all_ for right, _, all_ in counts) / len(counts)
+    high = sum((right + failed) / all_ for right, failed, all_ in counts) / len(counts)
     return low, high
 
 

@@ -54,14 +54,14 @@ def write_model(model: nn.Module, folder: Path | None) -> None:
 def _without_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One name for each tensor: tied weights are stored once."""
     seen: set[tuple[Any, ...]] = set()
-    kept = {}
+    distinct = {}
     for name, tensor in state.items():
         identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() and identity in seen:
             continue
         seen.add(identity)
-        kept[name] = tensor.detach().contiguous()
-    return kept
+        distinct[name] = tensor.detach().contiguous()
+    return distinct
 
 
 def read_model(model: nn.Module, folder: Path) -> None:
@@ -119,9 +119,9 @@ def _sharded(folder: Path) -> Iterator[tuple[str, Tensor]]:
         if Path(name).name != name:
             raise CheckpointError(f"{folder / INDEX} names the file {name}, which is not in the folder")
         with safe_open(folder / name, framework="pt") as shard:
-            held = set(shard.keys())
+            stored = set(shard.keys())
             for key in (key for key, place in places.items() if place == name):
-                if key not in held:
+                if key not in stored:
                     raise KeyError(f"{key} is not in {folder / name}, where the index puts it; the checkpoint is damaged")
                 yield key, shard.get_tensor(key)
 

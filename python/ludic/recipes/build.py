@@ -78,8 +78,8 @@ def build_task(
     """A built-in task by its name, the user's own class as `package.module:Class`, or a data set
     with reward functions or a reward model (`judged`)."""
     if section.kind == "data":
-        given = {"data": data, "reward": reward, "reward_weights": reward_weights, "judged": judged}
-        return _call(DataTask, {**section.args, **given}, "task.args")
+        explicit = {"data": data, "reward": reward, "reward_weights": reward_weights, "judged": judged}
+        return _call(DataTask, {**section.args, **explicit}, "task.args")
     if data is not None or reward is not None:
         raise ConfigError(f"data and reward make a task of their own (task.kind=data); task.kind is {section.kind}")
     return build_named(TASKS, section)
@@ -95,8 +95,8 @@ def build_named(registry: dict[str, Callable[..., Any]], section: TaskSection) -
 
 def task_of(recipe: Recipe) -> EpisodicTask:
     """The task of a recipe, whatever it is, as one of episodes."""
-    given = {"data": recipe.data, "reward": recipe.reward, "reward_weights": recipe.reward_weights}
-    return as_episodic(build_task(recipe.task, **given, judged=recipe.reward_model is not None))
+    settings = {"data": recipe.data, "reward": recipe.reward, "reward_weights": recipe.reward_weights}
+    return as_episodic(build_task(recipe.task, **settings, judged=recipe.reward_model is not None))
 
 
 def with_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> EpisodicTask:
@@ -106,13 +106,13 @@ def with_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> Epi
         if recipe.reward_model_args:
             raise ConfigError("reward_model_args are those of a reward model; set reward_model=DIRECTORY")
         return task
-    given = {
+    derived = {
         "task": task,
         "tokenizer": tokenizer,
         "source": recipe.reward_model,
         "device": recipe.trainer.model_device,
     }
-    judged_task: EpisodicTask = _call(judged_by, {**recipe.reward_model_args, **given}, "reward_model_args")
+    judged_task: EpisodicTask = _call(judged_by, {**recipe.reward_model_args, **derived}, "reward_model_args")
     return judged_task
 
 
@@ -122,10 +122,10 @@ def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None)
     it."""
     make = _look_up(REGISTRY, recipe.algorithm, "algorithm").make
     _check_groups_differ(recipe, make)
-    given = dict(recipe.algorithm_args)
+    explicit = dict(recipe.algorithm_args)
     derived = {"group_size": recipe.rollout.group_size, "max_completion_tokens": max_completion_tokens}
-    taken = inspect.signature(make).parameters
-    return _call(make, {**{name: value for name, value in derived.items() if name in taken}, **given}, "algorithm_args")
+    parameters = inspect.signature(make).parameters
+    return _call(make, {**{name: value for name, value in derived.items() if name in parameters}, **explicit}, "algorithm_args")
 
 
 def _check_groups_differ(recipe: Recipe, make: Callable[..., RLAlgorithm]) -> None:

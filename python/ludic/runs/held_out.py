@@ -68,8 +68,8 @@ class Evaluation:
     def rates(self) -> dict[str, float]:
         """The rates without the answers."""
         greedy = {"greedy_accuracy": self.greedy_accuracy, "greedy_reward": self.greedy_reward}
-        told = [(name, rate) for name, rate in greedy.items() if rate is not None][:1]
-        return {"sampled_reward": self.sampled_reward, **dict(told), **self.facts}
+        first = [(name, rate) for name, rate in greedy.items() if rate is not None][:1]
+        return {"sampled_reward": self.sampled_reward, **dict(first), **self.facts}
 
     def interval(self, name: str) -> Interval | None:
         """The 95 % interval of a rate over problems; None for a rate that is not known per

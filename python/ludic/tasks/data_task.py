@@ -61,17 +61,17 @@ class DataTask:
         loaded = _load(data, prompt_column, config, split)
         problems = self._problems(loaded, "")
         if heldout_data is None:
-            held = _lowest_hashes(problems, num_heldout, data)
+            heldout = _lowest_hashes(problems, num_heldout, data)
         else:
-            held = self._problems(_load(heldout_data, prompt_column, config, heldout_split), "heldout-")[:num_heldout]
-        seen = {_key(problem) for problem in held}
+            heldout = self._problems(_load(heldout_data, prompt_column, config, heldout_split), "heldout-")[:num_heldout]
+        seen = {_key(problem) for problem in heldout}
         self.training: Sequence[DataProblem] = [problem for problem in problems if _key(problem) not in seen]
         """The problems to train on, in passes: each once before any is repeated."""
         if not self.training:
             raise ConfigError(f"every prompt of {data} is held out and none is left to train on; lower task.args.num_heldout")
         self.digest = loaded.digest()
         """Identifies the content of the data set."""
-        self._held = held
+        self._held = heldout
 
     @property
     def reward_sees(self) -> str:
@@ -147,10 +147,10 @@ def _load(source: str, prompt_column: str | None, config: str | None, split: str
     return load_data(source, kind="prompt", columns={"prompt": prompt_column or PROMPT_COLUMNS}, config=config, split=split)
 
 
-def _lowest_hashes(problems: Sequence[DataProblem], wanted: int | None, source: str) -> list[DataProblem]:
+def _lowest_hashes(problems: Sequence[DataProblem], requested: int | None, source: str) -> list[DataProblem]:
     """One problem for each held-out prompt."""
     distinct = {_key(problem): problem for problem in reversed(problems)}
-    number = min(200, max(1, len(distinct) // 10)) if wanted is None else wanted
+    number = min(200, max(1, len(distinct) // 10)) if requested is None else requested
     if not 1 <= number < len(distinct):
         raise ConfigError(
             f"num_heldout ({number}) must be at least 1 and less than the {len(distinct)} different prompts of {source}; or name "

@@ -95,8 +95,8 @@ class DigitSort:
     @cached_property
     def _heldout(self) -> tuple[Problem, ...]:
         rng, problems = Random(_SPLIT_SEED), dict[str, Problem]()
-        wanted = min(500, self._spare) if self.num_heldout is None else self.num_heldout
-        while len(problems) < wanted:
+        count = min(500, self._spare) if self.num_heldout is None else self.num_heldout
+        while len(problems) < count:
             problem = self._any_problem(rng)
             problems.setdefault(problem["id"], problem)
         return tuple(problems.values())

@@ -168,5 +168,5 @@ def _merged(source: str, adapters: Path, dtype: str) -> tuple[str, Any]:
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if isinstance(error, ConfigError):
             raise
-        said = " ".join(str(error).split())
-        raise ConfigError(f"the adapters of reward_model ({source}) do not fit {base}: {said[:300]}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the adapters of reward_model ({source}) do not fit {base}: {reason[:300]}") from error

@@ -108,8 +108,8 @@ class DigitPreferences:
 
     @cached_property
     def _heldout(self) -> tuple[Preference, ...]:
-        rng, wanted = Random(_SPLIT_SEED), self.num_heldout or min(5_000, self._spare)
-        return tuple(self._any_pair(rng) for _ in range(wanted))
+        rng, count = Random(_SPLIT_SEED), self.num_heldout or min(5_000, self._spare)
+        return tuple(self._any_pair(rng) for _ in range(count))
 
     @cached_property
     def _heldout_responses(self) -> frozenset[str]:

@@ -71,7 +71,7 @@ def _with_name_checks(init: Callable[..., None]) -> Callable[..., None]:
         # `dataclasses.replace` passes every field: those that differ from a default count as
         # passed.
         everything = passed >= {item.name for item in fields(self)}
-        self._given = frozenset(filter(functools.partial(_differs, self), passed)) if everything else passed
+        self._explicit = frozenset(filter(functools.partial(_differs, self), passed)) if everything else passed
 
     return __init__
 
@@ -198,9 +198,9 @@ class TrainerConfig:
             self.betas = (self.betas[0], self.betas[1])
         self.validate()
 
-    def given(self, name: str) -> bool:
+    def was_set(self, name: str) -> bool:
         """Whether the field was passed to the constructor."""
-        return name in self._given  # type: ignore[attr-defined]
+        return name in self._explicit  # type: ignore[attr-defined]
 
     def evaluates_at(self, step: int) -> bool:
         """Whether an evaluation is due after `step` steps."""
@@ -212,9 +212,9 @@ class TrainerConfig:
         """What an evaluator is told: these arguments, else the `eval_*` fields that were passed to
         the constructor, else None."""
         return {
-            "max_steps": self.eval_max_steps if max_steps is None and self.given("eval_max_steps") else max_steps,
-            "timeout_s": self.eval_timeout_s if timeout_s is None and self.given("eval_timeout_s") else timeout_s,
-            "concurrency": self.eval_concurrency if concurrency is None and self.given("eval_concurrency") else concurrency,
+            "max_steps": self.eval_max_steps if max_steps is None and self.was_set("eval_max_steps") else max_steps,
+            "timeout_s": self.eval_timeout_s if timeout_s is None and self.was_set("eval_timeout_s") else timeout_s,
+            "concurrency": self.eval_concurrency if concurrency is None and self.was_set("eval_concurrency") else concurrency,
         }
 
     def validate(self) -> None:

@@ -99,14 +99,14 @@ class VerifiersEnv(SingleAgentEnv):
         """The next request to the model; None when verifiers has finished. Raises TimeoutError
         after `timeout_s` and cancels the episode."""
         assert self._playing is not None
-        asked = asyncio.ensure_future(self._caller.asked.get())
+        request = asyncio.ensure_future(self._caller.asked.get())
         try:
-            done, _ = await asyncio.wait({asked, self._playing}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({request, self._playing}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if not asked.done():
-                await _cancel(asked)
-        if asked in done:
-            return asked.result()
+            if not request.done():
+                await _cancel(request)
+        if request in done:
+            return request.result()
         if self._playing in done:
             self._episode.end()
             return None

@@ -64,8 +64,8 @@ def _check(record: Record) -> None:
         raise DataError(f"{where} is of version {record.get('version')}; version {TRACE_VERSION}, of verifiers 0.4, can be read")
     if not record["ok"]:
         errors = record.get("errors") or []
-        said = f"{errors[-1]['type']}: {errors[-1]['message']}" if errors else f"stopped by {record.get('stop_condition')}"
-        raise RolloutError(f"{where} failed ({said}); a failed episode has no rollout")
+        reason = f"{errors[-1]['type']}: {errors[-1]['message']}" if errors else f"stopped by {record.get('stop_condition')}"
+        raise RolloutError(f"{where} failed ({reason}); a failed episode has no rollout")
     if not record["is_completed"]:
         raise RolloutError(f"{where} is unfinished; wait for its end")
 

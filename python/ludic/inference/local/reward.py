@@ -182,9 +182,9 @@ class LocalRewardModel:
         return pooled
 
     def _ids(self, inputs: Sequence[str | Sequence[int]]) -> list[Sequence[int]]:
-        checked = [scoring_input(given) for given in inputs]
-        if self.tokenizer is None and any(isinstance(given, str) for given in checked):
-            raise ConfigError(f"{self.name} has no tokenizer and was given text; give it one, or token ids")
+        checked = [scoring_input(item) for item in inputs]
+        if self.tokenizer is None and any(isinstance(item, str) for item in checked):
+            raise ConfigError(f"{self.name} has no tokenizer and got text; give it one, or token ids")
         return [
             self.tokenizer(sequence, add_special_tokens=self._add_special_tokens)["input_ids"]
             if isinstance(sequence, str)

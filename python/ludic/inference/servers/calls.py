@@ -57,7 +57,7 @@ class ServerCalls:
         )
         if response.status != 200:
             raise ServerError(
-                self._message(path, response.status, response.excerpt()), status=response.status, said=response.text
+                self._message(path, response.status, response.excerpt()), status=response.status, reason=response.text
             )
         if answer is not None:
             return response.read(answer)

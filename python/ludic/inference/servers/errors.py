@@ -36,7 +36,7 @@ def is_retryable(error: BaseException) -> bool:
 
 def is_missing_endpoint(error: Exception) -> bool:
     """Whether the server lacks the endpoint. False for a 404 because it lacks the model."""
-    return isinstance(error, ServerError) and error.status in (403, 404, 405) and "model" not in error.said.lower()
+    return isinstance(error, ServerError) and error.status in (403, 404, 405) and "model" not in error.reason.lower()
 
 
 def status_error(url: str, status: int, body: str, headers: Mapping[str, str]) -> InferenceError:
@@ -53,7 +53,7 @@ def status_error(url: str, status: int, body: str, headers: Mapping[str, str]) -
             "use the final address",
             status=status,
         )
-    return ServerError(f"{url} answered {status}: {shown}", status=status, said=body)
+    return ServerError(f"{url} answered {status}: {shown}", status=status, reason=body)
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:

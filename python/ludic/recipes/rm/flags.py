@@ -96,7 +96,7 @@ def overrides_of_flags(arguments: Sequence[str]) -> Iterator[str | Override]:
         elif name in FLAGS or name == _DIRECTORY:
             yield from _settings(name, value if has_value else _next(name, remaining))
         else:
-            raise ConfigError(_unknown(name, taken=name in SWITCHES))
+            raise ConfigError(_unknown(name, is_switch=name in SWITCHES))
 
 
 def _settings(name: str, value: str) -> Iterator[Override]:
@@ -132,8 +132,8 @@ def _check_lora(names: Sequence[str], arguments: Sequence[str]) -> None:
         raise ConfigError(f"{without[0]} says how, and --lora that: add --lora, or leave {without[0]} out to train all weights")
 
 
-def _unknown(name: str, *, taken: bool) -> str:
-    if taken:
+def _unknown(name: str, *, is_switch: bool) -> str:
+    if is_switch:
         return f"{name} is on where it is given; it takes no value"
     if name == "--learning-rate":
         return "there is no flag --learning-rate; it is called --lr"

@@ -119,7 +119,7 @@ def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, 
     """The outcome of a run, from its progress.json and metrics.jsonl, so that a resumed run is
     reported as a whole."""
     before, after = compared(
-        *(None if found is None else Evaluation.from_dict(found) for found in (progress.before, progress.after))
+        *(None if saved is None else Evaluation.from_dict(saved) for saved in (progress.before, progress.after))
     )
     every_line = directory.read_metrics("reinforce")
     warm_up, reinforce = (

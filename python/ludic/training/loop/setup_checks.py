@@ -37,7 +37,7 @@ def check_setup(
 def check_publisher(cfg: TrainerConfig, publisher: object) -> None:
     """Refuse a cadence without a publisher. `sync_every_steps=1` is the default, and only warned
     of."""
-    if publisher is not None or not cfg.given("sync_every_steps") or cfg.sync_every_steps == 0:
+    if publisher is not None or not cfg.was_set("sync_every_steps") or cfg.sync_every_steps == 0:
         return
     if cfg.sync_every_steps > 1:
         raise ConfigError(

@@ -58,9 +58,9 @@ def missing_flags(defaults: Sequence[tuple[str, str | None]], explicit: Sequence
     """The defaults that are not among the explicit arguments, as arguments. Of a flag that is
     among the defaults twice, the first counts."""
     arguments: list[str] = []
-    taken = {argument.split("=")[0] for argument in explicit}
+    present = {argument.split("=")[0] for argument in explicit}
     for flag, value in defaults:
-        if flag not in taken:
-            taken.add(flag)
+        if flag not in present:
+            present.add(flag)
             arguments += [flag] if value is None else [flag, value]
     return arguments

@@ -214,11 +214,11 @@ class WeightWorker:
         under the same names."""
         engine = self._ludic_engine()
         served = self._ludic_served()
-        held = {}
+        fingerprints = {}
         for name, shape in engine.receiver.loaded_shapes.items():
             if name in served and (whole := _without_padding(served[name], shape)) is not None:
-                held[name] = tensor_fingerprint(whole)
-        return {"loaded": engine.receiver.fingerprints, "served": held, "broken": engine.broken}
+                fingerprints[name] = tensor_fingerprint(whole)
+        return {"loaded": engine.receiver.fingerprints, "served": fingerprints, "broken": engine.broken}
 
     def _ludic_engine(self) -> Any:
         engine = self.weight_transfer_engine
