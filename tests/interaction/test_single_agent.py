@@ -322,3 +322,26 @@ def test_a_collector_forgets_agents_that_did_nothing():
     assert [step.index for step in rollout.steps] == [0, 1]
     assert rollout.meta == {"agent_id": "x", "episode_truncated": True, "truncation_reason": "env"}
     assert rollout.id != collector.extract_rollouts()[0].id
+
+
+def test_an_environment_and_an_agent_that_subclass_nothing_are_played():
+    class Room:
+        agent_ids = active_agents = ("agent_0",)
+
+        def reset(self, *, seed=None):
+            return {"agent_0": ("start", {})}
+
+        def step(self, actions):
+            return {"agent_0": StepOutcome(obs="end", reward=1.0, terminated=True, truncated=False)}
+
+    own = Agent(client=ScriptedClient("a"), model="m", ctx=FullDialog(), parser=verbatim)
+
+    class Plain:
+        """The members that the protocol reads, on a class of the user's own."""
+
+        _ctx = own._ctx
+        name = "plain"
+        reset, on_env_reset, on_after_step, act = own.reset, own.on_env_reset, own.on_after_step, own.act
+
+    (rollout,) = play(SingleAgentProtocol(Plain()).run(env=Room(), max_steps=2, env_seed=0, sampling_seed=1))
+    assert rollout.total_reward == 1.0

@@ -326,3 +326,51 @@ def test_only_the_checkpoint_saved_last_is_amended(tmp_path):
     manager.amend(5, {"found": 2})
     states = [json.loads((tmp_path / f"step_00000{step}" / "trainer_state.json").read_text()) for step in (4, 5)]
     assert states == [{"step": 4, "kept": 1}, {"step": 5, "kept": 1, "found": 2}]
+
+
+def test_a_trainer_saves_and_loads_through_the_methods_that_a_subclass_overrides(tmp_path):
+    calls = []
+
+    class Telling(CheckpointManager):
+        def save(self, model, *, step, **options):
+            calls.append(("save", step))
+            return super().save(model, step=step, **options)
+
+        def load(self, model, **options):
+            calls.append("load")
+            return super().load(model, **options)
+
+    def trainer(**options):
+        model, source = tiny_model(), ListSource(sorting_items(4))
+        checkpointer = Telling(CheckpointConfig(tmp_path, every_n_steps=1))
+        return Trainer(
+            model=model, algo=make_grpo(group_size=4), batch_source=source, cfg=cpu_config(), checkpointer=checkpointer, **options
+        )
+
+    trainer().train_sync(1)
+    resumed = trainer(resume_from=1)
+    assert calls == [("save", 1), "load"]
+    assert resumed.current_step == 1
+
+
+def test_a_backend_that_cannot_save_is_refused_before_the_first_step(tmp_path):
+    class Bare:
+        def forward_backward(self, batch, *, totals=None): ...
+        def optim_step(self, *, lr_factor=1.0): ...
+
+    with pytest.raises(ConfigError, match=r"backend \(Bare\) has no save, load"):
+        Trainer(
+            model=None,
+            backend=Bare(),
+            algo=make_grpo(group_size=4),
+            batch_source=ListSource(sorting_items(4)),
+            cfg=cpu_config(),
+            checkpoint_config=CheckpointConfig(tmp_path, every_n_steps=1),
+        )
+
+
+def test_a_subclass_of_the_trainer_may_set_its_model():
+    model = tiny_model()
+    trainer = Trainer(model=model, algo=make_grpo(group_size=4), batch_source=ListSource(sorting_items(4)), cfg=cpu_config())
+    trainer.model = other = tiny_model(seed=1)
+    assert trainer.model is other

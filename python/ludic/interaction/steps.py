@@ -16,7 +16,7 @@ def intermediate_steps(agent: Agent, index: int, obs: str) -> list[Step]:
     reached the environment and have no reward of their own, so their credit comes from the later
     steps of the rollout. Their info has `intermediate_call`."""
     steps: list[Step] = []
-    for call in agent.intermediate_calls:
+    for call in getattr(agent, "intermediate_calls", ()):
         step = Step(
             index=index + len(steps),
             prev_obs=obs,
@@ -79,4 +79,4 @@ def mark_truncated(last: Step) -> None:
 
 def system_prompt(agent: Agent, env: LudicEnv[str, str, str]) -> str | None:
     """The agent's own, else the one that the environment suggests."""
-    return agent.system_prompt or env.suggested_sysprompt
+    return agent._ctx.default_system_prompt or getattr(env, "suggested_sysprompt", None)

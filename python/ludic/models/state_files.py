@@ -241,7 +241,7 @@ def read_optimizer_if_stored(optimizer: torch.optim.Optimizer, model: nn.Module,
     if (folder / "optimizer.json").exists():
         read_optimizer(optimizer, model, folder)
     else:
-        logger.warning("%s has no optimizer state; the optimizer starts anew", folder)
+        logger.warning("%s has no optimizer state; the optimizer keeps the state that it has", folder)
 
 
 def _check_groups(stored: list[Any], current: list[Any], folder: Path) -> None:

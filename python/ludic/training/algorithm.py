@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataError, DataTypeError, shorten_names
 from ludic.models.packed_attention import packed_keywords, transformer_of
-from ludic.training.loss.base import Loss, as_loss, loss_name, scaled_loss
+from ludic.training.loss.base import Loss, adapted_loss, as_loss, loss_name, scaled_loss
 from ludic.training.loss.batch import Batch, BatchTotals, Correction, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.mismatch import mismatch_sums
@@ -66,11 +66,13 @@ class RLAlgorithm:
     `reads_shared_only`."""
 
     def __post_init__(self) -> None:
-        self.loss = as_loss(self.loss)
-        if self.correction is not None and not self.loss.reads_shared_only:
+        if type(self).compute_loss is RLAlgorithm.compute_loss:  # else a subclass may do without a loss
+            as_loss(self.loss)
+        loss = adapted_loss(self)
+        if self.correction is not None and not loss.reads_shared_only:
             raise ConfigError(
                 f"a correction ({type(self.correction).__name__}) weighs the log-probabilities of the shared context, and "
-                f"{loss_name(self.loss)} reads the logits past it; use a loss that reads them through `shared`, or no correction"
+                f"{loss_name(loss)} reads the logits past it; use a loss that reads them through `shared`, or no correction"
             )
 
     def compute_loss(
@@ -90,18 +92,19 @@ class RLAlgorithm:
         statistics include the sums of `loss.mismatch` if the batch has the sampler's
         log-probabilities and the loss computes the policy's.
         """
+        formula = adapted_loss(self)
         logits = forward_logits(model, batch)
         shared = SharedContext(
             logits,
             batch,
             totals=totals,
-            consume_logits=self.loss.reads_shared_only,
+            consume_logits=formula.reads_shared_only,
             wide=cast_logits_to_fp32,
-            with_entropy=self.loss.reads_entropy,
+            with_entropy=formula.reads_entropy,
             temperature=temperature,
             correction=self.correction,
         )
-        loss, stats = scaled_loss(self.loss, logits, batch, shared)
+        loss, stats = scaled_loss(formula, logits, batch, shared)
         return loss, {**stats, **mismatch_sums(shared)}
 
 

@@ -33,6 +33,7 @@ from ludic.files.folders import clear_unfinished, delete_folder, replace_folder
 from ludic.models.state_files import read_model, read_optimizer_if_stored, write_model, write_optimizer
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
+from ludic.training.backend.torch import TorchBackend
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,10 @@ class CheckpointManager:
         return self._save(write, step, metadata)
 
     def save_backend(self, backend: TrainingBackend, *, step: int, metadata: Mapping[str, Any] | None = None) -> Path | None:
-        """`save` for a model that only its backend can write; `Trainer` calls this one."""
+        """`save` of what the backend has; `Trainer` calls this one. If a subclass overrides `save`
+        and the model is in this process, that one is called."""
+        if isinstance(backend, TorchBackend) and type(self).save is not CheckpointManager.save:
+            return self.save(backend.model, optimizer=backend.optimizer, step=step, metadata=metadata)
         return self._save(lambda folder: backend.save(folder, optimizer=self.cfg.save_optimizer).wait(), step, metadata)
 
     def _save(self, write: Callable[[Path | None], None], step: int, metadata: Mapping[str, Any] | None) -> Path | None:
@@ -195,7 +199,10 @@ class CheckpointManager:
         return _metadata_of(folder)
 
     def load_backend(self, backend: TrainingBackend, folder: Path) -> dict[str, Any]:
-        """`load` for a model that only its backend can read; `Trainer` calls this one."""
+        """`load` into the backend; `Trainer` calls this one. If a subclass overrides `load` and the
+        model is in this process, that one is called."""
+        if isinstance(backend, TorchBackend) and type(self).load is not CheckpointManager.load:
+            return self.load(backend.model, optimizer=backend.optimizer, path=folder)
         backend.load(folder).wait()
         return _metadata_of(folder)
 

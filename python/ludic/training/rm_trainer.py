@@ -34,7 +34,7 @@ from ludic.training.classification_metrics import PreferenceMetrics
 from ludic.training.evaluators.preferences import PreferenceEvaluator
 from ludic.training.evaluators.protocol import Evaluator
 from ludic.training.loop.setup_checks import required_model
-from ludic.training.loss.base import Loss, loss_name
+from ludic.training.loss.base import Loss, adapted_loss, loss_name
 from ludic.training.rm_config import RMTrainerConfig as RMTrainerConfig
 from ludic.training.trainer import Trainer
 from ludic.training.types import BatchSource, SAWItem
@@ -84,17 +84,17 @@ class RMTrainer(Trainer):
             )
         if evaluator is not None and eval_items is not None:
             raise ConfigError("evaluator and eval_items both say what to evaluate; give one of them")
-        _check_loss(algo.loss, cfg)
+        _check_loss(adapted_loss(algo), cfg)
         _check_source(batch_source, cfg)
         if model is not None:
-            _check_model(model, algo.loss, cfg)
+            _check_model(model, adapted_loss(algo), cfg)
         if lora_config is not None:
             model = apply_lora(required_model(model), lora_config)
         self._padding_was_seen = False
-        self.eval_metrics = _metrics(algo.loss, cfg)
+        self.eval_metrics = _metrics(adapted_loss(algo), cfg)
         """What `update_eval_metrics` collects."""
         if eval_items is not None:
-            evaluator = self._evaluator_of(backend or required_model(model), algo.loss, cfg, eval_items)
+            evaluator = self._evaluator_of(backend or required_model(model), adapted_loss(algo), cfg, eval_items)
         super().__init__(
             model=model, algo=algo, batch_source=batch_source, cfg=cfg, evaluator=evaluator, backend=backend, **options
         )
@@ -166,7 +166,9 @@ class RMTrainer(Trainer):
         Calibration counts each pair in both orders. The scores stay in `evaluator.metrics` where
         `items` was left out.
         """
-        evaluator = self.evaluator if items is None else self._evaluator_of(self.backend, self.algo.loss, self.cfg, items)
+        evaluator = (
+            self.evaluator if items is None else self._evaluator_of(self.backend, adapted_loss(self.algo), self.cfg, items)
+        )
         if not isinstance(evaluator, PreferenceEvaluator):
             raise ConfigError("there are no pairs to evaluate; pass them, or eval_items= to RMTrainer")
         return {f"eval_{name}": value for name, value in evaluator.measure().items()}

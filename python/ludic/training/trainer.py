@@ -28,6 +28,7 @@ from ludic.training.backend.torch import TorchBackend, build_optimizer
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
+from ludic.training.batching.source import BatchSourceBase, as_batch_source
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.protocol import Evaluator, runs_on_all_ranks
@@ -39,9 +40,10 @@ from ludic.training.loop.outputs import log_safely, push_weights, sync_safely
 from ludic.training.loop.proximal import with_proximal_logps
 from ludic.training.loop.run_state import evaluation_state, restore_run, run_state
 from ludic.training.loop.schedule import RunSchedule
-from ludic.training.loop.setup_checks import check_setup, required_model
+from ludic.training.loop.setup_checks import check_backend, check_setup, required_model
 from ludic.training.loop.step_record import StepRecord
 from ludic.training.loop.timings import PhaseTimer
+from ludic.training.loss.base import adapted_loss
 from ludic.training.preflight.check import Preflight
 from ludic.training.preflight.padding_free import with_supported_packing
 from ludic.training.rng import preserved_rng
@@ -54,11 +56,9 @@ if TYPE_CHECKING:
     from ludic.distributed.interfaces import PolicyPublisher
 
 logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 Stats = dict[str, float]
-LogFn = Callable[[Stats], Any]
-"""A plain or a coroutine function."""
+LogFn = Callable[[Stats], Any]  # or a coroutine function
 
 
 class Trainer:
@@ -97,20 +97,20 @@ class Trainer:
         lora_config: LoraSettings | LoraConfig | None = None,
         preflight: Preflight | None = None,
     ) -> None:
-        """The class has what the arguments mean."""
         self.cfg = TrainerConfig() if cfg is None else cfg
         self.algo, self.batch_source, self.publisher = algo, batch_source, publisher
         self.evaluator, self.train_logger, self.param_filter = evaluator, train_logger, param_filter
         self.reducers = default_reducers() if reducers is None else reducers
         self.preflight = preflight
-        self._source = check_setup(self.cfg, self.reducers, publisher, evaluator, batch_source)
+        check_setup(self.cfg, self.reducers, publisher, evaluator, batch_source)
         if resume_from is not None and not (checkpointer or checkpoint_config):
             raise ConfigError(f"resume_from ({resume_from}) needs a checkpointer; pass checkpointer= or checkpoint_config=")
         self._model = model if lora_config is None else apply_lora(required_model(model), lora_config)
         self.sync_every_steps = (self.cfg.sync_every_steps or None) if publisher is not None else None
         self.backend = self._own_backend(enable_gradient_checkpointing) if backend is None else backend
-        self._fetcher = BatchFetcher(self._source, algo, self.cfg, self._ingest, logs_lag=bool(self.sync_every_steps))
+        self._fetcher = BatchFetcher(self, self._ingest)
         self.checkpointer = checkpointer or (CheckpointManager(checkpoint_config) if checkpoint_config else None)
+        check_backend(self.cfg, self.backend, checkpoints=self.checkpointer is not None)
         self._begin(total_training_steps)
         if resume_from is not None:
             self._resume(resume_from)
@@ -144,14 +144,22 @@ class Trainer:
         self._event_loop = EventLoop()
 
     def initialize_optimizer(self) -> torch.optim.Optimizer:
-        """Make the optimizer, once the model is on its device. A subclass may group its
-        parameters."""
+        """Make the optimizer for the model on its device. A subclass may group parameters."""
         return build_optimizer(self.model, self.cfg)
 
     @property
     def model(self) -> nn.Module:
         """The model in this process. Raises ConfigError where the backend has it elsewhere."""
         return required_model(self._model)
+
+    @model.setter
+    def model(self, model: nn.Module) -> None:
+        self._model = model
+
+    @property
+    def source(self) -> BatchSourceBase:
+        """`batch_source` with every member that the trainer reads."""
+        return as_batch_source(self.batch_source)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -167,12 +175,9 @@ class Trainer:
         self, num_steps: int | None = None, *, log_every: int = 1, log_fn: LogFn | None = None, eval_log_fn: LogFn | None = None
     ) -> None:
         """Take `num_steps` steps; None: until the source raises RequestsExhausted, StopRequested or
-        StopAsyncIteration.
-
-        `log_fn` gets the statistics of every `log_every`-th step, `eval_log_fn` those of each
-        evaluation. A run that was killed before it evaluated its last step does so first; one that
-        early stopping ended takes no step, unless it is given more patience.
-        """
+        StopAsyncIteration. `log_fn` gets the statistics of every `log_every`-th step, `eval_log_fn`
+        those of each evaluation. A run that was killed before it evaluated its last step does so
+        first; one that early stopping ended takes no step unless the patience is raised."""
         self.schedule.begin(None if num_steps is None else self._step + num_steps)
         last = None if num_steps is None else self._step + num_steps
         if not self.early_stopping.stopped:
@@ -188,9 +193,8 @@ class Trainer:
                 await await_if_needed(log_fn(stats))
 
     async def _should_stop(self, log_fn: LogFn | None) -> bool:
-        """Whether early stopping ends the run; an evaluation that is due is made first. A
-        checkpoint is written before its step is evaluated, and a run that was killed in between
-        makes up for it."""
+        """Whether early stopping ends the run. An evaluation that is due comes first, also in a run
+        that was killed between a checkpoint and the evaluation of its step."""
         if self.evaluator is not None and self.cfg.evaluates_at(self._step) and self.evaluated_step != self._step:
             if self._publish_first:
                 await self.publish()  # an evaluator may ask those who were given the weights
@@ -208,16 +212,13 @@ class Trainer:
         return self.early_stopping.stopped
 
     def restore_best(self) -> int | None:
-        """Set the weights to those of the best evaluation, unpublished. Returns its step; None
-        where there are none. `train` does so itself where early stopping ends it. A later
-        `train` goes on from the checkpoint of `current_step`."""
+        """Set the weights to those of the best evaluation, unpublished; `train` does so if early
+        stopping ends it. Returns their step, or None. A later `train` resumes at `current_step`."""
         step = self.early_stopping.best_step
         if step is None:
             return None
         if not self._best_weights.restore(step):
-            logger.warning(
-                "the weights of step %d, of the best evaluation, are not there; those of step %d stay", step, self._step
-            )
+            logger.warning("the best weights, of step %d, are missing; those of step %d stay", step, self._step)
             return None
         self._holds_best = True
         return step
@@ -264,9 +265,8 @@ class Trainer:
         return stats
 
     def _ingest(self, items: Sequence[SAWItem]) -> MacroBatch:
-        """Cut the samples and drop those with nothing to train. A subclass may keep some
-        together."""
-        merge_turns = self.cfg.merge_turns and self.algo.loss.reads_shared_only
+        """Truncate the samples, drop those with no action. A subclass may keep some together."""
+        merge_turns = self.cfg.merge_turns and adapted_loss(self.algo).reads_shared_only
         return MacroBatch.ingest(items, self.cfg.max_seq_len, merge_turns=merge_turns)
 
     def _mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
@@ -275,7 +275,7 @@ class Trainer:
 
     @property
     def _skips_zero_weight(self) -> bool:
-        return self.cfg.skip_zero_weight and self.algo.loss.zero_weight_is_zero_gradient
+        return self.cfg.skip_zero_weight and adapted_loss(self.algo).zero_weight_is_zero_gradient
 
     async def _optimize(self, mini_batch: MiniBatch, record: StepRecord, *, first_epoch: bool) -> None:
         at_start = first_epoch and (record.optimizer_steps == 0 or mini_batch.batch.proximal is not None)
@@ -289,7 +289,7 @@ class Trainer:
     async def _compute(self, operation: Callable[[], TrainFuture[T]]) -> T:
         """Ask the backend. Where batches are generated meanwhile it computes in a thread, and
         leaves the event loop to them."""
-        future = await asyncio.to_thread(operation) if self._source.overlaps else operation()
+        future = await asyncio.to_thread(operation) if self.source.overlaps else operation()
         return await future.result()
 
     async def _with_proximal(self, macro: MacroBatch, timer: PhaseTimer) -> MacroBatch:
@@ -320,7 +320,7 @@ class Trainer:
             weights = await self.backend.export_weights(param_filter=self.param_filter).result()
             learnt, self._gradient_came = self._gradient_came, False
             if ranks.rank() == 0:
-                await push_weights(self.publisher, weights, version=self._step, learnt=learnt, in_thread=self._source.overlaps)
+                await push_weights(self.publisher, weights, version=self._step, learnt=learnt, in_thread=self.source.overlaps)
             ranks.barrier()
         self._publish_first = False
 
@@ -340,14 +340,14 @@ class Trainer:
         if self._holds_best and self.checkpointer.holds(self._step):
             return self.checkpointer.find(step=self._step)  # it has the weights of the last step, from which a run goes on
         sync_safely(self.train_logger, self._step)
-        content = {**(metadata or {}), "algorithm": self.algo.name, **run_state(self, self._source)}
+        content = {**(metadata or {}), "algorithm": self.algo.name, **run_state(self, self.source)}
         return self.checkpointer.save_backend(self.backend, step=self._step, metadata=content)
 
     def _resume(self, resume_from: int | str | Path) -> None:
         assert self.checkpointer is not None
         metadata = self.checkpointer.load_backend(self.backend, self.checkpointer.locate(resume_from))
         self._step = int(metadata["step"])
-        restore_run(self, self._source, metadata)
+        restore_run(self, self.source, metadata)
         self._publish_first = bool(self.sync_every_steps)
 
     def _logged(self, record: StepRecord) -> Stats:

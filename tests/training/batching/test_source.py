@@ -61,3 +61,37 @@ def test_an_evaluator_runs_on_rank_0_unless_it_says_otherwise():
         on_all_ranks = False
 
     assert [runs_on_all_ranks(kind()) for kind in (Plain, Everywhere, Nowhere)] == [False, True, False]
+
+
+def test_members_and_state_of_a_users_source_are_read_as_they_are_at_that_moment():
+    class Own:
+        overlaps = False
+
+        async def next_batch(self):
+            raise StopAsyncIteration
+
+        def state_dict(self):
+            return 7
+
+    own = Own()
+    source = as_batch_source(own)
+    own.overlaps = True
+    assert source.overlaps
+    assert source.state_dict() == 7
+
+
+def test_a_trainer_takes_batches_from_the_source_that_it_has_now():
+    class Counting:
+        def __init__(self):
+            self.batches = 0
+
+        async def next_batch(self):
+            self.batches += 1
+            return SAWBatch(sorting_items(4))
+
+    first, second = Counting(), Counting()
+    trainer = Trainer(model=tiny_model(), algo=make_grpo(group_size=4), batch_source=first, cfg=cpu_config())
+    trainer.train_sync(1)
+    trainer.batch_source = second
+    trainer.train_sync(2)
+    assert (first.batches, second.batches) == (1, 2)

@@ -89,7 +89,7 @@ def test_best_weights_that_are_not_there_are_told_of(tmp_path, caplog):
     trainer, evaluator = run(folder=tmp_path, patience=9, steps=4)
     trainer.early_stopping.best_step = 1
     assert trainer.restore_best() is None
-    assert "the weights of step 1" in caplog.text
+    assert "the best weights, of step 1, are missing" in caplog.text
     assert_same_tensors(weights_of(trainer.model), evaluator.weights[4])
 
 

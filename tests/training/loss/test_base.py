@@ -9,7 +9,7 @@ from loss_batches import Bigram, padded, rows
 from ludic.errors import ConfigTypeError
 from ludic.training import CISPOLoss, CompositeLoss, ConstantCredit, Loss, LossTerm, RLAlgorithm
 from ludic.training.loss import as_loss
-from ludic.training.loss.base import AdaptedLoss, loss_name
+from ludic.training.loss.base import AdaptedLoss, adapted_loss, loss_name
 
 
 class Documented:
@@ -36,12 +36,44 @@ def test_a_loss_is_passed_on_as_it_is():
 
 
 def test_an_object_with_the_documented_members_alone_becomes_a_loss_with_its_flags():
-    loss = RLAlgorithm("x", ConstantCredit(), Documented()).loss
+    loss = adapted_loss(RLAlgorithm("x", ConstantCredit(), Documented()))
     assert isinstance(loss, Loss)
     assert (loss.normalizer, loss.zero_weight_is_zero_gradient) == ("tokens", True)
     assert (loss.reads_shared_only, loss.reads_entropy, loss.needs_first_pass, loss.scales_itself) == (False,) * 4
     assert (loss.score_type, loss.beta) == ("reward", 1.0)
     assert as_loss(loss) is loss
+
+
+class Scaled(Documented):
+    """A loss with a coefficient that a user changes between steps."""
+
+    scale = 1.0
+
+    def compute(self, logits, batch):
+        loss = self.scale * logits.square().mean()
+        return loss, {"loss": loss.detach()}
+
+
+def test_a_users_loss_can_be_read_changed_and_replaced_where_it_was_given():
+    own, batch = Scaled(), padded(rows(3, seed=1))
+    algorithm = RLAlgorithm("x", ConstantCredit(), own)
+    assert algorithm.loss is own
+    assert LossTerm("x", own).loss is own
+    first = algorithm.compute_loss(Bigram(), batch)[0].item()
+    algorithm.loss.scale = 3.0
+    assert algorithm.compute_loss(Bigram(), batch)[0].item() == pytest.approx(3.0 * first)
+    own.reads_entropy = True
+    assert adapted_loss(algorithm).reads_entropy
+    algorithm.loss = square
+    assert algorithm.compute_loss(Bigram(), batch)[0].item() == pytest.approx(first)
+
+
+def test_an_algorithm_that_computes_its_own_loss_needs_none():
+    class Own(RLAlgorithm):
+        def compute_loss(self, model, batch, **options):
+            return square(model(batch["input_ids"]), batch)
+
+    assert adapted_loss(Own("x", ConstantCredit(), None)).normalizer == "samples"
 
 
 def test_a_plain_function_is_a_loss():

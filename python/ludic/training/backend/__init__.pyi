@@ -5,4 +5,4 @@ from ludic.training.backend.protocol import (
     MicroBatches as MicroBatches,
     TrainingBackend as TrainingBackend,
 )
-from ludic.training.backend.torch import TorchBackend as TorchBackend
+from ludic.training.backend.torch import TorchBackend as TorchBackend, build_optimizer as build_optimizer

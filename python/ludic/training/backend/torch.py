@@ -35,6 +35,7 @@ from ludic.training.backend.protocol import BackwardResult, MicroBatches
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
+from ludic.training.loss.base import adapted_loss
 from ludic.training.rng import preserved_rng
 
 
@@ -126,7 +127,7 @@ class TorchBackend(ModelPasses):
     def _with_first_pass(self, batch: MicroBatches, totals: BatchTotals | None) -> BatchTotals | None:
         """`totals` with what the loss must measure on all samples before the gradient of the first.
         Dropout draws the same masks as in the pass with gradient."""
-        loss = self.algo.loss
+        loss = adapted_loss(self.algo)
         if totals is None or not loss.needs_first_pass or (len(batch) == 1 and not ranks.is_distributed()):
             return totals
         sums: dict[str, Tensor] = {}

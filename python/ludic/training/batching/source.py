@@ -49,17 +49,13 @@ class _AdaptedSource(BatchSourceBase):
 
     def __init__(self, source: Any) -> None:
         self._source = source
-        self.max_lag = getattr(source, "max_lag", 0)
-        self.overlaps = getattr(source, "overlaps", False)
-        self.shards_across_ranks = getattr(source, "shards_across_ranks", None)
-        self.pairs_incomplete = getattr(source, "pairs_incomplete", 0)
 
     async def next_batch(self) -> SAWBatch:
         batch: SAWBatch = await self._source.next_batch()
         return batch
 
     def state_dict(self) -> dict[str, Any] | None:
-        return dict(self._source.state_dict()) if hasattr(self._source, "state_dict") else None
+        return self._source.state_dict() if hasattr(self._source, "state_dict") else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if hasattr(self._source, "load_state_dict"):
@@ -68,3 +64,11 @@ class _AdaptedSource(BatchSourceBase):
     async def aclose(self) -> None:
         if hasattr(self._source, "aclose"):
             await self._source.aclose()
+
+
+def _member_of_source(name: str) -> property:
+    return property(lambda self: getattr(self._source, name, getattr(BatchSourceBase, name)))
+
+
+for _member in ("max_lag", "overlaps", "shards_across_ranks", "pairs_incomplete"):
+    setattr(_AdaptedSource, _member, _member_of_source(_member))

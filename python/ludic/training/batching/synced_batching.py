@@ -66,8 +66,6 @@ class RolloutBatchSource(BatchSourceBase):
         self.concurrency = concurrency
         self.sample_filter = sample_filter
         self.shards_across_ranks = shards_across_ranks
-        parts = {"engine": self.engine, "requests": self.requests_fn}
-        self._stateful = {name: part for name, part in parts.items() if isinstance(part, Stateful)}
         self._state_before: dict[str, Any] | None = None
         """The state before the batch that is being played or that failed."""
 
@@ -93,12 +91,17 @@ class RolloutBatchSource(BatchSourceBase):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`."""
         self._state_before = None
-        for name, part in self._stateful.items():
+        for name, part in self._stateful().items():
             if name in state:
                 part.load_state_dict(state[name])
 
+    def _stateful(self) -> dict[str, Stateful]:
+        """The parts that have a position, as they are now."""
+        parts = {"engine": self.engine, "requests": self.requests_fn}
+        return {name: part for name, part in parts.items() if isinstance(part, Stateful)}
+
     def _current_state(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self._stateful.items()}
+        return {name: part.state_dict() for name, part in self._stateful().items()}
 
 
 def _one_of(first: Any, second: Any, first_name: str, second_name: str) -> Any:

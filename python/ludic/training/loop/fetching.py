@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from ludic.errors import EmptyBatchError
 from ludic.event_loop import await_if_needed
@@ -20,38 +20,41 @@ from ludic.training.types import SAWBatch, SAWItem
 logger = logging.getLogger(__name__)
 
 
+class FetchingRun(Protocol):
+    """The members of a trainer that fetching reads, as they are at each step."""
+
+    algo: RLAlgorithm
+    cfg: TrainerConfig
+    sync_every_steps: int | None
+
+    @property
+    def source(self) -> BatchSourceBase: ...
+
+
 class BatchFetcher:
     """Asks the source for batches, drops stale samples, preprocesses and cuts the rest.
 
     An empty batch is followed by the next, `max_empty_batches` in all. `ingest` makes a macro-batch
-    of samples; `logs_lag` adds `policy_lag` to the batch's meta.
+    of samples. A run that publishes weights gets `policy_lag` in the batch's meta.
     """
 
-    def __init__(
-        self,
-        source: BatchSourceBase,
-        algo: RLAlgorithm,
-        cfg: TrainerConfig,
-        ingest: Callable[[Sequence[SAWItem]], MacroBatch],
-        *,
-        logs_lag: bool,
-    ) -> None:
-        self._source, self._algo, self._cfg, self._ingest, self._logs_lag = source, algo, cfg, ingest, logs_lag
+    def __init__(self, run: FetchingRun, ingest: Callable[[Sequence[SAWItem]], MacroBatch]) -> None:
+        self._run, self._ingest = run, ingest
         self._signal = SignalWatch()
 
     async def fetch(self, step: int, timer: PhaseTimer) -> tuple[SAWBatch, MacroBatch]:
         """A batch with something to train on in step `step`. Raises EmptyBatchError where
         `max_empty_batches` in a row have nothing."""
         fetched = stale = 0
-        for attempt in range(self._cfg.max_empty_batches):
+        for attempt in range(self._run.cfg.max_empty_batches):
             with timer.phase("rollout"):
-                source_batch = await self._source.next_batch()
+                source_batch = await self._run.source.next_batch()
             with timer.phase("batching"):
                 items = [item for item in source_batch.items if not self._is_stale(item.meta, step)]
                 batch = SAWBatch(items, source_batch.meta)
                 fetched, stale = fetched + len(source_batch.items), stale + len(source_batch.items) - len(items)
-                if self._algo.preprocess is not None and batch.items:
-                    batch = await await_if_needed(self._algo.preprocess(batch))
+                if self._run.algo.preprocess is not None and batch.items:
+                    batch = await await_if_needed(self._run.algo.preprocess(batch))
                 macro = self._ingest(batch.items)
             if macro.items:
                 self._signal.look(macro.items)
@@ -62,10 +65,11 @@ class BatchFetcher:
             too_long = self._too_long(source_batch.items)
             if attempt == 0:  # the error has the number of those that follow
                 logger.warning("a batch of %d samples has none to train on%s; fetching others", len(source_batch.items), too_long)
+        cfg = self._run.cfg
         raise EmptyBatchError(
-            f"{self._cfg.max_empty_batches} batches in a row had no sample to train on: {fetched} samples came, {stale} were older than "
-            f"max_lag ({self._cfg.max_lag}), preprocessing and truncation dropped the rest{too_long}; check the source and the filters, "
-            "or raise max_empty_batches"
+            f"{cfg.max_empty_batches} batches in a row had no sample to train on: {fetched} samples came, {stale} were older "
+            f"than max_lag ({cfg.max_lag}), preprocessing and truncation dropped the rest{too_long}; check the source and the "
+            "filters, or raise max_empty_batches"
         )
 
     def _too_long(self, items: Sequence[SAWItem]) -> str:
@@ -74,16 +78,16 @@ class BatchFetcher:
         Example: `action_mask` [0, 0, 1] is a prompt of 2 tokens; `max_seq_len` 2 leaves no answer.
         """
         prompts = [list(item.action_mask).index(1) for item in items if any(item.action_mask)]
-        if not prompts or min(prompts) < self._cfg.max_seq_len:
+        if not prompts or min(prompts) < self._run.cfg.max_seq_len:
             return ""
-        return f" (the shortest prompt has {min(prompts)} tokens, and max_seq_len is {self._cfg.max_seq_len}: raise that)"
+        return f" (the shortest prompt has {min(prompts)} tokens, and max_seq_len is {self._run.cfg.max_seq_len}: raise that)"
 
     def _is_stale(self, meta: Mapping[str, Any], step: int) -> bool:
         version = meta.get("policy_version")
-        return self._cfg.max_lag is not None and version is not None and step - version > self._cfg.max_lag
+        return self._run.cfg.max_lag is not None and version is not None and step - version > self._run.cfg.max_lag
 
     def _lag(self, items: Sequence[SAWItem], step: int) -> dict[str, float]:
         """How many versions the samples are behind the weights, on average; nothing where
         versions are not published or unknown."""
         versions = [item.meta["policy_version"] for item in items if item.meta.get("policy_version") is not None]
-        return {"policy_lag": step - sum(versions) / len(versions)} if versions and self._logs_lag else {}
+        return {"policy_lag": step - sum(versions) / len(versions)} if versions and self._run.sync_every_steps else {}

@@ -9,7 +9,7 @@ from torch import nn
 
 from ludic.errors import ConfigError
 from ludic.training import ranks
-from ludic.training.batching.source import BatchSourceBase, as_batch_source
+from ludic.training.batching.source import as_batch_source
 from ludic.training.config import TrainerConfig
 from ludic.training.loop.early_stopping import check_early_stopping
 from ludic.training.stats import Reducer, check_reducers
@@ -20,18 +20,29 @@ logger = logging.getLogger(__name__)
 
 def check_setup(
     cfg: TrainerConfig, reducers: Mapping[str, Reducer], publisher: object, evaluator: object, batch_source: BatchSource
-) -> BatchSourceBase:
-    """Raise ConfigError for settings or parts that contradict each other. Returns the source with
-    every member that the trainer reads."""
+) -> None:
+    """Raise ConfigError for settings or parts that contradict each other."""
     cfg.validate()
     check_early_stopping(cfg)
     check_reducers(reducers)
     check_publisher(cfg, publisher)
     check_evaluator(cfg, evaluator)
-    source = as_batch_source(batch_source)
-    check_lag(cfg, source.max_lag)
+    check_lag(cfg, as_batch_source(batch_source).max_lag)
     check_ranks(batch_source)
-    return source
+
+
+def check_backend(cfg: TrainerConfig, backend: object, *, checkpoints: bool) -> None:
+    """Raise ConfigError for a backend that lacks a method which this run will call."""
+    needed = ["forward_backward", "optim_step"]
+    if checkpoints:
+        needed += ["save", "load"]
+    elif cfg.early_stopping_patience:
+        needed += ["snapshot_weights", "restore_weights"]
+    missing = [name for name in needed if not callable(getattr(backend, name, None))]
+    if missing:
+        raise ConfigError(
+            f"backend ({type(backend).__name__}) has no {', '.join(missing)}, which this run needs; see TrainingBackend"
+        )
 
 
 def check_publisher(cfg: TrainerConfig, publisher: object) -> None:

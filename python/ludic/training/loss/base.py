@@ -38,8 +38,8 @@ class Loss:
     name. `loss` among the statistics is the detached loss; another number under that name is
     logged as `reported_loss`.
 
-    An object that is no `Loss` but has `compute`, or a plain function `(logits, batch)`, works too:
-    `as_loss` wraps it where it enters `RLAlgorithm` or `LossTerm`. It may have any of these flags.
+    An object that is no `Loss` but has `compute`, or a plain function `(logits, batch)`, works too,
+    and may have any of these flags: `adapted_loss` wraps the loss of an algorithm or a term.
     """
 
     normalizer: Normalizer = "samples"
@@ -81,13 +81,12 @@ FLAGS = tuple(name for name in Loss.__annotations__)
 
 
 class AdaptedLoss(Loss):
-    """A `Loss` around a user's object or function; made by `as_loss`, which reads the flags."""
+    """A `Loss` around a user's object or function. Flags are read from that object, with the
+    defaults of `Loss`."""
 
     def __init__(self, inner: Any, compute: Callable[..., object], *, takes_shared: bool) -> None:
         self.inner = inner
         self._compute, self._takes_shared = compute, takes_shared
-        for flag in FLAGS:
-            setattr(self, flag, getattr(inner, flag, getattr(Loss, flag)))
 
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
         keywords: dict[str, Any] = {"shared": shared} if self._takes_shared else {}
@@ -97,6 +96,25 @@ class AdaptedLoss(Loss):
     def first_pass(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         sums: dict[str, Tensor] = self.inner.first_pass(logits, batch)
         return sums
+
+
+def _flag_of_inner(flag: str) -> property:
+    return property(lambda self: getattr(self.inner, flag, getattr(Loss, flag)))
+
+
+for _flag in FLAGS:
+    setattr(AdaptedLoss, _flag, _flag_of_inner(_flag))
+
+
+def adapted_loss(owner: Any) -> Loss:
+    """`owner.loss` as a `Loss`. `owner` keeps the user's object under that name, so it can be read,
+    changed and replaced between steps; the adapter is remembered until it is replaced."""
+    remembered = vars(owner).get("_adapted_loss")
+    if remembered is None or remembered[0] is not owner.loss:
+        loss = Loss() if owner.loss is None else as_loss(owner.loss)  # None: a subclass computes its own
+        remembered = vars(owner)["_adapted_loss"] = (owner.loss, loss)
+    adapted: Loss = remembered[1]
+    return adapted
 
 
 def as_loss(loss: Any) -> Loss:

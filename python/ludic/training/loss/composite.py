@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ludic.errors import ConfigError
-from ludic.training.loss.base import Loss, as_loss, compute_checked
+from ludic.training.loss.base import Loss, adapted_loss, as_loss, compute_checked
 from ludic.training.loss.batch import Batch, Stats
 from ludic.training.loss.context import SharedContext
 
@@ -20,11 +20,12 @@ class LossTerm:
     name: str
     """Prefix of its statistics."""
     loss: Loss
-    """Any loss that `as_loss` takes."""
+    """A `Loss`, an object with `compute`, or a function."""
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        self.loss = as_loss(self.loss)
+        as_loss(self.loss)  # raises for what is no loss
+        adapted_loss(self)
 
 
 @dataclass
@@ -48,37 +49,38 @@ class CompositeLoss(Loss):
     @property
     def zero_weight_is_zero_gradient(self) -> bool:  # type: ignore[override]  # follows from the terms
         """True if it holds for every term."""
-        return all(term.loss.zero_weight_is_zero_gradient for term in self.terms)
+        return all(adapted_loss(term).zero_weight_is_zero_gradient for term in self.terms)
 
     @property
     def reads_shared_only(self) -> bool:  # type: ignore[override]
         """True if it holds for every term."""
-        return all(term.loss.reads_shared_only for term in self.terms)
+        return all(adapted_loss(term).reads_shared_only for term in self.terms)
 
     @property
     def reads_entropy(self) -> bool:  # type: ignore[override]
         """True if it holds for any term."""
-        return any(term.loss.reads_entropy for term in self.terms)
+        return any(adapted_loss(term).reads_entropy for term in self.terms)
 
     @property
     def needs_first_pass(self) -> bool:  # type: ignore[override]
         """True if it holds for any term."""
-        return any(term.loss.needs_first_pass for term in self.terms)
+        return any(adapted_loss(term).needs_first_pass for term in self.terms)
 
     def first_pass(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         """The sums of all terms; one name is one quantity."""
         sums: dict[str, Tensor] = {}
         for term in self.terms:
-            if term.loss.needs_first_pass:
-                sums |= term.loss.first_pass(logits, batch)
+            if adapted_loss(term).needs_first_pass:
+                sums |= adapted_loss(term).first_pass(logits, batch)
         return sums
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         total: Tensor | None = None
         stats: Stats = {}
         for term in self.terms:
-            value, term_stats = compute_checked(term.loss, shared.logits, shared.batch, shared)
-            share = 1.0 if term.loss.scales_itself else shared.share(term.loss.normalizer)
+            loss = adapted_loss(term)
+            value, term_stats = compute_checked(loss, shared.logits, shared.batch, shared)
+            share = 1.0 if loss.scales_itself else shared.share(loss.normalizer)
             scaled = term.weight * share * value
             total = scaled if total is None else total + scaled
             stats.update({f"{term.name}/{key}": stat for key, stat in term_stats.items()})
