@@ -23,7 +23,7 @@ from ludic.training import (
 )
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.loop.step_record import EPISODE_KEYS
-from ludic.training.stats import OWN_KEYS
+from ludic.training.stats import RESERVED_KEYS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 NAMED = set(re.findall(r"`(?:train/kl/)?([a-z_0-9]+)`", PAGE))
@@ -49,4 +49,4 @@ def test_every_key_of_a_step_is_on_the_page(name):
 
 
 def test_every_key_of_the_trainer_is_on_the_page():
-    assert set(OWN_KEYS) <= NAMED
+    assert set(RESERVED_KEYS) <= NAMED

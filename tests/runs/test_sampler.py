@@ -18,7 +18,7 @@ from ludic.recipes.inference_section import LogprobConvention, kind_of, logprob_
 from ludic.recipes.model import make_small_model
 from ludic.runs.reinforce import RLParts
 from ludic.runs.report.reinforce import phases_of
-from ludic.runs.report.sampling import mismatch_of, overlap_of, weight_sync_of
+from ludic.runs.report.sampling import compute_mismatch, overlap_of, weight_sync_of
 from ludic.runs.sampler import _started, check_inference
 from ludic.training.loop.timings import PhaseTimer
 
@@ -220,7 +220,7 @@ LINES = [
 
 
 def test_the_summary_of_a_sampler_is_that_of_its_steps():
-    assert mismatch_of(LINES, {"mean": 1e-6}) == {
+    assert compute_mismatch(LINES, {"mean": 1e-6}) == {
         "preflight": {"mean": 1e-6},
         "mean": pytest.approx(0.175),  # (0.1 * 100 + 0.2 * 300) / 400
         "kl": pytest.approx(0.025),
@@ -230,7 +230,7 @@ def test_the_summary_of_a_sampler_is_that_of_its_steps():
     }
     assert weight_sync_of(LINES) == {"pushes": 2, "mean_s": pytest.approx(0.3), "max_s": 0.4}
     assert overlap_of(LINES) == {"generation_s": 4.0, "waited_s": 2.5, "hidden": pytest.approx(0.375)}
-    assert (mismatch_of([], None), weight_sync_of([]), overlap_of([])) == (None, None, None)
+    assert (compute_mismatch([], None), weight_sync_of([]), overlap_of([])) == (None, None, None)
 
 
 @pytest.mark.integration

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ludic.training.loop.micro_stats import Stat, finished, over_ranks
+from ludic.training.loop.micro_stats import Stat, final_values, reduce_over_ranks
 
 OWN = [
     {
@@ -38,7 +38,7 @@ OWN = [
 
 def main(rank, store, out):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    found = finished(over_ranks(OWN[rank], "cpu"))
+    found = final_values(reduce_over_ranks(OWN[rank], "cpu"))
     path = Path(out).with_suffix(f".{rank}")
     path.write_text(json.dumps(found))
     dist.barrier()

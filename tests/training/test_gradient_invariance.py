@@ -296,7 +296,7 @@ def test_the_gradient_of_pairs_is_that_of_the_unsplit_batch(name, order, budget,
     """The samples come in any order: halves of pairs far from each other."""
     expected, expected_loss = unsplit_preference_gradient(name)
     cfg = rm_config(max_seq_len=23, micro_token_budget=budget, packing=packing, overhead_tokens=overhead_tokens)
-    macro = PreferenceMacroBatch.of_pairs([pairs()[index] for index in order], cfg.max_seq_len)
+    macro = PreferenceMacroBatch.ingest_pairs([pairs()[index] for index in order], cfg.max_seq_len)
     mini_batch = PreferenceMiniBatch(macro, np.arange(2 * PAIRS), cfg)
     for micro_batch in mini_batch:
         meta = micro_batch.tensors["meta"]
@@ -323,7 +323,7 @@ def test_the_first_pass_leaves_the_generators_and_drops_what_the_second_will():
 
     model = reward_model(attention_dropout=0.5)
     cfg = rm_config(max_seq_len=23, micro_token_budget=46)
-    macro = PreferenceMacroBatch.of_pairs(pairs(), cfg.max_seq_len)
+    macro = PreferenceMacroBatch.ingest_pairs(pairs(), cfg.max_seq_len)
     mini_batch = PreferenceMiniBatch(macro, np.arange(2 * PAIRS), cfg)
     assert len(mini_batch) > 3
 

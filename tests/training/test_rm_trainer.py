@@ -37,7 +37,7 @@ def trainer_of(items=None, *, model=None, algo=None, config=None, source=None, *
     )
 
 
-def score_of(model, item):
+def read_score(model, item):
     """Of one sample alone, without a column of padding."""
     model.eval()
     with torch.no_grad():
@@ -213,7 +213,7 @@ def test_a_checkpoint_is_loaded_by_transformers(tmp_path):
     trainer.train_sync(1)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "step_000001")
     item = sorted_pairs(1)[0]
-    assert score_of(loaded, item) == score_of(trainer.model, item)
+    assert read_score(loaded, item) == read_score(trainer.model, item)
 
 
 # --- what a batch may lack
@@ -368,7 +368,7 @@ def test_the_metrics_are_those_of_scores_taken_one_by_one(budget):
     items = sorted_pairs(20, seed=4)
     trainer = trainer_of(algo=make_bradley_terry(beta=1.5), config={"micro_token_budget": budget}, eval_items=items)
     found = trainer.evaluate()
-    scores = np.array([score_of(trainer.model, item) for item in items])
+    scores = np.array([read_score(trainer.model, item) for item in items])
     chosen, rejected, labels = scores[::2], scores[1::2], [item.meta["label"] for item in items[::2]]
     metrics = PreferenceMetrics(10, (0.5,), 1.5, thresholds_on="responses", both_orders=True)
     metrics.update(chosen, rejected, labels)

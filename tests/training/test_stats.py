@@ -18,7 +18,7 @@ from ludic.training import (
     stats as stats_module,
 )
 from ludic.training.loggers.percent import Percent
-from ludic.training.stats import check_reducers, group_keys
+from ludic.training.stats import check_reducers, prefix_keys
 
 
 def item(**meta):
@@ -235,7 +235,7 @@ def test_no_statistic_is_transferred_alone():
 
 
 def test_keys_are_grouped_by_prefix():
-    grouped = group_keys(
+    grouped = prefix_keys(
         {
             "loss": 1,
             "eval_loss": 2,

@@ -15,7 +15,7 @@ from ludic.models.packed_attention import packed_keywords, transformer_of
 from ludic.training.loss.base import Loss, adapted_loss, as_loss, loss_name, scaled_loss
 from ludic.training.loss.batch import Batch, BatchTotals, Correction, Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.mismatch import mismatch_sums
+from ludic.training.loss.mismatch import sum_mismatch
 from ludic.training.types import CreditAssigner, SAWBatch, SAWItem, is_float_array
 from ludic.types import group_of, is_list_of
 
@@ -105,7 +105,7 @@ class RLAlgorithm:
             correction=self.correction,
         )
         loss, stats = scaled_loss(formula, logits, batch, shared)
-        return loss, {**stats, **mismatch_sums(shared)}
+        return loss, {**stats, **sum_mismatch(shared)}
 
 
 def forward_logits(model: nn.Module, batch: Batch) -> Tensor:

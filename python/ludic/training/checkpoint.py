@@ -117,7 +117,7 @@ class CheckpointManager:
         nothing."""
         content = {"step": step, **(metadata or {})}
         target = self.root / f"step_{step:06d}"
-        with self._written_aside(target) as folder:
+        with self._write_aside(target) as folder:
             write(folder)
             if folder is not None:
                 write_json(folder / "trainer_state.json", content)
@@ -132,12 +132,12 @@ class CheckpointManager:
     def amend(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Update the metadata of the checkpoint that was saved last, if it is of `step`, with what
         became known afterwards."""
-        if ranks.rank() == 0 and self._saved is not None and _step_of(self._saved) == step:
+        if ranks.rank() == 0 and self._saved is not None and _parse_step(self._saved) == step:
             state = self._saved / "trainer_state.json"
             write_json(state, {**read_json(state), **metadata})
 
     @contextmanager
-    def _written_aside(self, target: Path) -> Iterator[Path | None]:
+    def _write_aside(self, target: Path) -> Iterator[Path | None]:
         """A folder that becomes `target` at the end. None on ranks other than 0, which write
         nothing."""
         if ranks.rank() != 0:
@@ -145,7 +145,7 @@ class CheckpointManager:
             return
         with replace_folder(target) as aside:
             yield aside
-        write_json(self.root / "latest.json", {"last_checkpoint": target.name, "step": _step_of(target)})
+        write_json(self.root / "latest.json", {"last_checkpoint": target.name, "step": _parse_step(target)})
         self._prune(target)
 
     def _prune(self, written: Path) -> None:
@@ -159,15 +159,15 @@ class CheckpointManager:
     def _folders(self) -> list[Path]:
         """Checkpoints by step."""
         folders = [path for path in self.root.iterdir() if path.is_dir() and STEP_NAME.fullmatch(path.name)]
-        return sorted(folders, key=_step_of)
+        return sorted(folders, key=_parse_step)
 
     def find(self, *, step: int | None = None, path: str | Path | None = None) -> Path:
         """The checkpoint folder: `path` if given, else `step`, else what latest.json names, else
         the newest."""
         if path is not None:
-            return _existing(Path(path))
+            return _require_folder(Path(path))
         if step is not None:
-            return _existing(self.root / f"step_{step:06d}")
+            return _require_folder(self.root / f"step_{step:06d}")
         return self._latest()
 
     def _latest(self) -> Path:
@@ -196,7 +196,7 @@ class CheckpointManager:
         read_model(model, folder)
         if optimizer is not None:
             read_optimizer_if_stored(optimizer, model, folder)
-        return _metadata_of(folder)
+        return _read_metadata(folder)
 
     def load_backend(self, backend: TrainingBackend, folder: Path) -> dict[str, Any]:
         """`load` into the backend; `Trainer` calls this one. If a subclass overrides `load` and the
@@ -204,7 +204,7 @@ class CheckpointManager:
         if isinstance(backend, TorchBackend) and type(self).load is not CheckpointManager.load:
             return self.load(backend.model, optimizer=backend.optimizer, path=folder)
         backend.load(folder).wait()
-        return _metadata_of(folder)
+        return _read_metadata(folder)
 
     def locate(self, checkpoint: int | str | Path) -> Path:
         """The folder of a checkpoint named by its step or its path. Example: 50 and "50" are
@@ -213,18 +213,18 @@ class CheckpointManager:
         return self.find(step=int(str(checkpoint))) if is_step else self.find(path=str(checkpoint))
 
 
-def _metadata_of(folder: Path) -> dict[str, Any]:
+def _read_metadata(folder: Path) -> dict[str, Any]:
     state = folder / "trainer_state.json"
     return read_json(state) if state.exists() else {"step": 0}
 
 
-def _existing(folder: Path) -> Path:
+def _require_folder(folder: Path) -> Path:
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no checkpoint at {folder}")
     return folder
 
 
-def _step_of(folder: Path) -> int:
+def _parse_step(folder: Path) -> int:
     match = STEP_NAME.fullmatch(folder.name)
     if match is None:
         raise CheckpointError(f"{folder} is not named step_NNNNNN")

@@ -123,7 +123,7 @@ class PreferenceMetrics:
         metrics = {
             "pairwise_accuracy": pairwise_accuracy(chosen, rejected, labels > 0.5),
             **_margin_moments(*margins_in_both_orders(chosen - rejected, labels)),
-            "roc_auc": roc_auc(*_responses(chosen, rejected, labels)),
+            "roc_auc": roc_auc(*_pool_responses(chosen, rejected, labels)),
             "ece": calibration_error(self.calibration()),
         }
         if len(chosen):
@@ -148,7 +148,7 @@ class PreferenceMetrics:
                 f"fpr@{threshold}": array_mean_or_zero(above[~better]),
                 f"fnr@{threshold}": array_mean_or_zero(~above[better]),
             }
-        scores, positive, negative = _responses(chosen, rejected, labels)
+        scores, positive, negative = _pool_responses(chosen, rejected, labels)
         above = scores > threshold
         return {
             f"fpr@{threshold}": float(negative[above].sum() / negative.sum()),
@@ -199,7 +199,7 @@ def margins_in_both_orders(margins: Floats, labels: Floats) -> tuple[Floats, Flo
     return signed[weights > 0], weights[weights > 0]
 
 
-def _responses(chosen: Floats, rejected: Floats, labels: Floats) -> tuple[Floats, Floats, Floats]:
+def _pool_responses(chosen: Floats, rejected: Floats, labels: Floats) -> tuple[Floats, Floats, Floats]:
     """[2P] scores, and [2P] weights of each as a positive and as a negative; the two weights of a
     response sum to 1."""
     positive = np.concatenate([labels, 1.0 - labels])
@@ -237,7 +237,7 @@ class CalibrationBins:
     """[K] how often the predictions came true; 0 for an empty bin."""
 
 
-def calibration_bins(probability: Floats, came_true: NDArray[Any], bins: int = 10) -> CalibrationBins:
+def calibration_bins(probability: Floats, outcomes: NDArray[Any], bins: int = 10) -> CalibrationBins:
     """[N] predictions in [0, 1], and [N] how often each came true: booleans, or shares in [0,
     1]."""
     edges = np.linspace(0.0, 1.0, bins + 1)
@@ -248,7 +248,7 @@ def calibration_bins(probability: Floats, came_true: NDArray[Any], bins: int = 1
         edges,
         counts,
         np.bincount(place, probability, bins) / filled,
-        np.bincount(place, came_true.astype(np.float64), bins) / filled,
+        np.bincount(place, outcomes.astype(np.float64), bins) / filled,
     )
 
 

@@ -23,11 +23,11 @@ PACKINGS: tuple[str, ...] = ("optimal", "greedy", "padding_free")
 SCHEDULER_TYPES: tuple[str, ...] = ("cosine", "linear", "constant_with_warmup")
 MIXED_PRECISION_DTYPES: tuple[str, ...] = ("bf16",)
 
-_SIZES = "micro-batches follow from tokens now: set max_seq_len and micro_token_budget"
-_REPLACED = {
-    "grad_accum_steps": _SIZES,
-    "gradient_accumulation_steps": _SIZES,
-    "micro_batch_size": _SIZES,
+_SIZES_REMEDY = "micro-batches follow from tokens now: set max_seq_len and micro_token_budget"
+_REMOVED_SETTINGS = {
+    "grad_accum_steps": _SIZES_REMEDY,
+    "gradient_accumulation_steps": _SIZES_REMEDY,
+    "micro_batch_size": _SIZES_REMEDY,
     "batch_size": "the batch source decides how many samples a batch has",
     "num_rollouts": "the batch source decides; batch metadata calls it target_rollouts",
     "max_steps": "pass num_steps to train(); an episode's limit is max_steps of the batch source",
@@ -61,7 +61,7 @@ def _with_name_checks(init: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
             if name not in signature.parameters:
-                raise ConfigError(_unknown_name(type(self).__name__, name, list(signature.parameters)[1:]))
+                raise ConfigError(_describe_unknown_name(type(self).__name__, name, list(signature.parameters)[1:]))
         arguments = dict(signature.bind_partial(self, *args, **kwargs).arguments)
         rate = arguments.get("learning_rate")
         if rate is not None and arguments.get("lr", rate) != rate:
@@ -71,19 +71,19 @@ def _with_name_checks(init: Callable[..., None]) -> Callable[..., None]:
         # `dataclasses.replace` passes every field: those that differ from a default count as
         # passed.
         everything = passed >= {item.name for item in fields(self)}
-        self._explicit = frozenset(filter(functools.partial(_differs, self), passed)) if everything else passed
+        self._explicit = frozenset(filter(functools.partial(_differs_from_default, self), passed)) if everything else passed
 
     return __init__
 
 
-def _differs(config: Any, name: str) -> bool:
+def _differs_from_default(config: Any, name: str) -> bool:
     defaults = {item.name: item.default for item in fields(config)}
     return name in defaults and getattr(config, name) != defaults[name]
 
 
-def _unknown_name(owner: str, name: str, names: list[str]) -> str:
-    if name in _REPLACED:
-        return f"{owner} has no {name}: {_REPLACED[name]}"
+def _describe_unknown_name(owner: str, name: str, names: list[str]) -> str:
+    if name in _REMOVED_SETTINGS:
+        return f"{owner} has no {name}: {_REMOVED_SETTINGS[name]}"
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
     return f"{owner} has no {name}; {hint}"
@@ -193,7 +193,7 @@ class TrainerConfig:
         if learning_rate is not None:
             self.lr = learning_rate
         if hasattr(self.pad_token_id, "pad_token_id"):
-            self.pad_token_id = _pad_token_of(self.pad_token_id)
+            self.pad_token_id = _read_pad_token(self.pad_token_id)
         if len(self.betas) == 2:
             self.betas = (self.betas[0], self.betas[1])
         self.validate()
@@ -297,7 +297,7 @@ def check_budget(micro_token_budget: int, max_seq_len: int) -> None:
         )
 
 
-def _pad_token_of(tokenizer: Any) -> int:
+def _read_pad_token(tokenizer: Any) -> int:
     """Its padding token, or else its end token: what stands there is masked."""
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if pad_token_id is None:

@@ -26,10 +26,10 @@ class MonteCarloReturn:
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         weights: Weights = {}
         for rollout in rollouts:
-            following = 0.0
+            future_return = 0.0
             for step in reversed(rollout.steps):
-                following = step.reward + self.gamma * following
-                weights[rollout.id, step.index] = following
+                future_return = step.reward + self.gamma * future_return
+                weights[rollout.id, step.index] = future_return
         return weights
 
 
@@ -46,7 +46,7 @@ class EpisodicReturn:
     """The undiscounted return of the episode, at every step."""
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
-        return _by_rollout(rollouts, [_return(rollout) for rollout in rollouts])
+        return _weights_by_step(rollouts, [_episode_return(rollout) for rollout in rollouts])
 
 
 @dataclass
@@ -56,7 +56,7 @@ class ConstantCredit:
     value: float = 1.0
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
-        return _by_rollout(rollouts, [self.value] * len(rollouts))
+        return _weights_by_step(rollouts, [self.value] * len(rollouts))
 
 
 @dataclass
@@ -88,8 +88,8 @@ class GroupNormalizedReturn:
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         advantages = np.zeros(len(rollouts))
-        for members in _groups(rollouts, self.group_size, allow_partial=self.allow_partial):
-            advantage = _subtract_mean([_return(rollouts[i]) for i in members])
+        for members in _group_positions(rollouts, self.group_size, allow_partial=self.allow_partial):
+            advantage = _subtract_mean([_episode_return(rollouts[i]) for i in members])
             if self.leave_one_out and len(members) > 1:
                 advantage = advantage * (len(members) / (len(members) - 1))
             if self.positive_only:
@@ -97,7 +97,7 @@ class GroupNormalizedReturn:
             if self.normalize_adv:
                 advantage = advantage / (advantage.std() + self.eps)
             advantages[members] = advantage
-        return _by_rollout(rollouts, advantages.tolist())
+        return _weights_by_step(rollouts, advantages.tolist())
 
 
 @dataclass
@@ -119,13 +119,13 @@ class HybridNormalizedReturn:
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         advantages = np.zeros(len(rollouts))
-        for members in _groups(rollouts, self.group_size, allow_partial=self.allow_partial):
-            advantages[members] = _subtract_mean([_return(rollouts[i]) for i in members])
+        for members in _group_positions(rollouts, self.group_size, allow_partial=self.allow_partial):
+            advantages[members] = _subtract_mean([_episode_return(rollouts[i]) for i in members])
         if len(rollouts):
             advantages = advantages / (advantages.std() + self.eps)
         if self.positive_only:
             advantages = np.maximum(advantages, 0.0)
-        return _by_rollout(rollouts, advantages.tolist())
+        return _weights_by_step(rollouts, advantages.tolist())
 
 
 @dataclass
@@ -142,8 +142,8 @@ class BatchNormalizedReturn:
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         if not rollouts:
             return {}
-        advantage = _subtract_mean([_return(rollout) for rollout in rollouts])
-        return _by_rollout(rollouts, (advantage / (advantage.std() + self.eps)).tolist())
+        advantage = _subtract_mean([_episode_return(rollout) for rollout in rollouts])
+        return _weights_by_step(rollouts, (advantage / (advantage.std() + self.eps)).tolist())
 
 
 @dataclass
@@ -172,9 +172,9 @@ class OverlongPenalty:
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         """Raises DataError for a step without a token trace, whose length is unknown."""
-        return self.inner.compute([self._penalised(rollout) for rollout in rollouts])
+        return self.inner.compute([self._penalise(rollout) for rollout in rollouts])
 
-    def _penalised(self, rollout: Rollout) -> Rollout:
+    def _penalise(self, rollout: Rollout) -> Rollout:
         steps = [replace(step, reward=step.reward - self._penalty(rollout, step)) for step in rollout.steps]
         return replace(rollout, steps=steps)
 
@@ -188,7 +188,7 @@ class OverlongPenalty:
         return self.factor * min(1.0, over / self.buffer_tokens) if over > 0 and self.buffer_tokens else 0.0
 
 
-def _return(rollout: Rollout) -> float:
+def _episode_return(rollout: Rollout) -> float:
     """Sum of the rewards, rounded once: the same rewards in another order give the same return, so
     their group's credit is exactly 0. Raises DataError for rewards that are not finite."""
     rewards = [step.reward for step in rollout.steps]
@@ -205,7 +205,7 @@ def _subtract_mean(returns: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[
     return values - values.mean()
 
 
-def _groups(rollouts: Sequence[Rollout], group_size: int, *, allow_partial: bool) -> list[list[int]]:
+def _group_positions(rollouts: Sequence[Rollout], group_size: int, *, allow_partial: bool) -> list[list[int]]:
     """Positions of the members of each group, in order of first appearance. Where an episode has
     several agents, each is compared with itself in the other episodes: the rollouts of one
     `meta["agent_id"]` are a group of their own."""
@@ -230,7 +230,7 @@ def _agent_suffix(agent: object) -> str:
     return "" if agent is None else f" of agent {agent}"
 
 
-def _by_rollout(rollouts: Sequence[Rollout], values: Sequence[float]) -> Weights:
+def _weights_by_step(rollouts: Sequence[Rollout], values: Sequence[float]) -> Weights:
     """One value for all steps of a rollout."""
     return {
         (rollout.id, step.index): float(value) for rollout, value in zip(rollouts, values, strict=True) for step in rollout.steps

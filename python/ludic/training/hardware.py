@@ -56,16 +56,16 @@ def get_optimal_attention_impl(*, disable_flash_attn: bool = False) -> str:
     `flash_attention_2` on Ampere and later (CUDA >= 11.6), each if its package is installed; else
     `sdpa`."""
     architecture, version = detect_gpu_architecture(), get_cuda_version()
-    if disable_flash_attn or architecture is None or version is None or not _installed("flash_attn"):
+    if disable_flash_attn or architecture is None or version is None or not _is_installed("flash_attn"):
         return "sdpa"
-    if architecture in FLASH_3 and version >= (12, 3) and _installed("flash_attn_3"):
+    if architecture in FLASH_3 and version >= (12, 3) and _is_installed("flash_attn_3"):
         return "flash_attention_3"
     if architecture in FLASH_2 and version >= (11, 6):
         return "flash_attention_2"
     return "sdpa"
 
 
-def _installed(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 

@@ -25,11 +25,11 @@ def combine_score(mode: CombineMode, base: float, score: float, *, rm_coeff: flo
     - `weighted`: alpha * base + (1 - alpha) * score
     - `bonus`: base + rm_coeff * score
     """
-    scale, offset = score_line(mode, score, rm_coeff=rm_coeff, alpha=alpha)
+    scale, offset = score_coefficients(mode, score, rm_coeff=rm_coeff, alpha=alpha)
     return scale * base + offset
 
 
-def score_line(mode: CombineMode, score: float, *, rm_coeff: float = 1.0, alpha: float = 0.5) -> tuple[float, float]:
+def score_coefficients(mode: CombineMode, score: float, *, rm_coeff: float = 1.0, alpha: float = 0.5) -> tuple[float, float]:
     """(scale, offset) such that `combine_score` is scale * base + offset."""
     match check_mode(mode):
         case "replace":
@@ -51,7 +51,7 @@ def check_mode(mode: CombineMode) -> CombineMode:
     return mode
 
 
-def score_of(rollout: Rollout, key: str) -> float:
+def read_score(rollout: Rollout, key: str) -> float:
     """The score that a `RewardModelScorer` left in the rollout's meta. Raises DataError if there is
     none, or none that is finite."""
     score = rollout.meta.get(key)
@@ -88,7 +88,7 @@ class RewardModelCreditAssigner:
         inner = self.inner_assigner.compute(rollouts) if self.inner_assigner is not None else None
         weights: dict[RolloutStepKey, float] = {}
         for rollout in rollouts:
-            score = score_of(rollout, self.rm_score_key)
+            score = read_score(rollout, self.rm_score_key)
             for step in rollout.steps:
                 key = (rollout.id, step.index)
                 base = 1.0 if inner is None else inner[key]

@@ -83,7 +83,7 @@ class RewardFunctions:
         `columns`."""
         available = {*_PROVIDED, *columns}
         for name, function in zip(self.names, self.functions, strict=True):
-            missing = [needed for needed in _required(function) if needed not in available]
+            missing = [needed for needed in _required_arguments(function) if needed not in available]
             if missing:
                 raise ConfigError(
                     f"reward function {name} asks for {' and '.join(missing)}, which the data does not have; its columns are "
@@ -113,7 +113,7 @@ class RewardFunctions:
         results = [self._start(function, inputs) for function in self.functions]
         first = await asyncio.gather(*results)
         return [
-            await self._by_group(name, function, inputs, result) if isinstance(result, Exception) else result
+            await self._retry_by_group(name, function, inputs, result) if isinstance(result, Exception) else result
             for name, function, result in zip(self.names, self.functions, first, strict=True)
         ]
 
@@ -132,14 +132,14 @@ class RewardFunctions:
             if isinstance(returned, Exception):
                 raise returned
             if inspect.isawaitable(returned):
-                returned = await self._awaited(returned)
+                returned = await self._await_result(returned)
             return _checked_rewards(returned, len(inputs))
         except Exception as error:
             return error
         except SystemExit as error:
             return _exit(error)
 
-    async def _awaited(self, returned: Awaitable[Any]) -> Any:
+    async def _await_result(self, returned: Awaitable[Any]) -> Any:
         """The coroutine's result. Raises _DeadlineExceeded at the deadline; a TimeoutError of the
         function itself is an error like any other."""
         deadline = asyncio.timeout(self._timeout_s)
@@ -151,7 +151,7 @@ class RewardFunctions:
                 raise _DeadlineExceeded(f"it took longer than {self._timeout_s} s") from error
             raise
 
-    async def _by_group(
+    async def _retry_by_group(
         self, name: str, function: RewardFunction, inputs: Sequence[_FunctionInput], error: Exception
     ) -> list[Reward]:
         """One call for each group, after the call for all has failed."""
@@ -179,7 +179,7 @@ class RewardFunctions:
             "log_extra": lambda column, values: _log_each(inputs, column, values),
             "log_metric": lambda name, value: _log_each(inputs, name, [value] * len(inputs)),
         }
-        return {name: value for name, value in arguments.items() if _takes(function, name)}
+        return {name: value for name, value in arguments.items() if _accepts(function, name)}
 
     def _add_reward(self, rollout: Rollout, rewards: Sequence[Reward]) -> Exception | None:
         """Add the sum to the last step. Returns the error if there is no reward."""
@@ -216,15 +216,15 @@ class _FunctionInput:
 
     def __init__(self, rollout: Rollout) -> None:
         self.rollout = rollout
-        self.row = row_of(rollout)
-        self.completion = completion_of(rollout, conversational=isinstance(self.row["prompt"], list))
+        self.row = find_row(rollout)
+        self.completion = build_completion(rollout, conversational=isinstance(self.row["prompt"], list))
         traces = [step.trace for step in rollout.steps]
         self.completion_ids = [token for trace in traces if trace is not None for token in trace.completion_token_ids]
         group = group_of(rollout.meta)
         self.group = rollout.id if group is None else group
 
 
-def row_of(rollout: Rollout) -> Mapping[str, Any]:
+def find_row(rollout: Rollout) -> Mapping[str, Any]:
     """The data set's row that a rollout was played on: `row` in the info of a step (see
     `PromptEnv`), or in the request's meta. Raises DataError if there is none."""
     places = [step.info for step in reversed(rollout.steps)] + [rollout.meta.get("request_meta") or {}]
@@ -237,7 +237,7 @@ def row_of(rollout: Rollout) -> Mapping[str, Any]:
     return dict(row)
 
 
-def completion_of(rollout: Rollout, *, conversational: bool) -> str | list[Message]:
+def build_completion(rollout: Rollout, *, conversational: bool) -> str | list[Message]:
     """What the model wrote. An episode of several steps is a list of messages, whatever the form of
     the data set."""
     if not conversational and len(rollout.steps) == 1:
@@ -299,7 +299,7 @@ def _exit(error: SystemExit) -> Exception:
 
 
 def _shown_prompt(rollout: Rollout) -> str:
-    text = prompt_shown(row_of(rollout)["prompt"])
+    text = prompt_shown(find_row(rollout)["prompt"])
     return f"the prompt {text if len(text) <= SHOWN_PROMPT else text[: SHOWN_PROMPT - 3] + '...'!r}"
 
 
@@ -326,13 +326,13 @@ def _parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(function).parameters
 
 
-def _takes(function: RewardFunction, name: str) -> bool:
+def _accepts(function: RewardFunction, name: str) -> bool:
     parameters = _parameters(function)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return True
     return name in parameters
 
 
-def _required(function: RewardFunction) -> list[str]:
+def _required_arguments(function: RewardFunction) -> list[str]:
     fixed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return [name for name, p in _parameters(function).items() if p.default is p.empty and p.kind not in fixed]

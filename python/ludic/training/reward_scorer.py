@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from ludic.errors import ConfigError, DataError, GradingError
 from ludic.event_loop import await_if_needed
 from ludic.inference.reward_types import ScoringInput
-from ludic.training.reward_credit import CombineMode, check_mode, score_line, score_of
+from ludic.training.reward_credit import CombineMode, check_mode, read_score, score_coefficients
 from ludic.training.types import RolloutScorer
 from ludic.types import Message, Rollout
 
@@ -101,7 +101,7 @@ class RewardModelScorer:
                 inputs[rollout.id] = self._model_input(rollout)
             except Exception as error:
                 errors[rollout.id] = _failure(error)
-        scores = await self._scores(list(dict.fromkeys(inputs.values())))
+        scores = await self._score_all(list(dict.fromkeys(inputs.values())))
         for rollout in rollouts:
             if rollout.id not in inputs:
                 continue
@@ -114,24 +114,24 @@ class RewardModelScorer:
                 rollout.meta[f"{self.score_key}_from"] = "text" if isinstance(scored, str) else "tokens"
         return errors
 
-    async def _scores(self, inputs: Sequence[ScoringInput]) -> dict[ScoringInput, float | Exception]:
+    async def _score_all(self, inputs: Sequence[ScoringInput]) -> dict[ScoringInput, float | Exception]:
         batches = [inputs[start : start + self.batch_size] for start in range(0, len(inputs), self.batch_size)]
-        results = await asyncio.gather(*(self._batch(batch) for batch in batches))
+        results = await asyncio.gather(*(self._score_batch(batch) for batch in batches))
         return dict(zip(inputs, (score for result in results for score in result), strict=True))
 
-    async def _batch(self, inputs: Sequence[ScoringInput]) -> list[float | Exception]:
+    async def _score_batch(self, inputs: Sequence[ScoringInput]) -> list[float | Exception]:
         """A score or an error for each input. If the client rejects the batch, its halves are
         tried, down to the input it rejects."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 batch = [each if isinstance(each, str) else list(each) for each in inputs]
                 scores = await await_if_needed(self.client.score_batch(batch, normalize=self.normalize))
-            return _checked(scores, len(inputs))
+            return _check_scores(scores, len(inputs))
         except DataError as error:
             if len(inputs) == 1:
                 return [_failure(error)]
             middle = len(inputs) // 2
-            return [*await self._batch(inputs[:middle]), *await self._batch(inputs[middle:])]
+            return [*await self._score_batch(inputs[:middle]), *await self._score_batch(inputs[middle:])]
         except Exception as error:
             return [_failure(error)] * len(inputs)
 
@@ -142,7 +142,7 @@ class RewardModelScorer:
             return self.render_fn(rollout)
         if self.use_chat_template:
             text: str = self.tokenizer.apply_chat_template(
-                conversation_of(rollout, self.system_prompt), tokenize=False, add_generation_prompt=False
+                build_conversation(rollout, self.system_prompt), tokenize=False, add_generation_prompt=False
             )
             return text
         trace = rollout.steps[-1].trace
@@ -196,9 +196,9 @@ class RewardModelReward:
         return errors
 
     def _reward(self, rollout: Rollout) -> None:
-        score, task = score_of(rollout, self.scorer.score_key), rollout.total_reward
+        score, task = read_score(rollout, self.scorer.score_key), rollout.total_reward
         judged = score - self.unfinished_penalty if _is_unfinished(rollout) else score
-        scale, offset = score_line(self.mode, judged, rm_coeff=self.rm_coeff, alpha=self.alpha)
+        scale, offset = score_coefficients(self.mode, judged, rm_coeff=self.rm_coeff, alpha=self.alpha)
         for step in rollout.steps:
             step.reward *= scale
         last = rollout.steps[-1]
@@ -212,7 +212,7 @@ def _is_unfinished(rollout: Rollout) -> bool:
     return finish_reason == "length"
 
 
-def conversation_of(rollout: Rollout, system_prompt: str | None = None) -> list[Message]:
+def build_conversation(rollout: Rollout, system_prompt: str | None = None) -> list[Message]:
     """The conversation as messages: what the last agent that recorded its prompt saw, and its
     answer; else observations and actions in turn."""
     messages: list[Message] = []
@@ -228,7 +228,7 @@ def conversation_of(rollout: Rollout, system_prompt: str | None = None) -> list[
     return messages
 
 
-def _checked(scores: Any, expected: int) -> list[float | Exception]:
+def _check_scores(scores: Any, expected: int) -> list[float | Exception]:
     if len(scores) != expected:
         raise GradingError(f"the reward model gave {len(scores)} scores for {expected} inputs; there must be one for each")
     return [_score_or_error(float(score)) for score in scores]

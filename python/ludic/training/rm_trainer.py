@@ -33,7 +33,7 @@ from ludic.training.batching.source import as_batch_source
 from ludic.training.classification_metrics import PreferenceMetrics
 from ludic.training.evaluators.preferences import PreferenceEvaluator
 from ludic.training.evaluators.protocol import Evaluator
-from ludic.training.loop.setup_checks import required_model
+from ludic.training.loop.setup_checks import require_model
 from ludic.training.loss.base import Loss, adapted_loss, loss_name
 from ludic.training.rm_config import RMTrainerConfig as RMTrainerConfig
 from ludic.training.trainer import Trainer
@@ -89,12 +89,12 @@ class RMTrainer(Trainer):
         if model is not None:
             _check_model(model, adapted_loss(algo), cfg)
         if lora_config is not None:
-            model = apply_lora(required_model(model), lora_config)
+            model = apply_lora(require_model(model), lora_config)
         self._padding_was_seen = False
         self.eval_metrics = _metrics(adapted_loss(algo), cfg)
         """What `update_eval_metrics` collects."""
         if eval_items is not None:
-            evaluator = self._evaluator_of(backend or required_model(model), adapted_loss(algo), cfg, eval_items)
+            evaluator = self._evaluator_of(backend or require_model(model), adapted_loss(algo), cfg, eval_items)
         super().__init__(
             model=model, algo=algo, batch_source=batch_source, cfg=cfg, evaluator=evaluator, backend=backend, **options
         )
@@ -112,7 +112,7 @@ class RMTrainer(Trainer):
     def _ingest(self, items: Sequence[SAWItem]) -> MacroBatch:
         if not self.cfg.rm_pair_aware:
             return MacroBatch.ingest(items, self.cfg.max_seq_len)
-        macro = PreferenceMacroBatch.of_pairs(
+        macro = PreferenceMacroBatch.ingest_pairs(
             items,
             self.cfg.max_seq_len,
             require_complete=self.cfg.rm_require_complete_pairs,
@@ -150,7 +150,7 @@ class RMTrainer(Trainer):
             max_seq_len=self.cfg.max_seq_len if max_seq_len is None else max_seq_len,
         )
 
-    def _mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
+    def _make_mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
         if isinstance(macro, PreferenceMacroBatch):
             return PreferenceMiniBatch(macro, rows, self.cfg, meta_keys=self.cfg.rm_meta_keys)
         return SampleMiniBatch(macro, rows, self.cfg, meta_keys=self.cfg.rm_meta_keys)

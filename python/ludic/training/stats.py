@@ -18,7 +18,7 @@ from ludic import _core
 from ludic.errors import ConfigError, DataError
 from ludic.training.averages import mean_or_zero
 from ludic.training.loggers.percent import Percent
-from ludic.training.loop.micro_stats import Stat, combine_micro_stats, finished, to_host
+from ludic.training.loop.micro_stats import Stat, combine_micro_stats, copy_to_host, final_values
 from ludic.training.loss.mismatch import PREFIX
 from ludic.training.types import SAWBatch, SAWItem
 
@@ -70,7 +70,7 @@ def default_reducers() -> dict[str, Reducer]:
     }
 
 
-OWN_KEYS = frozenset(
+RESERVED_KEYS = frozenset(
     {
         *("step", "loss", "reported_loss", "grad_norm", "lr", "optimizer_steps"),
         *("num_samples", "target_rollouts", "played_rollouts", "effective_rollouts"),
@@ -87,8 +87,8 @@ def check_reducers(reducers: Mapping[str, Reducer]) -> None:
     itself."""
     for name, reducer in reducers.items():
         _check_reducer(name, reducer)
-        key = _with_prefix(name)
-        if key.removeprefix("train/") in OWN_KEYS or key.startswith(("perf/", PREFIX)):
+        key = _add_prefix(name)
+        if key.removeprefix("train/") in RESERVED_KEYS or key.startswith(("perf/", PREFIX)):
             raise ConfigError(
                 f"a reducer cannot be named {name!r}: {key} is the trainer's own; name it {f'my_{name}'!r}, for example"
             )
@@ -129,7 +129,7 @@ def _reduce(
     reduced = dict(zip(plain, _core.reduce_records(records, paths, *counts), strict=True)) if plain else {}
     for name, reducer in reducers.items():
         if name not in reduced:
-            values = [_value(reducer, subject, record) for subject, record in zip(subjects, records, strict=True)]
+            values = [_read_value(reducer, subject, record) for subject, record in zip(subjects, records, strict=True)]
             reduced[name] = _reduce_values(reducer, values, records, counts)
     return {name: Percent(reduced[name]) if reducer.as_percent else reduced[name] for name, reducer in reducers.items()}
 
@@ -138,12 +138,12 @@ def _is_plain(reducer: Reducer) -> bool:
     return isinstance(reducer.source, str) and reducer.transform is None
 
 
-def _value(reducer: Reducer, subject: Any, record: Mapping[str, Any]) -> Any:
-    value = _at_path(record, reducer.source) if isinstance(reducer.source, str) else reducer.source(subject)
+def _read_value(reducer: Reducer, subject: Any, record: Mapping[str, Any]) -> Any:
+    value = _read_path(record, reducer.source) if isinstance(reducer.source, str) else reducer.source(subject)
     return value if value is None or reducer.transform is None else reducer.transform(value)
 
 
-def _at_path(record: Any, path: str) -> Any:
+def _read_path(record: Any, path: str) -> Any:
     for key in path.split("."):
         if not isinstance(record, Mapping):
             return None
@@ -190,11 +190,11 @@ def aggregate_stats(
         raise DataError(
             f"micro_batch_sizes ({len(sizes)}) must have as many entries as micro_stats_list ({len(micro_stats_list)})"
         )
-    stats = {**combine_micro_stats(to_host(micro_stats_list), sizes), **batch_stats(saw_batches)}
+    stats = {**combine_micro_stats(copy_to_host(micro_stats_list), sizes), **batch_stats(saw_batches)}
     unmeasured = {key: 0.0 for key, stat in stats.items() if not stat.weight}
     items = [item for batch in saw_batches for item in batch.items]
     counts = len(items), int(stats["target_rollouts"].value)
-    return {**unmeasured, **finished(stats), **_reduce(items, [item.meta for item in items], reducers or {}, counts)}
+    return {**unmeasured, **final_values(stats), **_reduce(items, [item.meta for item in items], reducers or {}, counts)}
 
 
 def batch_stats(batches: Sequence[SAWBatch]) -> dict[str, Stat]:
@@ -238,7 +238,7 @@ def _reducer_stat(reducer: Reducer, value: float, counts: tuple[int, int]) -> St
     return Stat(value, float(counts[1] if reducer.normalize_by == "rollouts" else counts[0]))
 
 
-def as_percents(stats: Mapping[str, float], reducers: Mapping[str, Reducer]) -> dict[str, float]:
+def mark_percents(stats: Mapping[str, float], reducers: Mapping[str, Reducer]) -> dict[str, float]:
     """`stats`, with `Percent` for the reducers that ask for it."""
     shares = {name for name, reducer in reducers.items() if reducer.as_percent}
     return {key: Percent(value) if key in shares else value for key, value in stats.items()}
@@ -263,15 +263,15 @@ def _completion_length(item: SAWItem) -> int:
     return int(np.count_nonzero(item.action_mask)) if length is None else int(length)
 
 
-def group_keys(stats: Mapping[str, float]) -> dict[str, float]:
+def prefix_keys(stats: Mapping[str, float]) -> dict[str, float]:
     """Keys under `train/`, `eval/` or `perf/`; `mismatch/*` stays as it is.
 
     Example: `loss` becomes `train/loss`, `eval_loss` `eval/loss` and `gpu_x` `perf/gpu_x`.
     """
-    return {_with_prefix(key): value for key, value in stats.items() if key != "phase"}
+    return {_add_prefix(key): value for key, value in stats.items() if key != "phase"}
 
 
-def _with_prefix(key: str) -> str:
+def _add_prefix(key: str) -> str:
     if key.startswith(("train/", "eval/", "perf/", PREFIX)):
         return key
     if key.startswith("eval_"):

@@ -37,17 +37,17 @@ from ludic.training.loop.best_weights import BestWeights
 from ludic.training.loop.early_stopping import EarlyStopping
 from ludic.training.loop.fetching import BatchFetcher
 from ludic.training.loop.outputs import log_safely, push_weights, sync_safely
-from ludic.training.loop.proximal import with_proximal_logps
+from ludic.training.loop.proximal import add_proximal_logps
 from ludic.training.loop.run_state import evaluation_state, restore_run, run_state
 from ludic.training.loop.schedule import RunSchedule
-from ludic.training.loop.setup_checks import check_backend, check_setup, required_model
+from ludic.training.loop.setup_checks import check_backend, check_setup, require_model
 from ludic.training.loop.step_record import StepRecord
 from ludic.training.loop.timings import PhaseTimer
 from ludic.training.loss.base import adapted_loss
 from ludic.training.preflight.check import Preflight
 from ludic.training.preflight.padding_free import with_supported_packing
 from ludic.training.rng import preserved_rng
-from ludic.training.stats import Reducer, default_reducers, group_keys
+from ludic.training.stats import Reducer, default_reducers, prefix_keys
 from ludic.training.types import BatchSource, SAWItem
 
 if TYPE_CHECKING:
@@ -105,9 +105,9 @@ class Trainer:
         check_setup(self.cfg, self.reducers, publisher, evaluator, batch_source)
         if resume_from is not None and not (checkpointer or checkpoint_config):
             raise ConfigError(f"resume_from ({resume_from}) needs a checkpointer; pass checkpointer= or checkpoint_config=")
-        self._model = model if lora_config is None else apply_lora(required_model(model), lora_config)
+        self._model = model if lora_config is None else apply_lora(require_model(model), lora_config)
         self.sync_every_steps = (self.cfg.sync_every_steps or None) if publisher is not None else None
-        self.backend = self._own_backend(enable_gradient_checkpointing) if backend is None else backend
+        self.backend = self._make_backend(enable_gradient_checkpointing) if backend is None else backend
         self._fetcher = BatchFetcher(self, self._ingest)
         self.checkpointer = checkpointer or (CheckpointManager(checkpoint_config) if checkpoint_config else None)
         check_backend(self.cfg, self.backend, checkpoints=self.checkpointer is not None)
@@ -115,7 +115,7 @@ class Trainer:
         if resume_from is not None:
             self._resume(resume_from)
 
-    def _own_backend(self, gradient_checkpointing: bool) -> TrainingBackend:
+    def _make_backend(self, gradient_checkpointing: bool) -> TrainingBackend:
         backend = TorchBackend(
             self.model,
             self.cfg,
@@ -131,14 +131,14 @@ class Trainer:
         self.schedule = RunSchedule(self.cfg, total_training_steps)
         self.early_stopping = EarlyStopping(self.cfg)
         self._best_weights = BestWeights(self.backend, None if self.checkpointer is None else self.checkpointer.root)
-        self._holds_best = False
+        self._has_best_weights = False
         """Whether the model has the weights of the best evaluation, not those of the last step."""
         self.last_eval: Stats = {}
         """What the last evaluation gave, as it was logged."""
         self.evaluated_step: int | None = None
         """Of the last evaluation that `eval_at_start` or `eval_every_n_steps` asked for."""
-        self._publish_first = False
-        self._gradient_came = False
+        self._publish_before_step = False
+        self._has_new_gradient = False
         """Since the last push."""
         self._checkpoint_s = 0.0
         self._event_loop = EventLoop()
@@ -150,7 +150,7 @@ class Trainer:
     @property
     def model(self) -> nn.Module:
         """The model in this process. Raises ConfigError where the backend has it elsewhere."""
-        return required_model(self._model)
+        return require_model(self._model)
 
     @model.setter
     def model(self, model: nn.Module) -> None:
@@ -181,7 +181,7 @@ class Trainer:
         self.schedule.begin(None if num_steps is None else self._step + num_steps)
         last = None if num_steps is None else self._step + num_steps
         if not self.early_stopping.stopped:
-            self._continue_from_last()
+            self._undo_restore_best()
         while not await self._should_stop(eval_log_fn) and (last is None or self._step < last):
             try:
                 stats = await self.train_step()
@@ -196,10 +196,10 @@ class Trainer:
         """Whether early stopping ends the run. An evaluation that is due comes first, also in a run
         that was killed between a checkpoint and the evaluation of its step."""
         if self.evaluator is not None and self.cfg.evaluates_at(self._step) and self.evaluated_step != self._step:
-            if self._publish_first:
+            if self._publish_before_step:
                 await self.publish()  # an evaluator may ask those who were given the weights
             metrics = (await self.eval(log_fn=log_fn))["metrics"]
-            if self._step > 0 and self.early_stopping.take_note(metrics, self._step, self.cfg.model_device):
+            if self._step > 0 and self.early_stopping.record_evaluation(metrics, self._step, self.cfg.model_device):
                 self._best_weights.keep(self._step)
             self.evaluated_step = self._step
             if self.checkpointer is not None:
@@ -220,18 +220,18 @@ class Trainer:
         if not self._best_weights.restore(step):
             logger.warning("the best weights, of step %d, are missing; those of step %d stay", step, self._step)
             return None
-        self._holds_best = True
+        self._has_best_weights = True
         return step
 
-    def _continue_from_last(self) -> None:
+    def _undo_restore_best(self) -> None:
         """Undo `restore_best`."""
-        if not self._holds_best:
+        if not self._has_best_weights:
             return
         if self.checkpointer is not None and self.checkpointer.holds(self._step):
             self._resume(self._step)
         else:
             logger.warning("training goes on from the best weights: there is no checkpoint of step %d", self._step)
-        self._holds_best = False
+        self._has_best_weights = False
 
     def _check_early_stopping(self, metric: float) -> tuple[bool, bool]:  # documented, for subclasses
         return self.early_stopping.update(metric)
@@ -244,23 +244,23 @@ class Trainer:
             timer.add("checkpoint", self._checkpoint_s)
             self._checkpoint_s = 0.0
         self.schedule.warn_once_if_guessed()
-        if self._publish_first:
+        if self._publish_before_step:
             await self.publish(timer)
         batch, macro = await self._fetcher.fetch(self._step, timer)
         await self._check_sampler(macro)
-        macro = await self._with_proximal(macro, timer)
+        macro = await self._add_proximal_logps(macro, timer)
         record = StepRecord(batch, macro, timer)
         for epoch in range(self.cfg.epochs_per_batch):
             for rows in macro.divide(self.cfg.minibatches_per_batch, seed=self.cfg.seed, step=self._step, epoch=epoch):
                 with timer.phase("batching"):
-                    mini_batch = self._mini_batch(macro, rows)
+                    mini_batch = self._make_mini_batch(macro, rows)
                 if len(mini_batch):
                     await self._optimize(mini_batch, record, first_epoch=epoch == 0)
                 record.add_padding(mini_batch)
         self._step += 1
         if self.sync_every_steps and self._step % self.sync_every_steps == 0:
             await self.publish(timer)
-        stats = self._logged(record)
+        stats = self._log_step(record)
         self._checkpoint()
         return stats
 
@@ -269,7 +269,7 @@ class Trainer:
         merge_turns = self.cfg.merge_turns and adapted_loss(self.algo).reads_shared_only
         return MacroBatch.ingest(items, self.cfg.max_seq_len, merge_turns=merge_turns)
 
-    def _mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
+    def _make_mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
         """The samples at `rows`, split into micro-batches and collated as they are asked for."""
         return MiniBatch(macro, rows, self.cfg, skip_zero_weight=self._skips_zero_weight)
 
@@ -278,12 +278,12 @@ class Trainer:
         return self.cfg.skip_zero_weight and adapted_loss(self.algo).zero_weight_is_zero_gradient
 
     async def _optimize(self, mini_batch: MiniBatch, record: StepRecord, *, first_epoch: bool) -> None:
-        at_start = first_epoch and (record.optimizer_steps == 0 or mini_batch.batch.proximal is not None)
+        at_start = first_epoch and (record.optimizer_steps == 0 or mini_batch.batch.proximal_logps is not None)
         with record.timer.phase("forward_backward"):
             result = await self._compute(lambda: self.backend.forward_backward(mini_batch, totals=mini_batch.totals))
         with record.timer.phase("optimizer"):
             step = await self._compute(lambda: self.backend.optim_step(lr_factor=self.schedule.factor(self._step)))
-        self._gradient_came |= step["grad_norm"] > 0
+        self._has_new_gradient |= step["grad_norm"] > 0
         record.add(result, step, at_step_start=at_start)
 
     async def _compute(self, operation: Callable[[], TrainFuture[T]]) -> T:
@@ -292,7 +292,7 @@ class Trainer:
         future = await asyncio.to_thread(operation) if self.source.overlaps else operation()
         return await future.result()
 
-    async def _with_proximal(self, macro: MacroBatch, timer: PhaseTimer) -> MacroBatch:
+    async def _add_proximal_logps(self, macro: MacroBatch, timer: PhaseTimer) -> MacroBatch:
         """Keep the log-probabilities of the step's beginning where a correction needs them after
         the first optimizer step."""
         if self.algo.correction is None or self.cfg.minibatches_per_batch * self.cfg.epochs_per_batch == 1:
@@ -302,7 +302,7 @@ class Trainer:
             return await self._compute(lambda: self.backend.forward_logprobs(micro_batch))
 
         with timer.phase("forward_backward"):
-            return await with_proximal_logps(macro, self.cfg, forward, skip_zero_weight=self._skips_zero_weight)
+            return await add_proximal_logps(macro, self.cfg, forward, skip_zero_weight=self._skips_zero_weight)
 
     async def _check_sampler(self, macro: MacroBatch) -> None:
         """Run `preflight` once, on the first samples that are trained. If it fails on one rank,
@@ -318,11 +318,11 @@ class Trainer:
             raise ConfigError("there is no PolicyPublisher to publish with; pass publisher= to Trainer")
         with (timer or PhaseTimer()).phase("publish"):
             weights = await self.backend.export_weights(param_filter=self.param_filter).result()
-            learnt, self._gradient_came = self._gradient_came, False
+            learnt, self._has_new_gradient = self._has_new_gradient, False
             if ranks.rank() == 0:
                 await push_weights(self.publisher, weights, version=self._step, learnt=learnt, in_thread=self.source.overlaps)
             ranks.barrier()
-        self._publish_first = False
+        self._publish_before_step = False
 
     def _checkpoint(self) -> None:
         """Save if it is time. This comes after the step's log line, so that no step is in a
@@ -337,7 +337,7 @@ class Trainer:
         other than 0."""
         if self.checkpointer is None:
             raise CheckpointError("the trainer has no checkpointer; pass checkpointer= or checkpoint_config=")
-        if self._holds_best and self.checkpointer.holds(self._step):
+        if self._has_best_weights and self.checkpointer.holds(self._step):
             return self.checkpointer.find(step=self._step)  # it has the weights of the last step, from which a run goes on
         sync_safely(self.train_logger, self._step)
         content = {**(metadata or {}), "algorithm": self.algo.name, **run_state(self, self.source)}
@@ -348,12 +348,12 @@ class Trainer:
         metadata = self.checkpointer.load_backend(self.backend, self.checkpointer.locate(resume_from))
         self._step = int(metadata["step"])
         restore_run(self, self.source, metadata)
-        self._publish_first = bool(self.sync_every_steps)
+        self._publish_before_step = bool(self.sync_every_steps)
 
-    def _logged(self, record: StepRecord) -> Stats:
+    def _log_step(self, record: StepRecord) -> Stats:
         if self._step % self.cfg.log_every:
             return {"train/step": float(self._step)}
-        grouped = group_keys({"train_step": float(self._step), **record.stats(self.reducers, self.cfg)})
+        grouped = prefix_keys({"train_step": float(self._step), **record.stats(self.reducers, self.cfg)})
         log_safely(self.train_logger, self._step, grouped)
         return grouped
 

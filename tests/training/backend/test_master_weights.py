@@ -91,12 +91,12 @@ def test_masters_are_the_float32_run_bit_for_bit_where_the_gradients_are_the_sam
         wide.price, half.price = price.float(), price
         wide.loss().backward()
         half.loss().backward()
-        masters.take_gradients()
+        masters.move_gradients()
         for optimizer in (plain, masters.optimizer):
             optimizer.step()
             optimizer.zero_grad()
         masters.write_back()
-    assert torch.equal(masters.of(half.weight), wide.weight)
+    assert torch.equal(masters.stepped_tensor(half.weight), wide.weight)
     assert torch.equal(half.weight, wide.weight.bfloat16())
 
 
@@ -107,8 +107,8 @@ def test_gradients_of_micro_batches_add_up_in_float32():
     for price in (1.0, 2.0**-9):
         model.price = torch.tensor([price], dtype=torch.bfloat16)
         model.loss().backward()
-        masters.take_gradients()
-    assert masters.of(model.weight).grad.tolist() == [1 + 2.0**-9]
+        masters.move_gradients()
+    assert masters.stepped_tensor(model.weight).grad.tolist() == [1 + 2.0**-9]
     assert model.weight.grad is None
 
 

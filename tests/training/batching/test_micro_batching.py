@@ -198,7 +198,7 @@ def test_the_costliest_micro_batch_of_a_mini_batch_comes_first():
     for packing, order in (("optimal", [[12], [6, 6], [4, 4]]), ("padding_free", [[12], [6, 6], [4, 4]])):
         cfg = TrainerConfig(model_device="cpu", max_seq_len=12, micro_token_budget=12, overhead_tokens=0, packing=packing)
         mini_batch = MiniBatch(MacroBatch.ingest(items, 12), np.arange(5), cfg)
-        assert [[lengths[row] for row in mini_batch.rows_of(index)] for index in range(len(mini_batch))] == order
+        assert [[lengths[row] for row in mini_batch.micro_batch_rows(index)] for index in range(len(mini_batch))] == order
 
 
 @given(st.lists(st.integers(2, 30), min_size=1, max_size=25), st.sampled_from(["greedy", "optimal", "padding_free"]))
@@ -208,6 +208,6 @@ def test_costs_fall_whatever_the_packing_and_every_sample_is_there_once(lengths,
     mini_batch = MiniBatch(MacroBatch.ingest(items, 30), np.arange(len(items)), cfg)
     costs = [micro_batch.tensors["input_ids"].numel() for micro_batch in mini_batch]
     assert costs == sorted(costs, reverse=True)
-    rows = [int(row) for index in range(len(mini_batch)) for row in mini_batch.rows_of(index)]
+    rows = [int(row) for index in range(len(mini_batch)) for row in mini_batch.micro_batch_rows(index)]
     assert sorted(rows) == list(range(len(items)))
     assert mini_batch.plan.padded_tokens == sum(costs)

@@ -35,8 +35,8 @@ def test_the_samples_of_a_micro_batch_are_those_of_its_lines():
     mini_batch = MiniBatch(batch, np.arange(3), cfg)
     assert mini_batch.line_bounds.tolist() == [0, 1, 3]
     assert mini_batch.lengths.tolist() == [2, 5]
-    assert [mini_batch.rows_of(index).tolist() for index in range(len(mini_batch))] == [[1, 2], [0]]
-    assert mini_batch.rows_of(2).tolist() == []
+    assert [mini_batch.micro_batch_rows(index).tolist() for index in range(len(mini_batch))] == [[1, 2], [0]]
+    assert mini_batch.micro_batch_rows(2).tolist() == []
 
 
 def test_a_micro_batch_of_several_lines_has_their_samples_in_its_order():
@@ -45,7 +45,7 @@ def test_a_micro_batch_of_several_lines_has_their_samples_in_its_order():
     cfg = TrainerConfig(model_device="cpu", max_seq_len=8, micro_token_budget=8, packing="greedy")
     mini_batch = MiniBatch(batch, np.array([0, 1, 2]), cfg)
     assert mini_batch.plan[0].tolist() == [1, 0]  # by length: line 1 is the sample of 2 tokens
-    assert mini_batch.rows_of(0).tolist() == [2, 0, 1]
+    assert mini_batch.micro_batch_rows(0).tolist() == [2, 0, 1]
 
 
 def test_groups_are_divided_whole_into_mini_batches():

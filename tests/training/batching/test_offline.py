@@ -29,7 +29,7 @@ from ludic.training.rollouts.to_samples import sample_from_step
 from ludic.types import Rollout, Step, TokenTrace
 
 
-def rollout_of(name, reward=1.0, steps=1, **meta):
+def parse_rollout(name, reward=1.0, steps=1, **meta):
     trace = TokenTrace([5, 6], [7, 8, 2], [-0.5, -0.25, -0.125], "stop")
     made = [Step(i, "q", "a", None, reward, False, True, {"finish_reason": "stop"}, trace, 1) for i in range(steps)]
     return Rollout(name, made, meta)
@@ -51,7 +51,7 @@ def batches(source, count):
 
 
 def test_rollouts_come_back_as_they_were_written(recorded):
-    written = [rollout_of("r0", 0.5, 2, group_id="g"), rollout_of("r1", -1.0)]
+    written = [parse_rollout("r0", 0.5, 2, group_id="g"), parse_rollout("r1", -1.0)]
     assert read_rollouts(recorded(*written)) == written
 
 
@@ -85,7 +85,7 @@ def test_the_fields_are_those_of_the_contract():
 
 
 def test_a_trace_is_trained_as_it_was_sampled(recorded):
-    source = OfflineBatchSource([recorded(rollout_of("r0"))], sample_from_step, ConstantCredit(0.5))
+    source = OfflineBatchSource([recorded(parse_rollout("r0"))], sample_from_step, ConstantCredit(0.5))
     [batch] = batches(source, 1)
     [item] = batch.items
     assert (item.input_ids, item.action_mask, item.weight) == ([5, 6, 7, 8, 2], [0, 0, 1, 1, 1], 0.5)
@@ -105,7 +105,7 @@ def test_a_trace_is_trained_as_it_was_sampled(recorded):
 
 def test_credit_is_over_all_files_at_once(recorded):
     group = {"request_meta": {"group_id": "g"}}
-    paths = [recorded(rollout_of(name, reward, **group), name=f"{name}.jsonl") for name, reward in (("a", 1.0), ("b", 0.0))]
+    paths = [recorded(parse_rollout(name, reward, **group), name=f"{name}.jsonl") for name, reward in (("a", 1.0), ("b", 0.0))]
     source = OfflineBatchSource(paths, sample_from_step, GroupNormalizedReturn(group_size=2), shuffle=False)
     assert [item.weight for item in batches(source, 1)[0].items] == [0.5, -0.5]
 
@@ -115,7 +115,7 @@ def test_a_step_without_credit_weighs_one(recorded):
         def compute(self, rollouts):
             return {}
 
-    source = OfflineBatchSource(recorded(rollout_of("a", steps=2)), sample_from_step, Silent())
+    source = OfflineBatchSource(recorded(parse_rollout("a", steps=2)), sample_from_step, Silent())
     assert [item.weight for item in batches(source, 1)[0].items] == [1.0, 1.0]
 
 
@@ -144,7 +144,7 @@ def test_rollouts_without_an_id_or_with_the_same_one_keep_their_own_credit(tmp_p
 
 
 def test_a_filter_drops_and_counts(recorded):
-    path = recorded(*(rollout_of(f"r{i}", float(i % 2)) for i in range(6)))
+    path = recorded(*(parse_rollout(f"r{i}", float(i % 2)) for i in range(6)))
     source = OfflineBatchSource(path, sample_from_step, ConstantCredit(1.0), sample_filter=lambda item: item.meta["reward"] > 0)
     assert (len(source), source.num_rollouts, source.num_samples_filtered) == (3, 6, 3)
     with pytest.raises(DataError, match="refused all 6 samples"):
@@ -178,11 +178,11 @@ def test_what_is_not_there_is_named(tmp_path):
 
 def test_fewer_rollouts_than_a_batch_with_drop_last_is_an_error_at_once(recorded):
     with pytest.raises(ConfigError, match="leaves no batch"):
-        OfflineBatchSource(recorded(rollout_of("a")), sample_from_step, ConstantCredit(1.0), batch_size=2, drop_last=True)
+        OfflineBatchSource(recorded(parse_rollout("a")), sample_from_step, ConstantCredit(1.0), batch_size=2, drop_last=True)
 
 
 def test_training_goes_over_the_data_again_and_again_and_logs_its_rollouts(recorded):
-    path = recorded(*(rollout_of(f"r{i}") for i in range(3)))
+    path = recorded(*(parse_rollout(f"r{i}") for i in range(3)))
     source = OfflineBatchSource(path, sample_from_step, ConstantCredit(1.0), batch_size=2)
     trainer = Trainer(model=tiny_model(), algo=make_sft(), batch_source=source, cfg=cpu_config())
     counts = [trainer.train_step_sync()["train/target_rollouts"] for _ in range(5)]
@@ -193,7 +193,7 @@ def test_training_goes_over_the_data_again_and_again_and_logs_its_rollouts(recor
 def test_the_state_of_the_source_is_in_the_checkpoint(recorded, tmp_path):
     from ludic.training import CheckpointConfig
 
-    path = recorded(*(rollout_of(f"r{i}", i / 10) for i in range(5)))
+    path = recorded(*(parse_rollout(f"r{i}", i / 10) for i in range(5)))
 
     def trainer(**options):
         source = OfflineBatchSource(path, sample_from_step, ConstantCredit(1.0), batch_size=2)

@@ -197,7 +197,7 @@ def test_what_says_nothing_is_dropped_by_reason(caplog):
         response("lone", "chosen", "12>", "1"),
     ]
     with caplog.at_level(logging.WARNING):
-        macro = PreferenceMacroBatch.of_pairs(items, max_seq_len=8)
+        macro = PreferenceMacroBatch.ingest_pairs(items, max_seq_len=8)
     assert macro.counts() == {
         "total_pairs": 2.0,
         "pairs_incomplete": 1.0,
@@ -217,7 +217,7 @@ def test_where_completeness_is_not_required_the_half_that_the_cut_left_stays():
         response("cut empty", "rejected", "12>", "2"),
         response("lone", "chosen", "12>", "1"),
     ]
-    macro = PreferenceMacroBatch.of_pairs(items, max_seq_len=8, require_complete=False)
+    macro = PreferenceMacroBatch.ingest_pairs(items, max_seq_len=8, require_complete=False)
     assert [(item.meta["pair_id"], item.meta["role"]) for item in macro.items] == [
         ("kept", "chosen"),
         ("kept", "rejected"),
@@ -242,14 +242,14 @@ def test_samples_without_an_action_are_scored_as_they_are():
     items = pair("x", "12>", "12", "21")
     for item in items:
         item.action_mask = [0] * len(item.input_ids)
-    assert PreferenceMacroBatch.of_pairs(items, max_seq_len=8).num_pairs == 1
+    assert PreferenceMacroBatch.ingest_pairs(items, max_seq_len=8).num_pairs == 1
 
 
 @given(st.integers(1, 9), st.integers(1, 5), st.randoms(use_true_random=False))
 def test_mini_batches_never_divide_a_pair(count, parts, draw):
     items = sorted_pairs(count, seed=1)
     draw.shuffle(items)
-    macro = PreferenceMacroBatch.of_pairs(items, max_seq_len=32)
+    macro = PreferenceMacroBatch.ingest_pairs(items, max_seq_len=32)
     divided = macro.divide(parts, seed=3, step=1, epoch=0)
     assert sorted(row for rows in divided for row in rows) == list(range(2 * count))
     cfg = rm_config()
@@ -265,7 +265,7 @@ def test_mini_batches_never_divide_a_pair(count, parts, draw):
 def test_pairs_of_one_group_stay_in_one_mini_batch():
     both = [(k, role) for k in range(6) for role in ("chosen", "rejected")]
     items = [response(f"p{k}", role, "12>", f"{k}{role}", request_meta={"group_id": k // 3}) for k, role in both]
-    macro = PreferenceMacroBatch.of_pairs(items, max_seq_len=32)
+    macro = PreferenceMacroBatch.ingest_pairs(items, max_seq_len=32)
     for rows in macro.divide(2, seed=0, step=0, epoch=0):
         assert len({macro.items[row].meta["request_meta"]["group_id"] for row in rows}) == 1
 
@@ -274,12 +274,12 @@ def test_a_pair_whose_samples_name_different_groups_stays_whole():
     """Each group has one half of every pair; the pair belongs where its chosen sample does."""
     both = [(k, role) for k in range(6) for role in ("chosen", "rejected")]
     items = [response(f"p{k}", role, "12>", f"{k}{role}", request_meta={"group_id": role}) for k, role in both]
-    macro = PreferenceMacroBatch.of_pairs(items, max_seq_len=32)
+    macro = PreferenceMacroBatch.ingest_pairs(items, max_seq_len=32)
     assert [len(rows) for rows in macro.divide(2, seed=0, step=0, epoch=0)] == [12, 0]
 
 
 def test_the_parts_of_a_micro_batch_are_its_pairs():
-    macro = PreferenceMacroBatch.of_pairs(sorted_pairs(3), max_seq_len=32)
+    macro = PreferenceMacroBatch.ingest_pairs(sorted_pairs(3), max_seq_len=32)
     [micro_batch] = PreferenceMiniBatch(macro, np.arange(6), rm_config(micro_token_budget=1000))
     parts = list(micro_batch.parts())
     assert [part.sample_names for part in parts] == [

@@ -11,7 +11,7 @@ from ludic.errors import ConfigError
 from ludic.training import CheckpointConfig, LoraSettings, Trainer, make_grpo
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.loop.best_weights import BestWeights
-from ludic.training.loop.early_stopping import EarlyStopping, better_when
+from ludic.training.loop.early_stopping import EarlyStopping, metric_direction
 
 
 class Scripted:
@@ -127,16 +127,16 @@ def test_kept_weights_come_back_by_their_step_alone(tmp_path, on_disk):
 )
 def test_the_direction_follows_the_metric_unless_it_is_said_and_is_never_the_wrong_one(metric, better):
     wrong = {"min": "max", "max": "min"}[better]
-    assert better_when(cpu_config(early_stopping_metric=metric)) == better
-    assert better_when(cpu_config(early_stopping_metric=metric, early_stopping_mode=better)) == better
+    assert metric_direction(cpu_config(early_stopping_metric=metric)) == better
+    assert metric_direction(cpu_config(early_stopping_metric=metric, early_stopping_mode=better)) == better
     with pytest.raises(ConfigError, match=f"set {better}, or leave it out"):
-        better_when(cpu_config(early_stopping_metric=metric, early_stopping_mode=wrong))
+        metric_direction(cpu_config(early_stopping_metric=metric, early_stopping_mode=wrong))
 
 
 def test_a_metric_of_unknown_direction_needs_a_mode():
     with pytest.raises(ConfigError, match=r"early_stopping_metric \(frobs\) .* set early_stopping_mode to min or max"):
-        better_when(cpu_config(early_stopping_metric="frobs"))
-    assert better_when(cpu_config(early_stopping_metric="frobs", early_stopping_mode="max")) == "max"
+        metric_direction(cpu_config(early_stopping_metric="frobs"))
+    assert metric_direction(cpu_config(early_stopping_metric="frobs", early_stopping_mode="max")) == "max"
 
 
 def test_a_patience_that_counts_nothing_is_refused():

@@ -20,10 +20,10 @@ def told(caplog):
 def test_batches_without_a_signal_are_told_once_when_they_do_not_end(caplog):
     watch = SignalWatch()
     for _ in range(PATIENCE - 1):
-        watch.look(items(0.0, 0.0))
+        watch.count_batch(items(0.0, 0.0))
     assert told(caplog) == []
     for _ in range(3 * PATIENCE):
-        watch.look(items(0.0))
+        watch.count_batch(items(0.0))
     assert len(told(caplog)) == 1
     assert f"all samples of {PATIENCE} batches in a row have weight 0" in told(caplog)[0]
 
@@ -32,8 +32,8 @@ def test_one_sample_that_teaches_is_a_signal(caplog):
     watch = SignalWatch()
     for _ in range(3):
         for _ in range(PATIENCE - 1):
-            watch.look(items(0.0))
-        watch.look(items(0.0, -0.5))
+            watch.count_batch(items(0.0))
+        watch.count_batch(items(0.0, -0.5))
     assert told(caplog) == []
 
 

@@ -279,5 +279,9 @@ def test_shares_of_tokens_count_the_tokens_that_are_predicted():
     batch = {"input_ids": torch.zeros(1, 3, dtype=torch.long), "action_mask": torch.ones(1, 3), "weight": torch.ones(1)}
     totals = BatchTotals(num_samples=4, num_tokens=8, weight_mean=0.0, weight_std=0.0, num_pairs=2)
     shared = SharedContext(logits, batch, totals=totals)
-    assert (float(shared.share("samples")), float(shared.share("tokens")), float(shared.share("pairs"))) == (0.25, 0.25, 0.25)
+    assert (
+        float(shared.mini_batch_share("samples")),
+        float(shared.mini_batch_share("tokens")),
+        float(shared.mini_batch_share("pairs")),
+    ) == (0.25, 0.25, 0.25)
     assert SharedContext(logits, batch).share("tokens") == 1.0

@@ -16,11 +16,11 @@ from ludic.training.algorithm import forward_logits
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.loop.proximal import with_proximal_logps
+from ludic.training.loop.proximal import add_proximal_logps
 from ludic.training.loss import EntropyBonus, TruncatedImportanceSampling
 from ludic.training.loss.context import SharedContext, collate_actions, split_actions
 from ludic.training.loss.functional import compute_token_entropy, compute_token_logp
-from ludic.training.loss.mismatch import mismatch_of, mismatch_sums
+from ludic.training.loss.mismatch import compute_mismatch, sum_mismatch
 from ludic.training.stats import aggregate_stats
 
 
@@ -42,7 +42,7 @@ def test_the_numbers_are_those_worked_by_hand():
     logits, batch = two_token_batch([2.0, 0.5], [1.0, 1.0])
     shared = SharedContext(logits, batch)
     _ = shared.token_logp
-    found = {key: float(value) for key, value in mismatch_of(mismatch_sums(shared)).items()}
+    found = {key: float(value) for key, value in compute_mismatch(sum_mismatch(shared)).items()}
     ln2 = math.log(2)
     assert found["mismatch/mean"] == pytest.approx(ln2)
     assert found["mismatch/max"] == pytest.approx(ln2)
@@ -56,7 +56,7 @@ def test_the_numbers_are_those_worked_by_hand():
 def test_nothing_is_computed_for_it():
     """A loss that never asks for the log-probabilities is not made to."""
     shared = SharedContext(*two_token_batch([2.0], [1.0]))
-    assert mismatch_sums(shared) == {}
+    assert sum_mismatch(shared) == {}
     _, stats = RLAlgorithm("h", ConstantCredit(), EntropyBonus()).compute_loss(Bigram(), padded(rows(3)))
     assert not mismatch(stats)
 
@@ -134,7 +134,7 @@ def test_log_probabilities_of_the_beginning_come_back_to_their_tokens(packing, m
     async def forward(micro_batch):
         return await backend.forward_logprobs(micro_batch).result()
 
-    macro = asyncio.run(with_proximal_logps(macro, cfg, forward, skip_zero_weight=False))
+    macro = asyncio.run(add_proximal_logps(macro, cfg, forward, skip_zero_weight=False))
     [rows_] = macro.divide(1, seed=0, step=0, epoch=0)
     for part in (rows_[::2], rows_[1::2], rows_[::-1]):
         for micro_batch in MiniBatch(macro, np.ascontiguousarray(part), cfg):

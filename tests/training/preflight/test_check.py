@@ -229,7 +229,7 @@ async def test_prompts_that_the_client_clipped_are_no_sign_of_another_template()
     characters of them."""
     from types import SimpleNamespace
 
-    from ludic.training.preflight.causes import Suspects
+    from ludic.training.preflight.causes import CauseFinder
 
     _, tokenizer = chat_policy()
     message = {"role": "user", "content": "a long question"}
@@ -238,7 +238,8 @@ async def test_prompts_that_the_client_clipped_are_no_sign_of_another_template()
     )
     found = SimpleNamespace(items=[item])
     named = [
-        Suspects(None, None, None, tokenizer, SimpleNamespace(prompts_clipped=clipped)).wrong_prompts(found) for clipped in (0, 1)
+        CauseFinder(None, None, None, tokenizer, SimpleNamespace(prompts_clipped=clipped)).check_prompts(found)
+        for clipped in (0, 1)
     ]
     assert named[0] is not None
     assert named[1] is None

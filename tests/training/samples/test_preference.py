@@ -93,8 +93,8 @@ def test_conversations_part_at_a_message_and_all_that_the_assistant_then_says_is
 def test_text_goes_through_the_template_where_that_is_asked():
     row = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
     assert both(CHAT, row, use_chat_template=True) == [(WRITTEN, "4<|im_end|>"), (WRITTEN, "5<|im_end|>")]
-    with_system = both(CHAT, row, use_chat_template=True, system_prompt="be brief")
-    assert with_system[0] == ("<|im_start|>system\nbe brief<|im_end|>\n" + WRITTEN, "4<|im_end|>")
+    add_system_prompt = both(CHAT, row, use_chat_template=True, system_prompt="be brief")
+    assert add_system_prompt[0] == ("<|im_start|>system\nbe brief<|im_end|>\n" + WRITTEN, "4<|im_end|>")
 
 
 def test_a_conversation_keeps_its_own_system_message():

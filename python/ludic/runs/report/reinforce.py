@@ -14,7 +14,7 @@ from ludic.runs.held_out import Answer, Evaluation, compared
 from ludic.runs.report.conclusion import Facts, conclude, count_idle, facts_of
 from ludic.runs.report.curve import text_curve, write_picture
 from ludic.runs.report.provenance import lost_episodes, lost_line, provenance
-from ludic.runs.report.sampling import mismatch_of, overlap_of, weight_sync_of
+from ludic.runs.report.sampling import compute_mismatch, overlap_of, weight_sync_of
 from ludic.tasks.measures import logged_names
 from ludic.tasks.success import success_of
 from ludic.training.backend.memory import memory_peaks
@@ -151,7 +151,7 @@ def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, 
         stopped_early=closing_facts.stopped_early,
         episodes=lost_episodes(reinforce),
         clip_fraction=closing_facts.clip_fraction,
-        mismatch=mismatch_of(reinforce, progress.preflight),
+        mismatch=compute_mismatch(reinforce, progress.preflight),
         weight_sync=weight_sync_of(reinforce),
         overlap=overlap_of(reinforce),
         seed=recipe.seed,

@@ -8,7 +8,7 @@ from typing import Any
 Lines = Sequence[Mapping[str, float]]
 
 
-def mismatch_of(lines: Lines, preflight: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def compute_mismatch(lines: Lines, preflight: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The difference between trainer and sampler: means over tokens, extremes over steps. Only
     steps are measured in which the first optimizer step had samples with a weight."""
     measured = [line for line in lines if "mismatch/mean" in line]

@@ -45,7 +45,7 @@ class ModelPasses:
             return preference_scores(SharedContext(forward_logits(self.model, batch.tensors), batch.tensors), score_type)
 
 
-def passes_of(model: nn.Module | ForwardPasses, cfg: TrainerConfig) -> ForwardPasses:
+def as_forward_passes(model: nn.Module | ForwardPasses, cfg: TrainerConfig) -> ForwardPasses:
     """The passes of a model in this process, or of a backend that has them already."""
     return ModelPasses(model, cfg) if isinstance(model, nn.Module) else model
 

@@ -26,7 +26,7 @@ class MasterWeights:
 
     >>> masters = MasterWeights(torch.optim.AdamW(model.parameters(), lr=1e-5))
     >>> loss.backward()
-    >>> masters.take_gradients()   # to the masters, in float32; the parameters' own are cleared
+    >>> masters.move_gradients()   # to the masters, in float32; the parameters' own are cleared
     >>> masters.optimizer.step()
     >>> masters.write_back()       # rounded to the dtype of the parameters
 
@@ -42,22 +42,22 @@ class MasterWeights:
         """By parameter."""
         if enabled:
             for group in optimizer.param_groups:
-                group["params"][:] = [self._stepped(parameter) for parameter in group["params"]]
+                group["params"][:] = [self._make_master(parameter) for parameter in group["params"]]
         optimizer.register_state_dict_post_hook(self._add_masters)
         optimizer.register_load_state_dict_pre_hook(self._take_masters)
 
-    def _stepped(self, parameter: nn.Parameter) -> Tensor:
+    def _make_master(self, parameter: nn.Parameter) -> Tensor:
         if parameter.dtype not in HALF_PRECISION:
             return parameter
         self._masters[parameter] = nn.Parameter(parameter.detach().float())
         return self._masters[parameter]
 
-    def of(self, parameter: Tensor) -> Tensor:
+    def stepped_tensor(self, parameter: Tensor) -> Tensor:
         """What the optimizer steps for `parameter`: its master, or itself."""
         return self._masters.get(parameter, parameter)
 
     @torch.no_grad()
-    def take_gradients(self) -> None:
+    def move_gradients(self) -> None:
         """Add the gradients of the parameters to those of their masters, in float32, and clear
         them."""
         for parameter, master in self._masters.items():
@@ -68,7 +68,7 @@ class MasterWeights:
             parameter.grad = None
 
     @torch.no_grad()
-    def follow_weights(self) -> None:
+    def copy_changed_weights(self) -> None:
         """Copy weights that were set since `write_back` into their masters."""
         for parameter, master in self._masters.items():
             untouched = master.to(parameter.dtype) == parameter
@@ -91,7 +91,7 @@ class MasterWeights:
         return {index: (parameters[value], value) for index, value in enumerate(stepped) if value in parameters}
 
     def _add_masters(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        self.follow_weights()
+        self.copy_changed_weights()
         state = state_dict["state"]
         for index, (_, master) in self._by_index().items():
             state[index] = {**state.get(index, {}), MASTER: master.detach()}

@@ -23,11 +23,11 @@ def memory_peaks() -> dict[str, float]:
     peaks = {"process_peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device())
-        peaks["gpu_peak_mb"] = _highest_on(device)
+        peaks["gpu_peak_mb"] = _update_highest(device)
     return peaks
 
 
-def _highest_on(device: torch.device) -> float:
+def _update_highest(device: torch.device) -> float:
     indexed = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
     _highest[indexed] = max(_highest.get(indexed, 0.0), torch.cuda.max_memory_allocated(indexed) / MIB)
     return _highest[indexed]
@@ -47,7 +47,7 @@ class MemoryProfile:
         device = torch.device(cfg.model_device)
         if not cfg.profile_memory or device.type != "cuda":
             return cls(None)
-        _highest_on(device)
+        _update_highest(device)
         torch.cuda.reset_peak_memory_stats(device)
         return cls(device, torch.cuda.memory_allocated(device) / MIB)
 
@@ -59,7 +59,7 @@ class MemoryProfile:
         self.stats["gpu_forward_activation_peak_mb"] = peak - self.before_mb
         self.stats["gpu_mem_alloc_mb"] = torch.cuda.memory_allocated(self.device) / MIB
         self.stats["gpu_mem_reserved_mb"] = torch.cuda.memory_reserved(self.device) / MIB
-        _highest_on(self.device)
+        _update_highest(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def after_backward(self) -> dict[str, float]:

@@ -13,13 +13,13 @@ from ludic.training.batching.micro_batching import MicroBatch
 MAX_NAMED = 16
 
 
-def nonfinite_report(model: nn.Module, micro_batches: Iterable[MicroBatch], backward: Callable[[MicroBatch], Tensor]) -> str:
+def describe_nonfinite(model: nn.Module, micro_batches: Iterable[MicroBatch], backward: Callable[[MicroBatch], Tensor]) -> str:
     """One sentence on the cause. `backward` adds a micro-batch's gradient and returns its loss;
     gradients are cleared."""
     if not all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters()):
         return "weights were not finite before this step; go back to an earlier checkpoint"
     names = []
-    for name in _offenders(model, micro_batches, backward):
+    for name in _find_offenders(model, micro_batches, backward):
         names.append(name)
         if len(names) == MAX_NAMED:
             names.append("and perhaps more")
@@ -29,7 +29,9 @@ def nonfinite_report(model: nn.Module, micro_batches: Iterable[MicroBatch], back
     return f"offending samples (rollout/step): {', '.join(names)}"
 
 
-def _offenders(model: nn.Module, micro_batches: Iterable[MicroBatch], backward: Callable[[MicroBatch], Tensor]) -> Iterator[str]:
+def _find_offenders(
+    model: nn.Module, micro_batches: Iterable[MicroBatch], backward: Callable[[MicroBatch], Tensor]
+) -> Iterator[str]:
     for micro_batch in micro_batches:
         if _is_finite(model, micro_batch, backward):
             continue

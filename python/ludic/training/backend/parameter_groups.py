@@ -31,7 +31,7 @@ def parameter_groups(
     Parameters that end with the same settings share a group, so that with the defaults there is
     one.
     """
-    heads = _required_head(model) if backbone_lr_mult is not None or head_only_weight_decay else []
+    heads = _require_head(model) if backbone_lr_mult is not None or head_only_weight_decay else []
     if backbone_lr_mult is not None and not (math.isfinite(backbone_lr_mult) and backbone_lr_mult >= 0):
         raise ConfigError(f"backbone_lr_mult ({backbone_lr_mult}) must be a finite number >= 0; 1.0 is the head's rate")
     groups: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
@@ -48,7 +48,7 @@ def parameter_groups(
     return [{"params": parameters, "lr": rate, "weight_decay": decay} for (_, rate, decay), parameters in in_order]
 
 
-def _required_head(model: nn.Module) -> list[str]:
+def _require_head(model: nn.Module) -> list[str]:
     heads = head_parts(model)
     if not heads:
         raise ConfigError(

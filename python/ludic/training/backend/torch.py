@@ -28,7 +28,7 @@ from ludic.training.backend.forward import ModelPasses
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.master_weights import MasterWeights, check_precision
 from ludic.training.backend.memory import MemoryProfile
-from ludic.training.backend.nonfinite import nonfinite_report
+from ludic.training.backend.nonfinite import describe_nonfinite
 from ludic.training.backend.parameter_groups import parameter_groups
 from ludic.training.backend.precision import autocast
 from ludic.training.backend.protocol import BackwardResult, MicroBatches
@@ -115,7 +115,7 @@ class TorchBackend(ModelPasses):
             with self._gradient_sync(last=index == len(batch) - 1):
                 loss, stats = self._backward(micro_batch, totals)
             if not self._averages:  # a wrapper sums the gradients of ranks in those of the parameters
-                self._masters.take_gradients()
+                self._masters.move_gradients()
             result.loss = result.loss + loss
             result.micro_stats.append(stats)
             result.micro_sizes.append(micro_batch.num_items)
@@ -170,20 +170,20 @@ class TorchBackend(ModelPasses):
     def _optim_step(self, lr_factor: float) -> dict[str, float]:
         pending, self._pending = self._pending, []
         loss, self._loss = self._loss, None
-        self._masters.take_gradients()
-        norm = self._clipped_norm()
+        self._masters.move_gradients()
+        norm = self._clip_gradient()
         self._check_finite(norm, loss, pending)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lr_factor
-        self._masters.follow_weights()
+        self._masters.copy_changed_weights()
         self.optimizer.step()
         self._masters.write_back()
         self._clear_gradients()
         return {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]}
 
-    def _clipped_norm(self) -> float:
+    def _clip_gradient(self) -> float:
         """L2 norm of the gradient over all ranks, before it is clipped. Waits for the device."""
-        stepped = [self._masters.of(parameter) for parameter in self.model.parameters() if parameter.requires_grad]
+        stepped = [self._masters.stepped_tensor(parameter) for parameter in self.model.parameters() if parameter.requires_grad]
         if ranks.is_distributed() and not self._averages:
             for parameter in stepped:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -209,7 +209,7 @@ class TorchBackend(ModelPasses):
     def _report(self, batch: MicroBatches, totals: BatchTotals | None) -> str:
         if ranks.is_distributed():  # a pass of one rank alone would hang in the others' collectives
             return f"samples (rollout/step): {', '.join(name for micro in batch for name in micro.sample_names)}"
-        return nonfinite_report(self.model, batch, lambda micro_batch: self._backward(micro_batch, totals)[0])
+        return describe_nonfinite(self.model, batch, lambda micro_batch: self._backward(micro_batch, totals)[0])
 
     def export_weights(self, *, param_filter: ParamFilter | None = None) -> TrainFuture[dict[str, Tensor]]:
         return TrainFuture.of("export_weights", lambda: self._export(param_filter))

@@ -54,7 +54,7 @@ class ItemBatchSource(BatchSourceBase):
         self.items, self.batch_size, self.shuffle, self.seed, self.drop_last = items, batch_size, shuffle, seed, drop_last
         self._name, self._ends = name, np.cumsum(sizes)
         self._world, self._rank = ranks.world_size(), ranks.rank()
-        if drop_last and self._share < batch_size:
+        if drop_last and self._samples_per_rank < batch_size:
             raise ConfigError(
                 f"drop_last with {len(self)} samples over {self._world} rank(s) leaves no batch of batch_size ({batch_size}); "
                 "lower batch_size or keep the last batch"
@@ -81,7 +81,7 @@ class ItemBatchSource(BatchSourceBase):
     @property
     def num_batches_per_epoch(self) -> int:
         """Batches of one pass on each rank."""
-        return self._share // self.batch_size if self.drop_last else -(-self._share // self.batch_size)
+        return self._samples_per_rank // self.batch_size if self.drop_last else -(-self._samples_per_rank // self.batch_size)
 
     @property
     def epoch(self) -> int:
@@ -89,31 +89,31 @@ class ItemBatchSource(BatchSourceBase):
         return self.batches // self.num_batches_per_epoch
 
     @property
-    def _share(self) -> int:
+    def _samples_per_rank(self) -> int:
         """Samples of each rank in one pass. Example: 5 samples on 2 ranks are 3 each, or 2 with
         `drop_last`."""
         return len(self) // self._world if self.drop_last else -(-len(self) // self._world)
 
     def _next(self) -> SAWBatch:
         number, index = divmod(self.batches, self.num_batches_per_epoch)
-        order = self._order_of_pass(number)
+        order = self._draw_order(number)
         samples = order[index * self.batch_size : (index + 1) * self.batch_size]
-        items = [self.items[row] for sample in samples for row in self._rows_of(sample)]
+        items = [self.items[row] for sample in samples for row in self._item_rows(sample)]
         self.batches += 1
         return SAWBatch(items, _batch_meta(items, epoch=number, source=self._name))
 
-    def _rows_of(self, sample: int) -> range:
+    def _item_rows(self, sample: int) -> range:
         """Rows of a sample in `items`. Example: units [2, 1, 1] end at [2, 3, 4]; sample 1 is row
         2."""
         return range(self._ends[sample - 1] if sample else 0, self._ends[sample])
 
-    def _order_of_pass(self, number: int) -> Any:
+    def _draw_order(self, number: int) -> Any:
         """[share] this rank's samples of a pass. Example: order [2, 0, 1] on 2 ranks has shares of
         2, is extended to [2, 0, 1, 2], and gives rank 1 every second from 1 on: [0, 2]."""
         if number != self._pass:
             count = len(self)
             order = np.random.default_rng([self.seed, number]).permutation(count) if self.shuffle else np.arange(count)
-            self._order = np.resize(order, self._share * self._world)[self._rank :: self._world]
+            self._order = np.resize(order, self._samples_per_rank * self._world)[self._rank :: self._world]
             self._pass = number
         return self._order
 

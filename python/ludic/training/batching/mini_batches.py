@@ -49,7 +49,7 @@ class MacroBatch:
     dropped: list[SAWItem] = field(default_factory=list)
     """The dropped samples, truncated. Reducers count them too, for example in the rate of truncated
     samples."""
-    proximal: Mapping[int, Tensor] | None = None
+    proximal_logps: Mapping[int, Tensor] | None = None
     """Log-probabilities [A] of each sample's action tokens under the weights at the start of the
     step, by row. Set only if a correction needs them in more than one optimizer step."""
 
@@ -167,7 +167,7 @@ class MiniBatch:
             self.collate_s += time.perf_counter() - started
             yield micro_batch
 
-    def rows_of(self, index: int) -> Rows:
+    def micro_batch_rows(self, index: int) -> Rows:
         """The samples of a micro-batch, in its order; none for a weightless one that only keeps
         this rank in step.
 
@@ -200,7 +200,7 @@ class MiniBatch:
         return _core.plan_greedy(self.lengths, self.cfg.micro_token_budget)
 
     def _collate(self, index: int) -> MicroBatch:
-        rows = self.rows_of(index)
+        rows = self.micro_batch_rows(index)
         return self._micro_batch(rows) if len(rows) else _make_weightless(self._micro_batch(np.zeros(1, dtype=np.int64)))
 
     def _micro_batch(self, rows: Rows) -> MicroBatch:
@@ -211,8 +211,8 @@ class MiniBatch:
             columns = table.collate(rows, self.cfg.pad_token_id)
         names = tuple(self.batch.name(row) for row in rows)
         tensors = to_tensors(columns, self.cfg.model_device)
-        if self.batch.proximal is not None:
-            tensors["proximal_logps"] = collate_actions([self.batch.proximal.get(int(row)) for row in rows], tensors)
+        if self.batch.proximal_logps is not None:
+            tensors["proximal_logps"] = collate_actions([self.batch.proximal_logps.get(int(row)) for row in rows], tensors)
         return MicroBatch(tensors, len(rows), names)
 
     def padding(self) -> dict[str, float]:

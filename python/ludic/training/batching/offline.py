@@ -12,7 +12,7 @@ from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.rollouts.log import read_rollouts
 from ludic.training.rollouts.to_samples import check_weight, step_facts
-from ludic.training.samples.conversations import apply_template, end_of_turn
+from ludic.training.samples.conversations import apply_template, find_end_of_turn
 from ludic.training.types import CreditAssigner, SampleFilter, SAWBatch, SAWItem
 from ludic.types import TRACE_KEYS, Rollout, Step
 
@@ -154,7 +154,7 @@ def make_chat_template_step_to_item(tokenizer: Any) -> StepToItem:
                 f"{where}: the rendered prompt is not a prefix of prompt and completion on token ids, so that no mask would be "
                 "correct; train on the token trace (step_to_item=sample_from_step), or use a template that does not rewrite the prompt"
             )
-        end = end_of_turn(tokenizer, full, len(prompt))
+        end = find_end_of_turn(tokenizer, full, len(prompt))
         if end == len(prompt):
             raise DataError(f"{where} has an empty completion: the template adds no token to the prompt")
         num_actions = end - len(prompt)

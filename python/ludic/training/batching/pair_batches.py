@@ -25,9 +25,9 @@ from ludic.training.types import SAWItem
 
 logger = logging.getLogger(__name__)
 
-LEFT_OUT = ("pairs_incomplete", "pairs_truncated_empty", "pairs_truncated_equal")
+DROP_REASONS = ("pairs_incomplete", "pairs_truncated_empty", "pairs_truncated_equal")
 """Why pairs are dropped."""
-PAIR_COUNT_KEYS = ("total_pairs", *LEFT_OUT, "pairs_identical")
+PAIR_COUNT_KEYS = ("total_pairs", *DROP_REASONS, "pairs_identical")
 """What a step counts: the pairs trained, the pairs dropped for each reason, and those of the
 trained pairs whose two samples are identical and so teach nothing."""
 
@@ -37,7 +37,7 @@ class PreferenceMacroBatch(MacroBatch):
     """The pairs of one batch: (chosen, rejected) at rows (0, 1), (2, 3) and so on, then the lone
     samples. Example: 2 pairs and 1 lone sample are rows 0..3 and row 4, with `num_pairs` 2.
 
-    >>> batch = PreferenceMacroBatch.of_pairs(items, max_seq_len=1024)
+    >>> batch = PreferenceMacroBatch.ingest_pairs(items, max_seq_len=1024)
     """
 
     num_pairs: int = 0
@@ -45,7 +45,7 @@ class PreferenceMacroBatch(MacroBatch):
     """The counts of `PAIR_COUNT_KEYS`, except `total_pairs`."""
 
     @classmethod
-    def of_pairs(
+    def ingest_pairs(
         cls, items: Sequence[SAWItem], max_seq_len: int, *, require_complete: bool = True, drop_incomplete: bool = True
     ) -> PreferenceMacroBatch:
         """Read the items once, pair them (see `group_preference_pairs`), truncate them, and drop

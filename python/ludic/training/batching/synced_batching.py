@@ -58,8 +58,8 @@ class RolloutBatchSource(BatchSourceBase):
         algorithm: RLAlgorithm | None = None,
         shards_across_ranks: bool = False,
     ) -> None:
-        self.engine: RolloutEngine = _one_of(orchestrator, engine, "orchestrator", "engine")
-        self.requests_fn: RequestsFn = _one_of(requests_fn, request_fn, "requests_fn", "request_fn")
+        self.engine: RolloutEngine = _pick_argument(orchestrator, engine, "orchestrator", "engine")
+        self.requests_fn: RequestsFn = _pick_argument(requests_fn, request_fn, "requests_fn", "request_fn")
         self.credit_assigner = select_credit_assigner(algorithm, credit_assigner)
         self.max_steps = max_steps
         self.timeout_s = timeout_s
@@ -104,7 +104,7 @@ class RolloutBatchSource(BatchSourceBase):
         return {name: part.state_dict() for name, part in self._stateful().items()}
 
 
-def _one_of(first: Any, second: Any, first_name: str, second_name: str) -> Any:
+def _pick_argument(first: Any, second: Any, first_name: str, second_name: str) -> Any:
     """The argument that was passed under one of its two names."""
     if (first is None) == (second is None):
         raise ConfigError(f"give either {first_name} or {second_name}: they are two names of one parameter")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ludic.errors import ConfigError
-from ludic.training.backend.forward import passes_of
+from ludic.training.backend.forward import as_forward_passes
 from ludic.training.backend.protocol import ForwardPasses
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.config import TrainerConfig
@@ -30,7 +30,7 @@ class HeldOutLoss:
 
     def __init__(self, model: nn.Module | ForwardPasses, items: Sequence[SAWItem], cfg: TrainerConfig) -> None:
         """`model` is in this process, or is the backend that has it."""
-        self._model, self._cfg, self._passes = model, cfg, passes_of(model, cfg)
+        self._model, self._cfg, self._passes = model, cfg, as_forward_passes(model, cfg)
         self._batch = MacroBatch.ingest(items, cfg.max_seq_len)
         if not self._batch.items:
             raise ConfigError(

@@ -10,10 +10,10 @@ from torch import nn
 
 from ludic.errors import ConfigError
 from ludic.training import ranks
-from ludic.training.backend.forward import passes_of
+from ludic.training.backend.forward import as_forward_passes
 from ludic.training.backend.protocol import ForwardPasses
 from ludic.training.batching.mini_batches import MiniBatch
-from ludic.training.batching.pair_batches import LEFT_OUT, PreferenceMacroBatch
+from ludic.training.batching.pair_batches import DROP_REASONS, PreferenceMacroBatch
 from ludic.training.classification_metrics import Floats, PreferenceMetrics, preference_loss
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.base import ScoreType
@@ -46,11 +46,11 @@ class PreferenceEvaluator:
         """`model` is in this process, or is the backend that has it. `metrics` says which are
         computed; what it held is forgotten with every evaluation. An incomplete pair is a
         DataError where an `RMTrainerConfig` says so, else it is dropped with a warning."""
-        self._passes, self._cfg, self._score_type = passes_of(model, cfg), cfg, score_type
+        self._passes, self._cfg, self._score_type = as_forward_passes(model, cfg), cfg, score_type
         self.metrics = metrics or PreferenceMetrics(both_orders=True, thresholds_on="responses")
         """Holds the scores of the last evaluation, for pictures."""
         refuses = isinstance(cfg, RMTrainerConfig) and cfg.rm_require_complete_pairs and not cfg.rm_drop_incomplete_pairs
-        self.batch = PreferenceMacroBatch.of_pairs(items, cfg.max_seq_len, drop_incomplete=not refuses)
+        self.batch = PreferenceMacroBatch.ingest_pairs(items, cfg.max_seq_len, drop_incomplete=not refuses)
         if not self.batch.num_pairs:
             raise ConfigError(
                 f"none of the {len(items)} samples to evaluate is in a complete pair within max_seq_len ({cfg.max_seq_len})"
@@ -63,7 +63,7 @@ class PreferenceEvaluator:
 
     def measure(self) -> dict[str, float]:
         """`loss`, what `PreferenceMetrics.compute` gives, `num_pairs`, and how many more there
-        were, by `LEFT_OUT`."""
+        were, by `DROP_REASONS`."""
         scores = self._scores()
         chosen, rejected = scores[::2], scores[1::2]
         labels = np.array([float(item.meta["label"]) for item in self.batch.items[::2]])
@@ -71,7 +71,7 @@ class PreferenceEvaluator:
         self.metrics.update(chosen, rejected, labels)
         loss = preference_loss(chosen, rejected, labels, self.metrics.beta)
         counts = self.batch.counts()
-        left_out = {name: counts[name] for name in LEFT_OUT}
+        left_out = {name: counts[name] for name in DROP_REASONS}
         return {"loss": loss, **self.metrics.compute(), "num_pairs": float(self.num_pairs), **left_out}
 
     async def eval(self, **_: Any) -> tuple[list[dict[str, Any]], dict[str, float]]:
@@ -81,11 +81,11 @@ class PreferenceEvaluator:
 
     def _scores(self) -> Floats:
         """[N] score of each sample. All ranks must call; each computes its share."""
-        mine = np.arange(len(self.batch.items))[ranks.rank() :: ranks.world_size()]
-        mini_batch = MiniBatch(self.batch, mine, self._cfg)
+        own_rows = np.arange(len(self.batch.items))[ranks.rank() :: ranks.world_size()]
+        mini_batch = MiniBatch(self.batch, own_rows, self._cfg)
         scores = np.zeros(len(self.batch.items))
         for index, micro_batch in enumerate(mini_batch):
-            rows = mini_batch.rows_of(index)
-            of_rows = self._passes.forward_scores(micro_batch, score_type=self._score_type).wait()
-            scores[rows] = of_rows[: len(rows)].double().cpu().numpy()  # rows of padding come last
+            rows = mini_batch.micro_batch_rows(index)
+            row_scores = self._passes.forward_scores(micro_batch, score_type=self._score_type).wait()
+            scores[rows] = row_scores[: len(rows)].double().cpu().numpy()  # rows of padding come last
         return np.array(ranks.sum_over_ranks(scores.tolist(), self._cfg.model_device))

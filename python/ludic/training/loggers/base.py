@@ -29,7 +29,7 @@ class ClosableLogger(Protocol):
     def close(self) -> None: ...
 
 
-def select(stats: Mapping[str, float], keys: Sequence[str]) -> list[tuple[str, float]]:
+def select_stats(stats: Mapping[str, float], keys: Sequence[str]) -> list[tuple[str, float]]:
     """The statistics whose full name, or name without prefix, is in `keys`, in the order of
     `keys`."""
     return [(name, stats[name]) for key in keys for name in stats if key in (name, without_prefix(name))]

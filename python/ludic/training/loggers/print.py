@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ludic.training.loggers.base import select
+from ludic.training.loggers.base import select_stats
 from ludic.training.loggers.percent import Percent
 
 
@@ -29,7 +29,7 @@ class PrintLogger:
         self.precision, self.max_items_per_line = precision, max(1, max_items_per_line)
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
-        shown = select(stats, self.keys) if self.keys is not None else sorted(stats.items())
+        shown = select_stats(stats, self.keys) if self.keys is not None else sorted(stats.items())
         items = [f"{key}={self._text(value)}" for key, value in shown]
         head = f"{self.prefix} step={step}"
         rows = [items[at : at + self.max_items_per_line] for at in range(0, len(items), self.max_items_per_line)]
@@ -39,5 +39,5 @@ class PrintLogger:
 
     def _text(self, value: object) -> str:
         if isinstance(value, Percent):
-            return value.shown(max(0, self.precision - 2))
+            return value.as_percentage(max(0, self.precision - 2))
         return f"{value:.{self.precision}f}" if isinstance(value, float) else str(value)

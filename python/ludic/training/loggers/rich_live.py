@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ludic.training.loggers.base import select, without_prefix
+from ludic.training.loggers.base import select_stats, without_prefix
 from ludic.training.loggers.percent import Percent
 
 SECTIONS = {"train": "green", "eval": "magenta", "perf": "cyan"}
@@ -128,7 +128,7 @@ class RichLiveLogger:
 
     def _by_section(self, stats: Mapping[str, float]) -> dict[str, list[tuple[str, float]]]:
         """The statistics of each column."""
-        shown = list(stats.items()) if self.keys is None else select(stats, self.keys)
+        shown = list(stats.items()) if self.keys is None else select_stats(stats, self.keys)
         return {
             section: [(without_prefix(key), value) for key, value in shown if key not in HIDDEN and section_of(key) == section]
             for section in SECTIONS
@@ -153,7 +153,7 @@ class RichLiveLogger:
         if not math.isfinite(value):
             return str(value)
         if isinstance(value, Percent):
-            return value.shown(max(1, self.precision - 2))
+            return value.as_percentage(max(1, self.precision - 2))
         value = float(value)
         if value.is_integer() and abs(value) >= 1:
             return f"{int(value):,}"

@@ -21,7 +21,7 @@ _MAX_WORDS = {"accuracy", "auc", "auroc", "reward", "pass", "score", "tpr", "mar
 the second: `negative_margin_rate`."""
 
 
-def better_when(cfg: TrainerConfig) -> Literal["min", "max"]:
+def metric_direction(cfg: TrainerConfig) -> Literal["min", "max"]:
     """Whether `early_stopping_metric` is better when it is small ("min") or large ("max").
     Raises ConfigError where `early_stopping_mode` contradicts the metric's name, and where it is
     "auto" and the name implies nothing."""
@@ -50,7 +50,7 @@ def check_early_stopping(cfg: TrainerConfig) -> None:
         raise ConfigError(
             f"early_stopping_patience ({cfg.early_stopping_patience}) counts evaluations, and there are none; set eval_every_n_steps"
         )
-    better_when(cfg)
+    metric_direction(cfg)
 
 
 @dataclass
@@ -90,7 +90,7 @@ class EarlyStopping:
                 return self.update(float(metrics[key]))[0]
         raise ConfigError(f"early_stopping_metric ({name}) must be one that the evaluator gives: {', '.join(sorted(metrics))}")
 
-    def take_note(self, metrics: Mapping[str, float], step: int, device: torch.device | str) -> bool:
+    def record_evaluation(self, metrics: Mapping[str, float], step: int, device: torch.device | str) -> bool:
         """`should_stop` on rank 0, which may be the only one with metrics, and the result on all
         ranks. Returns whether this evaluation is the best so far; False without a patience."""
         if self.cfg.early_stopping_patience is None:
@@ -107,7 +107,7 @@ class EarlyStopping:
         """How much better `value` is. NaN is worse than any number."""
         if math.isnan(value) or math.isnan(best):
             return -math.inf if math.isnan(value) else math.inf
-        return best - value if better_when(self.cfg) == "min" else value - best
+        return best - value if metric_direction(self.cfg) == "min" else value - best
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "stale": self.stale, "best_step": self.best_step}

@@ -57,12 +57,12 @@ class BatchFetcher:
                     batch = await await_if_needed(self._run.algo.preprocess(batch))
                 macro = self._ingest(batch.items)
             if macro.items:
-                self._signal.look(macro.items)
+                self._signal.count_batch(macro.items)
                 batch.items = macro.items
                 batch.meta["effective_rollouts"] = distinct_rollouts(macro.items)
-                batch.meta.update(self._lag(macro.items, step))
+                batch.meta.update(self._measure_lag(macro.items, step))
                 return batch, macro
-            too_long = self._too_long(source_batch.items)
+            too_long = self._describe_long_prompts(source_batch.items)
             if attempt == 0:  # the error has the number of those that follow
                 logger.warning("a batch of %d samples has none to train on%s; fetching others", len(source_batch.items), too_long)
         cfg = self._run.cfg
@@ -72,7 +72,7 @@ class BatchFetcher:
             "filters, or raise max_empty_batches"
         )
 
-    def _too_long(self, items: Sequence[SAWItem]) -> str:
+    def _describe_long_prompts(self, items: Sequence[SAWItem]) -> str:
         """A hint where every prompt alone is longer than what is trained.
 
         Example: `action_mask` [0, 0, 1] is a prompt of 2 tokens; `max_seq_len` 2 leaves no answer.
@@ -86,7 +86,7 @@ class BatchFetcher:
         version = meta.get("policy_version")
         return self._run.cfg.max_lag is not None and version is not None and step - version > self._run.cfg.max_lag
 
-    def _lag(self, items: Sequence[SAWItem], step: int) -> dict[str, float]:
+    def _measure_lag(self, items: Sequence[SAWItem], step: int) -> dict[str, float]:
         """How many versions the samples are behind the weights, on average; nothing where
         versions are not published or unknown."""
         versions = [item.meta["policy_version"] for item in items if item.meta.get("policy_version") is not None]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ludic.training import ranks
-from ludic.training.loss.mismatch import LARGEST, PREFIX, is_mismatch_sum, mismatch_of
+from ludic.training.loss.mismatch import LARGEST, PREFIX, compute_mismatch, is_mismatch_sum
 
 COUNT_KEYS = frozenset({"num_samples", "target_rollouts", "effective_rollouts", "total_completion_tokens", "num_pairs"})
 PAIR_MEAN_KEYS = frozenset({"accuracy", "chosen_score", "rejected_score", "margin", "score_reg"})
@@ -40,7 +40,7 @@ Rule = Literal["mean", "std", "sum", "max", "min"]
 class Stat:
     """A statistic of some of the samples, and the rule that combines it with that of others.
 
-    >>> combined([Stat(1.0, weight=3.0), Stat(5.0, weight=1.0)])
+    >>> combine_stats([Stat(1.0, weight=3.0), Stat(5.0, weight=1.0)])
     Stat(value=2.0, weight=4.0, rule='mean', mean=0.0)
     """
 
@@ -53,7 +53,7 @@ class Stat:
     """Of the values that a `std` is over."""
 
 
-def combined(parts: Sequence[Stat]) -> Stat:
+def combine_stats(parts: Sequence[Stat]) -> Stat:
     """The statistic of all samples from those of at least one part of them."""
     rule = parts[0].rule
     values = [part.value for part in parts]
@@ -77,11 +77,11 @@ def combine_micro_stats(micro_stats: Sequence[Mapping[str, float]], sizes: Seque
     columns: dict[str, list[Stat]] = {}
     for stats, size in zip(micro_stats, sizes, strict=True):
         for key, value in stats.items():
-            columns.setdefault(key, []).append(_stat(key, value, stats, float(size)))
-    return {key: combined(parts) for key, parts in columns.items()}
+            columns.setdefault(key, []).append(_make_stat(key, value, stats, float(size)))
+    return {key: combine_stats(parts) for key, parts in columns.items()}
 
 
-def _stat(key: str, value: float, stats: Mapping[str, float], size: float) -> Stat:
+def _make_stat(key: str, value: float, stats: Mapping[str, float], size: float) -> Stat:
     if is_mismatch_sum(key):
         return Stat(value, rule="max" if key == f"{PREFIX}{LARGEST}" else "sum")
     if key.startswith("gpu_"):
@@ -99,7 +99,7 @@ def _stat(key: str, value: float, stats: Mapping[str, float], size: float) -> St
     return Stat(value, weight) if mean is None else Stat(value, weight, "std", mean)
 
 
-def to_host(dictionaries: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+def copy_to_host(dictionaries: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
     """The same dictionaries with Python floats. All tensors are copied to the host in one
     transfer."""
     tensors = [value.detach() for each in dictionaries for value in each.values() if isinstance(value, Tensor)]
@@ -113,14 +113,14 @@ def to_host(dictionaries: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]
     ]
 
 
-def finished(stats: Mapping[str, Stat]) -> dict[str, float]:
+def final_values(stats: Mapping[str, Stat]) -> dict[str, float]:
     """The values that were measured; the sums of `loss.mismatch` become its statistics."""
     sums = {key: stat.value for key, stat in stats.items() if is_mismatch_sum(key)}
     plain = {key: stat.value for key, stat in stats.items() if key not in sums and stat.weight > 0}
-    return {**plain, **mismatch_of(sums)}
+    return {**plain, **compute_mismatch(sums)}
 
 
-def over_ranks(stats: Mapping[str, Stat], device: torch.device | str) -> dict[str, Stat]:
+def reduce_over_ranks(stats: Mapping[str, Stat], device: torch.device | str) -> dict[str, Stat]:
     """The statistics of all ranks, as if one rank had all samples. A rank may lack keys."""
     if not ranks.is_distributed():
         return dict(stats)
@@ -135,7 +135,7 @@ def over_ranks(stats: Mapping[str, Stat], device: torch.device | str) -> dict[st
         if rule in signs:
             reduced[key] = Stat(signs[rule] * next(largest), rule=rule)
         else:
-            reduced[key] = _of_moments(rule, next(sums), next(sums), next(sums))
+            reduced[key] = _stat_from_moments(rule, next(sums), next(sums), next(sums))
     return reduced
 
 
@@ -159,7 +159,7 @@ def _moments(keys: Iterable[tuple[Rule, str]], stats: Mapping[str, Stat]) -> Ite
             yield from (weight, weight * stat.value, 0.0)
 
 
-def _of_moments(rule: Rule, weight: float, first: float, second: float) -> Stat:
+def _stat_from_moments(rule: Rule, weight: float, first: float, second: float) -> Stat:
     if rule == "sum" or not weight:
         return Stat(first, 1.0 if rule == "sum" else 0.0, rule)
     mean = first / weight

@@ -23,7 +23,7 @@ from ludic.training.loss.context import split_actions
 ForwardLogps = Callable[[MicroBatch], Awaitable[Tensor]]
 
 
-async def with_proximal_logps(
+async def add_proximal_logps(
     batch: MacroBatch, cfg: TrainerConfig, forward: ForwardLogps, *, skip_zero_weight: bool
 ) -> MacroBatch:
     """The batch with the log-probabilities of every sample that will be trained, by `forward`."""
@@ -32,5 +32,5 @@ async def with_proximal_logps(
     for index, micro_batch in enumerate(whole):
         logps = await forward(micro_batch)
         rows = split_actions(logps, micro_batch.tensors)
-        logps_by_row.update(zip(map(int, whole.rows_of(index)), rows, strict=False))  # padding rows belong to no sample
-    return replace(batch, proximal=logps_by_row)
+        logps_by_row.update(zip(map(int, whole.micro_batch_rows(index)), rows, strict=False))  # padding rows belong to no sample
+    return replace(batch, proximal_logps=logps_by_row)

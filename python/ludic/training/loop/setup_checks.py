@@ -99,7 +99,7 @@ def check_ranks(source: BatchSource) -> None:
         )
 
 
-def required_model(model: nn.Module | None) -> nn.Module:
+def require_model(model: nn.Module | None) -> nn.Module:
     """`model`, where something needs it in this process."""
     if model is None:
         raise ConfigError("the trainer has no model in this process; pass model=, or leave what needs it to the backend")

@@ -20,7 +20,7 @@ class SignalWatch:
     def __init__(self) -> None:
         self.in_a_row = 0
 
-    def look(self, items: Sequence[SAWItem]) -> None:
+    def count_batch(self, items: Sequence[SAWItem]) -> None:
         """Count a batch that is about to be trained."""
         self.in_a_row = 0 if any(item.weight for item in items) else self.in_a_row + 1
         if self.in_a_row == PATIENCE:

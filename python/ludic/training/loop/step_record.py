@@ -13,10 +13,10 @@ from ludic.training.averages import mean_or_zero
 from ludic.training.backend.protocol import BackwardResult
 from ludic.training.batching.mini_batches import PADDING_KEYS, MacroBatch, MiniBatch
 from ludic.training.config import TrainerConfig
-from ludic.training.loop.micro_stats import Stat, combine_micro_stats, finished, over_ranks, to_host
+from ludic.training.loop.micro_stats import Stat, combine_micro_stats, copy_to_host, final_values, reduce_over_ranks
 from ludic.training.loop.timings import PhaseTimer
 from ludic.training.loss.mismatch import is_mismatch_sum
-from ludic.training.stats import SAMPLED_REWARD, Reducer, as_percents, batch_stats, reducer_stats
+from ludic.training.stats import SAMPLED_REWARD, Reducer, batch_stats, mark_percents, reducer_stats
 from ludic.training.types import SAWBatch
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class StepRecord:
         self._steps: list[dict[str, float]] = []
         self._micro_stats: list[dict[str, Any]] = []
         self._micro_sizes: list[float] = []
-        self._left_out: list[tuple[int, int]] = []
+        self._skipped: list[tuple[int, int]] = []
         self._padding = dict.fromkeys(PADDING_KEYS, 0.0)
 
     def add(self, result: BackwardResult, step: dict[str, float], *, at_step_start: bool = True) -> None:
@@ -57,31 +57,31 @@ class StepRecord:
         passes, and is counted as batching."""
         for key, value in mini_batch.padding().items():
             self._padding[key] += value
-        self._left_out.append((mini_batch.num_skipped, mini_batch.skipped_tokens))
+        self._skipped.append((mini_batch.num_skipped, mini_batch.skipped_tokens))
         self.timer.add("batching", mini_batch.collate_s)
         self.timer.add("forward_backward", -mini_batch.collate_s)
 
     def stats(self, reducers: Mapping[str, Reducer], cfg: TrainerConfig) -> dict[str, float]:
         """All statistics of the step, by the keys of docs/metrics.md without their prefix. What
         was not measured has no key."""
-        measured = {**self._of_losses(), **batch_stats([self.batch]), **self._of_batch()}
+        measured = {**self._loss_stats(), **batch_stats([self.batch]), **self._rollout_stats()}
         everyone = [*self.batch.items, *self.macro.dropped]
         reduced = reducer_stats(everyone, reducers, int(measured["target_rollouts"].value))
         for name in measured.keys() & reduced.keys():
             _warn_of_name(name)
         stats = {**reduced, **measured}
         if cfg.reduce_stats_across_ranks:
-            stats = over_ranks(stats, cfg.model_device)
+            stats = reduce_over_ranks(stats, cfg.model_device)
         percents = {name: reducer for name, reducer in reducers.items() if name not in measured}
-        return {**as_percents(finished(stats), percents), **self._padding, **self.timer.stats()}
+        return {**mark_percents(final_values(stats), percents), **self._padding, **self.timer.stats()}
 
-    def _of_losses(self) -> dict[str, Stat]:
+    def _loss_stats(self) -> dict[str, Stat]:
         """Of the passes and the optimizer steps. `loss` and `grad_norm` are means over optimizer
         steps. Losses of ranks add up; the gradient norm is the same on all."""
         whole = {"loss": torch.stack(self._losses).mean()} if self._losses else {}
-        *micro_stats, host = to_host([*self._micro_stats, whole])
-        left_out = [_zero_weight_stats(micro_stats, tokens / count) for count, tokens in self._left_out if count]
-        sizes = [*self._micro_sizes, *(count for count, _ in self._left_out if count)]
+        *micro_stats, host = copy_to_host([*self._micro_stats, whole])
+        left_out = [_zero_weight_stats(micro_stats, tokens / count) for count, tokens in self._skipped if count]
+        sizes = [*self._micro_sizes, *(count for count, _ in self._skipped if count)]
         steps = {
             "loss": Stat(host.get("loss", 0.0), rule="sum"),
             "grad_norm": Stat(mean_or_zero([step["grad_norm"] for step in self._steps])),
@@ -91,10 +91,10 @@ class StepRecord:
             steps["lr"] = Stat(self._steps[-1]["lr"])
         return {**combine_micro_stats([*micro_stats, *left_out], sizes), **steps}
 
-    def _of_batch(self) -> dict[str, Stat]:
+    def _rollout_stats(self) -> dict[str, Stat]:
         """What the batch says about its rollouts, and what was dropped of it."""
         meta = self.batch.meta
-        counts = {**self.macro.counts(), "zero_weight_skipped": float(sum(count for count, _ in self._left_out))}
+        counts = {**self.macro.counts(), "zero_weight_skipped": float(sum(count for count, _ in self._skipped))}
         counts |= {key: float(meta[key]) for key in ("played_rollouts", *EPISODE_KEYS) if key in meta}
         stats = {key: Stat(value, rule="sum") for key, value in counts.items()}
         rollouts = float(meta.get("played_rollouts", meta.get("target_rollouts", len(self.batch.items))))

@@ -20,7 +20,7 @@ from torch import Tensor
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.training.loss.batch import Batch, Normalizer, Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.functional import masked
+from ludic.training.loss.functional import mask_values
 
 ScoreType = Literal["reward", "logprob"]
 """What scores a sample of a preference pair: the model's one logit, or the summed log-probability
@@ -90,7 +90,7 @@ class AdaptedLoss(Loss):
 
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
         keywords: dict[str, Any] = {"shared": shared} if self._takes_shared else {}
-        result: Any = self._compute(logits, batch, **keywords)  # compute_checked refuses what is no pair
+        result: Any = self._compute(logits, batch, **keywords)  # compute_and_check refuses what is no pair
         return result
 
     def first_pass(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -139,9 +139,9 @@ def loss_name(loss: Loss) -> str:
 def scaled_loss(loss: Loss, logits: Tensor, batch: Batch, shared: SharedContext) -> tuple[Tensor, Stats]:
     """The loss of a micro-batch times its share of the mini-batch: summed over the micro-batches
     it is the unsplit loss."""
-    value, stats = compute_checked(loss, logits, batch, shared)
+    value, stats = compute_and_check(loss, logits, batch, shared)
     stats = _with_reported_loss(value, stats)
-    return (value if loss.scales_itself else value * shared.share(loss.normalizer)), stats
+    return (value if loss.scales_itself else value * shared.mini_batch_share(loss.normalizer)), stats
 
 
 def _with_reported_loss(value: Tensor, stats: Stats) -> Stats:
@@ -153,7 +153,7 @@ def _with_reported_loss(value: Tensor, stats: Stats) -> Stats:
     return {**stats, "reported_loss": reported}
 
 
-def compute_checked(loss: Loss, logits: Tensor, batch: Batch, shared: SharedContext) -> tuple[Tensor, Stats]:
+def compute_and_check(loss: Loss, logits: Tensor, batch: Batch, shared: SharedContext) -> tuple[Tensor, Stats]:
     """`loss.compute`. Raises ConfigTypeError for a result that is no (loss, statistics)."""
     result: object = loss.compute(logits, batch, shared=shared)
     if not isinstance(result, tuple) or len(result) != 2:
@@ -171,7 +171,7 @@ def row_mean(values: Tensor, shared: SharedContext, *, length_normalize: bool, n
     `normalizer="tokens"` one mean over all action tokens of the batch (DAPO, arXiv:2503.14476,
     eq. 8).
     """
-    sums = masked(values, shared.token_mask).sum(dim=1)
+    sums = mask_values(values, shared.token_mask).sum(dim=1)
     if normalizer == "tokens":
         return sums.sum() / shared.token_mask.sum().clamp(min=1.0)
     return (sums / shared.token_counts if length_normalize else sums).mean()

@@ -84,7 +84,7 @@ class BatchTotals:
             num_pairs=num_pairs(batch),
         )
 
-    def of(self, normalizer: Normalizer) -> float:
+    def denominator(self, normalizer: Normalizer) -> float:
         """The denominator of a mean over `normalizer`."""
         return {"samples": self.num_samples, "tokens": self.num_tokens, "pairs": self.num_pairs}[normalizer]
 

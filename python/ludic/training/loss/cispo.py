@@ -9,7 +9,7 @@ from torch import Tensor
 from ludic.training.loss.base import Loss, check_clip, check_token_normalizer, row_mean
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.statistics import masked_stats, out_of_range, policy_stats
+from ludic.training.loss.statistics import masked_means, out_of_range, policy_stats
 
 
 @dataclass
@@ -43,6 +43,6 @@ class CISPOLoss(Loss):
         stats: Stats = {
             "loss": loss.detach(),
             **policy_stats(shared, ratio),
-            **masked_stats(shared, clip_frac=out_of_range(ratio, self.clip_eps_low, self.clip_eps_high)),
+            **masked_means(shared, clip_frac=out_of_range(ratio, self.clip_eps_low, self.clip_eps_high)),
         }
         return loss, stats

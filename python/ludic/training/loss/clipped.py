@@ -12,7 +12,7 @@ from ludic.training.loss.base import Loss, check_clip, check_ratio_clip, check_t
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.functional import capped_exp
-from ludic.training.loss.statistics import k3, masked_stats, out_of_range, policy_stats, reached_cap, spread
+from ludic.training.loss.statistics import actor_policy_kl, masked_means, out_of_range, policy_stats, population_std, reached_cap
 
 
 @dataclass
@@ -51,12 +51,12 @@ class ClippedSurrogateLoss(Loss):
         stats: Stats = {
             "loss": loss.detach(),
             "ratio_mean": ratio.detach().mean(),
-            "ratio_std": spread(ratio),
+            "ratio_std": population_std(ratio),
             "clip_frac": out_of_range(ratio, self.clip_eps_low, self.clip_eps_high).mean(),
             "ratio_clip_frac": reached_cap(ratio, self.ratio_clip).mean(),
-            "kl_actor_policy": k3(log_ratio).mean(),
+            "kl_actor_policy": actor_policy_kl(log_ratio).mean(),
             "adv_mean": advantage.mean(),
-            "adv_std": spread(advantage),
+            "adv_std": population_std(advantage),
             "logp_mean": logp.detach().mean(),
         }
         return loss, stats
@@ -95,7 +95,7 @@ class TokenClippedSurrogateLoss(Loss):
         stats: Stats = {
             "loss": loss.detach(),
             **policy_stats(shared, ratio),
-            **masked_stats(
+            **masked_means(
                 shared,
                 clip_frac=out_of_range(ratio, self.clip_eps_low, self.clip_eps_high),
                 ratio_clip_frac=reached_cap(ratio, self.ratio_clip),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ludic.errors import ConfigError
-from ludic.training.loss.base import Loss, adapted_loss, as_loss, compute_checked
+from ludic.training.loss.base import Loss, adapted_loss, as_loss, compute_and_check
 from ludic.training.loss.batch import Batch, Stats
 from ludic.training.loss.context import SharedContext
 
@@ -79,8 +79,8 @@ class CompositeLoss(Loss):
         stats: Stats = {}
         for term in self.terms:
             loss = adapted_loss(term)
-            value, term_stats = compute_checked(loss, shared.logits, shared.batch, shared)
-            share = 1.0 if loss.scales_itself else shared.share(loss.normalizer)
+            value, term_stats = compute_and_check(loss, shared.logits, shared.batch, shared)
+            share = 1.0 if loss.scales_itself else shared.mini_batch_share(loss.normalizer)
             scaled = term.weight * share * value
             total = scaled if total is None else total + scaled
             stats.update({f"{term.name}/{key}": stat for key, stat in term_stats.items()})

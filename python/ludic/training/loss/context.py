@@ -31,8 +31,8 @@ from ludic.training.loss.functional import (
     compute_token_entropy,
     compute_token_logp,
     compute_token_logp_and_entropy,
-    masked,
-    with_scaled_gradient,
+    mask_values,
+    scale_gradient,
 )
 
 
@@ -93,12 +93,12 @@ class SharedContext:
         """Totals of the mini-batch; of this batch if it stands alone."""
         return BatchTotals.from_batch(self.batch) if self._totals is None else self._totals
 
-    def share(self, normalizer: Normalizer) -> float | Tensor:
+    def mini_batch_share(self, normalizer: Normalizer) -> float | Tensor:
         """This batch's part of the mini-batch, in [0, 1]; 1 for a batch that stands alone. A share
         of tokens is a scalar on the device."""
         if self._totals is None:
             return 1.0
-        total = self._totals.of(normalizer)
+        total = self._totals.denominator(normalizer)
         if total <= 0:
             return 0.0
         if normalizer == "tokens":
@@ -124,7 +124,7 @@ class SharedContext:
         computed from it."""
         if self._correction is None:
             return self.current_logp
-        return with_scaled_gradient(self.current_logp, self.correction_weight)
+        return scale_gradient(self.current_logp, self.correction_weight)
 
     @cached_property
     def current_logp(self) -> Tensor:
@@ -174,7 +174,7 @@ class SharedContext:
         No gradient flows through it."""
         if self._correction is None:
             return torch.ones_like(self.token_mask)
-        log_ratio = masked(self.proximal_logp - self.sampler_logp, self.token_mask).detach()
+        log_ratio = mask_values(self.proximal_logp - self.sampler_logp, self.token_mask).detach()
         return self._correction.weights(log_ratio, self.token_mask)
 
     @cached_property
@@ -202,7 +202,7 @@ class SharedContext:
     @cached_property
     def log_ratio(self) -> Tensor:
         """[B, T - 1] `token_logp - old_logp`, 0 off the actions."""
-        return masked(self.token_logp - self.old_logp, self.token_mask)
+        return mask_values(self.token_logp - self.old_logp, self.token_mask)
 
     @cached_property
     def ratio(self) -> Tensor:
@@ -220,7 +220,7 @@ class SharedContext:
     def logp_action(self, *, length_normalize: bool = False) -> Tensor:
         """[B] log-probability of each sample's action: the sum over its tokens, or their mean if
         `length_normalize`."""
-        summed = masked(self.token_logp, self.token_mask).sum(dim=1)
+        summed = mask_values(self.token_logp, self.token_mask).sum(dim=1)
         return summed / self.token_counts if length_normalize else summed
 
     def old_logp_action(self, key: str, *, length_normalize: bool = False) -> Tensor:
@@ -230,7 +230,7 @@ class SharedContext:
             raise KeyError(f"the batch has no {key!r}; sample with ReturnSpec.for_rl() so that collation can add it")
         old: Tensor = self.batch[key]
         if self._correction is not None:
-            old = masked(self.proximal_logp, self.token_mask).sum(dim=1)
+            old = mask_values(self.proximal_logp, self.token_mask).sum(dim=1)
         return old / self.token_counts if length_normalize else old
 
     def _logps_of(self, key: str) -> Tensor:

@@ -46,18 +46,18 @@ class LogitsUse:
     def read(self, logits: Tensor) -> None:
         """Count a reader of `logits` and check whether they may be overwritten."""
         self.readers += 1
-        self.consume = self.consume and _is_free(logits)
+        self.consume = self.consume and _can_overwrite(logits)
 
     def dtype(self, logits: Tensor) -> torch.dtype:
         """The dtype to compute in: float64 for float64 logits, else float32, or with `wide=False`
         that of the logits."""
         return logits.dtype if logits.dtype == torch.float64 or not self.wide else torch.float32
 
-    def tempered(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
+    def apply_temperature(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
         """Logits / temperature in `dtype`; the logits unchanged at temperature 1."""
         return logits if self.temperature == 1.0 else logits.to(dtype) / self.temperature
 
-    def buffer(self, logits_NV: Tensor) -> Tensor:
+    def gradient_buffer(self, logits_NV: Tensor) -> Tensor:
         """Where the gradient is written: over the logits or into a new tensor. Each chunk of logits
         is read before its part is written."""
         return logits_NV if self.consume and self.readers == 1 else torch.empty_like(logits_NV)
@@ -96,7 +96,7 @@ def compute_logp_action(logits: Tensor, input_ids: Tensor, action_mask: Tensor, 
     if action_mask.shape != input_ids.shape:
         raise DataError(f"action_mask {tuple(action_mask.shape)} must have the shape of input_ids {tuple(input_ids.shape)}")
     mask = action_mask[:, 1:].float()
-    summed = masked(compute_token_logp(logits, input_ids), mask).sum(dim=1)
+    summed = mask_values(compute_token_logp(logits, input_ids), mask).sum(dim=1)
     return summed / mask.sum(dim=1).clamp(min=1.0) if length_normalize else summed
 
 
@@ -123,7 +123,7 @@ def compute_token_logp_and_entropy(logits: Tensor, input_ids: Tensor, *, use: Lo
     return logp, entropy
 
 
-def masked(values: Tensor, mask: Tensor) -> Tensor:
+def mask_values(values: Tensor, mask: Tensor) -> Tensor:
     """`values`, but zero where the mask is 0, even if the value there is inf or nan (`values *
     mask` would give nan)."""
     return values.masked_fill(mask == 0, 0.0)
@@ -140,7 +140,7 @@ def capped_exp(log_ratio: Tensor, ratio_clip: float | None) -> Tensor:
     return log_ratio.clamp(max=math.log(ratio_clip) + 1.0).exp().clamp(max=ratio_clip)
 
 
-def with_scaled_gradient(values: Tensor, weight: Tensor) -> Tensor:
+def scale_gradient(values: Tensor, weight: Tensor) -> Tensor:
     """`values` unchanged; their gradient is multiplied by `weight`, which has their shape."""
     scaled: Tensor = _ScaledGradient.apply(values, weight)
     return scaled
@@ -161,14 +161,14 @@ class _ScaledGradient(torch.autograd.Function):
         return grads[0] * weight, None
 
 
-def _is_free(logits: Tensor) -> bool:
+def _can_overwrite(logits: Tensor) -> bool:
     """Whether no parameter and no saved tensor of the operation that made the logits shares their
     memory."""
     sources = [logits] if logits._base is None else [logits, logits._base]
-    return not any(source.is_leaf or _is_saved_by_maker(source) for source in sources)
+    return not any(source.is_leaf or _is_saved_for_backward(source) for source in sources)
 
 
-def _is_saved_by_maker(tensor: Tensor) -> bool:
+def _is_saved_for_backward(tensor: Tensor) -> bool:
     node, address = tensor.grad_fn, tensor.untyped_storage().data_ptr()
     saved_tensors = (getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
     return any(isinstance(saved, Tensor) and saved.untyped_storage().data_ptr() == address for saved in saved_tensors)
@@ -197,21 +197,21 @@ class _SelectedLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, index_N: Tensor, use: LogitsUse) -> Tensor:
         ctx.use = use
-        norms_N = _norms(logits_NV, use)
-        ctx.save_for_backward(logits_NV, index_N, norms_N)
-        return _selected(logits_NV, index_N, norms_N, use)
+        logsumexp_N = _logsumexps(logits_NV, use)
+        ctx.save_for_backward(logits_NV, index_N, logsumexp_N)
+        return _gather_logps(logits_NV, index_N, logsumexp_N, use)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad_N,) = _unscale_gradients(ctx.use, grads)
-        logits_NV, index_N, norms_N = ctx.saved_tensors
+        logits_NV, index_N, logsumexp_N = ctx.saved_tensors
         size = _rows_per_chunk(logits_NV)
-        out_NV = ctx.use.buffer(logits_NV)
+        out_NV = ctx.use.gradient_buffer(logits_NV)
         for start in _chunks(logits_NV):
             part = slice(start, start + size)
-            logits = ctx.use.tempered(logits_NV[part], norms_N.dtype)
-            out_NV[part] = _selected_gradient(logits, index_N[part, None], norms_N[part, None], grad_N[part, None])
+            logits = ctx.use.apply_temperature(logits_NV[part], logsumexp_N.dtype)
+            out_NV[part] = _selected_gradient(logits, index_N[part, None], logsumexp_N[part, None], grad_N[part, None])
         return out_NV, None, None
 
 
@@ -220,25 +220,25 @@ def _unscale_gradients(use: LogitsUse, grads: tuple[Tensor, ...]) -> tuple[Tenso
     return grads if use.temperature == 1.0 else tuple(grad / use.temperature for grad in grads)
 
 
-def _norms(logits_NV: Tensor, use: LogitsUse) -> Tensor:
+def _logsumexps(logits_NV: Tensor, use: LogitsUse) -> Tensor:
     """[N] logsumexp of each row."""
     size = _rows_per_chunk(logits_NV)
-    norms_N = logits_NV.new_empty(logits_NV.shape[0], dtype=use.dtype(logits_NV))
+    logsumexp_N = logits_NV.new_empty(logits_NV.shape[0], dtype=use.dtype(logits_NV))
     for start in _chunks(logits_NV):
-        part = use.tempered(logits_NV[start : start + size], norms_N.dtype)
-        norms_N[start : start + size] = torch.logsumexp(part.to(norms_N.dtype), dim=-1)
-    return norms_N
+        part = use.apply_temperature(logits_NV[start : start + size], logsumexp_N.dtype)
+        logsumexp_N[start : start + size] = torch.logsumexp(part.to(logsumexp_N.dtype), dim=-1)
+    return logsumexp_N
 
 
-def _selected(logits_NV: Tensor, index_N: Tensor, norms_N: Tensor, use: LogitsUse) -> Tensor:
+def _gather_logps(logits_NV: Tensor, index_N: Tensor, logsumexp_N: Tensor, use: LogitsUse) -> Tensor:
     selected_N = logits_NV.gather(1, index_N[:, None]).squeeze(1)
-    return use.tempered(selected_N, norms_N.dtype).to(norms_N.dtype) - norms_N
+    return use.apply_temperature(selected_N, logsumexp_N.dtype).to(logsumexp_N.dtype) - logsumexp_N
 
 
-def _selected_gradient(logits_NV: Tensor, index_N1: Tensor, norms_N1: Tensor, grad_N1: Tensor) -> Tensor:
+def _selected_gradient(logits_NV: Tensor, index_N1: Tensor, logsumexp_N1: Tensor, grad_N1: Tensor) -> Tensor:
     """(onehot - softmax) * grad, in the dtype of the norms: in half precision 1 - softmax of a
     likely token would be 0."""
-    return torch.sub(logits_NV, norms_N1).exp_().mul_(-grad_N1).scatter_add_(1, index_N1, grad_N1)
+    return torch.sub(logits_NV, logsumexp_N1).exp_().mul_(-grad_N1).scatter_add_(1, index_N1, grad_N1)
 
 
 def _entropies(logits_NV: Tensor, use: LogitsUse) -> Tensor:
@@ -246,7 +246,7 @@ def _entropies(logits_NV: Tensor, use: LogitsUse) -> Tensor:
     size, wide = _rows_per_chunk(logits_NV), use.dtype(logits_NV)
     entropy_N = logits_NV.new_empty(logits_NV.shape[0], dtype=wide)
     for start in _chunks(logits_NV):
-        entropy_N[start : start + size] = _entropy(use.tempered(logits_NV[start : start + size], wide), wide)
+        entropy_N[start : start + size] = _entropy(use.apply_temperature(logits_NV[start : start + size], wide), wide)
     return entropy_N
 
 
@@ -282,10 +282,10 @@ class _Entropy(torch.autograd.Function):
         (grad_N,) = _unscale_gradients(ctx.use, grads)
         logits_NV, entropy_N = ctx.saved_tensors
         size = _rows_per_chunk(logits_NV)
-        out_NV = ctx.use.buffer(logits_NV)
+        out_NV = ctx.use.gradient_buffer(logits_NV)
         for start in _chunks(logits_NV):
             part = slice(start, start + size)
-            logits = ctx.use.tempered(logits_NV[part], entropy_N.dtype)
+            logits = ctx.use.apply_temperature(logits_NV[part], entropy_N.dtype)
             out_NV[part] = _entropy_gradient(logits, entropy_N[part, None], grad_N[part, None])
         return out_NV, None
 
@@ -296,31 +296,33 @@ class _SelectedLogpAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, index_N: Tensor, use: LogitsUse) -> tuple[Tensor, Tensor]:
         ctx.use = use
-        norms_N, entropy_N = _norms(logits_NV, use), _entropies(logits_NV, use)
-        ctx.save_for_backward(logits_NV, index_N, norms_N, entropy_N)
-        return _selected(logits_NV, index_N, norms_N, use), entropy_N
+        logsumexp_N, entropy_N = _logsumexps(logits_NV, use), _entropies(logits_NV, use)
+        ctx.save_for_backward(logits_NV, index_N, logsumexp_N, entropy_N)
+        return _gather_logps(logits_NV, index_N, logsumexp_N, use), entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         logp_grad_N, entropy_grad_N = _unscale_gradients(ctx.use, grads)
-        logits_NV, index_N, norms_N, entropy_N = ctx.saved_tensors
+        logits_NV, index_N, logsumexp_N, entropy_N = ctx.saved_tensors
         size = _rows_per_chunk(logits_NV)
-        out_NV = ctx.use.buffer(logits_NV)
+        out_NV = ctx.use.gradient_buffer(logits_NV)
         for start in _chunks(logits_NV):
             part = slice(start, start + size)
             grads_N1 = logp_grad_N[part, None], entropy_grad_N[part, None]
-            logits = ctx.use.tempered(logits_NV[part], norms_N.dtype)
-            out_NV[part] = _both_gradients(logits, index_N[part, None], norms_N[part, None], entropy_N[part, None], *grads_N1)
+            logits = ctx.use.apply_temperature(logits_NV[part], logsumexp_N.dtype)
+            out_NV[part] = _logp_and_entropy_gradient(
+                logits, index_N[part, None], logsumexp_N[part, None], entropy_N[part, None], *grads_N1
+            )
         return out_NV, None, None
 
 
-def _both_gradients(
-    logits_NV: Tensor, index_N1: Tensor, norms_N1: Tensor, entropy_N1: Tensor, logp_grad_N1: Tensor, entropy_grad_N1: Tensor
+def _logp_and_entropy_gradient(
+    logits_NV: Tensor, index_N1: Tensor, logsumexp_N1: Tensor, entropy_N1: Tensor, logp_grad_N1: Tensor, entropy_grad_N1: Tensor
 ) -> Tensor:
     """onehot * g - p * g - p (log p + H) * h, g and h the gradients of the log-probability and
     of the entropy."""
-    logp = torch.sub(logits_NV, norms_N1).clamp_(min=torch.finfo(norms_N1.dtype).min)
+    logp = torch.sub(logits_NV, logsumexp_N1).clamp_(min=torch.finfo(logsumexp_N1.dtype).min)
     p = logp.exp()
     negative = logp.add_(entropy_N1).mul_(p).mul_(entropy_grad_N1).addcmul_(p, logp_grad_N1)
     return negative.neg_().scatter_add_(1, index_N1, logp_grad_N1)

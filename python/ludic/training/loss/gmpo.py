@@ -12,7 +12,7 @@ from ludic.training.loss.base import Loss, check_clip, check_ratio_clip
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.functional import capped_exp
-from ludic.training.loss.statistics import masked_stats, out_of_range, policy_stats, reached_cap, spread
+from ludic.training.loss.statistics import masked_means, out_of_range, policy_stats, population_std, reached_cap
 
 
 @dataclass
@@ -54,12 +54,12 @@ class GMPOLoss(Loss):
         stats: Stats = {
             "loss": loss.detach(),
             **policy_stats(shared, ratio),
-            **masked_stats(
+            **masked_means(
                 shared,
                 clip_frac=out_of_range(1.0 + shared.log_ratio, self.clip_eps_low, self.clip_eps_high),
                 ratio_clip_frac=reached_cap(ratio, self.ratio_clip),
             ),
             "geom_mean_ratio_mean": geometric.detach().mean(),
-            "geom_mean_ratio_std": spread(geometric),
+            "geom_mean_ratio_std": population_std(geometric),
         }
         return loss, stats

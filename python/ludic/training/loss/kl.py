@@ -12,8 +12,8 @@ from ludic.errors import ConfigError
 from ludic.training.loss.base import Loss, row_mean
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.functional import masked
-from ludic.training.loss.statistics import masked_stats, spread
+from ludic.training.loss.functional import mask_values
+from ludic.training.loss.statistics import masked_means, population_std
 
 Estimator = Literal["k1", "k2", "k3"]
 """Estimates of KL(policy || actor) from log_ratio = log pi - log pi_actor. k1: log_ratio; unbiased,
@@ -40,17 +40,17 @@ class TokenKLLoss(Loss):
         _check_estimator(self.estimator)
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
-        mask, kl = shared.token_mask, estimate(shared.log_ratio, self.estimator)
-        by_row = masked(kl, mask).sum(dim=1)
+        mask, kl = shared.token_mask, estimate_kl(shared.log_ratio, self.estimator)
+        by_row = mask_values(kl, mask).sum(dim=1)
         if self.length_normalize:
             by_row = by_row / shared.token_counts
         loss = self.coeff * by_row.mean()
         stats: Stats = {
             "loss": loss.detach(),
             "kl_mean": by_row.detach().mean(),
-            "kl_std": spread(by_row),
-            **masked_stats(shared, ratio_mean=shared.ratio),
-            "ratio_std": spread(shared.ratio, mask),
+            "kl_std": population_std(by_row),
+            **masked_means(shared, ratio_mean=shared.ratio),
+            "ratio_std": population_std(shared.ratio, mask),
             "avg_action_tokens": mask.sum(dim=1).mean(),
         }
         return loss, stats
@@ -77,9 +77,9 @@ class KLLoss(Loss):
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         logp = shared.logp_action(length_normalize=self.length_normalize)
         old = shared.old_logp_action(self.old_logp_key, length_normalize=self.length_normalize)
-        kl = estimate(logp - old, self.estimator)
+        kl = estimate_kl(logp - old, self.estimator)
         loss = self.coeff * kl.mean()
-        return loss, {"loss": loss.detach(), "kl_mean": kl.detach().mean(), "kl_std": spread(kl)}
+        return loss, {"loss": loss.detach(), "kl_mean": kl.detach().mean(), "kl_std": population_std(kl)}
 
 
 @dataclass
@@ -102,7 +102,7 @@ class EntropyBonus(Loss):
         return loss, {"loss": loss.detach(), "entropy_mean": entropy.detach()}
 
 
-def estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
+def estimate_kl(log_ratio: Tensor, estimator: Estimator) -> Tensor:
     """KL(policy || actor) of each token, estimated from log pi - log pi_actor."""
     if estimator == "k1":
         return log_ratio

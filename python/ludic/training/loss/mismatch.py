@@ -24,7 +24,7 @@ import torch
 
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.functional import masked
+from ludic.training.loss.functional import mask_values
 
 PREFIX = "mismatch/"
 SUMS = ("tokens", "abs_sum", "kl_sum", "ratio_sum", "ratio_square_sum", "gradient_weight_sum", "gradient_kept_sum")
@@ -33,14 +33,14 @@ MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-this: exp(20) is 5e8, which no mean survives."""
 
 
-def mismatch_sums(shared: SharedContext) -> Stats:
+def sum_mismatch(shared: SharedContext) -> Stats:
     """Sums over one micro-batch, as detached scalars on its device. Empty if the batch has no
     log-probabilities of the sampler, or if the loss did not compute the policy's: none are computed
     for this."""
     if "actor_logps" not in shared.batch or not shared.has_computed_logp:
         return {}
     mask = shared.token_mask
-    difference = masked(shared.proximal_logp - shared.sampler_logp, mask).detach()
+    difference = mask_values(shared.proximal_logp - shared.sampler_logp, mask).detach()
     bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = bounded.exp() * mask
     sums = {
@@ -58,11 +58,11 @@ def mismatch_sums(shared: SharedContext) -> Stats:
 
 
 def is_mismatch_sum(key: str) -> bool:
-    """Whether a statistic is one of `mismatch_sums`."""
+    """Whether a statistic is one of `sum_mismatch`."""
     return key.startswith(PREFIX)
 
 
-def mismatch_of(sums: Mapping[str, Any]) -> dict[str, Any]:
+def compute_mismatch(sums: Mapping[str, Any]) -> dict[str, Any]:
     """The statistics of a step, by full key, from sums over its micro-batches and the largest
     `abs_max`. Empty if there was no token."""
     part = {key.removeprefix(PREFIX): value for key, value in sums.items() if is_mismatch_sum(key)}

@@ -114,14 +114,14 @@ class BradleyTerryLoss(Loss):
     def _pair_scores(self, shared: SharedContext) -> tuple[Tensor, Tensor, Tensor]:
         """[P] scores of the chosen samples, [P] of the rejected ones, [P] labels."""
         scores = preference_scores(shared, self.score_type)
-        chosen, rejected, labels = pairs_in(shared.batch)
+        chosen, rejected, labels = find_pairs(shared.batch)
         return scores[chosen], scores[rejected], scores.new_tensor(labels)
 
     def _norm(self, difference: Tensor, shared: SharedContext) -> Tensor:
         """This micro-batch's part of the norm over the mini-batch, divided by its share, by which
         the loss is multiplied later. For l1, sum_i |d_i|, the parts are plain. For l2, n =
         sqrt(sum_i d_i^2), a part is sum_k d_k^2 / n with gradient d_k / n."""
-        share = shared.share(self.normalizer)
+        share = shared.mini_batch_share(self.normalizer)
         if self.regularization_type == "l1":
             return difference.abs().sum() / share
         squares = difference.square().sum()
@@ -169,14 +169,14 @@ def preference_scores(shared: SharedContext, score_type: ScoreType) -> Tensor:
 Index = slice | list[int]
 
 
-def pairs_in(batch: Batch) -> tuple[Index, Index, list[float]]:
+def find_pairs(batch: Batch) -> tuple[Index, Index, list[float]]:
     """Rows of the chosen and of the rejected sample of each complete pair, and its label.
 
     Example: pair ids [p, q, p, q] with roles [chosen, chosen, rejected, rejected] give [0, 1], [2,
     3] and two labels. Neighbours [p, p, q, q], chosen first, give slices.
     """
     pair_ids, roles, labels = _preference_meta(batch)
-    if _alternate(pair_ids, roles, labels):
+    if _are_neighbours(pair_ids, roles, labels):
         return slice(0, None, 2), slice(1, None, 2), [float(label) for label in labels[::2]]
     return _rows_by_role(pair_ids, roles, labels)
 
@@ -195,7 +195,7 @@ def _preference_meta(batch: Batch) -> tuple[list[Any], list[Any], list[Any]]:
     return columns[0], columns[1], columns[2]
 
 
-def _alternate(pair_ids: list[Any], roles: list[Any], labels: list[Any]) -> bool:
+def _are_neighbours(pair_ids: list[Any], roles: list[Any], labels: list[Any]) -> bool:
     """Whether neighbouring samples are pairs, chosen first, each pair once."""
     return (
         len(roles) % 2 == 0
@@ -207,18 +207,18 @@ def _alternate(pair_ids: list[Any], roles: list[Any], labels: list[Any]) -> bool
 
 
 def _rows_by_role(pair_ids: list[Any], roles: list[Any], labels: list[Any]) -> tuple[list[int], list[int], list[float]]:
-    rows_of: dict[Any, dict[str, int]] = {}
+    rows_by_pair: dict[Any, dict[str, int]] = {}
     for row, (pair_id, role) in enumerate(zip(pair_ids, roles, strict=True)):
         if role not in ("chosen", "rejected"):
             raise DataError(f"the role of sample {row} ({role!r}) must be 'chosen' or 'rejected'")
-        halves = rows_of.setdefault(pair_id, {})
+        halves = rows_by_pair.setdefault(pair_id, {})
         if role in halves:
             logger.warning("pair %r has two %s samples; the last one counts", pair_id, role)
         halves[role] = row
-    for pair_id, halves in rows_of.items():
+    for pair_id, halves in rows_by_pair.items():
         pair_labels = {labels[row] for row in halves.values()}
         if len(pair_labels) > 1:
             raise DataError(f"pair {pair_id!r} has conflicting labels {sorted(pair_labels)}; its two samples must have one label")
-    complete = [halves for halves in rows_of.values() if len(halves) == 2]
+    complete = [halves for halves in rows_by_pair.values() if len(halves) == 2]
     chosen = [halves["chosen"] for halves in complete]
     return chosen, [halves["rejected"] for halves in complete], [float(labels[row]) for row in chosen]

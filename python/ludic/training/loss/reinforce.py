@@ -10,7 +10,7 @@ from ludic.training.loss.base import Loss, check_ratio_clip
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.functional import capped_exp
-from ludic.training.loss.statistics import k3, spread
+from ludic.training.loss.statistics import actor_policy_kl, population_std
 
 
 @dataclass
@@ -81,10 +81,10 @@ def importance_weighted(
     stats: Stats = {
         "loss": loss.detach(),
         "adv_mean": advantage.detach().mean(),
-        "adv_std": spread(advantage),
+        "adv_std": population_std(advantage),
         "logp_mean": logp.detach().mean(),
         "ratio_mean": ratio.mean(),
-        "ratio_std": spread(ratio),
-        "kl_actor_policy": k3(log_ratio).mean(),
+        "ratio_std": population_std(ratio),
+        "kl_actor_policy": actor_policy_kl(log_ratio).mean(),
     }
     return loss, stats

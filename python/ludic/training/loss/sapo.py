@@ -11,7 +11,7 @@ from ludic.errors import ConfigError
 from ludic.training.loss.base import Loss, check_token_normalizer, row_mean
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.statistics import masked_stats, policy_stats, spread
+from ludic.training.loss.statistics import masked_means, policy_stats, population_std
 
 
 @dataclass
@@ -50,7 +50,7 @@ class SAPOLoss(Loss):
         stats: Stats = {
             "loss": loss.detach(),
             **policy_stats(shared, shared.ratio),
-            **masked_stats(shared, grad_weight_mean=slope),
-            "grad_weight_std": spread(slope, shared.token_mask),
+            **masked_means(shared, grad_weight_mean=slope),
+            "grad_weight_std": population_std(slope, shared.token_mask),
         }
         return loss, stats

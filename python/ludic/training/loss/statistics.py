@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.functional import masked
+from ludic.training.loss.functional import mask_values
 
 
 def policy_stats(shared: SharedContext, ratio: Tensor) -> Stats:
@@ -19,23 +19,23 @@ def policy_stats(shared: SharedContext, ratio: Tensor) -> Stats:
     cap on the ratio."""
     advantage = shared.weight
     return {
-        **masked_stats(shared, ratio_mean=ratio, kl_actor_policy=k3(shared.log_ratio)),
-        "ratio_std": spread(ratio, shared.token_mask),
+        **masked_means(shared, ratio_mean=ratio, kl_actor_policy=actor_policy_kl(shared.log_ratio)),
+        "ratio_std": population_std(ratio, shared.token_mask),
         "adv_mean": advantage.mean(),
-        "adv_std": spread(advantage),
+        "adv_std": population_std(advantage),
         "logp_mean": shared.logp_action().detach().mean(),
         "avg_action_tokens": shared.token_mask.sum(dim=1).mean(),
     }
 
 
-def masked_stats(shared: SharedContext, **values: Tensor) -> Stats:
+def masked_means(shared: SharedContext, **values: Tensor) -> Stats:
     """Means of [B, T - 1] values over the actions; 0 if there are none."""
     mask = shared.token_mask
     count = mask.sum().clamp(min=1.0)
-    return {name: masked(value.detach(), mask).sum() / count for name, value in values.items()}
+    return {name: mask_values(value.detach(), mask).sum() / count for name, value in values.items()}
 
 
-def spread(values: Tensor, mask: Tensor | None = None) -> Tensor:
+def population_std(values: Tensor, mask: Tensor | None = None) -> Tensor:
     """Population standard deviation of values [B], or of [B, T - 1] over the actions."""
     values = values.detach()
     if mask is None:
@@ -45,7 +45,7 @@ def spread(values: Tensor, mask: Tensor | None = None) -> Tensor:
     return (((values - mean) ** 2 * mask).sum() / count).sqrt()
 
 
-def k3(log_ratio: Tensor) -> Tensor:
+def actor_policy_kl(log_ratio: Tensor) -> Tensor:
     """r - log r - 1: an estimate of KL(actor || policy) from the actor's samples that is never
     negative (Schulman, "Approximating KL divergence", 2020)."""
     log_ratio = log_ratio.detach()

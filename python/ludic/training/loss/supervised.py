@@ -9,7 +9,7 @@ from torch import Tensor
 from ludic.training.loss.base import Loss, check_token_normalizer, row_mean
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.statistics import masked_stats
+from ludic.training.loss.statistics import masked_means
 
 
 @dataclass
@@ -37,7 +37,7 @@ class MaskedCausalLMCrossEntropyLoss(Loss):
         stats: Stats = {
             "loss": loss.detach(),
             "logp_mean": shared.logp_action(length_normalize=self.length_normalize).detach().mean(),
-            **masked_stats(shared, nll_mean=nll),
+            **masked_means(shared, nll_mean=nll),
             "avg_action_tokens": shared.token_mask.sum(dim=1).mean(),
         }
         return loss, stats

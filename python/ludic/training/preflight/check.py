@@ -24,7 +24,7 @@ from ludic.inference.sampling import SamplingParams
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.config import TrainerConfig
-from ludic.training.preflight.causes import Suspects, find_cause
+from ludic.training.preflight.causes import CauseFinder, find_cause
 from ludic.training.preflight.comparison import Comparison, compare
 from ludic.training.preflight.known_causes import Cause
 from ludic.training.types import SAWItem
@@ -32,10 +32,10 @@ from ludic.training.types import SAWItem
 logger = logging.getLogger(__name__)
 
 WORST_SHOWN = 8
-EXPLAINED_FROM = 1e-3
+MIN_DIFFERENCE = 1e-3
 """Mean difference in nats from which explanations are tried: below it there is nothing to
 explain."""
-EXPLAINED_BY = 4.0
+MIN_REDUCTION = 4.0
 """A cause counts if it makes the difference smaller by this factor, even where the difference is
 below the threshold."""
 
@@ -142,9 +142,9 @@ class Preflight:
             return None
         comparison = await compare(backend, cfg, selected)
         report = self.report = self._report(comparison)
-        suspects = Suspects(backend, cfg, self.sampling, self.tokenizer, self.client)
-        cause = await find_cause(suspects, comparison, self.threshold, report.tried) if comparison.mean > EXPLAINED_FROM else None
-        report.cause = self._judged(cause, report) or suspects.wrong_prompts(comparison)
+        finder = CauseFinder(backend, cfg, self.sampling, self.tokenizer, self.client)
+        cause = await find_cause(finder, comparison, self.threshold, report.tried) if comparison.mean > MIN_DIFFERENCE else None
+        report.cause = self._confirm_cause(cause, report) or finder.check_prompts(comparison)
         stop = ranks.max_over_ranks([float(report.cause is not None)], cfg.model_device)[0]
         if report.cause is not None:
             raise MismatchError(report.table(), report=report)
@@ -152,13 +152,13 @@ class Preflight:
             raise MismatchError("the samples of another rank disagree with the trainer; its error has the table", report=report)
         return report
 
-    def _judged(self, cause: Cause | None, report: PreflightReport) -> Cause | None:
+    def _confirm_cause(self, cause: Cause | None, report: PreflightReport) -> Cause | None:
         """A difference below the threshold counts only where an explanation makes nearly all of
         it go away."""
         if cause is None or report.mean > self.threshold:
             return cause
         explained = report.tried.get(cause.name)
-        return cause if explained is not None and explained * EXPLAINED_BY < report.mean else None
+        return cause if explained is not None and explained * MIN_REDUCTION < report.mean else None
 
     def _report(self, comparison: Comparison) -> PreflightReport:
         return PreflightReport(
@@ -167,10 +167,10 @@ class Preflight:
             num_tokens=comparison.num_tokens,
             num_samples=len(comparison.items),
             threshold=self.threshold,
-            worst=[self._worst(comparison, *place) for place in comparison.worst(WORST_SHOWN)],
+            worst=[self._worst_token(comparison, *place) for place in comparison.worst(WORST_SHOWN)],
         )
 
-    def _worst(self, comparison: Comparison, sample: int, position: int) -> WorstToken:
+    def _worst_token(self, comparison: Comparison, sample: int, position: int) -> WorstToken:
         item = comparison.items[sample]
         token_id = int(np.asarray(item.input_ids)[comparison.places[sample][position]])
         text = "" if self.tokenizer is None else repr(self.tokenizer.decode([token_id]))

@@ -73,7 +73,7 @@ async def compare(
     table = logps.double().cpu().numpy()
     rows = [table[i, : len(item.input_ids) - 1] for i, item in enumerate(items)]
     actions = [np.flatnonzero(np.asarray(item.action_mask)) for item in items]
-    sampler_logps = [np.asarray(sampler_logps_of(item), dtype=np.float64) for item in items]
+    sampler_logps = [np.asarray(read_sampler_logps(item), dtype=np.float64) for item in items]
     return Comparison(
         items=list(items),
         places=[places[places > 0] for places in actions],
@@ -87,6 +87,6 @@ def mean_absolute(parts: Sequence[Floats]) -> float:
     return array_mean_or_zero(np.abs(np.concatenate(list(parts))))
 
 
-def sampler_logps_of(item: SAWItem) -> Any:
+def read_sampler_logps(item: SAWItem) -> Any:
     assert item.actor_logps is not None
     return item.actor_logps.token_logps

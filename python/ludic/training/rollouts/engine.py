@@ -20,7 +20,7 @@ from ludic.training.rollouts.check import GarbageError, check_rollouts
 from ludic.training.rollouts.episodes import Episode, count_episodes, drop_failed_groups, group_episodes
 from ludic.training.rollouts.log import append_rollouts
 from ludic.training.rollouts.played import PlayedRollouts, RolloutCounts, ran_out_of_steps
-from ludic.training.rollouts.to_samples import batch_from_rollouts, trace_of
+from ludic.training.rollouts.to_samples import batch_from_rollouts, require_trace
 from ludic.training.types import CreditAssigner, RolloutRequest, RolloutScorer, SampleFilter, SAWBatch
 from ludic.types import Rollout
 
@@ -327,7 +327,7 @@ def _fail_untrainable(episodes: Sequence[Episode]) -> None:
         try:
             for rollout in episode.rollouts:
                 for step in rollout.steps:
-                    trace_of(rollout, step)
+                    require_trace(rollout, step)
         except DataError as error:
             episode.error = GarbageError(str(error))
 

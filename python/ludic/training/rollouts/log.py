@@ -35,10 +35,10 @@ def read_rollouts(path: str | Path) -> list[Rollout]:
     A rollout without an id gets its line as id: `file:line`. Raises DataError, naming the line, if
     it does not hold a rollout.
     """
-    return [rollout_of(row, where) for where, row in read_jsonl(path)]
+    return [parse_rollout(row, where) for where, row in read_jsonl(path)]
 
 
-def rollout_of(row: Mapping[str, Any], where: str) -> Rollout:
+def parse_rollout(row: Mapping[str, Any], where: str) -> Rollout:
     """The rollout of a line; `where` names the line in errors."""
     steps = row.get("steps")
     if not isinstance(steps, list) or not steps:

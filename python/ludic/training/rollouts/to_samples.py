@@ -31,7 +31,7 @@ def batch_from_rollouts(
     """
     weights = credit_assigner.compute(rollouts)
     items = [
-        sample_from_step(rollout, step, _weight_of(weights, rollout, step)) for rollout in rollouts for step in rollout.steps
+        sample_from_step(rollout, step, _require_weight(weights, rollout, step)) for rollout in rollouts for step in rollout.steps
     ]
     retained = items if sample_filter is None else [item for item in items if sample_filter(item)]
     meta = {
@@ -70,7 +70,7 @@ def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
 
     Example: prompt [5, 6] and completion [7] give ids [5, 6, 7] and action mask [0, 0, 1].
     """
-    trace = trace_of(rollout, step)
+    trace = require_trace(rollout, step)
     prompt, completion = trace.prompt_token_ids, trace.completion_token_ids
     length = len(prompt) + len(completion)
     logps = trace.completion_logprobs
@@ -104,7 +104,7 @@ def step_facts(rollout: Rollout, step: Step) -> dict[str, Any]:
     }
 
 
-def trace_of(rollout: Rollout, step: Step) -> TokenTrace:
+def require_trace(rollout: Rollout, step: Step) -> TokenTrace:
     """The step's tokens. Raises DataError for a step that cannot be trained on: without tokens,
     without the requested log-probabilities, or with a reward that is not finite."""
     where = f"rollout {rollout.id}, step {step.index}"
@@ -122,7 +122,7 @@ def trace_of(rollout: Rollout, step: Step) -> TokenTrace:
     return step.trace
 
 
-def _weight_of(weights: Mapping[RolloutStepKey, float], rollout: Rollout, step: Step) -> float:
+def _require_weight(weights: Mapping[RolloutStepKey, float], rollout: Rollout, step: Step) -> float:
     key = (rollout.id, step.index)
     if key not in weights:
         raise KeyError(f"the credit assigner gave no weight for rollout {rollout.id}, step {step.index}")

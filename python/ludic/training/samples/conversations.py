@@ -91,7 +91,7 @@ class _Rendering:
 
     def tokenize(self, messages: Sequence[Message], trained: Sequence[int]) -> ChatTokens:
         """The rendered messages, with a mask over those at the indices `trained`."""
-        marks_generation = _GENERATION.search(template_of(self.tokenizer))
+        marks_generation = _GENERATION.search(read_template(self.tokenizer))
         return self._mask_by_marks(messages, trained) if marks_generation else self._mask_by_prefixes(messages, trained)
 
     def _ids(self, messages: Sequence[Message], *, prompt: bool) -> list[int]:
@@ -112,7 +112,7 @@ class _Rendering:
             prompt = self._ids(messages[:index], prompt=True)
             self._check_is_prefix(prompt, up_to_here, f"the prompt of assistant message {index}", rewrites=False)
             start = len(prompt)
-            end = end_of_turn(self.tokenizer, up_to_here, start)
+            end = find_end_of_turn(self.tokenizer, up_to_here, start)
             if end == start:
                 raise RowError(
                     f"{self.where}: assistant message {index} has no tokens; leave it out of the data", reason="empty_response"
@@ -133,7 +133,7 @@ class _Rendering:
         for span in self._select_spans(messages, trained, spans):
             tokens = self._tokens_in_span(span, offsets, text)
             if tokens:
-                end = end_of_turn(self.tokenizer, ids[: tokens[-1] + 1], tokens[0])
+                end = find_end_of_turn(self.tokenizer, ids[: tokens[-1] + 1], tokens[0])
                 mask[tokens[0] : end] = [1] * (end - tokens[0])
         if not any(mask):
             raise DataError(f"{self.where}: the template's {{% generation %}} blocks cover no token of this conversation")
@@ -210,7 +210,7 @@ def _join_touching(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return result
 
 
-def template_of(tokenizer: Any) -> str:
+def read_template(tokenizer: Any) -> str:
     """The tokenizer's chat template; of several, the one named `default`. Empty if the tokenizer
     does not show it."""
     template = getattr(tokenizer, "chat_template", None)
@@ -229,7 +229,7 @@ def apply_template(tokenizer: Any, messages: Sequence[Message], *, prompt: bool,
     return list(rendered["input_ids"] if isinstance(rendered, Mapping) or hasattr(rendered, "keys") else rendered)
 
 
-def end_of_turn(tokenizer: Any, ids: Sequence[int], start: int) -> int:
+def find_end_of_turn(tokenizer: Any, ids: Sequence[int], start: int) -> int:
     """Where the assistant's message that begins at `start` ends: behind its last end token. What
     templates put behind it, such as a line break, is never sampled. Without an end token, the end
     of `ids`. Example: ids [1, 2, 7, 0, 9] with end token 0 and `start` 2 give 4."""
@@ -252,7 +252,7 @@ def _render_marked(
         texts, spans = render_jinja_template(
             conversations=[list(messages)],
             tools=arguments.pop("tools", None),
-            chat_template=template_of(tokenizer),
+            chat_template=read_template(tokenizer),
             return_assistant_tokens_mask=True,
             **arguments,
         )

@@ -120,7 +120,7 @@ class PreferenceItems:
     def _tokenize_conversation(
         self, row: Row, prompt: Sequence[Message], answer: Sequence[Message], where: str
     ) -> TruncatedTokens:
-        prompt = with_system(prompt, self.system_prompt)
+        prompt = add_system_prompt(prompt, self.system_prompt)
         template_args = row.get("chat_template_kwargs") or {}
         tokens = conversation_tokens(self.tokenizer, prompt, answer, where, tools=row.get("tools"), **template_args)
         return truncate_right(tokens, self.max_length, where)
@@ -161,7 +161,7 @@ def conversation_tokens(
     return ChatTokens(tokens.input_ids[:end], tokens.action_mask[:end])
 
 
-def with_system(prompt: Sequence[Message], system_prompt: str | None) -> list[Message]:
+def add_system_prompt(prompt: Sequence[Message], system_prompt: str | None) -> list[Message]:
     """`prompt` with the system prompt before it, unless it begins with one."""
     if system_prompt is None or (prompt and prompt[0].get("role") == "system"):
         return list(prompt)

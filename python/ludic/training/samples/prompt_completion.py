@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludic.errors import DataError
-from ludic.training.samples.preference import conversation_tokens, truncate_right, with_system
+from ludic.training.samples.preference import add_system_prompt, conversation_tokens, truncate_right
 from ludic.types import Message
 
 
@@ -57,4 +57,4 @@ def format_chat_template_text(tokenizer: Any, prompt: str, completion: str, *, s
 def _turns(prompt: str, completion: str, system_prompt: str | None) -> tuple[list[Message], list[Message]]:
     if not completion:
         raise DataError("the completion is empty; there is nothing to score")
-    return with_system([{"role": "user", "content": prompt}], system_prompt), [{"role": "assistant", "content": completion}]
+    return add_system_prompt([{"role": "user", "content": prompt}], system_prompt), [{"role": "assistant", "content": completion}]

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ludic.errors import DataError
-from ludic.training.rollouts.log import rollout_of
+from ludic.training.rollouts.log import parse_rollout
 from ludic.training.rollouts.to_samples import sample_from_step
 from ludic.training.samples.conversations import AssistantTurns, ChatTokenizer, ChatTokens
 from ludic.training.samples.text import tokenize_prompt_completion
@@ -58,8 +58,8 @@ class SFTItems:
         tokenizers: dict[str, Callable[[Row, str], list[ChatTokens]]] = {
             "messages": self._tokenize_messages,
             "prompt": self._tokenize_prompt_completion,
-            "steps": _tokens_of_rollout,
-            "input_ids": _tokens_of_ids,
+            "steps": _read_rollout,
+            "input_ids": _read_ids,
         }
         for key, tokenize in tokenizers.items():
             if row.get(key) is not None:
@@ -91,13 +91,13 @@ class SFTItems:
         return [tokenize_prompt_completion(self.tokenizer, prompt, completion, where)]
 
 
-def _tokens_of_rollout(row: Row, where: str) -> list[ChatTokens]:
-    rollout = rollout_of(row, where)
+def _read_rollout(row: Row, where: str) -> list[ChatTokens]:
+    rollout = parse_rollout(row, where)
     items = [sample_from_step(rollout, step, 1.0) for step in rollout.steps]
     return [ChatTokens(item.input_ids, item.action_mask) for item in items]
 
 
-def _tokens_of_ids(row: Row, where: str) -> list[ChatTokens]:
+def _read_ids(row: Row, where: str) -> list[ChatTokens]:
     ids: Any = row["input_ids"]
     mask: Any = row.get("action_mask")
     if not is_list_of(ids, int) or not is_list_of(mask, int) or len(mask) != len(ids):
