@@ -47,7 +47,7 @@ def write_picture(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     steps = max((len(values) for values in series.values()), default=0)
@@ -69,7 +69,9 @@ def write_picture(
         measure = measure if (low, high) == (0.0, 1.0) else "value"
     axes.set(xlabel="step", ylabel=measure, title=title, **limits)
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=2)  # beside the curves, not over them
+    legend_rows = -(-len(axes.get_legend_handles_labels()[1]) // 2)
+    figure.subplots_adjust(left=0.1, right=0.98, top=0.93, bottom=0.13 + 0.05 * legend_rows)
+    figure.legend(loc="lower center", ncols=2)  # below the curves, not over them
     figure.savefig(path, dpi=120)
 
 
