@@ -48,7 +48,7 @@ def test_a_tokenizer_stands_for_its_pad_token():
     Tokenizer.pad_token_id, Tokenizer.eos_token_id = None, 9
     assert TrainerConfig(pad_token_id=Tokenizer()).pad_token_id == 9
     Tokenizer.eos_token_id = None
-    with pytest.raises(ConfigError, match="neither a pad nor an end token"):
+    with pytest.raises(ConfigError, match="neither a padding token nor an end token"):
         TrainerConfig(pad_token_id=Tokenizer())
 
 

@@ -375,7 +375,7 @@ def test_a_reducer_that_raises_costs_its_own_number_alone(caplog):
 
 
 def test_a_reducer_named_as_a_statistic_of_the_trainer_is_refused_before_a_step_is_taken():
-    with pytest.raises(ConfigError, match="train/loss is the trainer's own"):
+    with pytest.raises(ConfigError, match="the trainer itself logs train/loss"):
         trainer_of(reducers={"loss": Reducer("mean", "total_reward")})
 
 

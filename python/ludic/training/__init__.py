@@ -1,5 +1,7 @@
-"""Losses, credit, batching and the trainer. A name is imported when it is first read; torch is all
-that they need."""
+"""Losses, credit, batching and the trainer.
+
+A name is imported on first access. None of them needs more than torch.
+"""
 
 from ludic._lazy import lazy_exports
 

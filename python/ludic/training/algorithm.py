@@ -1,5 +1,5 @@
-"""An algorithm: how rewards become weights, what the loss is, and what happens to a batch in
-between. Presets are in `presets`."""
+"""`RLAlgorithm`: credit assignment, preprocessing of batches, and the loss. `presets` has the
+named algorithms."""
 
 from __future__ import annotations
 
@@ -31,30 +31,33 @@ __all__ = [
 ]
 
 PreprocessFn = Callable[[SAWBatch], SAWBatch]
-"""Filters or checks a macro-batch before it is trained."""
+"""Filters or checks a macro-batch before training."""
 
 
 @dataclass
 class RLAlgorithm:
-    """Credit assignment, preprocessing, loss and correction under one name. Who calls what, in the
-    life of a batch:
+    """Credit assignment, preprocessing, loss and correction under one name.
+
+    The life of a batch:
 
     1. `RolloutEngine` plays the requests. A scorer (`RewardFunctions`, `RewardModelReward`,
        `RewardModelScorer`) rewards or scores the finished rollouts.
-    2. `credit_assigner.compute(rollouts)` gives each step one weight; the batch source calls it and
-       makes samples (`SAWItem`) of the steps.
-    3. `preprocess(batch)` drops or checks samples, once a macro-batch; the trainer calls it.
+    2. The batch source calls `credit_assigner.compute(rollouts)`, which gives each step one weight,
+       and turns the steps into samples (`SAWItem`).
+    3. The trainer calls `preprocess(batch)` once per macro-batch, to drop or check samples.
     4. The trainer packs the samples of each optimizer step into micro-batches. `compute_loss` runs
-       the model on one of them and returns the loss times the micro-batch's share of the step.
-       `correction` weights its gradient token by token.
-    5. The backend adds up the gradients of the micro-batches and takes the optimizer step; the
-       publisher sends the new weights to whoever samples.
+       the model on one micro-batch and returns the loss times the micro-batch's share of the
+       mini-batch. `correction` weights the gradient of each token.
+    5. The backend accumulates the gradients of the micro-batches and takes the optimizer step. The
+       publisher sends the new weights to the samplers.
 
-    Three numbers are easily confused. A **score** is what a reward model says of a rollout
-    (`reward_scorer`). A **reward** is what the environment or a reward function, which is code,
-    gave a step (`reward_functions`); a score can become one. **Credit** is the weight that a step
-    is trained with, computed from rewards, and from scores in `reward_credit`
-    (`credit_assignment`).
+    Three numbers are easily confused:
+
+    - A **score** is the output of a reward model for a rollout (`reward_scorer`).
+    - A **reward** is what the environment or a reward function gave a step (`reward_functions`). A
+      score can be used as a reward.
+    - **Credit** is the weight of a step in the loss. `credit_assignment` computes it from rewards,
+      `reward_credit` from rewards and scores.
     """
 
     name: str
@@ -62,17 +65,17 @@ class RLAlgorithm:
     loss: Loss
     preprocess: PreprocessFn | None = None
     correction: Correction | None = None
-    """For samples of another engine or an older policy; see `loss.correction`. Needs a loss with
-    `reads_shared_only`."""
+    """Corrects for samples drawn by another engine or an older policy; see `loss.correction`. Needs
+    a loss with `reads_shared_only`."""
 
     def __post_init__(self) -> None:
-        if type(self).compute_loss is RLAlgorithm.compute_loss:  # else a subclass may do without a loss
+        if type(self).compute_loss is RLAlgorithm.compute_loss:  # a subclass that overrides it may have no loss
             as_loss(self.loss)
         loss = adapted_loss(self)
         if self.correction is not None and not loss.reads_shared_only:
             raise ConfigError(
-                f"a correction ({type(self.correction).__name__}) weighs the log-probabilities of the shared context, and "
-                f"{loss_name(loss)} reads the logits past it; use a loss that reads them through `shared`, or no correction"
+                f"a correction ({type(self.correction).__name__}) weights the log-probabilities of the shared context, but "
+                f"{loss_name(loss)} reads the logits directly; use a loss that reads them through `shared`, or no correction"
             )
 
     def compute_loss(
@@ -84,13 +87,13 @@ class RLAlgorithm:
         totals: BatchTotals | None = None,
         temperature: float = 1.0,
     ) -> tuple[Tensor, Stats]:
-        """One forward pass and the loss of a collated batch, times its share of `totals` (1
-        without).
+        """Run one forward pass. Returns the loss of the collated batch times its share of `totals`
+        (1 without `totals`), and statistics.
 
-        `cast_logits_to_fp32`: compute log-probabilities in float32, chunk by chunk; without it in
-        the dtype of the logits. `temperature`: the policy is that of logits / temperature. The
-        statistics include the sums of `loss.mismatch` if the batch has the sampler's
-        log-probabilities and the loss computes the policy's.
+        `cast_logits_to_fp32`: compute log-probabilities in float32, chunk by chunk; otherwise in
+        the dtype of the logits. `temperature`: the policy is softmax(logits / temperature). The
+        statistics include the sums of `loss.mismatch` if the batch has sampled log-probabilities
+        and the loss computed the current ones.
         """
         formula = adapted_loss(self)
         logits = forward_logits(model, batch)
@@ -109,14 +112,14 @@ class RLAlgorithm:
 
 
 def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits [B, T, V] of a padded batch, or [1, S, V] of a padding-free one, whose position ids
-    keep its rows apart.
+    """Return the logits: [B, T, V] of a padded batch, [1, S, V] of a padding-free batch, in which
+    position ids separate the sequences.
 
-    A transformers model is called with `use_cache=False`: with a key-value cache it would not tell
-    the rows apart.
+    A transformers model is called with `use_cache=False`: with a key-value cache it would not
+    separate the sequences.
     """
-    cached = hasattr(getattr(transformer_of(model), "config", None), "use_cache")
-    keywords: dict[str, Any] = {"use_cache": False} if cached else {}
+    has_cache_setting = hasattr(getattr(transformer_of(model), "config", None), "use_cache")
+    keywords: dict[str, Any] = {"use_cache": False} if has_cache_setting else {}
     if "cu_seqlens" in batch:
         keywords |= packed_keywords(model, batch)
     else:
@@ -127,7 +130,7 @@ def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def compose_preprocess(*fns: PreprocessFn) -> PreprocessFn:
-    """Apply `fns` from left to right."""
+    """Return a function that applies `fns` from left to right."""
 
     def composed(batch: SAWBatch) -> SAWBatch:
         for fn in fns:
@@ -138,11 +141,11 @@ def compose_preprocess(*fns: PreprocessFn) -> PreprocessFn:
 
 
 def validate_actor_logps(saw_batch: SAWBatch) -> SAWBatch:
-    """Return the batch if every sample carries one log-probability for each action token; ratios
-    need them.
+    """Return the batch if every sample has one sampled log-probability per action token, as
+    importance ratios need.
 
-    Raises DataError for a wrong count or a sample without any, DataTypeError for values that are
-    not numbers.
+    Raises DataError for a sample with a wrong number of them or with none, DataTypeError for values
+    that are not numbers.
     """
     missing = []
     for index, item in enumerate(saw_batch.items):
@@ -170,10 +173,10 @@ def _check_logps(index: int, item: SAWItem, logps: Any) -> None:
 
 
 def drop_zero_weight_samples(saw_batch: SAWBatch, *, eps: float = 1e-4) -> SAWBatch:
-    """Keep the samples with |weight| > eps. Changes `saw_batch.items`.
+    """Keep only the samples with |weight| > eps. Changes `saw_batch.items`.
 
-    Under a mean over samples this raises the weight of the others. The trainer's `skip_zero_weight`
-    saves the same work and keeps the gradient.
+    A loss that is a mean over samples then weights the remaining samples more. The trainer's
+    `skip_zero_weight` saves the same work without changing the gradient.
     """
     if eps < 0:
         raise ConfigError(f"eps must be >= 0, got {eps}")
@@ -182,12 +185,13 @@ def drop_zero_weight_samples(saw_batch: SAWBatch, *, eps: float = 1e-4) -> SAWBa
 
 
 def filter_zero_variance_groups(saw_batch: SAWBatch, *, eps: float = 1e-6) -> SAWBatch:
-    """Drop the groups whose weights have a sample standard deviation of at most `eps`: they carry
-    no signal.
+    """Drop the groups in which the sample standard deviation of the weights is at most `eps`: they
+    have no learning signal.
 
-    A group is the samples with one `meta["request_meta"]["group_id"]`. Groups of one sample and
-    samples without a group are kept, in their order. `saw_batch.meta["zvp_filter_frac"]` becomes
-    the fraction of groups dropped. Changes `saw_batch.items`.
+    Samples with the same `meta["request_meta"]["group_id"]` form a group. Groups of one sample and
+    samples without a group are kept. The order does not change.
+    `saw_batch.meta["zvp_filter_frac"]` is set to the fraction of groups that were dropped. Changes
+    `saw_batch.items`.
     """
     if eps < 0:
         raise ConfigError(f"eps must be >= 0, got {eps}")
@@ -205,8 +209,8 @@ def filter_zero_variance_groups(saw_batch: SAWBatch, *, eps: float = 1e-6) -> SA
 
 
 def __getattr__(name: str) -> Any:
-    """The `make_` functions of `presets`, which build on this module, can be imported from it
-    too."""
+    """Make the `make_` functions of `presets` importable from this module, too; `presets` imports
+    this module, so they are looked up on access."""
     from ludic.training import presets
 
     if name in {preset.function for preset in presets.PRESETS.values()}:

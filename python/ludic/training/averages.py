@@ -1,4 +1,4 @@
-"""Means that are 0 where there is nothing to average."""
+"""Means that are 0 for an empty input."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 def mean_or_zero(values: Sequence[float]) -> float:
-    """Mean of numbers; 0.0 without any."""
+    """Mean of the numbers; 0.0 if there are none."""
     return float(sum(values)) / len(values) if values else 0.0
 
 

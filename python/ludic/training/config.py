@@ -1,7 +1,7 @@
-"""`TrainerConfig`: every setting of the trainer, checked when it is built.
+"""`TrainerConfig`: all settings of the trainer, checked in the constructor.
 
-Errors name the value, the rule and the remedy. What a field does is written under it; where it
-acts, see `trainer` and `backend`.
+Each field is documented under it; `trainer` and `backend` use them. An error names the value, the
+rule and the remedy.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ PACKINGS: tuple[str, ...] = ("optimal", "greedy", "padding_free")
 SCHEDULER_TYPES: tuple[str, ...] = ("cosine", "linear", "constant_with_warmup")
 MIXED_PRECISION_DTYPES: tuple[str, ...] = ("bf16",)
 
-_SIZES_REMEDY = "micro-batches follow from tokens now: set max_seq_len and micro_token_budget"
+_SIZES_REMEDY = "micro-batches are now sized by tokens: set max_seq_len and micro_token_budget"
 _REMOVED_SETTINGS = {
     "grad_accum_steps": _SIZES_REMEDY,
     "gradient_accumulation_steps": _SIZES_REMEDY,
     "micro_batch_size": _SIZES_REMEDY,
     "batch_size": "the batch source decides how many samples a batch has",
-    "num_rollouts": "the batch source decides; batch metadata calls it target_rollouts",
-    "max_steps": "pass num_steps to train(); an episode's limit is max_steps of the batch source",
+    "num_rollouts": "the batch source decides; its name in batch metadata is target_rollouts",
+    "max_steps": "pass num_steps to train(); the limit of an episode is max_steps of the batch source",
     "total_training_steps": "pass it to Trainer",
     "gradient_checkpointing": "pass enable_gradient_checkpointing=True to Trainer",
     "output_dir": "pass CheckpointConfig(output_dir=...) to Trainer",
@@ -47,8 +47,8 @@ def _default_device() -> str:
 
 @dataclass_transform(field_specifiers=(field,))
 def config_dataclass(cls: C) -> C:
-    """A dataclass whose constructor explains unknown and removed names, and remembers which
-    names it was given."""
+    """Make `cls` a dataclass with a constructor that explains unknown and removed names, and that
+    records which fields were passed (`TrainerConfig.was_set`)."""
     decorated = dataclass(cls)
     decorated.__init__ = _with_name_checks(decorated.__init__)
     return cast(C, decorated)
@@ -68,10 +68,10 @@ def _with_name_checks(init: Callable[..., None]) -> Callable[..., None]:
             raise ConfigError(f"lr ({arguments['lr']}) and learning_rate ({rate}) are two names of one setting; give one of them")
         init(self, *args, **kwargs)
         passed = frozenset(arguments) - {"self"}
-        # `dataclasses.replace` passes every field: those that differ from a default count as
-        # passed.
-        everything = passed >= {item.name for item in fields(self)}
-        self._explicit = frozenset(filter(functools.partial(_differs_from_default, self), passed)) if everything else passed
+        # `dataclasses.replace` passes every field. Then only the fields that differ from their
+        # default count as set.
+        has_all = passed >= {item.name for item in fields(self)}
+        self._explicit = frozenset(filter(functools.partial(_differs_from_default, self), passed)) if has_all else passed
 
     return __init__
 
@@ -97,97 +97,104 @@ class TrainerConfig:
     """
 
     model_device: str = field(default_factory=_default_device)
-    """Where the model is trained; "cuda" where there is one, else "cpu". A sharded model stays
-    where it is."""
+    """Device of the model in training: by default "cuda" if available, else "cpu". A sharded model
+    is not moved."""
     runtime_device: str | None = None
-    """Where published weights are put; None leaves them on `model_device`."""
+    """Device that published weights are moved to; None leaves them on `model_device`."""
     lr: float = 1e-5
-    """AdamW's learning rate, before the schedule."""
+    """Learning rate of AdamW, before the schedule."""
     weight_decay: float = 0.01
+    """Weight decay of AdamW."""
     decay_biases_and_norms: bool = True
-    """Off: weight decay leaves parameters of fewer than two dimensions alone."""
+    """False: no weight decay for parameters of fewer than two dimensions."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Betas of AdamW."""
     eps: float = 1e-8
-    """AdamW's epsilon."""
+    """Epsilon of AdamW."""
     max_grad_norm: float | None = 1.0
-    """The gradient is scaled down to this L2 norm; None: never."""
+    """Clip the gradient to this L2 norm; None: no clipping."""
     max_seq_len: int = 1024
-    """Longer samples are cut on the right; their metadata says so."""
+    """Maximum tokens of a sample. Longer samples are cut on the right, and their metadata records
+    it."""
     micro_token_budget: int = 8192
-    """`longest * rows` of a micro-batch, at most; for `padding_free` the sum of lengths. Not
-    below `max_seq_len`."""
+    """Maximum tokens of a micro-batch, padding included: `longest * rows`; for `padding_free` the
+    sum of the lengths. At least `max_seq_len`."""
     sync_every_steps: int = 1
-    """Publish the weights every this many steps; 0: never."""
+    """Publish the weights after every this many steps; 0: never."""
     master_weights: bool = True
-    """Parameters in bfloat16 are stepped as float32 copies and rounded back: most updates are
-    too small to change a bfloat16 weight. Off: they are stepped in bfloat16, which saves 10
-    bytes a parameter and leaves most of them unchanged. Parameters in float32 are always stepped
-    directly."""
+    """Step bfloat16 parameters as float32 copies and round them back: most updates are too small
+    to change a bfloat16 weight. False: step them in bfloat16, which saves 10 bytes per parameter
+    but leaves most parameters unchanged. Float32 parameters are always stepped directly."""
     mixed_precision_dtype: str | None = None
-    """"bf16" runs the forward passes of a float32 model under autocast; None computes in the
-    model's own dtype. Weights and optimizer keep the dtype that the model was loaded in."""
+    """"bf16": run the forward passes of a float32 model under autocast. None: compute in the
+    model's dtype. Weights and optimizer state keep the dtype that the model was loaded in."""
     temperature: float = 1.0
-    """The policy is that of logits / temperature. Set it to the temperature that is sampled
-    with, where the sampler returns the log-probabilities of the distribution drawn from (vLLM's
-    `processed_logprobs`)."""
+    """The policy is softmax(logits / temperature). Set it to the sampling temperature if the
+    sampler returns log-probabilities after temperature scaling (vLLM's `processed_logprobs`)."""
     cast_logits_to_fp32: bool = True
-    """Log-probabilities in float32, whatever the model computes in."""
+    """Compute log-probabilities in float32 for models of any dtype."""
     max_lag: int | None = None
-    """Samples of a policy more than this many versions old are dropped; None: never."""
+    """Drop samples of a policy that is more than this many versions old; None: never."""
     reduce_stats_across_ranks: bool = False
-    """Logged statistics are those of all ranks."""
+    """Log statistics over all ranks instead of those of rank 0."""
     profile_memory: bool = False
-    """Log memory peaks of forward and backward passes (CUDA)."""
+    """Log peak memory of forward and backward passes (CUDA)."""
     log_every: int = 1
-    """Statistics are computed and logged every this many steps."""
+    """Compute and log statistics every this many steps."""
     pad_token_id: int = 0
-    """Fills padded columns. A tokenizer is accepted too, and stands for its `pad_token_id`."""
+    """Fills padding positions. You can pass a tokenizer; its `pad_token_id` is used."""
     eval_at_start: bool = False
+    """Evaluate before the first step."""
     eval_every_n_steps: int | None = None
-    """None: no evaluation while training."""
+    """Evaluate every this many steps; None: no evaluation during training."""
     eval_concurrency: int = 32
+    """Maximum concurrent episodes of an evaluation."""
     eval_max_steps: int = 1
+    """Maximum turns of an episode in an evaluation."""
     eval_timeout_s: float | None = None
-    """The three are passed to the evaluator if they were set; otherwise its own settings hold."""
+    """Time limit of a model call in an evaluation, in seconds; None: no limit. This and the two
+    fields above are passed to the evaluator only if they were set; otherwise it uses its own
+    settings."""
     lr_scheduler_type: SchedulerType | None = None
-    """Shape of the learning rate over the run; None: constant."""
+    """Shape of the learning-rate schedule; None: constant."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises to `lr`."""
+    """Number of steps in which the learning rate rises to `lr`."""
     warmup_ratio: float | None = None
-    """The same as a share of all steps; used if `warmup_steps` is 0."""
+    """`warmup_steps` as a fraction of all steps; used if `warmup_steps` is 0."""
     early_stopping_patience: int | None = None
-    """End after this many evaluations without improvement; None: never."""
+    """Stop after this many evaluations in a row without improvement; None: never."""
     early_stopping_metric: str = "eval_loss"
-    """The metric that evaluations are compared by. At the end, the trained weights are those of
-    the best evaluation (`Trainer.restore_best`)."""
+    """The metric that decides which evaluation is best. After an early stop the model has the
+    weights of the best evaluation (`Trainer.restore_best`)."""
     early_stopping_mode: Literal["auto", "min", "max"] = "auto"
-    """Whether the metric is better when small (min) or large (max); auto: as its name implies,
-    `eval_loss` min, `eval_accuracy` max."""
+    """Whether a lower (min) or higher (max) metric is better. auto: by the metric's name, for
+    example min for `eval_loss` and max for `eval_accuracy`."""
     early_stopping_min_delta: float = 0.0
-    """An improvement must be larger than this."""
+    """Only a change larger than this counts as an improvement."""
     packing: Packing = "optimal"
-    """How samples are put into micro-batches; none of them changes the gradient."""
+    """How samples are packed into micro-batches. It does not change the gradient."""
     overhead_tokens: int = 256
-    """What a micro-batch costs besides its tokens, in tokens, for `optimal`."""
+    """Fixed cost of a micro-batch, in tokens, that `optimal` assumes."""
     minibatches_per_batch: int = 1
-    """Optimizer steps over one pass of a batch; groups are kept whole."""
+    """Number of mini-batches, and of optimizer steps, in one pass over a batch. A group is never
+    divided."""
     epochs_per_batch: int = 1
-    """Passes over each batch."""
+    """Number of passes over each batch."""
     max_empty_batches: int = 100
-    """This many batches in a row without a sample to train on are an error."""
+    """Raise an error after this many batches in a row without a sample to train on."""
     lr_min_ratio: float = 0.0
-    """Where `cosine` and `linear` end, as a share of `lr`."""
+    """Final learning rate of `cosine` and `linear`, as a fraction of `lr`."""
     skip_zero_weight: bool = True
-    """Leave samples of weight zero out of the forward pass where they add nothing to the
-    gradient; they stay in the totals."""
+    """Skip the forward pass of samples with weight 0 if the loss gives them no gradient. They still
+    count in the denominators."""
     merge_turns: bool = True
-    """Turns of an episode whose prompts continue each other, token by token, go through the
-    model as one row. The gradient is that of one row a turn. Only with a loss that reads the
-    logits through its shared context alone."""
+    """Run turns of an episode as one row if each prompt continues the previous turn, token by
+    token. The gradient is the same as with one row per turn. Applies only to a loss that reads
+    logits exclusively through its shared context (`Loss.reads_shared_only`)."""
     seed: int = 0
     """Seed of the order of samples in mini-batches."""
     learning_rate: InitVar[float | None] = None
-    """Another name of `lr`."""
+    """Alias of `lr`."""
 
     def __post_init__(self, learning_rate: float | None) -> None:
         if learning_rate is not None:
@@ -209,8 +216,8 @@ class TrainerConfig:
         return self.eval_every_n_steps is not None and step % self.eval_every_n_steps == 0
 
     def eval_limits(self, *, max_steps: int | None, timeout_s: float | None, concurrency: int | None) -> dict[str, Any]:
-        """What an evaluator is told: these arguments, else the `eval_*` fields that were passed to
-        the constructor, else None."""
+        """Return the keyword arguments for an evaluator: these arguments if not None, else the
+        `eval_*` fields that were set, else None."""
         return {
             "max_steps": self.eval_max_steps if max_steps is None and self.was_set("eval_max_steps") else max_steps,
             "timeout_s": self.eval_timeout_s if timeout_s is None and self.was_set("eval_timeout_s") else timeout_s,
@@ -218,7 +225,7 @@ class TrainerConfig:
         }
 
     def validate(self) -> None:
-        """Raise `ConfigError` where a value or a combination is wrong. The trainer calls it
+        """Raise `ConfigError` for an invalid value or combination. The trainer calls this
         again."""
         self._check_optimizer()
         self._check_batching()
@@ -229,12 +236,12 @@ class TrainerConfig:
         _require(_is_finite(self.lr) and self.lr >= 0, "lr", self.lr, "be a finite number >= 0")
         _require(_is_finite(self.weight_decay) and self.weight_decay >= 0, "weight_decay", self.weight_decay, "be >= 0")
         _require(_is_finite(self.eps) and self.eps > 0, "eps", self.eps, "be > 0")
-        sound = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        _require(sound, "betas", self.betas, "be two numbers in [0, 1)")
+        is_valid = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        _require(is_valid, "betas", self.betas, "be two numbers in [0, 1)")
         if self.max_grad_norm is not None:
             _require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "be > 0; None turns clipping off")
-        sound = _is_finite(self.temperature) and self.temperature > 0
-        _require(sound, "temperature", self.temperature, "be a finite number > 0; 1 is the policy as it is")
+        is_valid = _is_finite(self.temperature) and self.temperature > 0
+        _require(is_valid, "temperature", self.temperature, "be a finite number > 0; 1 leaves the policy unchanged")
         is_known = self.mixed_precision_dtype is None or self.mixed_precision_dtype in MIXED_PRECISION_DTYPES
         _require(is_known, "mixed_precision_dtype", self.mixed_precision_dtype, 'be "bf16", or None for the model\'s own dtype')
 
@@ -263,8 +270,10 @@ class TrainerConfig:
         if self.warmup_ratio is not None:
             _require(0 <= self.warmup_ratio <= 1, "warmup_ratio", self.warmup_ratio, "be in [0, 1]")
         if self.lr_scheduler_type is None and (self.warmup_steps or self.warmup_ratio):
-            raise ConfigError('a warm-up needs lr_scheduler_type; "constant_with_warmup" keeps the rate constant after it')
-        _require(0 <= self.lr_min_ratio <= 1, "lr_min_ratio", self.lr_min_ratio, "be in [0, 1]: a share of lr")
+            raise ConfigError(
+                'warmup_steps and warmup_ratio need lr_scheduler_type; "constant_with_warmup" keeps the rate constant after the warm-up'
+            )
+        _require(0 <= self.lr_min_ratio <= 1, "lr_min_ratio", self.lr_min_ratio, "be in [0, 1]: a fraction of lr")
         if self.early_stopping_patience is not None:
             _require_int("early_stopping_patience", self.early_stopping_patience, 1)
         mode = self.early_stopping_mode
@@ -284,12 +293,12 @@ class TrainerConfig:
 
 
 def config_values(cfg: TrainerConfig) -> dict[str, Any]:
-    """The fields as plain values, for a log or a file."""
+    """Return the fields by name, for a log or a file."""
     return {item.name: getattr(cfg, item.name) for item in fields(cfg)}
 
 
 def check_budget(micro_token_budget: int, max_seq_len: int) -> None:
-    """Raise `BudgetError` unless one sample of full length fits."""
+    """Raise `BudgetError` unless a sample of `max_seq_len` tokens fits into the budget."""
     if micro_token_budget < max_seq_len:
         raise BudgetError(
             f"micro_token_budget ({micro_token_budget}) must be >= max_seq_len ({max_seq_len}); "
@@ -298,10 +307,11 @@ def check_budget(micro_token_budget: int, max_seq_len: int) -> None:
 
 
 def _read_pad_token(tokenizer: Any) -> int:
-    """Its padding token, or else its end token: what stands there is masked."""
+    """Return the id of the padding token, or else of the end token: padding is masked, so either
+    works."""
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if pad_token_id is None:
-        raise ConfigError("the tokenizer has neither a pad nor an end token; pass an id")
+        raise ConfigError("the tokenizer has neither a padding token nor an end token; pass an id as pad_token_id")
     return int(pad_token_id)
 
 
@@ -315,5 +325,5 @@ def _require(holds: bool, name: str, value: object, rule: str) -> None:
 
 
 def _require_int(name: str, value: object, least: int) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    _require(whole and value >= least, name, value, f"be a whole number >= {least}")  # type: ignore[operator]
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    _require(is_integer and value >= least, name, value, f"be a whole number >= {least}")  # type: ignore[operator]

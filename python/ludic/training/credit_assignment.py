@@ -1,5 +1,5 @@
-"""Credit: how the rewards of rollouts become one weight for each step. Plain float64 arithmetic, no
-torch."""
+"""Credit assigners: compute one weight for each step from the rewards of rollouts. Plain float64
+arithmetic without torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ Weights = dict[RolloutStepKey, float]
 
 @dataclass
 class MonteCarloReturn:
-    """G_t = r_t + gamma G_{t+1}: the discounted sum of rewards from each step on."""
+    """G_t = r_t + gamma G_{t+1}: the discounted sum of the rewards from step t on.
+
+    Example: rewards [0, 0, 1] with gamma 0.5 give weights [0.25, 0.5, 1].
+    """
 
     gamma: float = 1.0
 
@@ -35,7 +38,7 @@ class MonteCarloReturn:
 
 @dataclass
 class PerStepReward:
-    """Each step's own reward."""
+    """The weight of a step is its own reward."""
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         return {(rollout.id, step.index): float(step.reward) for rollout in rollouts for step in rollout.steps}
@@ -43,7 +46,7 @@ class PerStepReward:
 
 @dataclass
 class EpisodicReturn:
-    """The undiscounted return of the episode, at every step."""
+    """The weight of every step is the undiscounted return of its episode."""
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
         return _weights_by_step(rollouts, [_episode_return(rollout) for rollout in rollouts])
@@ -51,7 +54,7 @@ class EpisodicReturn:
 
 @dataclass
 class ConstantCredit:
-    """The same weight at every step: supervised fine-tuning."""
+    """Every step has the weight `value`, as in supervised fine-tuning."""
 
     value: float = 1.0
 
@@ -64,13 +67,14 @@ class GroupNormalizedReturn:
     """A_i = R_i - mean(R of its group), at every step of rollout i (GRPO, arXiv:2402.03300, section
     4.1).
 
-    Steps, in this order: centre; clamp at 0 if `positive_only`; divide by (population standard
-    deviation of the group's advantages + `eps`) if `normalize_adv`. A group is the rollouts with
-    one `meta["request_meta"]["group_id"]` and, with several agents, one `agent_id`. A group of
-    equal returns gets exactly 0. With `allow_partial` a group may be smaller than `group_size`, for
-    engines that lose rollouts; a larger one is always an error. With `leave_one_out` a return is
-    compared with the mean of the others (RLOO, arXiv:2402.14740), which multiplies the advantage by
-    G / (G - 1).
+    In this order: subtract the mean; clamp at 0 if `positive_only`; divide by (population standard
+    deviation of the group's advantages + `eps`) if `normalize_adv`. Rollouts with the same
+    `meta["request_meta"]["group_id"]` and, with several agents, the same `agent_id` form a group. A
+    group of equal returns gets exactly 0.
+
+    `allow_partial`: a group may be smaller than `group_size`, for engines that lose rollouts; a
+    larger group is always an error. `leave_one_out`: subtract the mean of the other returns instead
+    (RLOO, arXiv:2402.14740); this multiplies the advantage by G / (G - 1).
 
     Example: returns [1, 0, 0, 1] have mean 0.5 and advantages [0.5, -0.5, -0.5, 0.5]; normalised
     they are [1, -1, -1, 1].
@@ -106,7 +110,7 @@ class HybridNormalizedReturn:
     (ScaleRL, arXiv:2510.13786).
 
     The population standard deviation is over rollouts, one value each. `positive_only` clamps at 0
-    last.
+    after the division.
     """
 
     group_size: int
@@ -148,18 +152,18 @@ class BatchNormalizedReturn:
 
 @dataclass
 class OverlongPenalty:
-    """The credit of `inner` after a penalty on answers close to the token limit (DAPO,
-    arXiv:2503.14476, soft overlong punishment).
+    """Subtracts a penalty for answers close to the token limit, then computes the credit of
+    `inner` (DAPO, arXiv:2503.14476, soft overlong punishment).
 
-    An answer of n sampled tokens loses factor * clamp((n - (max_tokens - buffer_tokens)) /
-    buffer_tokens, 0, 1) of its reward. Example: with max_tokens=100 and buffer_tokens=20, 80 tokens
-    cost 0, 90 cost 0.5 and 100 cost 1. Only the credit sees the penalty; the rewards of the
-    rollouts, which are logged, do not change.
+    For an answer of n sampled tokens, factor * clamp((n - (max_tokens - buffer_tokens)) /
+    buffer_tokens, 0, 1) is subtracted from the reward. Example: with max_tokens=100 and
+    buffer_tokens=20 the penalty is 0 for 80 tokens, 0.5 for 90 and 1 for 100. Only the credit
+    includes the penalty; the logged rewards do not change.
     """
 
     inner: CreditAssigner
     max_tokens: int
-    """`max_tokens` of sampling: the length of an answer that was cut off."""
+    """`max_tokens` of sampling: the length at which an answer is cut off."""
     buffer_tokens: int
     """The penalty rises over this many tokens before the limit. 0: no penalty."""
     factor: float = 1.0
@@ -171,7 +175,7 @@ class OverlongPenalty:
             raise ConfigError(f"factor ({self.factor}) must be >= 0: it is subtracted from the reward")
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
-        """Raises DataError for a step without a token trace, whose length is unknown."""
+        """Raises DataError for a step without a token trace: its length is unknown."""
         return self.inner.compute([self._penalise(rollout) for rollout in rollouts])
 
     def _penalise(self, rollout: Rollout) -> Rollout:
@@ -189,8 +193,8 @@ class OverlongPenalty:
 
 
 def _episode_return(rollout: Rollout) -> float:
-    """Sum of the rewards, rounded once: the same rewards in another order give the same return, so
-    their group's credit is exactly 0. Raises DataError for rewards that are not finite."""
+    """Return the sum of the rewards, rounded once, so that the same rewards in another order give
+    exactly the same return. Raises DataError for rewards that are not finite."""
     rewards = [step.reward for step in rollout.steps]
     if not all(map(math.isfinite, rewards)):
         raise DataError(f"the rewards of rollout {rollout.id} are {rewards}; rewards must be finite")
@@ -198,7 +202,7 @@ def _episode_return(rollout: Rollout) -> float:
 
 
 def _subtract_mean(returns: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Returns minus their mean; exactly 0 if all are equal, whatever the rounding of the mean."""
+    """[N] returns minus their mean; exactly 0 if all are equal, even if the mean is rounded."""
     values = np.asarray(returns, dtype=np.float64)
     if np.all(values == values[0]):
         return np.zeros_like(values)
@@ -206,9 +210,12 @@ def _subtract_mean(returns: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[
 
 
 def _group_positions(rollouts: Sequence[Rollout], group_size: int, *, allow_partial: bool) -> list[list[int]]:
-    """Positions of the members of each group, in order of first appearance. Where an episode has
-    several agents, each is compared with itself in the other episodes: the rollouts of one
-    `meta["agent_id"]` are a group of their own."""
+    """Indices of the rollouts of each group, in order of first appearance. With several agents
+    (`meta["agent_id"]`), each agent has its own group: it is compared with itself in the other
+    episodes.
+
+    Example: rollouts of groups a b a give [[0, 2], [1]].
+    """
     groups: dict[tuple[object, object], list[int]] = {}
     for position, rollout in enumerate(rollouts):
         group = group_of(rollout.meta)
@@ -231,7 +238,7 @@ def _agent_suffix(agent: object) -> str:
 
 
 def _weights_by_step(rollouts: Sequence[Rollout], values: Sequence[float]) -> Weights:
-    """One value for all steps of a rollout."""
+    """Give all steps of a rollout the value of the rollout."""
     return {
         (rollout.id, step.index): float(value) for rollout, value in zip(rollouts, values, strict=True) for step in rollout.steps
     }

@@ -1,7 +1,7 @@
-"""Filters of samples: predicates that say which samples to keep.
+"""Sample filters: predicates that return True for the samples to keep.
 
-A named filter called without an argument returns itself, so `combine(drop_truncated, ...)` and
-`combine(drop_truncated(), ...)` are the same.
+A named filter that is called without an argument returns itself, so `combine(drop_truncated, ...)`
+and `combine(drop_truncated(), ...)` are the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ludic.training.types import SampleFilter, SAWItem
 
 
 class _Predicate:
-    """A named filter, callable with a sample or with nothing."""
+    """A named filter that can be called with a sample or without an argument."""
 
     def __init__(self, keep: Callable[[SAWItem], bool]) -> None:
         self._keep = keep
@@ -56,7 +56,7 @@ def drop_parse_errors(item: SAWItem) -> bool:
 
 
 def combine(*filters: SampleFilter) -> SampleFilter:
-    """Keep samples that every filter keeps."""
+    """Return a filter that keeps the samples which every one of `filters` keeps."""
 
     def keep(item: SAWItem) -> bool:
         return all(f(item) for f in filters)
@@ -65,7 +65,7 @@ def combine(*filters: SampleFilter) -> SampleFilter:
 
 
 def any_of(*filters: SampleFilter) -> SampleFilter:
-    """Keep samples that at least one filter keeps."""
+    """Return a filter that keeps the samples which at least one of `filters` keeps."""
 
     def keep(item: SAWItem) -> bool:
         return any(f(item) for f in filters)
@@ -74,5 +74,5 @@ def any_of(*filters: SampleFilter) -> SampleFilter:
 
 
 def apply_filter(items: Sequence[SAWItem], sample_filter: SampleFilter) -> list[SAWItem]:
-    """The samples that the filter keeps, in order."""
+    """Return the samples that the filter keeps, in order."""
     return [item for item in items if sample_filter(item)]

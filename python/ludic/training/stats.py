@@ -1,8 +1,8 @@
-"""Statistics of a step from its samples and rollouts: counts, means of rewards and lengths, and the
-user's own reducers.
+"""Statistics of a step from its samples and rollouts: counts, mean rewards and lengths, and the
+user's reducers.
 
-`loop.micro_stats` combines the statistics of a loss into those of a step; docs/metrics.md explains
-each key.
+`loop.micro_stats` combines the statistics that a loss reports for each micro-batch;
+docs/metrics.md explains each key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 KINDS = ("mean", "sum", "count_true")
 SAMPLED_REWARD = "avg_sampled_reward"
-"""Mean total reward of every rollout of a step, including those whose samples were filtered or
+"""Mean total reward of all rollouts of a step, also of rollouts with samples that were filtered or
 dropped later."""
 
 ReducerKind = Literal["mean", "sum", "count_true"]
@@ -35,29 +35,30 @@ Denominator = Literal["samples", "rollouts"]
 
 @dataclass(frozen=True)
 class Reducer:
-    """One number from the metadata of all samples.
+    """Reduces the metadata of all samples to one number.
 
     >>> Reducer("count_true", "result", transform=lambda v: v == "win", normalize_by="rollouts")
     """
 
     kind: ReducerKind
-    """`mean` of the values, their `sum`, or how many are true. Absent values (None) are skipped;
-    NaN counts as a value."""
+    """`mean` of the values, their `sum`, or the number of true ones. Missing values (None) are
+    skipped; NaN counts as a value."""
     source: str | Callable[[Any], Any]
-    """Dotted path into the metadata, or a function of the sample (of the record, when records are
-    reduced)."""
+    """Dotted path into the metadata, or a function that gets the sample (the record, for
+    `apply_reducers_to_records`)."""
     transform: Callable[[Any], Any] | None = None
-    """Applied to each value that is present."""
+    """Applied to each value that is not None."""
     normalize_by: Denominator | None = None
-    """Divide the sum or count by the number of samples, or of the rollouts that were requested; 0
-    if there are none. `count_true` by rollouts counts the rollouts with a true step, so it is a
-    rate whatever their length."""
+    """Divide the sum or count by the number of samples, or by the number of requested rollouts; the
+    result is 0 if that number is 0. `count_true` by rollouts counts each rollout with at least one
+    true step once, so the result is a rate for episodes of any length."""
     as_percent: bool = False
-    """Make the value a `Percent`: a fraction that displays show as 25.0%."""
+    """Return a `Percent`: a fraction that terminals display as 25.0%."""
 
 
 def default_reducers() -> dict[str, Reducer]:
-    """How often a completion reached its token limit, and a sample `max_seq_len`."""
+    """The rate of completions that reached the token limit, and the rate of samples that were cut
+    to `max_seq_len`."""
     return {
         "completion_truncated_rate": Reducer(
             "count_true",
@@ -79,18 +80,17 @@ RESERVED_KEYS = frozenset(
         *("seq_len_truncated_empty", "samples_without_actions", "zero_weight_skipped", "zvp_filter_frac", "policy_lag"),
     }
 )
-"""What the trainer itself logs under `train/`; a reducer cannot have such a name."""
+"""Keys that the trainer itself logs under `train/`. A reducer cannot have one of these names."""
 
 
 def check_reducers(reducers: Mapping[str, Reducer]) -> None:
-    """Raise ConfigError for a reducer that cannot be applied, or whose name the trainer uses
-    itself."""
+    """Raise ConfigError for a reducer with an invalid setting or with a reserved name."""
     for name, reducer in reducers.items():
         _check_reducer(name, reducer)
         key = _add_prefix(name)
         if key.removeprefix("train/") in RESERVED_KEYS or key.startswith(("perf/", PREFIX)):
             raise ConfigError(
-                f"a reducer cannot be named {name!r}: {key} is the trainer's own; name it {f'my_{name}'!r}, for example"
+                f"a reducer cannot be named {name!r}: the trainer itself logs {key}; choose another name, such as {f'my_{name}'!r}"
             )
 
 
@@ -108,8 +108,8 @@ def apply_reducers_to_records(
     sample_count: int | None = None,
     rollout_count: int | None = None,
 ) -> dict[str, float]:
-    """Reduce records, such as those of an evaluation. Both denominators default to the number of
-    records."""
+    """Apply reducers to records, such as those of an evaluation. Both denominators default to the
+    number of records."""
     samples = len(records) if sample_count is None else sample_count
     rollouts = len(records) if rollout_count is None else rollout_count
     return _reduce(records, records, reducers, (samples, rollouts))
@@ -121,7 +121,8 @@ def _reduce(
     reducers: Mapping[str, Reducer],
     counts: tuple[int, int],
 ) -> dict[str, float]:
-    """The core reduces plain paths in one pass; functions produce a column for it."""
+    """Reduce all plain paths in one pass of the core; for a function, compute its values first and
+    reduce that column. `counts`: the number of samples and the number of rollouts."""
     for name, reducer in reducers.items():
         _check_reducer(name, reducer)
     plain = {name: reducer for name, reducer in reducers.items() if _is_plain(reducer)}
@@ -152,15 +153,16 @@ def _read_path(record: Any, path: str) -> Any:
 
 
 def _reduce_values(reducer: Reducer, values: list[Any], records: Sequence[Mapping[str, Any]], counts: tuple[int, int]) -> float:
-    truth = reducer.kind == "count_true"
-    if truth and reducer.normalize_by == "rollouts":
+    counts_true = reducer.kind == "count_true"
+    if counts_true and reducer.normalize_by == "rollouts":
         named = [{"value": value, "rollout_id": record.get("rollout_id")} for value, record in zip(values, records, strict=True)]
         return _core.reduce_records(named, [("count_true", "value", "rollouts")], *counts)[0]
-    column = np.array([float(bool(value) if truth else value) for value in values if value is not None], dtype=np.float64)
+    present = [value for value in values if value is not None]
+    column = np.array([float(bool(value) if counts_true else value) for value in present], dtype=np.float64)
     if reducer.normalize_by is None:
         return _core.reduce_column(reducer.kind, column)
     denominator = counts[0] if reducer.normalize_by == "samples" else counts[1]
-    total = _core.reduce_column("count_true" if truth else "sum", column)
+    total = _core.reduce_column("count_true" if counts_true else "sum", column)
     return total / denominator if denominator else 0.0
 
 
@@ -176,12 +178,13 @@ def aggregate_stats(
     reducers: Mapping[str, Reducer] | None = None,
     micro_batch_sizes: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """Statistics of a step from those of its micro-batches and from its batches; `{}` without
+    """Combine the statistics of micro-batches and batches into those of the step; `{}` without
     micro-batches.
 
-    All tensors come to the host in one transfer. `loop.micro_stats` says how keys are combined. A
-    key of which nothing was measured is 0, like `avg_total_reward` of samples without a reward. The
-    reducers see the samples of the batches.
+    All tensors are copied to the host in one transfer. `loop.micro_stats` says how each key is
+    combined. A key without any measured value is 0, for example `avg_total_reward` if no sample has
+    a reward. The reducers are applied to the samples of the batches. Raises DataError if
+    `micro_batch_sizes` and `micro_stats_list` differ in length.
     """
     if not micro_stats_list:
         return {}
@@ -198,8 +201,8 @@ def aggregate_stats(
 
 
 def batch_stats(batches: Sequence[SAWBatch]) -> dict[str, Stat]:
-    """Counts of the batches, and mean reward and length over their samples; a sample without a
-    reward is left out of the mean."""
+    """Return counts of the batches, and the mean reward and length over their samples. The mean
+    reward leaves out samples without a reward."""
     items = [item for batch in batches for item in batch.items]
     rewards = [float(item.meta["total_reward"]) for item in items if item.meta.get("total_reward") is not None]
     lengths = [float(_completion_length(item)) for item in items]
@@ -215,8 +218,8 @@ def batch_stats(batches: Sequence[SAWBatch]) -> dict[str, Stat]:
 
 
 def reducer_stats(items: Sequence[SAWItem], reducers: Mapping[str, Reducer], rollouts: int) -> dict[str, Stat]:
-    """The reducers over the samples of one training step. A reducer that raises is logged and left
-    out, because the step has already been taken."""
+    """Apply the reducers to the samples of one training step. If a reducer raises, the error is
+    logged and the reducer is left out: the optimizer step has already been taken."""
     records, counts = [item.meta for item in items], (len(items), rollouts)
     try:
         reduced = _reduce(items, records, reducers, counts)
@@ -226,27 +229,28 @@ def reducer_stats(items: Sequence[SAWItem], reducers: Mapping[str, Reducer], rol
             try:
                 reduced |= _reduce(items, records, {name: reducer}, counts)
             except Exception:
-                logger.exception("the reducer %s failed and is left out of this step's statistics", name)
+                logger.exception("reducer %s failed; it is left out of the statistics of this step", name)
     return {name: _reducer_stat(reducers[name], value, counts) for name, value in reduced.items()}
 
 
 def _reducer_stat(reducer: Reducer, value: float, counts: tuple[int, int]) -> Stat:
-    """How a value joins those of other ranks: plain sums and counts are summed; the rest is
-    weighted by its denominator, or by samples."""
+    """The value with the rule that combines it over ranks: sums and counts that are not normalised
+    are added up; everything else is a mean weighted by its denominator, by default the number of
+    samples."""
     if reducer.kind != "mean" and reducer.normalize_by is None:
         return Stat(value, rule="sum")
     return Stat(value, float(counts[1] if reducer.normalize_by == "rollouts" else counts[0]))
 
 
 def mark_percents(stats: Mapping[str, float], reducers: Mapping[str, Reducer]) -> dict[str, float]:
-    """`stats`, with `Percent` for the reducers that ask for it."""
-    shares = {name for name, reducer in reducers.items() if reducer.as_percent}
-    return {key: Percent(value) if key in shares else value for key, value in stats.items()}
+    """Return `stats` with a `Percent` for each reducer with `as_percent`."""
+    percent_names = {name for name, reducer in reducers.items() if reducer.as_percent}
+    return {key: Percent(value) if key in percent_names else value for key, value in stats.items()}
 
 
 def target_rollouts(batch: SAWBatch) -> int:
-    """Rollouts that were requested. `batch_size` and `num_rollouts` are older names; without any of
-    them, the rollouts that arrived."""
+    """Number of rollouts that were requested, by the batch's metadata (`batch_size` and
+    `num_rollouts` are older names of `target_rollouts`); without that, the number that arrived."""
     for key in ("target_rollouts", "batch_size", "num_rollouts"):
         if batch.meta.get(key) is not None:
             return int(batch.meta[key])
@@ -254,7 +258,8 @@ def target_rollouts(batch: SAWBatch) -> int:
 
 
 def distinct_rollouts(items: Sequence[SAWItem]) -> int:
-    """Rollouts that the samples come from; a sample without a rollout id counts as one."""
+    """Number of rollouts that the samples come from. A sample without a rollout id counts as a
+    rollout of its own. Example: ids a, a, None, None are 3 rollouts."""
     return len({_rollout_key(item.meta, index) for index, item in enumerate(items)})
 
 
@@ -264,9 +269,10 @@ def _completion_length(item: SAWItem) -> int:
 
 
 def prefix_keys(stats: Mapping[str, float]) -> dict[str, float]:
-    """Keys under `train/`, `eval/` or `perf/`; `mismatch/*` stays as it is.
+    """Put each key under `train/`, `eval/` or `perf/`; `mismatch/*` keys stay as they are.
 
-    Example: `loss` becomes `train/loss`, `eval_loss` `eval/loss` and `gpu_x` `perf/gpu_x`.
+    Example: `loss` becomes `train/loss`, `eval_loss` becomes `eval/loss`, and `gpu_x` becomes
+    `perf/gpu_x`.
     """
     return {_add_prefix(key): value for key, value in stats.items() if key != "phase"}
 

@@ -1,5 +1,5 @@
-"""Where the stages of training meet: requests become rollouts, rollouts get credit, and their
-steps become samples.
+"""The data types between the stages of training: requests become rollouts, rollouts get credit, and
+their steps become samples.
 
 A worked example. The prompt is `2+2=` (ids 53 46 53 64), the sampled answer `4<eos>` (ids 55 2),
 and its credit 0.5:
@@ -13,8 +13,9 @@ and its credit 0.5:
         attachments=SampleAttachments(actor_logps=ActorTokenLogps([-0.2, -0.1])),
     )
 
-`RolloutRequest` -> `RolloutEngine` -> `Rollout` -> `CreditAssigner` -> `SAWItem` -> `SAWBatch` is
-the way of a sample to the trainer. Shapes: T tokens of a sample, A of them action tokens.
+A sample takes this path to the trainer: `RolloutRequest` -> `RolloutEngine` -> `Rollout` ->
+`CreditAssigner` -> `SAWItem` -> `SAWBatch`. Shapes: a sample has T tokens; A of them are action
+tokens.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from ludic.inference.request import InferenceSpec
 from ludic.types import Rollout, Step, is_list_of
 
 RolloutStepKey = tuple[str, int]
-"""(rollout id, step index): what credit is given to. Example: `("r0", 2)`."""
+"""(rollout id, step index). Identifies the step that gets a weight. Example: `("r0", 2)`."""
 
-# Documented names for the signatures of user code; nothing in the library uses them.
+# Documented type names for user code; the library itself does not use them.
 TokenizeFn = Callable[[str], list[int]]
 """text -> token ids"""
 StateFromStepFn = Callable[[Rollout, int, Step], str]
@@ -41,9 +42,10 @@ StateFromStepFn = Callable[[Rollout, int, Step], str]
 
 @dataclass
 class EnvSpec:
-    """An environment, by its name in the engine's registry.
+    """An environment, named by its key in the engine's registry.
 
-    Example: `EnvSpec("addition", {"digits": 2})` is made by `env_registry["addition"](digits=2)`.
+    Example: for `EnvSpec("addition", {"digits": 2})` the engine calls
+    `env_registry["addition"](digits=2)`.
     """
 
     kind: str
@@ -54,7 +56,7 @@ class EnvSpec:
 
 @dataclass
 class CtxSpec:
-    """A context strategy, by its name."""
+    """A context strategy, identified by its name."""
 
     kind: str
     """Name of the strategy."""
@@ -64,7 +66,7 @@ class CtxSpec:
 
 @dataclass
 class ProtocolSpec:
-    """An interaction protocol, by its name in the engine's registry."""
+    """An interaction protocol, named by its key in the engine's registry."""
 
     kind: str
     """Key of the engine's `protocol_registry`."""
@@ -86,16 +88,18 @@ class RolloutRequest:
     env: EnvSpec
     """The environment; each episode gets a new one."""
     protocol: ProtocolSpec
-    """How agents play in it; each episode gets a new one."""
+    """How agents act in the environment; each episode gets a new protocol object."""
     env_seed: int | None = None
-    """Seed of `env.reset`; members of a group share it. None: the episode's number."""
+    """Seed of `env.reset`; all members of a group have the same one. None: the episode number."""
     sampling_seed: int | None = None
-    """Seed of the episode's first model call; later calls derive theirs from it. None: the
-    episode's number."""
+    """Seed of the episode's first model call; the seeds of later calls are derived from it. None:
+    the episode number."""
     inference: InferenceSpec | None = None
-    """Sampling settings, and what the server returns beside the text. None: the defaults."""
+    """Sampling settings, and what the server returns in addition to the text. None: the
+    defaults."""
     num_episodes: int = 1
-    """Episodes to play; given seeds are the same for all of them."""
+    """Number of episodes to play. All of them use `env_seed` and `sampling_seed` if these are
+    set."""
     meta: dict[str, Any] = field(default_factory=dict)
     """Copied to the rollout's meta. Requests with the same `group_id` are one group."""
 
@@ -106,10 +110,11 @@ RequestsFn = Callable[[], Sequence[RolloutRequest] | Awaitable[Sequence[RolloutR
 
 @dataclass(frozen=True)
 class ActorTokenLogps:
-    """Log-probabilities of a sample's action tokens under the policy that sampled them."""
+    """Sampled log-probabilities: those of a sample's action tokens under the policy that sampled
+    them, as the sampler reported them. "Actor" in a public name means this policy."""
 
     token_logps: list[float]
-    """[A] natural logarithms; a list of float or a one-dimensional float array."""
+    """[A] natural logarithms; a list of floats or a one-dimensional float array."""
 
     def __post_init__(self) -> None:
         if not (is_list_of(self.token_logps, float, int) or is_float_array(self.token_logps)):
@@ -126,13 +131,13 @@ class SampleAttachments:
     """Optional per-token data of a sample."""
 
     actor_logps: ActorTokenLogps | None = None
-    """From the sampler; None if it returned none, or if the sample was not sampled."""
+    """None if the sampler returned no log-probabilities, or if no policy sampled the tokens."""
 
 
 @dataclass
 class SAWItem:
-    """State, action, weight: one training sample. Its sequences are lists or numpy arrays of one
-    length T. The example is at the top of this module."""
+    """State, action, weight: one training sample. Its three sequences are lists or numpy arrays of
+    equal length T. There is an example at the top of this module."""
 
     input_ids: list[int]
     """[T] token ids of the state, then of the action."""
@@ -141,7 +146,8 @@ class SAWItem:
     action_mask: list[int]
     """[T] 0 on the state, 1 on the action."""
     weight: float
-    """Credit of the action: what a policy-gradient loss multiplies its log-probability by."""
+    """Credit of the action. A policy-gradient loss multiplies the log-probability of the action by
+    it."""
     meta: dict[str, Any] = field(default_factory=dict)
     """Facts for statistics and grouping: `rollout_id`, `step_index`, `group_id`, the reward; for
     preference samples `pair_id`, `role` and `label`."""
@@ -156,7 +162,7 @@ class SAWItem:
 
 @dataclass
 class SAWBatch:
-    """A macro-batch: what one call of `BatchSource.next_batch` returns."""
+    """A macro-batch: the samples that one call of `BatchSource.next_batch` returns."""
 
     items: list[SAWItem]
     """The samples."""
@@ -165,45 +171,50 @@ class SAWBatch:
 
 
 SampleFilter = Callable[[SAWItem], bool]
-"""True keeps the sample."""
+"""Returns True for a sample to keep."""
 
 
 class RolloutScorer(Protocol):
-    """Rewards rollouts after they were played, all rollouts of a batch at once."""
+    """Rewards finished rollouts, all rollouts of a batch in one call."""
 
     async def score(self, rollouts: Sequence[Rollout]) -> Mapping[str, Exception]:
-        """Add to the rewards in place, or to the meta that credit is computed from. Returns the
-        error of each rollout that could not be rewarded, by rollout id; an empty mapping if all
-        were."""
+        """Change the rewards in place, or write scores to `meta` for the credit assigner.
+
+        Returns rollout id -> error for the rollouts that could not be rewarded; an empty mapping if
+        there are none.
+        """
         ...
 
 
 class CreditAssigner(Protocol):
-    """Turns rewards into one weight for each step."""
+    """Computes one weight for each step from the rewards."""
 
     def compute(self, rollouts: Sequence[Rollout]) -> dict[RolloutStepKey, float]:
-        """The weight of every step of `rollouts`. Example: `{("r0", 0): 0.5, ("r1", 0): -0.5}`."""
+        """Return the weight of every step of `rollouts`.
+
+        Example: `{("r0", 0): 0.5, ("r1", 0): -0.5}`.
+        """
         ...
 
 
 class BatchSource(Protocol):
-    """Gives macro-batches: all that a source must have. What else the trainer reads of one that has
-    it is in `batching.source.BatchSourceBase`."""
+    """Returns macro-batches. A source must have this one method; `batching.source.BatchSourceBase`
+    lists the optional members that the trainer also reads."""
 
     async def next_batch(self) -> SAWBatch:
-        """The next macro-batch. Raises RequestsExhausted or StopAsyncIteration where there is
+        """Return the next macro-batch. Raises RequestsExhausted or StopAsyncIteration if there is
         none."""
         ...
 
 
 @runtime_checkable
 class HasActorLogps(Protocol):
-    """A sample that carries the log-probabilities it was sampled with."""
+    """A sample with the log-probabilities that the sampler reported."""
 
     @property
     def actor_logps(self) -> ActorTokenLogps | None: ...
 
 
 def has_actor_logps(item: SAWItem) -> TypeGuard[HasActorLogps]:
-    """Whether the sample carries the log-probabilities of the policy that sampled it."""
+    """Whether the sample has the log-probabilities that the sampler reported."""
     return item.attachments.actor_logps is not None

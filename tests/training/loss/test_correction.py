@@ -146,7 +146,7 @@ def test_a_loss_that_reads_the_logits_itself_takes_no_correction():
         def compute(self, logits, batch):
             return logits.sum(), {}
 
-    with pytest.raises(ConfigError, match="reads the logits past it"):
+    with pytest.raises(ConfigError, match="reads the logits directly"):
         algorithm(Own(), IcePop())
 
 
