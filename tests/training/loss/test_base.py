@@ -131,7 +131,7 @@ def test_the_first_pass_of_an_adapted_loss_is_that_of_the_object():
 
 @pytest.mark.parametrize("wrong", [None, 3, "grpo"])
 def test_what_is_no_loss_is_refused_where_it_enters(wrong):
-    with pytest.raises(ConfigTypeError, match=r"loss \(\w+\) must have compute\(logits, batch\), or be such a function"):
+    with pytest.raises(ConfigTypeError, match=r"loss \(\w+\) must have compute\(logits, batch\), or be a function"):
         RLAlgorithm("x", ConstantCredit(), wrong)
 
 

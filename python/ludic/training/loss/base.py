@@ -1,12 +1,16 @@
-"""`Loss`, the base class of all losses, and how the losses of micro-batches add up to that of the
-unsplit mini-batch.
+"""`Loss`, the base class of all losses. It also scales the loss of each micro-batch, so that the
+sum over micro-batches is the loss of the mini-batch.
 
-A loss is the mean over the samples (or tokens, or pairs) of the batch that it is called on. The
-trainer calls it on micro-batches and multiplies each result by the micro-batch's **share** of the
-mini-batch. The shares add up to 1, so the gradients add up to that of the unsplit batch.
-Statistics over "the batch", such as a baseline, come from `BatchTotals` for the same reason.
+A loss is a mean over the samples (or tokens, or pairs) of the micro-batch that it is called on. The
+trainer multiplies it by the micro-batch's **share**: the fraction of the mini-batch's samples (or
+tokens, or pairs) in this micro-batch. Shares add up to 1, so the sum of the gradients does not
+depend on how the mini-batch was split. For the same reason, statistics of the whole mini-batch,
+such as a baseline, come from `BatchTotals`.
 
-Shapes: B rows, T tokens.
+Example: micro-batches of 3 samples and 1 sample with mean losses 2 and 6 have shares 3/4 and 1/4;
+2 * 3/4 + 6 * 1/4 = 3 is the mean over the 4 samples.
+
+Shapes: B samples, T tokens.
 """
 
 from __future__ import annotations
@@ -23,57 +27,58 @@ from ludic.training.loss.context import SharedContext
 from ludic.training.loss.functional import mask_values
 
 ScoreType = Literal["reward", "logprob"]
-"""What scores a sample of a preference pair: the model's one logit, or the summed log-probability
-of the action."""
+"""The score of a sample in a preference pair: the model's single logit (`reward`), or the summed
+log-probability of the action (`logprob`)."""
 
 
 class Loss:
-    """One formula. A subclass sets the flags that differ and overrides one method:
+    """A loss function. A subclass sets the flags that differ and overrides one method:
 
-    - `compute_from(shared)`, for a loss that needs log-probabilities, weights and masks alone; all
-      losses of this package do so;
-    - or `compute(logits, batch)`, with `shared=None` as a keyword if it wants the context.
+    - `compute_from(shared)`, for a loss that needs only log-probabilities, weights and masks. All
+      losses of this package override this one.
+    - or `compute(logits, batch)`, with the keyword `shared=None` if it reads the shared context.
 
-    Either returns (the loss, statistics): a scalar tensor with gradient and detached scalars by
-    name. `loss` among the statistics is the detached loss; another number under that name is
-    logged as `reported_loss`.
+    Both return (loss, statistics): a scalar tensor with gradient, and detached scalars by name. The
+    statistic `loss` is the detached loss; a different number under that name is logged as
+    `reported_loss`.
 
-    An object that is no `Loss` but has `compute`, or a plain function `(logits, batch)`, works too,
-    and may have any of these flags: `adapted_loss` wraps the loss of an algorithm or a term.
+    Another object with `compute`, or a plain function `(logits, batch)`, works too and can have any
+    of these flags; `adapted_loss` wraps it.
     """
 
     normalizer: Normalizer = "samples"
     """What the loss is a mean over."""
     zero_weight_is_zero_gradient: bool = False
-    """A sample of weight 0 adds nothing to the gradient, so its forward pass can be skipped."""
+    """Samples with weight 0 have no gradient, so their forward pass can be skipped."""
     reads_shared_only: bool = False
-    """The logits are read through `shared` alone. Their memory is then reused in the backward pass,
-    and samples may share a row. Set it to False on an instance to keep the logits."""
+    """The loss reads logits only through `shared`. The backward pass then reuses their memory, and
+    samples may share a row. Set it to False on an instance to keep the logits."""
     reads_entropy: bool = False
-    """`shared.entropy` is read, so it is computed together with the log-probabilities. Reading it
-    without this flag costs the memory of two more gradients."""
+    """The loss reads `shared.entropy`, which is then computed together with the log-probabilities.
+    Without this flag, reading it costs the memory of two more gradients."""
     needs_first_pass: bool = False
-    """The loss must see every sample of the mini-batch before it can be computed on any: the model
-    runs twice, first without gradient for `first_pass`."""
+    """The loss needs sums over all samples of the mini-batch (`first_pass`) before the first
+    gradient: the model runs twice, the first time without gradient."""
     scales_itself: bool = False
-    """The result is multiplied by the micro-batch's share already (`CompositeLoss`)."""
+    """The result is already multiplied by the micro-batch's share (`CompositeLoss`)."""
     score_type: ScoreType = "reward"
     """How `RMTrainer` scores samples when it evaluates a model trained with this loss."""
     beta: float = 1.0
-    """`RMTrainer` takes sigma(beta * margin) as the probability that the chosen response wins."""
+    """In `RMTrainer`, the probability that the chosen response wins is sigmoid(beta * margin)."""
 
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
-        """The loss and its statistics on a batch: logits [B, T, V] of a padded batch, [1, S, V] of
-        a padding-free one. Without `shared` it computes log-probabilities of its own."""
+        """Return the loss and its statistics. logits: [B, T, V] of a padded batch, [1, S, V] of a
+        padding-free batch. Without `shared`, a new context computes the log-probabilities."""
         return self.compute_from(shared or SharedContext(logits, batch, with_entropy=self.reads_entropy))
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
-        """The loss and its statistics from the shared context."""
+        """Return the loss and its statistics from the shared context."""
         raise NotImplementedError(f"{type(self).__name__} must define compute_from(shared) or compute(logits, batch)")
 
     def first_pass(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Sums over the samples of a micro-batch. Their totals over all micro-batches and ranks are
-        in `BatchTotals.measured` when the loss is computed. Called only with `needs_first_pass`."""
+        """Return sums over the samples of a micro-batch, by name. They are added up over all
+        micro-batches and ranks, and `BatchTotals.measured` has the totals when the loss is
+        computed. Called only with `needs_first_pass`."""
         raise NotImplementedError(f"{type(self).__name__} has needs_first_pass and must define first_pass(logits, batch)")
 
 
@@ -81,8 +86,8 @@ FLAGS = tuple(name for name in Loss.__annotations__)
 
 
 class AdaptedLoss(Loss):
-    """A `Loss` around a user's object or function. Flags are read from that object, with the
-    defaults of `Loss`."""
+    """Wraps a user's object or function as a `Loss`. Flags are read from that object; a missing
+    flag has the default of `Loss`."""
 
     def __init__(self, inner: Any, compute: Callable[..., object], *, takes_shared: bool) -> None:
         self.inner = inner
@@ -90,7 +95,7 @@ class AdaptedLoss(Loss):
 
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
         keywords: dict[str, Any] = {"shared": shared} if self._takes_shared else {}
-        result: Any = self._compute(logits, batch, **keywords)  # compute_and_check refuses what is no pair
+        result: Any = self._compute(logits, batch, **keywords)  # compute_and_check raises if it is not a pair
         return result
 
     def first_pass(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -107,22 +112,23 @@ for _flag in FLAGS:
 
 
 def adapted_loss(owner: Any) -> Loss:
-    """`owner.loss` as a `Loss`. `owner` keeps the user's object under that name, so it can be read,
-    changed and replaced between steps; the adapter is remembered until it is replaced."""
-    remembered = vars(owner).get("_adapted_loss")
-    if remembered is None or remembered[0] is not owner.loss:
+    """Return `owner.loss` as a `Loss`. `owner.loss` itself remains the user's object, which can be
+    read, changed and replaced between steps. The adapter is cached until `owner.loss` is
+    replaced."""
+    cached = vars(owner).get("_adapted_loss")
+    if cached is None or cached[0] is not owner.loss:
         loss = Loss() if owner.loss is None else as_loss(owner.loss)  # None: a subclass computes its own
-        remembered = vars(owner)["_adapted_loss"] = (owner.loss, loss)
-    adapted: Loss = remembered[1]
+        cached = vars(owner)["_adapted_loss"] = (owner.loss, loss)
+    adapted: Loss = cached[1]
     return adapted
 
 
 def as_loss(loss: Any) -> Loss:
-    """`loss` itself if it is a `Loss` that takes `shared`; else the object with `compute`, or the
-    function, as one. Raises ConfigTypeError for anything else."""
+    """Return `loss` if it is a `Loss` that takes `shared`; else wrap the object with `compute`, or
+    the function. Raises ConfigTypeError for anything else."""
     compute = loss if not hasattr(loss, "compute") else loss.compute
     if not callable(compute):
-        raise ConfigTypeError(f"loss ({type(loss).__name__}) must have compute(logits, batch), or be such a function")
+        raise ConfigTypeError(f"loss ({type(loss).__name__}) must have compute(logits, batch), or be a function (logits, batch)")
     parameters = inspect.signature(compute).parameters
     takes_shared = "shared" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if isinstance(loss, Loss) and takes_shared:
@@ -131,22 +137,22 @@ def as_loss(loss: Any) -> Loss:
 
 
 def loss_name(loss: Loss) -> str:
-    """The name of the loss's class, or of the user's class or function inside."""
+    """Return the class name of the loss; for an adapter, that of the user's class or function."""
     inner = loss.inner if isinstance(loss, AdaptedLoss) else loss
     return inner.__name__ if inspect.isroutine(inner) else type(inner).__name__
 
 
 def scaled_loss(loss: Loss, logits: Tensor, batch: Batch, shared: SharedContext) -> tuple[Tensor, Stats]:
-    """The loss of a micro-batch times its share of the mini-batch: summed over the micro-batches
-    it is the unsplit loss."""
+    """Return the loss of a micro-batch times its share of the mini-batch, and its statistics. The
+    sum over all micro-batches is the loss of the mini-batch."""
     value, stats = compute_and_check(loss, logits, batch, shared)
     stats = _with_reported_loss(value, stats)
     return (value if loss.scales_itself else value * shared.mini_batch_share(loss.normalizer)), stats
 
 
 def _with_reported_loss(value: Tensor, stats: Stats) -> Stats:
-    """The trainer logs what it differentiates as `loss`. A different number that the loss reports
-    under that name is logged as `reported_loss`; the same number shares its memory with `value`."""
+    """Add `reported_loss` if the statistic `loss` is another number than `value`, which the trainer
+    differentiates and logs as `loss`. It is the same number if both share their memory."""
     reported = stats.get("loss")
     if reported is None or (isinstance(reported, Tensor) and reported.data_ptr() == value.data_ptr()):
         return stats
@@ -154,7 +160,7 @@ def _with_reported_loss(value: Tensor, stats: Stats) -> Stats:
 
 
 def compute_and_check(loss: Loss, logits: Tensor, batch: Batch, shared: SharedContext) -> tuple[Tensor, Stats]:
-    """`loss.compute`. Raises ConfigTypeError for a result that is no (loss, statistics)."""
+    """Call `loss.compute`. Raises ConfigTypeError if the result is not (loss, statistics)."""
     result: object = loss.compute(logits, batch, shared=shared)
     if not isinstance(result, tuple) or len(result) != 2:
         raise ConfigTypeError(
@@ -165,11 +171,14 @@ def compute_and_check(loss: Loss, logits: Tensor, batch: Batch, shared: SharedCo
 
 
 def row_mean(values: Tensor, shared: SharedContext, *, length_normalize: bool, normalizer: Normalizer) -> Tensor:
-    """Mean of per-token values [B, T - 1] over the actions.
+    """Mean of per-token values [B, T - 1] over the action tokens.
 
-    By row, the sum or (`length_normalize`) the mean, then the mean over rows. With
-    `normalizer="tokens"` one mean over all action tokens of the batch (DAPO, arXiv:2503.14476,
-    eq. 8).
+    With `normalizer="samples"`: the sum, or with `length_normalize` the mean, over the tokens of
+    each sample, then the mean over samples. With `normalizer="tokens"`: one mean over all action
+    tokens of the batch (DAPO, arXiv:2503.14476, eq. 8).
+
+    Example: values [[1, 3], [5, 0]] with mask [[1, 1], [1, 0]] give (4 + 5) / 2 = 4.5; with
+    `length_normalize` (2 + 5) / 2 = 3.5; over tokens (1 + 3 + 5) / 3 = 3.
     """
     sums = mask_values(values, shared.token_mask).sum(dim=1)
     if normalizer == "tokens":
@@ -178,21 +187,21 @@ def row_mean(values: Tensor, shared: SharedContext, *, length_normalize: bool, n
 
 
 def check_token_normalizer(normalizer: Normalizer, length_normalize: bool) -> None:
-    """Raise ConfigError for an unknown normalizer, or for two means at once."""
+    """Raise ConfigError for an unknown normalizer, and for `length_normalize` with "tokens"."""
     if normalizer not in ("samples", "tokens"):
         raise ConfigError(f"normalizer ({normalizer!r}) must be 'samples' or 'tokens'")
     if normalizer == "tokens" and length_normalize:
-        raise ConfigError("normalizer='tokens' and length_normalize=True exclude each other; choose one mean")
+        raise ConfigError("normalizer='tokens' and length_normalize=True exclude each other; set only one of them")
 
 
 def check_clip(low: float | None, high: float) -> None:
-    """Raise ConfigError for a negative side of a clip range; both are distances from 1."""
+    """Raise ConfigError for a negative bound of a clip range; both bounds are distances from 1."""
     for name, value in (("clip_eps_low", low), ("clip_eps_high", high)):
         if value is not None and value < 0:
             raise ConfigError(f"{name} must be non-negative, got {value}")
 
 
 def check_ratio_clip(ratio_clip: float | None) -> None:
-    """Raise ConfigError for a cap on ratios that is not positive."""
+    """Raise ConfigError unless the cap on ratios is None or positive."""
     if ratio_clip is not None and ratio_clip <= 0:
         raise ConfigError(f"ratio_clip must be positive, got {ratio_clip}; None turns it off")

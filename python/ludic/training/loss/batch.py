@@ -1,4 +1,4 @@
-"""A collated micro-batch, and what a loss may know of the mini-batch that it is part of.
+"""A collated micro-batch, and the totals of its mini-batch that a loss can read.
 
 Shapes: B samples, T tokens of a padded row, S tokens of a padding-free batch.
 """
@@ -17,14 +17,15 @@ from torch import Tensor
 Batch = Mapping[str, Any]
 """A collated micro-batch, in one of three layouts:
 
-- Padded: `input_ids`, `attention_mask`, `action_mask` [B, T], `weight` [B]; with the sampler's
-  log-probabilities also `actor_logps` [B, T] and `old_logp_action` [B].
-- Padding-free: the rows follow one another in [1, S]. `cu_seqlens` [B + 1] has the offset of each
-  row and the end; `max_seqlen` is an `int`.
+- Padded: `input_ids`, `attention_mask`, `action_mask` [B, T], `weight` [B]; if the samples have
+  sampled log-probabilities, also `actor_logps` [B, T] and their sums `old_logp_action` [B].
+- Padding-free: the sequences are concatenated, [1, S]. `cu_seqlens` [B + 1] has the offset of each
+  sequence and the total length; `max_seqlen` is an `int`.
 - Merged turns: several samples share a row. `turns` [B, 3] has the row, begin and end of each
-  sample's own tokens; it occurs with either layout above.
+  sample's own tokens. Combines with either layout above.
 
-Preference samples have `meta`: lists of B `pair_id`, `role` and `label`."""
+Batches of preference samples also have `meta`: lists of length B of `pair_id`, `role` and
+`label`."""
 Stats = dict[str, Any]
 """Detached scalars on the device of the logits."""
 Normalizer = Literal["samples", "tokens", "pairs"]
@@ -32,36 +33,36 @@ Normalizer = Literal["samples", "tokens", "pairs"]
 
 
 class Correction(Protocol):
-    """Weights tokens by how far trainer and sampler differ on them; see `loss.correction`."""
+    """Weights the gradient of each token by the difference between trainer and sampler; see
+    `loss.correction`."""
 
     def weights(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """[B, T - 1] weights of the tokens' gradients.
+        """Return the [B, T - 1] weights of the tokens' gradients.
 
-        `log_ratio` [B, T - 1] is log pi_trainer - log pi_sampler, 0 off the actions; `mask`
-        [B, T - 1] is 1 on the actions.
+        `log_ratio` [B, T - 1] is proximal_logp - sampler_logp (`loss.context`), 0 outside the
+        action tokens; `mask` [B, T - 1] is 1 on the action tokens.
         """
         ...
 
 
 @dataclass(frozen=True)
 class BatchTotals:
-    """Counts and moments of the whole mini-batch: all samples of one optimizer step, over all
-    ranks."""
+    """Counts and moments of a mini-batch: all samples of one optimizer step, on all ranks."""
 
     num_samples: float
     num_tokens: float
-    """Action tokens that are predicted: those at positions >= 1."""
+    """Number of predicted action tokens: those at positions >= 1 of their row."""
     weight_mean: float
     weight_std: float
     """Population standard deviation."""
     num_pairs: float = 0.0
     measured: Mapping[str, Tensor] = field(default_factory=dict)
-    """Sums that the loss's first pass measured, by name."""
+    """Sums from `Loss.first_pass`, by name."""
 
     @classmethod
     def from_columns(cls, weights: NDArray[Any], target_counts: NDArray[Any], *, num_pairs: float = 0.0) -> BatchTotals:
-        """Totals from [N] weights and [N] predicted action tokens of all samples, those of weight 0
-        included."""
+        """Totals from the [N] weights and [N] predicted action tokens of all samples, including
+        those with weight 0."""
         wide = np.asarray(weights, dtype=np.float64)
         return cls(
             num_samples=float(len(wide)),
@@ -85,12 +86,12 @@ class BatchTotals:
         )
 
     def denominator(self, normalizer: Normalizer) -> float:
-        """The denominator of a mean over `normalizer`."""
+        """Return the denominator of a mean over `normalizer`."""
         return {"samples": self.num_samples, "tokens": self.num_tokens, "pairs": self.num_pairs}[normalizer]
 
 
 def num_rows(batch: Batch) -> int:
-    """Samples in a collated batch."""
+    """Number of samples in a collated batch."""
     if "turns" in batch:
         return int(batch["turns"].shape[0])
     if "cu_seqlens" in batch:
@@ -99,8 +100,11 @@ def num_rows(batch: Batch) -> int:
 
 
 def num_pairs(batch: Batch) -> float:
-    """Pairs in a collated batch: ids in its `meta` that have both roles. Without `meta`, half the
-    number of samples."""
+    """Number of pairs in a collated batch: the ids in its `meta` that occur with both roles.
+    Without `meta`, half the number of samples.
+
+    Example: ids [p, p, q] with roles [chosen, rejected, chosen] are 1 pair.
+    """
     meta = batch.get("meta", {})
     if "pair_id" not in meta or "role" not in meta:
         return num_rows(batch) / 2
@@ -109,10 +113,11 @@ def num_pairs(batch: Batch) -> float:
 
 
 def num_targets(batch: Batch) -> Tensor:
-    """[] action tokens that have a token before them in their row. Stays on the device.
+    """[] number of predicted action tokens: those with a token before them in their row. The result
+    stays on the device.
 
-    Example: rows [a b c] and [d e] padding-free, with cu_seqlens [0, 3, 5] and all five tokens
-    actions: a and d begin a row, so 5 - 2 = 3 tokens are predicted.
+    Example: padding-free rows [a b c] and [d e], cu_seqlens [0, 3, 5], all five tokens are actions.
+    a and d are first in their row, so 5 - 2 = 3 tokens are predicted.
     """
     mask: Tensor = batch["action_mask"]
     if "cu_seqlens" in batch:

@@ -1,4 +1,4 @@
-"""CISPO: the importance weight is clipped, not the update."""
+"""CISPO: clips the importance weight instead of the update."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ludic.training.loss.statistics import masked_means, out_of_range, policy_st
 class CISPOLoss(Loss):
     """L = -mean_b mean_t sg(clip(r_bt, 1 - low, 1 + high)) A_b log pi_bt.
 
-    MiniMax-M1 (arXiv:2506.13585, eq. 4 and 5). The clipped ratio is detached, so every token keeps
-    its gradient, whatever its ratio. By default there is no lower bound. Without `length_normalize`
-    the mean over t is a sum; `normalizer="tokens"` takes one mean over all action tokens of the
-    batch, where the paper takes one over a group.
+    MiniMax-M1 (arXiv:2506.13585, eq. 4 and 5). sg is stop-gradient: the clipped ratio is detached,
+    so every token has a gradient, also outside the clip range. By default there is no lower bound.
+    Without `length_normalize` the mean over t is a sum; `normalizer="tokens"` takes one mean over
+    all action tokens of the batch, while the paper takes it over a group.
     """
 
     clip_eps_low: float = 1e6

@@ -1,4 +1,4 @@
-"""PPO's clipped surrogate, by sequence (GSPO) and by token (GRPO)."""
+"""PPO's clipped surrogate objective with a ratio per sequence (GSPO) or per token (GRPO)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ludic.training.loss.statistics import actor_policy_kl, masked_means, out_of
 
 @dataclass
 class ClippedSurrogateLoss(Loss):
-    """L = -mean_b min(r_b A_b, clip(r_b, 1 - low, 1 + high) A_b), r_b the ratio of sequence b.
+    """L = -mean_b min(r_b A_b, clip(r_b, 1 - low, 1 + high) A_b); r_b is the ratio of sequence b.
 
     GSPO (arXiv:2507.18071, eq. 5 to 7): with `length_normalize`, r_b is the geometric mean of the
-    token ratios. `ratio_clip` caps r_b from above before anything else. Nothing is detached: a
-    sequence whose ratio is out of range in the direction of its advantage gets no gradient.
-    `clip_eps` is the older single range; it sets both sides and warns.
+    token ratios. `ratio_clip` first caps r_b from above. Nothing is detached; a sequence has no
+    gradient if its ratio is beyond the clip range in the direction of its advantage. `clip_eps` is
+    deprecated: it sets both sides of the range and warns.
     """
 
     clip_eps_low: float = 3e-4
@@ -44,8 +44,8 @@ class ClippedSurrogateLoss(Loss):
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         advantage = shared.weight
-        logp = shared.logp_action(length_normalize=self.length_normalize)
-        log_ratio = logp - shared.old_logp_action(self.old_logp_key, length_normalize=self.length_normalize)
+        logp_action = shared.logp_action(length_normalize=self.length_normalize)
+        log_ratio = logp_action - shared.old_logp_action(self.old_logp_key, length_normalize=self.length_normalize)
         ratio = capped_exp(log_ratio, self.ratio_clip)
         loss = -clipped_objective(ratio, advantage, self.clip_eps_low, self.clip_eps_high).mean()
         stats: Stats = {
@@ -57,20 +57,20 @@ class ClippedSurrogateLoss(Loss):
             "kl_actor_policy": actor_policy_kl(log_ratio).mean(),
             "adv_mean": advantage.mean(),
             "adv_std": population_std(advantage),
-            "logp_mean": logp.detach().mean(),
+            "logp_mean": logp_action.detach().mean(),
         }
         return loss, stats
 
 
 @dataclass
 class TokenClippedSurrogateLoss(Loss):
-    """L = -mean_b sum_t min(r_bt A_b, clip(r_bt, 1 - low, 1 + high) A_b), r_bt the ratio of token
-    t.
+    """L = -mean_b sum_t min(r_bt A_b, clip(r_bt, 1 - low, 1 + high) A_b); r_bt is the ratio of
+    token t.
 
     GRPO (DeepSeekMath, arXiv:2402.03300, eq. 3, without its KL term) with the asymmetric range of
     DAPO (arXiv:2503.14476, eq. 10). With `length_normalize` the sum over tokens is divided by their
     number; `normalizer="tokens"` takes one mean over all action tokens of the batch (DAPO, eq. 8).
-    `ratio_clip` caps r_bt from above first. Nothing is detached.
+    `ratio_clip` first caps r_bt from above. Nothing is detached.
     """
 
     clip_eps_low: float = 0.2

@@ -15,27 +15,28 @@ from ludic.training.loss.context import SharedContext
 
 @dataclass
 class LossTerm:
-    """One term of a composite."""
+    """One term of a `CompositeLoss`."""
 
     name: str
-    """Prefix of its statistics."""
+    """Prefix of the term's statistics."""
     loss: Loss
     """A `Loss`, an object with `compute`, or a function."""
     weight: float = 1.0
+    """Factor of the term."""
 
     def __post_init__(self) -> None:
-        as_loss(self.loss)  # raises for what is no loss
+        as_loss(self.loss)  # raises if it is not a loss
         adapted_loss(self)
 
 
 @dataclass
 class CompositeLoss(Loss):
-    """L = sum_k weight_k L_k. All terms see the same log-probabilities, computed once. Each is
-    scaled by its own normalizer's share of the mini-batch, so means over samples and means over
-    tokens can be added.
+    """L = sum_k weight_k L_k. All terms read the same log-probabilities, which are computed once.
+    Each term is scaled by the micro-batch's share under its own normalizer, so terms that are means
+    over samples and terms that are means over tokens can be added.
 
-    Statistics: `loss` (the total), and for each term `{name}/loss` (its own value), `{name}/weight`
-    and its other statistics.
+    Statistics: `loss` (the total); for each term `{name}/loss` (its unweighted value),
+    `{name}/weight`, and its other statistics as `{name}/...`.
     """
 
     terms: Sequence[LossTerm]
@@ -67,7 +68,7 @@ class CompositeLoss(Loss):
         return any(adapted_loss(term).needs_first_pass for term in self.terms)
 
     def first_pass(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """The sums of all terms; one name is one quantity."""
+        """Return the sums of all terms. A name that several terms use must mean the same sum."""
         sums: dict[str, Tensor] = {}
         for term in self.terms:
             if adapted_loss(term).needs_first_pass:

@@ -1,18 +1,22 @@
-"""What all losses on one micro-batch share: log-probabilities, masks, weights, ratios.
+"""The quantities that all losses on one micro-batch share: log-probabilities, masks, weights,
+ratios.
 
-Four log-probabilities of a token occur, [B, T - 1] each:
+A token has four log-probabilities, which all modules call by these names ([B, T - 1] each):
 
-- `sampler_logp`: under the policy that sampled it, as the sampler reported it (`actor_logps` of the
-  batch). In papers the behaviour policy.
-- `proximal_logp`: under the trainer's own weights at the beginning of the step. It differs from
-  `sampler_logp` because another engine, or older weights, sampled.
-- `old_logp`: what ratios divide by. The sampler's; with a correction the proximal one.
-- `current_logp`: under the model as it is now, with gradient. `token_logp` is the same value; with
-  a correction its gradient is weighted token by token.
+- `sampler_logp`: under the policy that sampled the token, as the sampler reported it
+  (`actor_logps` in batches and samples). Papers call this the behaviour policy.
+- `proximal_logp`: under the trainer's weights at the start of the step. It differs from
+  `sampler_logp` if another engine or older weights sampled the token.
+- `old_logp`: the denominator of ratios, pi_old in the formulas: `sampler_logp`, or with a
+  correction `proximal_logp`.
+- `current_logp`: under the current model, with gradient, pi in the formulas. `token_logp` has the
+  same values; with a correction, the gradient of each token is multiplied by a weight.
 
-Shapes: B samples, T tokens of the longest sample. A padded batch is [rows, T], a padding-free one
-[1, S], and several samples may share a row. Only this module knows these layouts: a quantity called
-[B, T - 1] below has one row a sample in all of them.
+`logp_action` and `old_logp_action` are sums, or means, over the action tokens of a sample.
+
+Shapes: B samples, T tokens of the longest sample. A padded batch is [rows, T], a padding-free batch
+[1, S], and several samples may share a row. Only this module handles these layouts: a tensor
+described as [B, T - 1] below always has one row per sample.
 """
 
 from __future__ import annotations
@@ -37,14 +41,14 @@ from ludic.training.loss.functional import (
 
 
 class TokenIndex(NamedTuple):
-    """Where the predicted tokens of the samples lie: N tokens, in the order of the samples.
+    """Positions of the N predicted tokens of all samples, sample after sample.
 
-    "Shifted" values are those of a batch without its first column, [rows, T - 1] or [1, S - 1]:
-    column t belongs to token t + 1. The first token of a row is predicted by nothing.
+    "Shifted" values are the values of a batch without its first column, [rows, T - 1] or
+    [1, S - 1]: column t belongs to token t + 1. The first token of a row has no prediction.
 
-    Example: [a b c] and [d e] padding-free are [a b c d e], the shifted values [b c d e]:
+    Example: [a b c] and [d e] padding-free are [a b c d e]; the shifted values are [b c d e]:
 
-        source   0  1  3      of b, c, e; 2 is d, which begins a row
+        source   0  1  3      b, c, e; index 2 is d, the first token of its row
         sample   0  0  1
         column   0  1  0
         shape    (2, 2)       b c
@@ -52,17 +56,17 @@ class TokenIndex(NamedTuple):
     """
 
     source: Tensor
-    """[N] place in the flattened shifted values."""
+    """[N] index into the flattened shifted values."""
     sample: Tensor
-    """[N] row of the result."""
+    """[N] row in the result."""
     column: Tensor
-    """[N] column of the result."""
+    """[N] column in the result."""
     shape: tuple[int, int]
-    """Of the result: (B, most tokens of one sample)."""
+    """Shape of the result: (B, largest number of predicted tokens of a sample)."""
 
 
 class SharedContext:
-    """Quantities of one micro-batch, each computed when a loss first reads it."""
+    """Quantities of one micro-batch. Each is computed when a loss first reads it."""
 
     def __init__(
         self,
@@ -76,11 +80,11 @@ class SharedContext:
         temperature: float = 1.0,
         correction: Correction | None = None,
     ) -> None:
-        """`totals`: of the mini-batch that this batch is part of. `consume_logits`: nobody reads
-        the logits after the backward pass, which may overwrite them. `wide`: compute in float32
-        whatever the dtype of the logits. `with_entropy`: the entropy will be read. `temperature`:
-        the policy is that of logits / temperature. `correction`: weights the gradients of tokens on
-        which trainer and sampler differ."""
+        """`totals`: totals of the mini-batch. `consume_logits`: nothing else reads the logits, so
+        the backward pass may overwrite them. `wide`: compute in float32 for logits of any dtype.
+        `with_entropy`: a loss will read the entropy. `temperature`: the policy is
+        softmax(logits / temperature). `correction`: weights the gradient of each token by the
+        difference between trainer and sampler."""
         self.logits = logits
         self.batch = batch
         self._totals = totals
@@ -90,12 +94,12 @@ class SharedContext:
 
     @cached_property
     def totals(self) -> BatchTotals:
-        """Totals of the mini-batch; of this batch if it stands alone."""
+        """Totals of the mini-batch; without one, of this batch."""
         return BatchTotals.from_batch(self.batch) if self._totals is None else self._totals
 
     def mini_batch_share(self, normalizer: Normalizer) -> float | Tensor:
-        """This batch's part of the mini-batch, in [0, 1]; 1 for a batch that stands alone. A share
-        of tokens is a scalar on the device."""
+        """Return this batch's fraction of the mini-batch, in [0, 1], counted in `normalizer`; 1
+        without a mini-batch. For tokens it is a scalar on the device."""
         if self._totals is None:
             return 1.0
         total = self._totals.denominator(normalizer)
@@ -119,17 +123,16 @@ class SharedContext:
 
     @cached_property
     def token_logp(self) -> Tensor:
-        """[B, T - 1] log-probability of each next token under the current model. With a correction
-        the gradient, and only the gradient, is multiplied by the token's weight, whatever loss is
-        computed from it."""
+        """[B, T - 1] log-probability of each next token under the current model. With a correction,
+        its gradient (not its value) is multiplied by `correction_weight`, for every loss."""
         if self._correction is None:
             return self.current_logp
         return scale_gradient(self.current_logp, self.correction_weight)
 
     @cached_property
     def current_logp(self) -> Tensor:
-        """[B, T - 1] log-probability of each next token under the current model, without the
-        correction's weights."""
+        """[B, T - 1] log-probability of each next token under the current model, without a
+        correction."""
         if self._with_entropy:
             return self._logp_and_entropy[0]
         return self._by_sample(compute_token_logp(self.logits, self.input_ids, use=self._use))
@@ -143,35 +146,36 @@ class SharedContext:
 
     @cached_property
     def proximal_logp(self) -> Tensor:
-        """[B, T - 1] log-probability of each next token under the trainer's weights at the
-        beginning of the step: the batch's `proximal_logps`, else the current ones, which are the
-        same in the first optimizer step of a batch."""
+        """[B, T - 1] log-probability of each next token under the trainer's weights at the start of
+        the step: the batch's `proximal_logps`, or else `current_logp`, which is equal in the first
+        optimizer step of a batch."""
         return self._logps_of("proximal_logps") if "proximal_logps" in self.batch else self.current_logp.detach()
 
     @cached_property
     def old_logp(self) -> Tensor:
-        """[B, T - 1] log-probability of each next token under the policy that ratios divide by."""
+        """[B, T - 1] log-probability of each next token under the old policy, the denominator of
+        ratios."""
         return self.sampler_logp if self._correction is None else self.proximal_logp
 
     @property
     def actor_logps_shifted(self) -> Tensor:
-        """`old_logp`, under the name of earlier versions."""
+        """Alias of `old_logp` from earlier versions."""
         return self.old_logp
 
     @property
     def has_computed_logp(self) -> bool:
-        """Whether `current_logp` has been computed, so that reading it costs nothing."""
+        """Whether `current_logp` has already been computed."""
         return "current_logp" in vars(self)
 
     @property
     def has_correction(self) -> bool:
-        """Whether the gradients of tokens are weighted."""
+        """Whether a correction weights the gradients of tokens."""
         return self._correction is not None
 
     @cached_property
     def correction_weight(self) -> Tensor:
-        """[B, T - 1] weight of each token's gradient; 1 off the actions, and without a correction.
-        No gradient flows through it."""
+        """[B, T - 1] weight of each token's gradient, without gradient itself. It is 1 outside the
+        action tokens, and 1 everywhere without a correction."""
         if self._correction is None:
             return torch.ones_like(self.token_mask)
         log_ratio = mask_values(self.proximal_logp - self.sampler_logp, self.token_mask).detach()
@@ -191,41 +195,41 @@ class SharedContext:
 
     @cached_property
     def token_mask(self) -> Tensor:
-        """[B, T - 1] 1.0 where the next token is an action."""
+        """[B, T - 1] 1.0 where the next token is an action token, else 0.0."""
         return self._by_sample(self.action_mask[:, 1:].float())
 
     @cached_property
     def token_counts(self) -> Tensor:
-        """[B] action tokens of each sample, at least 1."""
+        """[B] number of predicted action tokens of each sample, but at least 1."""
         return self.token_mask.sum(dim=1).clamp(min=1.0)
 
     @cached_property
     def log_ratio(self) -> Tensor:
-        """[B, T - 1] `token_logp - old_logp`, 0 off the actions."""
+        """[B, T - 1] `token_logp - old_logp`; 0 outside the action tokens."""
         return mask_values(self.token_logp - self.old_logp, self.token_mask)
 
     @cached_property
     def ratio(self) -> Tensor:
-        """[B, T - 1] current policy / old policy, 1 off the actions."""
+        """[B, T - 1] current policy / old policy; 1 outside the action tokens."""
         return self.log_ratio.exp()
 
     @property
     def weight(self) -> Tensor:
-        """[B] credit."""
+        """[B] weight (credit) of each sample."""
         if "weight" not in self.batch:
             raise KeyError("the batch has no weight; collate it with collate_saw_items")
         weight: Tensor = self.batch["weight"]
         return weight
 
     def logp_action(self, *, length_normalize: bool = False) -> Tensor:
-        """[B] log-probability of each sample's action: the sum over its tokens, or their mean if
-        `length_normalize`."""
+        """[B] log-probability of each sample's action under the current model: the sum over its
+        tokens, or with `length_normalize` the mean."""
         summed = mask_values(self.token_logp, self.token_mask).sum(dim=1)
         return summed / self.token_counts if length_normalize else summed
 
     def old_logp_action(self, key: str, *, length_normalize: bool = False) -> Tensor:
-        """[B] the same under the old policy: `batch[key]`, the sampler's sum; with a correction the
-        sum of `proximal_logp`."""
+        """[B] the same under the old policy: `batch[key]`, the sum of the sampled
+        log-probabilities; with a correction the sum of `proximal_logp`."""
         if key not in self.batch:
             raise KeyError(f"the batch has no {key!r}; sample with ReturnSpec.for_rl() so that collation can add it")
         old: Tensor = self.batch[key]
@@ -234,14 +238,14 @@ class SharedContext:
         return old / self.token_counts if length_normalize else old
 
     def _logps_of(self, key: str) -> Tensor:
-        """[B, T - 1] from the log-probabilities `batch[key]`, which are laid out as `input_ids`."""
+        """[B, T - 1] log-probabilities from `batch[key]`, which has the layout of `input_ids`."""
         logps: Tensor = self.batch[key]
         if logps.shape != self.input_ids.shape:
             raise DataError(f"{key} {tuple(logps.shape)} must have the shape of input_ids {tuple(self.input_ids.shape)}")
         return self._by_sample(logps[:, 1:].float())
 
     def _by_sample(self, shifted: Tensor) -> Tensor:
-        """[B, T - 1] from shifted values [rows, T - 1] or [1, S - 1], padded with 0."""
+        """Arrange shifted values, [rows, T - 1] or [1, S - 1], as [B, T - 1], padded with 0."""
         index = self.token_index
         if index is None:
             return shifted
@@ -249,12 +253,13 @@ class SharedContext:
 
     @cached_property
     def token_index(self) -> TokenIndex | None:
-        """Where each predicted token lies; None for a padded batch with a row for each sample,
-        whose shifted values are [B, T - 1] already."""
+        """Positions of the predicted tokens. None for a padded batch with one row per sample: its
+        shifted values already are [B, T - 1]."""
         if "turns" not in self.batch and "cu_seqlens" not in self.batch:
             return None
-        # Example of TokenIndex: offset [0, 3], begin [0, 0], end [3, 2] -> first [1, 1],
-        # counts [2, 1], sample [0, 0, 1], column [0, 1, 2] - [0, 2][sample] = [0, 1, 0],
+        # The example of TokenIndex, [a b c] and [d e]: offset [0, 3], begin [0, 0], end [3, 2]
+        # give first [1, 1], counts [2, 1], sample [0, 0, 1],
+        # column [0, 1, 2] - [0, 2][sample] = [0, 1, 0],
         # source [0, 0, 3] + [1, 1, 1] - 1 + column = [0, 1, 3].
         offset, begin, end = self._sample_spans()
         first = begin.clamp(min=1)
@@ -265,16 +270,17 @@ class SharedContext:
         return TokenIndex(source, sample, column, (len(counts), max(1, int(counts.max()))))
 
     def _sample_spans(self) -> tuple[Tensor, Tensor, Tensor]:
-        """[B] of each sample: the offset of its row's shifted values in the flattened ones, and
-        where its own tokens begin and end in the row.
+        """Three [B] tensors: for each sample the offset of its row in the flattened shifted values,
+        and the begin and end of its own tokens in the row.
+
+        Token p >= 1 of a row is at index `offset + p - 1` of the flattened shifted values. In a
+        padding-free batch the offset is that of `cu_seqlens`. Padded rows of width T have T - 1
+        shifted values each, so their offsets are 0, T - 1, 2 (T - 1) and so on.
 
         Example: cu_seqlens [0, 3, 5] (rows [a b c] and [d e]) gives offsets [0, 3], begins [0, 0]
-        and ends [3, 2]. With turns [[0, 0, 2], [0, 2, 3], [1, 0, 2]] the row [a b c] holds two
-        samples, [a b] and [c]: offsets [0, 0, 3], begins [0, 2, 0], ends [2, 3, 2].
-
-        Token p >= 1 of a row lies at place `offset + p - 1` of the flattened shifted values. The
-        offset is the row's in `cu_seqlens`; padded rows of width T have T - 1 shifted values each,
-        so theirs are 0, T - 1, 2 (T - 1) and so on.
+        and ends [3, 2]; c is token 2 of its row, at index 0 + 2 - 1 = 1 of [b c d e]. With turns
+        [[0, 0, 2], [0, 2, 3], [1, 0, 2]] the row [a b c] has two samples, [a b] and [c]: offsets
+        [0, 0, 3], begins [0, 2, 0], ends [2, 3, 2].
         """
         if "cu_seqlens" in self.batch:
             bounds = self.batch["cu_seqlens"].long()
@@ -290,8 +296,8 @@ class SharedContext:
 
 
 def split_actions(values: Tensor, batch: Batch) -> list[Tensor]:
-    """One [A] a sample: of per-token values [B, T - 1] those of its A action tokens. The result
-    does not depend on how the batch is laid out.
+    """Select the values of the action tokens from per-token values [B, T - 1]: one tensor [A] per
+    sample, which does not depend on the layout of the batch.
 
     Example: values [[1, 2], [3, 0]] with mask [[0, 1], [1, 0]] give [2] and [3].
     """
@@ -300,11 +306,11 @@ def split_actions(values: Tensor, batch: Batch) -> list[Tensor]:
 
 
 def collate_actions(rows: Sequence[Tensor | None], batch: Batch) -> Tensor:
-    """The inverse of `split_actions`: values of each sample's action tokens, laid out like the
-    `input_ids` of `batch`; 0 elsewhere, and for a sample whose row is None.
+    """Arrange values of the samples' action tokens in the layout of `batch["input_ids"]`: the
+    inverse of `split_actions`. All other positions, and samples with None, get 0.
 
-    Example: [2] and [3] for [a b c] and [d e] padding-free, whose actions are c and e, give
-    [[0, 0, 2, 0, 3]].
+    Example: padding-free samples [a b c] and [d e] with the action tokens c and e; values [2] and
+    [3] give [[0, 0, 2, 0, 3]].
     """
     ids: Tensor = batch["input_ids"]
     context = SharedContext(ids, batch)

@@ -1,17 +1,18 @@
-"""Corrections for samples drawn by another engine or an older policy: a weight on each token's
-gradient.
+"""Corrections for samples drawn by another engine or an older policy: a weight for the gradient of
+each token.
 
-Two engines give the same tokens different probabilities even at the same weights. With pi_s the
-sampler's policy and pi_o the trainer's own at the beginning of the step, w_t = pi_o(y_t) /
-pi_s(y_t) is the importance weight of a token. A correction replaces it by a bounded weight f(w_t),
-and the ratios of the loss are taken against pi_o instead of pi_s:
+Two engines give the same tokens different probabilities even at the same weights. Let pi_s be the
+sampler's policy and pi_p the proximal policy: the trainer's at the start of the step
+(`sampler_logp` and `proximal_logp` of `loss.context`). The importance weight of a token is w_t =
+pi_p(y_t) / pi_s(y_t). A correction replaces it by a bounded weight f(w_t), and the ratios of the
+loss use pi_p instead of pi_s as the old policy:
 
-    grad L = E_s[ f(w_t) grad l(pi / pi_o) ]
+    grad L = E_s[ f(w_t) grad l(pi / pi_p) ]
 
-f is detached. It multiplies the gradient at the token's log-probability
-(`SharedContext.token_logp`); the reported value of the loss is the uncorrected one. An entropy
-bonus is not weighted, because its gradient does not go through the tokens' log-probabilities. A
-weight depends on one token or one sample only, so it does not depend on how a batch is split.
+f is detached. It multiplies the gradient of the token's log-probability
+(`SharedContext.token_logp`); the reported loss is the uncorrected one. An entropy bonus is not
+weighted, because its gradient does not pass through the log-probabilities of tokens. A weight
+depends on one token or one sample only, so it does not depend on the split into micro-batches.
 
 Shapes: B samples, T tokens.
 """
@@ -36,9 +37,9 @@ LEVELS = ("token", "sequence")
 class TruncatedImportanceSampling:
     """f(w) = min(w, cap).
 
-    Truncated importance sampling (Ionides 2008) between the engines of sampling and training (Yao
-    et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
-    `level="sequence"` gives all tokens of a sample the product of their w: unbiased up to the cap,
+    Truncated importance sampling (Ionides 2008) between the sampling and the training engine (Yao
+    et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). With
+    `level="sequence"`, w is the product over all tokens of the sample: unbiased below the cap, but
     with a variance that grows with the length.
     """
 
@@ -57,8 +58,8 @@ class MaskedImportanceSampling:
     """f(w) = w if w <= cap, else 0.
 
     Masked importance sampling (Liu et al. 2025, "When Speed Kills Stability: Demystifying RL
-    Collapse from the Training-Inference Mismatch"): drops what truncation would keep at the cap.
-    `level="sequence"` drops whole samples.
+    Collapse from the Training-Inference Mismatch"): drops the tokens that truncation would keep
+    with weight `cap`. `level="sequence"` drops whole samples.
     """
 
     cap: float = 2.0
@@ -76,8 +77,8 @@ class MaskedImportanceSampling:
 class IcePop:
     """f(w) = w if low <= w <= high, else 0, token by token.
 
-    IcePop (Ling Team 2025, "Every Step Evolves", arXiv:2510.18855): drops the tokens on which the
-    engines are far apart in either direction.
+    IcePop (Ling Team 2025, "Every Step Evolves", arXiv:2510.18855): drops the tokens with a large
+    difference between the engines, in either direction.
     """
 
     low: float = 0.5
@@ -98,12 +99,12 @@ CORRECTIONS: dict[str, type[TruncatedImportanceSampling | MaskedImportanceSampli
     "masked": MaskedImportanceSampling,
     "icepop": IcePop,
 }
-"""By the names that recipes use."""
+"""Name in recipes -> class."""
 
 
 def correction_of(correction: Correction | str | None) -> Correction | None:
-    """The correction itself, or the one of that name with its defaults. Raises ConfigError for an
-    unknown name."""
+    """Return the correction; a name gives the correction of that name with its defaults. Raises
+    ConfigError for an unknown name."""
     if not isinstance(correction, str):
         return correction
     if correction not in CORRECTIONS:
@@ -114,7 +115,8 @@ def correction_of(correction: Correction | str | None) -> Correction | None:
 
 
 def _at_level(log_ratio: Tensor, level: Level) -> Tensor:
-    """[B, T - 1] log-ratios of tokens, or of the whole sample at each of its tokens."""
+    """[B, T - 1] log-ratio of each token, or, at every token, the sum over its sample. Example:
+    [1, 2, 0] gives [3, 3, 3] for "sequence"."""
     return log_ratio if level == "token" else log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
 
 

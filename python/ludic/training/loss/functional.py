@@ -1,9 +1,9 @@
-"""Log-probabilities and entropy of logits, in float32 and chunk by chunk: no copy of the logits
-[B, T, V] is made.
+"""Log-probabilities and entropy from logits, computed in float32 in chunks, without a copy of the
+logits [B, T, V].
 
-The next-token shift of a causal model is in the three `compute_token_...` functions and nowhere
-else: `logits[:, t]` scores `input_ids[:, t + 1]`, so results have T - 1 columns. Example: for ids
-[a b c], logits[0] scores b and logits[1] scores c; logits[2] is not used.
+Only the `compute_token_...` functions shift by one token, as a causal model needs:
+`logits[:, t]` predicts `input_ids[:, t + 1]`, so results have T - 1 columns. Example: for ids
+[a b c], logits[0] predicts b and logits[1] predicts c; logits[2] is not used.
 
 Shapes: B rows, T tokens, V vocabulary, N rows of flattened logits.
 """
@@ -21,53 +21,53 @@ from torch.nn.functional import pad
 from ludic.errors import DataError
 
 CHUNK_ELEMENTS = 1 << 20
-"""Elements of logits processed at a time: 4 MiB of float32."""
+"""Number of logits in a chunk: 4 MiB in float32."""
 
 
 class LogitsUse:
-    """How a tensor of logits is read, and whether the last reader's gradient may overwrite it.
+    """How a tensor of logits is read, and whether its gradient may overwrite it.
 
-    `consume` says that nobody needs the logits after the backward pass. If one function of this
-    module is then their only reader, its backward pass writes the gradient over them and allocates
-    no second tensor of their size. Two cases are left alone: parameters, and logits that the
-    operation which made them saved for its own backward pass, as tanh does. If another operation
-    saved them, autograd raises instead of computing a wrong gradient: the write counts as an
-    in-place change.
+    `consume` says that nothing else reads the logits after the forward pass. If exactly one
+    function of this module reads them, its backward pass writes the gradient over them and
+    allocates no second tensor of their size. It never overwrites parameters, nor logits that their
+    operation saved for its own backward pass, as tanh does. If another operation saved them,
+    autograd detects the in-place change and raises, so no gradient is wrong.
     """
 
     def __init__(self, *, consume: bool = False, wide: bool = True, temperature: float = 1.0) -> None:
-        """`wide`: compute in float32 whatever the dtype of the logits. `temperature`: divide the
-        logits by it first."""
+        """`wide`: compute in float32 for logits of any dtype. `temperature`: divide the logits by
+        it first."""
         self.consume = consume
         self.wide = wide
         self.temperature = temperature
         self.readers = 0
 
     def read(self, logits: Tensor) -> None:
-        """Count a reader of `logits` and check whether they may be overwritten."""
+        """Count one more reader of `logits`, and check whether they may be overwritten."""
         self.readers += 1
         self.consume = self.consume and _can_overwrite(logits)
 
     def dtype(self, logits: Tensor) -> torch.dtype:
-        """The dtype to compute in: float64 for float64 logits, else float32, or with `wide=False`
-        that of the logits."""
+        """Return the dtype to compute in: float64 for float64 logits, else float32; with
+        `wide=False` the dtype of the logits."""
         return logits.dtype if logits.dtype == torch.float64 or not self.wide else torch.float32
 
     def apply_temperature(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
-        """Logits / temperature in `dtype`; the logits unchanged at temperature 1."""
+        """Return logits / temperature in `dtype`; at temperature 1 the logits unchanged."""
         return logits if self.temperature == 1.0 else logits.to(dtype) / self.temperature
 
     def gradient_buffer(self, logits_NV: Tensor) -> Tensor:
-        """Where the gradient is written: over the logits or into a new tensor. Each chunk of logits
-        is read before its part is written."""
+        """Return the tensor to write the gradient to: the logits themselves, or a new tensor. Each
+        chunk of logits is read before its gradient is written."""
         return logits_NV if self.consume and self.readers == 1 else torch.empty_like(logits_NV)
 
 
 def selective_log_softmax(logits: Tensor, index: Tensor, *, use: LogitsUse | None = None) -> Tensor:
-    """`log_softmax(logits)` at `index` only. logits [..., V], index [...] int64, result [...]
-    float32.
+    """Return `log_softmax(logits)` at `index` only. logits [..., V], index [...] int64, result
+    [...] float32.
 
-    The gradient is exact: the backward pass recomputes softmax chunk by chunk.
+    The gradient is exact; the backward pass recomputes the softmax in chunks. Raises DataError if
+    the shapes do not match.
     """
     if logits.shape[:-1] != index.shape:
         raise DataError(f"index {tuple(index.shape)} must have the shape of logits {tuple(logits.shape)} without its last axis")
@@ -78,19 +78,20 @@ def selective_log_softmax(logits: Tensor, index: Tensor, *, use: LogitsUse | Non
 
 
 def compute_token_logp(logits: Tensor, input_ids: Tensor, *, use: LogitsUse | None = None) -> Tensor:
-    """Log-probability of each next token. logits [B, T, V], input_ids [B, T] int64, result [B, T -
-    1] float32."""
+    """Log-probability of each next token. logits [B, T, V], input_ids [B, T] int64; result
+    [B, T - 1] float32."""
     _check_shapes(logits, input_ids)
-    # The last position predicts nothing; leaving it out of the logits would copy them.
+    # The last position predicts nothing. It is dropped from the result, not from the logits:
+    # slicing the logits would copy them.
     return selective_log_softmax(logits, pad(input_ids[:, 1:], (0, 1)), use=use)[:, :-1]
 
 
 def compute_logp_action(logits: Tensor, input_ids: Tensor, action_mask: Tensor, *, length_normalize: bool = False) -> Tensor:
-    """Log-probability of each row's action: the sum over its tokens, or their mean if
-    `length_normalize`.
+    """Log-probability of each row's action: the sum over its tokens, or with `length_normalize` the
+    mean.
 
-    logits [B, T, V], input_ids and action_mask [B, T], result [B] float32. Values off the mask may
-    be -inf.
+    logits [B, T, V], input_ids and action_mask [B, T]; result [B] float32. Log-probabilities
+    outside the mask may be -inf.
     """
     _check_shapes(logits, input_ids)
     if action_mask.shape != input_ids.shape:
@@ -101,7 +102,7 @@ def compute_logp_action(logits: Tensor, input_ids: Tensor, action_mask: Tensor, 
 
 
 def compute_token_entropy(logits: Tensor, *, use: LogitsUse | None = None) -> Tensor:
-    """Entropy in nats of the distribution of each next token. logits [B, T, V], result [B, T - 1]
+    """Entropy, in nats, of the distribution of each next token. logits [B, T, V]; result [B, T - 1]
     float32."""
     if logits.ndim != 3:
         raise DataError(f"logits must be [B, T, V], got {tuple(logits.shape)}")
@@ -112,8 +113,8 @@ def compute_token_entropy(logits: Tensor, *, use: LogitsUse | None = None) -> Te
 
 
 def compute_token_logp_and_entropy(logits: Tensor, input_ids: Tensor, *, use: LogitsUse | None = None) -> tuple[Tensor, Tensor]:
-    """`compute_token_logp` and `compute_token_entropy` with one reader of the logits, so that their
-    gradient is one tensor instead of three."""
+    """Compute `compute_token_logp` and `compute_token_entropy` together: with one reader of the
+    logits their gradient takes one tensor instead of three."""
     _check_shapes(logits, input_ids)
     use = use or LogitsUse()
     use.read(logits)
@@ -124,16 +125,17 @@ def compute_token_logp_and_entropy(logits: Tensor, input_ids: Tensor, *, use: Lo
 
 
 def mask_values(values: Tensor, mask: Tensor) -> Tensor:
-    """`values`, but zero where the mask is 0, even if the value there is inf or nan (`values *
-    mask` would give nan)."""
+    """Return `values` with zeros where the mask is 0, even where the value is inf or nan (`values *
+    mask` would be nan there)."""
     return values.masked_fill(mask == 0, 0.0)
 
 
 def capped_exp(log_ratio: Tensor, ratio_clip: float | None) -> Tensor:
-    """exp(log_ratio), at most `ratio_clip` if that is given; no gradient where the cap acts.
+    """Return exp(log_ratio), capped at `ratio_clip` if it is not None. There is no gradient at the
+    cap.
 
-    With a cap nothing overflows, however large the logarithm. Without one an infinite ratio stays
-    infinite: the log-probabilities are wrong then, and the trainer stops.
+    With a cap, nothing overflows. Without a cap, an overflow gives inf and the trainer stops: the
+    log-probabilities are wrong then.
     """
     if ratio_clip is None:
         return log_ratio.exp()
@@ -141,7 +143,8 @@ def capped_exp(log_ratio: Tensor, ratio_clip: float | None) -> Tensor:
 
 
 def scale_gradient(values: Tensor, weight: Tensor) -> Tensor:
-    """`values` unchanged; their gradient is multiplied by `weight`, which has their shape."""
+    """Return `values` unchanged, with a gradient that is multiplied by `weight`, a tensor of the
+    same shape."""
     scaled: Tensor = _ScaledGradient.apply(values, weight)
     return scaled
 
@@ -162,8 +165,8 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 def _can_overwrite(logits: Tensor) -> bool:
-    """Whether no parameter and no saved tensor of the operation that made the logits shares their
-    memory."""
+    """Whether the logits share no memory with a leaf tensor, such as a parameter, or with a tensor
+    that their operation saved for its backward pass."""
     sources = [logits] if logits._base is None else [logits, logits._base]
     return not any(source.is_leaf or _is_saved_for_backward(source) for source in sources)
 
@@ -216,7 +219,8 @@ class _SelectedLogp(torch.autograd.Function):
 
 
 def _unscale_gradients(use: LogitsUse, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Gradients with respect to the logits from those with respect to logits / temperature."""
+    """Convert gradients with respect to logits / temperature to gradients with respect to the
+    logits."""
     return grads if use.temperature == 1.0 else tuple(grad / use.temperature for grad in grads)
 
 
@@ -236,8 +240,8 @@ def _gather_logps(logits_NV: Tensor, index_N: Tensor, logsumexp_N: Tensor, use: 
 
 
 def _selected_gradient(logits_NV: Tensor, index_N1: Tensor, logsumexp_N1: Tensor, grad_N1: Tensor) -> Tensor:
-    """(onehot - softmax) * grad, in the dtype of the norms: in half precision 1 - softmax of a
-    likely token would be 0."""
+    """(onehot - softmax) * grad, in the dtype of the logsumexp: in half precision, 1 - softmax of a
+    likely token would round to 0."""
     return torch.sub(logits_NV, logsumexp_N1).exp_().mul_(-grad_N1).scatter_add_(1, index_N1, grad_N1)
 
 
@@ -291,7 +295,7 @@ class _Entropy(torch.autograd.Function):
 
 
 class _SelectedLogpAndEntropy(torch.autograd.Function):
-    """Both; their gradients are added chunk by chunk."""
+    """`_SelectedLogp` and `_Entropy` together; their gradients are added chunk by chunk."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, index_N: Tensor, use: LogitsUse) -> tuple[Tensor, Tensor]:
@@ -320,8 +324,8 @@ class _SelectedLogpAndEntropy(torch.autograd.Function):
 def _logp_and_entropy_gradient(
     logits_NV: Tensor, index_N1: Tensor, logsumexp_N1: Tensor, entropy_N1: Tensor, logp_grad_N1: Tensor, entropy_grad_N1: Tensor
 ) -> Tensor:
-    """onehot * g - p * g - p (log p + H) * h, g and h the gradients of the log-probability and
-    of the entropy."""
+    """onehot * g - p * g - p (log p + H) * h, where g is the gradient of the log-probability and h
+    that of the entropy."""
     logp = torch.sub(logits_NV, logsumexp_N1).clamp_(min=torch.finfo(logsumexp_N1.dtype).min)
     p = logp.exp()
     negative = logp.add_(entropy_N1).mul_(p).mul_(entropy_grad_N1).addcmul_(p, logp_grad_N1)

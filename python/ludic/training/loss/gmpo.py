@@ -20,10 +20,10 @@ class GMPOLoss(Loss):
     """L = -mean_b R_b A_b, with log R_b = mean_t s_b g_bt, s_b = sign(A_b) and
     g_bt = min(s_b log r_bt, clip(s_b log r_bt, -low, high)); r_bt is the ratio of token t.
 
-    Geometric-Mean Policy Optimization (arXiv:2507.20673): PPO's pessimistic clip on each token,
-    applied to the logarithm, so that r_bt is bounded by [e^-low, e^high]. Without
-    `length_normalize` the mean over t is a sum, and R_b a product. `ratio_clip` caps r_bt from
-    above first. Nothing is detached.
+    Geometric-Mean Policy Optimization (arXiv:2507.20673): PPO's pessimistic clip, applied to the
+    logarithm of each token ratio, with the range [e^-low, e^high] for r_bt. Without
+    `length_normalize` the mean over t is a sum and R_b is a product. `ratio_clip` first caps r_bt
+    from above. Nothing is detached.
     """
 
     clip_eps_low: float = 0.4

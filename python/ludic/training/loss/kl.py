@@ -1,4 +1,5 @@
-"""Penalties on the distance from the policy that sampled, and the entropy bonus."""
+"""KL penalties towards the old policy, and the entropy bonus. The old policy is the sampler's; with
+a correction the proximal one (`loss.context`)."""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ from ludic.training.loss.functional import mask_values
 from ludic.training.loss.statistics import masked_means, population_std
 
 Estimator = Literal["k1", "k2", "k3"]
-"""Estimates of KL(policy || actor) from log_ratio = log pi - log pi_actor. k1: log_ratio; unbiased,
-but its gradient is zero in expectation on the actor's own samples. k2: log_ratio^2 / 2. k3:
+"""Estimators of KL(pi || pi_old), with log_ratio = log pi - log pi_old. k1: log_ratio; unbiased,
+but its gradient is zero in expectation on samples of pi itself. k2: log_ratio^2 / 2. k3:
 exp(-log_ratio) - 1 + log_ratio, as in GRPO."""
 
 
 @dataclass
 class TokenKLLoss(Loss):
-    """L = coeff * mean_b mean_t k(log pi_bt - log pi_bt^actor).
+    """L = coeff * mean_b mean_t k(log pi_bt - log pi_old,bt), a KL penalty on tokens.
 
-    Schulman, "Approximating KL divergence" (2020), for the three estimators; k1 is the default.
-    Without `length_normalize` the mean over t is a sum. The actor's log-probabilities are
+    The three estimators k are from Schulman, "Approximating KL divergence" (2020); k1 is the
+    default. Without `length_normalize` the mean over t is a sum. The old log-probabilities are
     constants.
     """
 
@@ -41,14 +42,14 @@ class TokenKLLoss(Loss):
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         mask, kl = shared.token_mask, estimate_kl(shared.log_ratio, self.estimator)
-        by_row = mask_values(kl, mask).sum(dim=1)
+        sample_kl = mask_values(kl, mask).sum(dim=1)
         if self.length_normalize:
-            by_row = by_row / shared.token_counts
-        loss = self.coeff * by_row.mean()
+            sample_kl = sample_kl / shared.token_counts
+        loss = self.coeff * sample_kl.mean()
         stats: Stats = {
             "loss": loss.detach(),
-            "kl_mean": by_row.detach().mean(),
-            "kl_std": population_std(by_row),
+            "kl_mean": sample_kl.detach().mean(),
+            "kl_std": population_std(sample_kl),
             **masked_means(shared, ratio_mean=shared.ratio),
             "ratio_std": population_std(shared.ratio, mask),
             "avg_action_tokens": mask.sum(dim=1).mean(),
@@ -58,10 +59,11 @@ class TokenKLLoss(Loss):
 
 @dataclass
 class KLLoss(Loss):
-    """L = coeff * mean_b k(l_b - l_b^old), l_b the log-probability of sequence b.
+    """L = coeff * mean_b k(l_b - l_old,b), a KL penalty on sequences; l_b is the log-probability of
+    sequence b.
 
-    k1 is the default, as in TokenKLLoss. With `length_normalize` both are means over tokens.
-    l_b^old is a constant.
+    k1 is the default, as in TokenKLLoss. With `length_normalize`, l_b and l_old,b are means over
+    the tokens instead of sums. l_old,b is a constant.
     """
 
     coeff: float = 1.0
@@ -75,19 +77,18 @@ class KLLoss(Loss):
         _check_estimator(self.estimator)
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
-        logp = shared.logp_action(length_normalize=self.length_normalize)
-        old = shared.old_logp_action(self.old_logp_key, length_normalize=self.length_normalize)
-        kl = estimate_kl(logp - old, self.estimator)
+        logp_action = shared.logp_action(length_normalize=self.length_normalize)
+        old_logp_action = shared.old_logp_action(self.old_logp_key, length_normalize=self.length_normalize)
+        kl = estimate_kl(logp_action - old_logp_action, self.estimator)
         loss = self.coeff * kl.mean()
         return loss, {"loss": loss.detach(), "kl_mean": kl.detach().mean(), "kl_std": population_std(kl)}
 
 
 @dataclass
 class EntropyBonus(Loss):
-    """L = -coeff * (sum of H_t over the actions) / (number of actions).
+    """L = -coeff * mean_t H_t over all action tokens of the mini-batch; 0 if there are none.
 
-    H_t is the entropy of the distribution that token t was drawn from. The mean is over all action
-    tokens of the mini-batch; it is 0 if there are none.
+    H_t is the entropy, in nats, of the policy's distribution of token t.
     """
 
     coeff: float = 0.01
@@ -103,7 +104,7 @@ class EntropyBonus(Loss):
 
 
 def estimate_kl(log_ratio: Tensor, estimator: Estimator) -> Tensor:
-    """KL(policy || actor) of each token, estimated from log pi - log pi_actor."""
+    """Estimate KL(pi || pi_old) for each entry of `log_ratio`, log pi - log pi_old."""
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":

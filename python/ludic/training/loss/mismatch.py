@@ -1,18 +1,19 @@
-"""`mismatch/*`: how far the trainer's log-probabilities are from those that the sampler reported.
+"""`mismatch/*` statistics: the difference between the trainer's log-probabilities and those that
+the sampler reported.
 
-With d_t = log pi_trainer(y_t) - log pi_sampler(y_t) over all n action tokens, and w_t = exp(d_t):
+With d_t = proximal_logp - sampler_logp (`loss.context`) of all n action tokens, and w_t = exp(d_t):
 
     mismatch/mean      mean of |d|, in nats
     mismatch/max       largest |d|
     mismatch/kl        mean of w - 1 - d, an unbiased estimate of KL(sampler || trainer)
                        that is never negative (k3, Schulman 2020)
-    mismatch/ess       (sum w)^2 / (n sum w^2), in (0, 1]: the share of the tokens that
-                       importance weighting would leave effective
+    mismatch/ess       (sum w)^2 / (n sum w^2), in (0, 1]: effective sample size under
+                       importance weights w, as a fraction of the tokens
     mismatch/tokens    n
 
-Both sides describe one distribution only if the trainer knows the sampling temperature
-(`TrainerConfig.temperature`). A micro-batch reports sums, so the numbers of a step are exact means
-over its tokens, however they were split.
+The comparison is valid only if the trainer uses the sampling temperature
+(`TrainerConfig.temperature`). A micro-batch reports sums, so the statistics of a step are exact
+means over its tokens for any split into micro-batches.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ PREFIX = "mismatch/"
 SUMS = ("tokens", "abs_sum", "kl_sum", "ratio_sum", "ratio_square_sum", "gradient_weight_sum", "gradient_kept_sum")
 LARGEST = "abs_max"
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-this: exp(20) is 5e8, which no mean survives."""
+"""Log-ratios are clamped to [-20, 20]: exp(20) is 5e8, which would dominate any mean."""
 
 
 def sum_mismatch(shared: SharedContext) -> Stats:
-    """Sums over one micro-batch, as detached scalars on its device. Empty if the batch has no
-    log-probabilities of the sampler, or if the loss did not compute the policy's: none are computed
-    for this."""
+    """Return sums over one micro-batch, as detached scalars on its device. Empty if the batch
+    has no sampled log-probabilities, or if the loss has not computed the current ones: these
+    statistics cause no extra computation."""
     if "actor_logps" not in shared.batch or not shared.has_computed_logp:
         return {}
     mask = shared.token_mask
@@ -58,13 +59,13 @@ def sum_mismatch(shared: SharedContext) -> Stats:
 
 
 def is_mismatch_sum(key: str) -> bool:
-    """Whether a statistic is one of `sum_mismatch`."""
+    """Whether the statistic `key` comes from `sum_mismatch`."""
     return key.startswith(PREFIX)
 
 
 def compute_mismatch(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """The statistics of a step, by full key, from sums over its micro-batches and the largest
-    `abs_max`. Empty if there was no token."""
+    """Return the statistics of a step, by full key, from the sums over its micro-batches and the
+    maximum `abs_max`. Empty if there were no tokens."""
     part = {key.removeprefix(PREFIX): value for key, value in sums.items() if is_mismatch_sum(key)}
     if not part or not float(part["tokens"]):
         return {}

@@ -29,30 +29,30 @@ class BradleyTerryLoss(Loss):
     (s_c^2 + s_r^2), with z = beta (s_c - s_r) and y = label (1 - eps) + eps / 2.
 
     Bradley and Terry 1952; as a loss of reward models Ouyang et al. 2022 (arXiv:2203.02155), eq. 1.
-    s_c and s_r are the scores of the chosen and the rejected sample: the model's one logit, or with
-    `score_type="logprob"` the summed log-probability of the action. The second term is a norm over
-    the pairs of the whole mini-batch, not a mean: it grows with their number P, by sqrt(P) for l2
-    and by P for l1. The gradient of the l2 norm needs the scores of all pairs, so over several
-    micro-batches the model runs twice, first without gradient. Nothing is detached.
+    s_c and s_r are the scores of the chosen and the rejected sample: the model's single logit, or
+    with `score_type="logprob"` the summed log-probability of the action. The second term is a norm
+    over all P pairs of the mini-batch, not a mean: it grows with sqrt(P) for l2 and with P for l1.
+    The gradient of the l2 norm needs the scores of all pairs, so with several micro-batches the
+    model runs twice, the first time without gradient. Nothing is detached.
 
-    The batch needs `meta` with `pair_id`, `role` and `label`. Samples without their partner are
+    The batch needs `meta` with `pair_id`, `role` and `label`. Samples of incomplete pairs are
     ignored.
     """
 
     beta: float = 1.0
     """Scale of the score difference; the inverse of a temperature."""
     score_type: ScoreType = "reward"
-    """Where scores come from: logits [B] or [B, 1], or the log-probabilities of logits [B, T,
-    V]."""
+    """`reward`: the scores are logits [B] or [B, 1]. `logprob`: they are sums of log-probabilities
+    from logits [B, T, V]."""
     regularization_lambda: float = 0.0
     """Weight of the norm of the score differences."""
     regularization_type: RegularizationType = "l2"
     label_smoothing: float = 0.0
     """eps: 0.1 turns labels of 1 and 0 into 0.95 and 0.05."""
     compile: bool | None = None
-    """Accepted for compatibility; without effect."""
+    """Accepted for compatibility; has no effect."""
     score_regularization_lambda: float = 0.0
-    """Weight of the squared scores. Bradley-Terry alone lets both scores drift together."""
+    """Weight of the squared scores. Without it, both scores can drift by a common offset."""
 
     normalizer = "pairs"
 
@@ -74,16 +74,16 @@ class BradleyTerryLoss(Loss):
 
     @property
     def reads_shared_only(self) -> bool:  # type: ignore[override]  # follows from the settings
-        """True for log-probabilities; rewards are the logits themselves."""
+        """True for `logprob`; for `reward` the loss reads the logits themselves."""
         return self.score_type == "logprob"
 
     @property
     def needs_first_pass(self) -> bool:  # type: ignore[override]
-        """True for an l2 norm: the root of a sum over all pairs is no sum over micro-batches."""
+        """True for an l2 norm: the root of a sum over all pairs is not a sum over micro-batches."""
         return self.regularization_lambda > 0 and self.regularization_type == "l2"
 
     def first_pass(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """The sum of squared score differences."""
+        """Return the sum of the squared score differences."""
         chosen, rejected, _ = self._pair_scores(SharedContext(logits, batch))
         return {SQUARED_MARGINS: (chosen - rejected).square().sum()}
 
@@ -118,9 +118,15 @@ class BradleyTerryLoss(Loss):
         return scores[chosen], scores[rejected], scores.new_tensor(labels)
 
     def _norm(self, difference: Tensor, shared: SharedContext) -> Tensor:
-        """This micro-batch's part of the norm over the mini-batch, divided by its share, by which
-        the loss is multiplied later. For l1, sum_i |d_i|, the parts are plain. For l2, n =
-        sqrt(sum_i d_i^2), a part is sum_k d_k^2 / n with gradient d_k / n."""
+        """Return this micro-batch's part of the norm over the mini-batch, divided by the share that
+        the loss is multiplied by later.
+
+        l1, sum_i |d_i|: the part is the sum over this micro-batch. l2, n = sqrt(sum_i d_i^2): the
+        part is sum_k d_k^2 / n with the gradient d_k / n.
+
+        Example: differences 3 and 4 in two micro-batches have n = 5 and the parts 9/5 and 16/5,
+        which add up to 5, with gradients 3/5 and 4/5.
+        """
         share = shared.mini_batch_share(self.normalizer)
         if self.regularization_type == "l1":
             return difference.abs().sum() / share
@@ -134,13 +140,13 @@ class BradleyTerryLoss(Loss):
             return measured.to(own)
         if shared.totals.num_pairs > pairs:
             raise ConfigError(
-                f"the l2 norm over {shared.totals.num_pairs:.0f} pairs cannot be taken on {pairs} of them: the backend must measure "
+                f"the l2 norm over {shared.totals.num_pairs:.0f} pairs cannot be computed from {pairs} of them: the backend must measure "
                 f"{SQUARED_MARGINS} in a first pass, as TorchBackend does; or use regularization_type='l1'"
             )
         return own.detach()
 
     def _zero_loss(self, no_scores: Tensor, logits: Tensor) -> tuple[Tensor, Stats]:
-        """0, with a gradient of 0 in every logit, for a batch without a complete pair."""
+        """Return loss 0 with zero gradient, for a batch without a complete pair."""
         names = ["loss", "accuracy", "chosen_score", "rejected_score", "margin", "num_pairs"]
         names += ["score_reg"] if self.score_regularization_lambda > 0 else []
         zero = no_scores.new_zeros(())
@@ -153,14 +159,14 @@ def check_score_type(score_type: str) -> None:
 
 
 def preference_scores(shared: SharedContext, score_type: ScoreType) -> Tensor:
-    """[B] score of each sample, in float32 or wider. Raises DataError unless there is one logit for
-    each sample."""
+    """[B] score of each sample, in float32 or wider. Raises DataError unless the model returns one
+    logit per sample."""
     if score_type == "logprob":
         return shared.logp_action()
     logits, rows = shared.logits, num_rows(shared.batch)
     if logits.shape not in ((rows,), (rows, 1)):
         raise DataError(
-            f"a reward model must give one score a sample, logits [{rows}] or [{rows}, 1], got {tuple(logits.shape)}; load it as "
+            f"a reward model must return one score per sample, logits [{rows}] or [{rows}, 1], got {tuple(logits.shape)}; load it as "
             "AutoModelForSequenceClassification with num_labels=1, or use score_type='logprob'"
         )
     return logits.reshape(rows).to(torch.promote_types(logits.dtype, torch.float32))
@@ -170,10 +176,12 @@ Index = slice | list[int]
 
 
 def find_pairs(batch: Batch) -> tuple[Index, Index, list[float]]:
-    """Rows of the chosen and of the rejected sample of each complete pair, and its label.
+    """Return the rows of the chosen samples, the rows of the rejected samples, and the labels of
+    the complete pairs.
 
-    Example: pair ids [p, q, p, q] with roles [chosen, chosen, rejected, rejected] give [0, 1], [2,
-    3] and two labels. Neighbours [p, p, q, q], chosen first, give slices.
+    Example: pair ids [p, q, p, q] with roles [chosen, chosen, rejected, rejected] give [0, 1],
+    [2, 3] and two labels. Pairs in neighbouring rows, chosen first, as in [p, p, q, q], give
+    slices.
     """
     pair_ids, roles, labels = _preference_meta(batch)
     if _are_neighbours(pair_ids, roles, labels):
@@ -196,7 +204,7 @@ def _preference_meta(batch: Batch) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 def _are_neighbours(pair_ids: list[Any], roles: list[Any], labels: list[Any]) -> bool:
-    """Whether neighbouring samples are pairs, chosen first, each pair once."""
+    """Whether rows (0, 1), (2, 3) and so on are pairs, chosen first, and no pair occurs twice."""
     return (
         len(roles) % 2 == 0
         and roles == ["chosen", "rejected"] * (len(roles) // 2)

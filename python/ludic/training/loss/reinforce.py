@@ -1,4 +1,4 @@
-"""REINFORCE with an importance weight, without and with a baseline."""
+"""REINFORCE with an importance weight, with or without a baseline."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from ludic.training.loss.statistics import actor_policy_kl, population_std
 
 @dataclass
 class ReinforceLoss(Loss):
-    """L = -mean_b[ sg(r_b) A_b l_b ], with l_b = log pi(action_b), r_b = exp(l_b - l_b^old) and A_b
-    the weight.
+    """L = -mean_b[ sg(r_b) A_b l_b ], where l_b = log pi(action_b), r_b = exp(l_b - l_old,b), and
+    A_b is the weight of the sample; sg is stop-gradient.
 
-    Williams 1992, eq. 4. The detached importance weight r_b is that of the off-policy policy
-    gradient (Degris et al. 2012, eq. 5); it corrects for the difference between the sampling and
-    the training engine. With `length_normalize` both l_b and l_b^old are means over the action's
-    tokens. r_b is a product over tokens whose variance grows with the length: `ratio_clip` caps it
-    from above, as truncated importance sampling does (Ionides 2008); for long answers prefer CISPO.
+    Williams 1992, eq. 4. The importance weight r_b is that of the off-policy policy gradient
+    (Degris et al. 2012, eq. 5); it corrects for the difference between the sampling and the
+    training engine. With `length_normalize`, l_b and l_old,b are means over the tokens instead of
+    sums. r_b is a product over tokens, so its variance grows with the length of the answer:
+    `ratio_clip` caps it from above, as in truncated importance sampling (Ionides 2008). For long
+    answers prefer CISPO.
     """
 
     length_normalize: bool = False
@@ -43,9 +44,9 @@ class ReinforceLoss(Loss):
 class ReinforceBaselineLoss(Loss):
     """ReinforceLoss with A_b = w_b - mean(w), divided by (std(w) + 1e-8) if `normalize`.
 
-    Mean and population standard deviation are those of the mini-batch (`BatchTotals`), so they do
-    not depend on how it was split. A sample of weight 0 has advantage -mean(w), so it is not
-    skipped.
+    Mean and population standard deviation are over the mini-batch (`BatchTotals`), so they do not
+    depend on the split into micro-batches. A sample of weight 0 has the advantage -mean(w), so it
+    is not skipped.
     """
 
     normalize: bool = False
@@ -71,18 +72,18 @@ class ReinforceBaselineLoss(Loss):
 def importance_weighted(
     settings: ReinforceLoss | ReinforceBaselineLoss, shared: SharedContext, advantage: Tensor
 ) -> tuple[Tensor, Stats]:
-    """-mean_b[ sg(r_b) A_b l_b ] for advantages [B], and its statistics. `ratio_mean` is over the
-    capped ratios."""
-    logp = shared.logp_action(length_normalize=settings.length_normalize)
-    old = shared.old_logp_action(settings.old_logp_key, length_normalize=settings.length_normalize)
-    log_ratio = (logp - old).detach()
+    """Return -mean_b[ sg(r_b) A_b l_b ] for [B] advantages, and its statistics. `ratio_mean` is the
+    mean of the capped ratios."""
+    logp_action = shared.logp_action(length_normalize=settings.length_normalize)
+    old_logp_action = shared.old_logp_action(settings.old_logp_key, length_normalize=settings.length_normalize)
+    log_ratio = (logp_action - old_logp_action).detach()
     ratio = capped_exp(log_ratio, settings.ratio_clip)
-    loss = -(ratio * advantage * logp).mean()
+    loss = -(ratio * advantage * logp_action).mean()
     stats: Stats = {
         "loss": loss.detach(),
         "adv_mean": advantage.detach().mean(),
         "adv_std": population_std(advantage),
-        "logp_mean": logp.detach().mean(),
+        "logp_mean": logp_action.detach().mean(),
         "ratio_mean": ratio.mean(),
         "ratio_std": population_std(ratio),
         "kl_actor_policy": actor_policy_kl(log_ratio).mean(),

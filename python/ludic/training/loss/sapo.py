@@ -1,4 +1,4 @@
-"""SAPO: a smooth gate on the ratio in place of the clip."""
+"""SAPO: a smooth gate on the ratio instead of a clip."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class SAPOLoss(Loss):
     tau_b is tau_pos if A_b > 0, else tau_neg.
 
     Soft Adaptive Policy Optimization (arXiv:2511.20347). The gradient is
-    4 p (1 - p) r_bt A_b grad log pi_bt with p the sigmoid: that of the unclipped surrogate at
-    r = 1, fading on both sides, faster for a larger tau. Nothing is detached. With
-    `length_normalize`, as in the paper, the sum over tokens is divided by their number;
-    `normalizer="tokens"` takes one mean over all action tokens of the batch.
+    4 p (1 - p) r_bt A_b grad log pi_bt, where p is the sigmoid. At r = 1 it equals the gradient of
+    the unclipped surrogate; it decreases on both sides, faster for a larger tau. Nothing is
+    detached. With `length_normalize`, as in the paper, the sum over tokens is divided by their
+    number; `normalizer="tokens"` takes one mean over all action tokens of the batch.
     """
 
     tau_pos: float = 1.0

@@ -1,7 +1,6 @@
-"""Statistics that losses report: detached scalars that stay on the device of the logits.
+"""Statistics that losses report: detached scalars, which stay on the device of the logits.
 
-Shapes: B samples, T tokens. Per-token values are [B, T - 1] and count where the next token is an
-action.
+Shapes: B samples, T tokens. Per-token values are [B, T - 1]; only those of action tokens count.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from ludic.training.loss.functional import mask_values
 
 
 def policy_stats(shared: SharedContext, ratio: Tensor) -> Stats:
-    """What every loss on token ratios [B, T - 1] reports. `kl_actor_policy` is computed before any
-    cap on the ratio."""
+    """The statistics of every loss with token ratios [B, T - 1]. `kl_actor_policy` is computed from
+    the ratios without a cap."""
     advantage = shared.weight
     return {
         **masked_means(shared, ratio_mean=ratio, kl_actor_policy=actor_policy_kl(shared.log_ratio)),
@@ -29,14 +28,15 @@ def policy_stats(shared: SharedContext, ratio: Tensor) -> Stats:
 
 
 def masked_means(shared: SharedContext, **values: Tensor) -> Stats:
-    """Means of [B, T - 1] values over the actions; 0 if there are none."""
+    """Mean of each tensor of [B, T - 1] values over the action tokens; 0 if there are none."""
     mask = shared.token_mask
     count = mask.sum().clamp(min=1.0)
     return {name: mask_values(value.detach(), mask).sum() / count for name, value in values.items()}
 
 
 def population_std(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Population standard deviation of values [B], or of [B, T - 1] over the actions."""
+    """Population standard deviation of [B] values, or, with a mask, of [B, T - 1] values over the
+    action tokens."""
     values = values.detach()
     if mask is None:
         return values.std(unbiased=False)
@@ -46,20 +46,20 @@ def population_std(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def actor_policy_kl(log_ratio: Tensor) -> Tensor:
-    """r - log r - 1: an estimate of KL(actor || policy) from the actor's samples that is never
-    negative (Schulman, "Approximating KL divergence", 2020)."""
+    """r - 1 - log r: the k3 estimate of KL(pi_old || pi) from samples of pi_old, r = pi / pi_old.
+    It is never negative (Schulman, "Approximating KL divergence", 2020)."""
     log_ratio = log_ratio.detach()
     return torch.expm1(log_ratio) - log_ratio
 
 
 def out_of_range(ratio: Tensor, low: float, high: float) -> Tensor:
-    """1.0 where the ratio is outside [1 - low, 1 + high]."""
+    """1.0 where the ratio is outside [1 - low, 1 + high], else 0.0."""
     ratio = ratio.detach()
     return ((ratio < 1.0 - low) | (ratio > 1.0 + high)).float()
 
 
 def reached_cap(ratio: Tensor, ratio_clip: float | None) -> Tensor:
-    """1.0 where the ratio has reached `ratio_clip`."""
+    """1.0 where the ratio is at least `ratio_clip`, else 0.0; 0.0 everywhere without a cap."""
     if ratio_clip is None:
         return torch.zeros_like(ratio.detach())
     return (ratio.detach() >= ratio_clip).float()

@@ -14,11 +14,11 @@ from ludic.training.loss.statistics import masked_means
 
 @dataclass
 class MaskedCausalLMCrossEntropyLoss(Loss):
-    """L = mean_b w_b mean_t -log pi_bt over the action tokens, in float32.
+    """L = mean_b w_b mean_t(-log pi_bt) over the action tokens, in float32.
 
     Without `length_normalize` the mean over t is a sum; `normalizer="tokens"` takes one mean over
-    all action tokens, as causal language models are usually trained. Without `weight` in the batch
-    every weight is 1.
+    all action tokens, as is usual for causal language models. If the batch has no `weight`, every
+    weight is 1.
     """
 
     length_normalize: bool = True

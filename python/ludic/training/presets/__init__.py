@@ -1,20 +1,21 @@
-"""Algorithms by name: each `make_` function builds the credit assigner, the loss and the
-preprocessing of one. `registry` lists them.
+"""Algorithms by name: each `make_` function returns an `RLAlgorithm` with credit assigner, loss and
+preprocessing. `registry` lists them.
 
-Arguments that many of them share:
+Common arguments:
 
-- `group_size`: answers to one prompt, which are compared with each other.
-- `positive_only`: advantages below 0 become 0.
-- `drop_zero_weight`: samples with |weight| <= `drop_zero_weight_eps` are dropped before training.
-- `filter_zvp`: groups whose weights vary by at most `zvp_filter_eps` are dropped.
-- `length_normalize`: a sample's loss is the mean over its tokens instead of their sum.
-- `normalizer`: what the loss is a mean over: "samples", or "tokens" for all tokens of the batch.
-- `correction`: for samples of another engine or an older policy, an object of `loss.correction` or
-  its name (truncated, masked, icepop).
+- `group_size`: number of answers to one prompt, which are compared with each other.
+- `positive_only`: set advantages below 0 to 0.
+- `drop_zero_weight`: drop samples with |weight| <= `drop_zero_weight_eps` before training.
+- `filter_zvp`: drop groups in which the standard deviation of the weights is at most
+  `zvp_filter_eps` (zero-variance prompts).
+- `length_normalize`: the loss of a sample is the mean over its tokens instead of the sum.
+- `normalizer`: the loss is a mean over "samples", or over all "tokens" of the batch.
+- `correction`: corrects for samples of another engine or an older policy: an object of
+  `loss.correction` or its name (truncated, masked, icepop).
 
-Every preset spells its arguments out, so that its signature is its documentation and a recipe can
-check `algorithm_args` against it. A name is imported when it is first read: the registry can be
-read without torch.
+Every preset lists all its arguments, so its signature is its documentation, and a recipe's
+`algorithm_args` are checked against it. A name is imported on first access: reading the registry
+does not import torch.
 """
 
 from ludic._lazy import lazy_exports

@@ -1,5 +1,4 @@
-"""Algorithms that clip the importance weight and keep the gradient of every token: CISPO and
-ScaleRL."""
+"""CISPO and ScaleRL: algorithms that clip the importance weight, so every token has a gradient."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ def make_cispo(
     """CISPO (MiniMax-M1, arXiv:2506.13585): group-normalised returns and clipped importance
     weights.
 
-    `kl_coeff` above 0 adds `TokenKLLoss`, a penalty on the distance from the policy that sampled.
-    The gradient of `kl_estimator` "k1", the default, is zero in expectation on the policy's own
-    samples: it acts only once ratios differ from 1. "k2" and "k3" always act.
+    `kl_coeff` above 0 adds `TokenKLLoss`, a KL penalty towards the old policy. With `kl_estimator`
+    "k1", the default, its gradient is zero in expectation while the policy equals the old policy:
+    it has an effect only when ratios differ from 1. "k2" and "k3" always have an effect.
     """
     loss = CISPOLoss(
         clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
@@ -63,10 +62,10 @@ def make_scalerl(
     name: str = "scalerl",
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
-    """ScaleRL (arXiv:2510.13786): returns centred by group and scaled by batch, CISPO, groups
-    without variance dropped.
+    """ScaleRL (arXiv:2510.13786): returns minus the mean of their group, divided by the standard
+    deviation over the batch; the CISPO loss; groups without variance are dropped.
 
-    `kl_coeff` and `kl_estimator` are those of `make_cispo`.
+    `kl_coeff` and `kl_estimator`: as in `make_cispo`.
     """
     loss = CISPOLoss(
         clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
@@ -81,7 +80,7 @@ def make_scalerl(
 
 
 def add_kl(loss: CISPOLoss, coeff: float, length_normalize: bool, estimator: Estimator = "k1") -> Loss:
-    """`loss`, with a KL term if `coeff` is not 0."""
+    """Return `loss`, with a KL term added if `coeff` is not 0."""
     if coeff == 0:
         return loss
     kl = TokenKLLoss(coeff=coeff, length_normalize=length_normalize, estimator=estimator)

@@ -1,4 +1,4 @@
-"""Algorithms that compare an answer with the others to its prompt, and clip a ratio."""
+"""Algorithms that compare the answers to a prompt with each other and clip a ratio."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_grpo(
     name: str = "grpo",
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
-    """GRPO (arXiv:2402.03300): group-normalised returns, token-level clipping."""
+    """GRPO (arXiv:2402.03300): group-normalised returns, clipping per token."""
     return RLAlgorithm(
         name=name,
         credit_assigner=group_return(group_size, group_normalize_adv, positive_only),
@@ -63,7 +63,7 @@ def make_dr_grpo(
     name: str = "dr_grpo",
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
-    """Dr. GRPO (arXiv:2503.20783): GRPO without dividing by the group's spread."""
+    """Dr. GRPO (arXiv:2503.20783): GRPO without division by the group's standard deviation."""
     return make_grpo(
         group_size=group_size,
         group_normalize_adv=False,
@@ -95,22 +95,19 @@ def make_dapo(
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
     """DAPO (arXiv:2503.14476): GRPO with a higher upper clip, one mean over all tokens of the
-    batch, groups without variance left out, and a penalty on answers that come close to their
-    limit.
+    batch, without groups of zero variance, and with a penalty for answers close to the token limit.
 
     The penalty is `OverlongPenalty(max_completion_tokens, overlong_buffer_tokens,
-    overlong_factor)`: there is none without `max_completion_tokens`, the `max_tokens` of sampling.
-    `overlong_buffer_tokens` is a fifth of it by default, as in the paper (4,096 of 20,480). Groups
-    that are left out are not sampled again here, where the paper refills the batch.
+    overlong_factor)`. It needs `max_completion_tokens`, the `max_tokens` of sampling; without it
+    there is no penalty. `overlong_buffer_tokens` is by default a fifth of it, as in the paper
+    (4,096 of 20,480). Departure from the paper: dropped groups are not replaced by new samples.
     """
     credit: CreditAssigner = group_return(group_size, normalize_adv=True)
     if max_completion_tokens is not None:
         buffer = max_completion_tokens // 5 if overlong_buffer_tokens is None else overlong_buffer_tokens
         credit = OverlongPenalty(credit, max_completion_tokens, buffer, overlong_factor)
     elif overlong_buffer_tokens is not None:
-        raise ConfigError(
-            f"overlong_buffer_tokens ({overlong_buffer_tokens}) counts back from max_completion_tokens; set that too"
-        )
+        raise ConfigError(f"overlong_buffer_tokens ({overlong_buffer_tokens}) counts back from max_completion_tokens; set both")
     return RLAlgorithm(
         name=name,
         credit_assigner=credit,
@@ -134,7 +131,7 @@ def make_gspo(
     name: str = "gspo",
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
-    """GSPO (arXiv:2507.18071): group-normalised returns, one clipped ratio for each sequence."""
+    """GSPO (arXiv:2507.18071): group-normalised returns, one clipped ratio per sequence."""
     return RLAlgorithm(
         name=name,
         credit_assigner=group_return(group_size, group_normalize_adv, positive_only),

@@ -1,4 +1,5 @@
-"""Policy gradients with a baseline of the batch, of the group, or none."""
+"""Policy-gradient algorithms: without a baseline, or with a baseline from the batch or the
+group."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ def make_reinforce_baseline(
     name: str = "reinforce_baseline",
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
-    """REINFORCE (Williams 1992) whose baseline is the mean return of the batch. `normalize_adv`
-    divides by its standard deviation."""
+    """REINFORCE (Williams 1992) with the mean return of the batch as the baseline. `normalize_adv`
+    divides by the standard deviation of the batch."""
     return RLAlgorithm(
         name=name,
         credit_assigner=MonteCarloReturn(gamma=gamma),
@@ -72,13 +73,13 @@ def make_rloo(
     name: str = "rloo",
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
-    """RLOO (arXiv:2402.14740, section 3.2): REINFORCE whose baseline is the mean return of the
-    group's other answers.
+    """RLOO (arXiv:2402.14740, section 3.2): REINFORCE with the mean return of the group's other
+    answers as the baseline.
 
-    The paper takes one optimizer step a batch: every ratio is then 1, the clip never acts, and the
-    gradient is -mean_b A_b sum_t grad log pi(b, t): the log-probability of an answer is a sum over
-    its tokens. With several steps a batch the token ratios are clipped as in PPO, which the paper
-    does not need. Its KL term is not here.
+    As in the paper, the log-probability of an answer is a sum over its tokens. With one optimizer
+    step per batch, as in the paper, every ratio is 1, the clip has no effect, and the gradient is
+    -mean_b A_b sum_t grad log pi_bt. Departures from the paper: with several steps per batch the
+    token ratios are clipped as in PPO, and there is no KL term.
     """
     return RLAlgorithm(
         name=name,
@@ -104,16 +105,16 @@ def make_reinforce_plus_plus(
     name: str = "reinforce_plus_plus",
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
-    """REINFORCE++ (arXiv:2501.03262): returns normalised over the whole batch, and PPO's clip by
+    """REINFORCE++ (arXiv:2501.03262): returns normalised over the whole batch, and PPO's clip per
     token.
 
     `group_baseline` is the paper's variant for several answers to a prompt: the mean of the group
-    (of `group_size`, which it needs) is subtracted before the batch's spread divides. Mean and
-    spread are over rollouts, one value each. The paper's penalty on the distance from a reference
-    model is not here.
+    is subtracted, then the standard deviation over the batch divides. It needs `group_size`. Mean
+    and standard deviation are over rollouts, one value each. Departure from the paper: there is no
+    KL penalty towards a reference model.
     """
     if group_baseline and group_size is None:
-        raise ConfigError("group_baseline=True subtracts the mean of each group; give group_size")
+        raise ConfigError("group_baseline=True subtracts the mean of each group and needs group_size; set it")
     return RLAlgorithm(
         name=name,
         credit_assigner=HybridNormalizedReturn(group_size=group_size)

@@ -1,9 +1,9 @@
-"""Every algorithm by name: the one list that the command line, its help, the facades and
-docs/algorithms.md follow. Importing it loads no torch.
+"""The registry of algorithms: name -> preset. The command line, its help, the facades and
+docs/algorithms.md follow this list. Importing this module does not import torch.
 
-A new algorithm is a `make_` function in this package, an entry here, and its lines in the stubs
-`presets/__init__.pyi` and `training/__init__.pyi`; tests hold the stubs and the page against the
-entries.
+To add an algorithm, write a `make_` function in this package and add it here and to the stubs
+`presets/__init__.pyi` and `training/__init__.pyi`. Tests compare the stubs and the page with this
+list.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from ludic.training.algorithm import RLAlgorithm
 
 Kind = Literal["reinforcement", "with_reward_model", "supervised", "reward_model"]
-"""What trains it. `reinforcement`: `ludic train algorithm=NAME`. `with_reward_model`: Python alone;
-on the command line that is `reward_model=`, with its `mode`. `supervised`: `ludic sft`.
+"""Where it is used. `reinforcement`: `ludic train algorithm=NAME`. `with_reward_model`: in Python
+only; on the command line use `reward_model=` and its `mode`. `supervised`: `ludic sft`.
 `reward_model`: `ludic train-rm`."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """An algorithm: where it is built and where it comes from."""
+    """An algorithm: the function that builds it, and its source."""
 
     home: str
-    """`module:function`, the module below `ludic.training.presets`."""
+    """`module:function`; the module is relative to `ludic.training.presets`."""
     paper: str
     """An arXiv id, or author and year; empty for cross entropy."""
     kind: Kind = "reinforcement"
@@ -44,7 +44,7 @@ class Preset:
 
     @property
     def make(self) -> Callable[..., RLAlgorithm]:
-        """The function. Reading it imports torch."""
+        """The function. Accessing it imports torch."""
         make: Callable[..., RLAlgorithm] = getattr(import_module(self.module), self.function)
         return make
 
@@ -67,7 +67,7 @@ PRESETS: dict[str, Preset] = {
     "scalerl_rm": Preset("reward_models:make_scalerl_with_rm", "arXiv:2510.13786", "with_reward_model"),
     "sft": Preset("supervised:make_sft", "", "supervised"),
 }
-"""By the `name` that the algorithm has."""
+"""Name of the algorithm -> preset."""
 
 REGISTRY: dict[str, Preset] = {name: preset for name, preset in PRESETS.items() if preset.kind == "reinforcement"}
-"""What `ludic train algorithm=NAME` accepts."""
+"""The presets that `ludic train algorithm=NAME` accepts."""

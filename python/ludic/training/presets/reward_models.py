@@ -1,4 +1,4 @@
-"""Reward models: training one from preference pairs, and reinforcement with the score of one."""
+"""Reward models: training from preference pairs, and reinforcement learning with their scores."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def make_bradley_terry(
     label_smoothing: float = 0.0,
     score_regularization_lambda: float = 0.0,
 ) -> RLAlgorithm:
-    """A reward model from preference pairs (Bradley and Terry 1952), for `RMTrainer`.
+    """The Bradley-Terry loss of preference pairs (Bradley and Terry 1952), for `RMTrainer`.
 
-    `lambda_regularization` and `regularization_lambda` are two names of one setting.
+    `lambda_regularization` is an alias of `regularization_lambda`.
     """
     if regularization_lambda is not None and lambda_regularization not in (0.0, regularization_lambda):
         raise ConfigError(
@@ -64,8 +64,8 @@ def make_grpo_with_rm(
     drop_zero_weight_eps: float = 1e-4,
     name: str = "grpo_rm",
 ) -> RLAlgorithm:
-    """GRPO (arXiv:2402.03300) whose advantages are combined with the score that a
-    `RewardModelScorer` gave the rollout."""
+    """GRPO (arXiv:2402.03300) with advantages that are combined with the rollout's score from a
+    `RewardModelScorer`."""
     inner = GroupNormalizedReturn(group_size=group_size, normalize_adv=group_normalize_adv, positive_only=positive_only)
     return RLAlgorithm(
         name=name,
@@ -94,11 +94,11 @@ def make_scalerl_with_rm(
     drop_zero_weight_eps: float = 1e-4,
     name: str = "scalerl_rm",
 ) -> RLAlgorithm:
-    """ScaleRL (arXiv:2510.13786) whose advantages are combined with the score that a
-    `RewardModelScorer` gave the rollout.
+    """ScaleRL (arXiv:2510.13786) with advantages that are combined with the rollout's score from a
+    `RewardModelScorer`.
 
-    `filter_zvp` drops the groups whose combined weights do not vary; a group with equal returns and
-    different scores stays.
+    `filter_zvp` drops the groups in which all combined weights are equal; a group with equal
+    returns but different scores is kept.
     """
     inner = HybridNormalizedReturn(group_size=group_size, positive_only=positive_only)
     loss = CISPOLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize)
