@@ -10,6 +10,7 @@ from typing import Any
 
 from ludic.agents import Agent
 from ludic.context import GivenDialog
+from ludic.data.passes import Passes, shuffle_range
 from ludic.errors import ConfigError
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
 from ludic.inference.prompts.tokens import PromptTokens
@@ -212,19 +213,18 @@ class PassRequests(TrainingRequests):
     def __init__(self, task: EpisodicTask, problems: ProblemList, section: RolloutSection, *, seed: int) -> None:
         super().__init__(task, section, seed=seed)
         self._data = problems
-        self._pass, self._order = -1, list[int]()
+        self._passes = Passes(len(problems.training), self._shuffle)
 
     def __call__(self) -> Sequence[RolloutRequest]:
         self._data.begin_batch(self.batches)
         return super().__call__()
 
     def _problem(self, rng: Random, position: int) -> Episode:
-        number, offset = divmod(self.batches * self._section.prompts + position, len(self._data.training))
-        if number != self._pass:
-            self._order = list(range(len(self._data.training)))
-            Random(f"pass {self._seed} {number}").shuffle(self._order)
-            self._pass = number
-        return self._data.training[self._order[offset]]
+        return self._data.training[self._passes.at(self.batches * self._section.prompts + position)]
+
+    def _shuffle(self, number: int) -> list[int]:
+        """The order of pass `number`."""
+        return shuffle_range(len(self._data.training), f"pass {self._seed} {number}")
 
     def state_dict(self) -> dict[str, Any]:
         """The number of batches so far, and a digest of the data."""

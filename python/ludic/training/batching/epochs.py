@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ludic.data.passes import Passes
 from ludic.errors import ConfigError
 from ludic.training import ranks
 from ludic.training.averages import mean_or_zero
@@ -60,7 +61,7 @@ class ItemBatchSource(BatchSourceBase):
                 "lower batch_size or keep the last batch"
             )
         self._digest: str | None = None
-        self._pass, self._order = -1, np.arange(0)
+        self._passes = Passes(self._samples_per_rank, self._draw_order)
         self.batches = 0
         """Number of batches returned so far."""
 
@@ -95,9 +96,11 @@ class ItemBatchSource(BatchSourceBase):
         return len(self) // self._world if self.drop_last else -(-len(self) // self._world)
 
     def _next(self) -> SAWBatch:
+        """The next batch. Example: passes of 5 samples in batches of 2 have the offsets 0 1, 2 3
+        and 4; batch 4 is the second of pass 1, and has the positions 5 + 2 and 5 + 3."""
         number, index = divmod(self.batches, self.num_batches_per_epoch)
-        order = self._draw_order(number)
-        samples = order[index * self.batch_size : (index + 1) * self.batch_size]
+        offsets = range(self._samples_per_rank)[index * self.batch_size : (index + 1) * self.batch_size]
+        samples = [self._passes.at(number * self._samples_per_rank + offset) for offset in offsets]
         items = [self.items[row] for sample in samples for row in self._item_rows(sample)]
         self.batches += 1
         return SAWBatch(items, _batch_meta(items, epoch=number, source=self._name))
@@ -110,12 +113,9 @@ class ItemBatchSource(BatchSourceBase):
     def _draw_order(self, number: int) -> Any:
         """[share] this rank's samples of a pass. Example: order [2, 0, 1] on 2 ranks has shares of
         2, is extended to [2, 0, 1, 2], and gives rank 1 every second from 1 on: [0, 2]."""
-        if number != self._pass:
-            count = len(self)
-            order = np.random.default_rng([self.seed, number]).permutation(count) if self.shuffle else np.arange(count)
-            self._order = np.resize(order, self._samples_per_rank * self._world)[self._rank :: self._world]
-            self._pass = number
-        return self._order
+        count = len(self)
+        order = np.random.default_rng([self.seed, number]).permutation(count) if self.shuffle else np.arange(count)
+        return np.resize(order, self._samples_per_rank * self._world)[self._rank :: self._world]
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what identifies the data and settings it belongs to."""

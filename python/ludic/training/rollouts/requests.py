@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import queue
-import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from ludic.data.passes import Passes, shuffle_range
 from ludic.errors import ConfigError, RequestsExhausted
 from ludic.inference.request import InferenceSpec
 from ludic.training.rollouts.request_groups import GRPORequestStrategy, IdentityStrategy, RequestStrategy
@@ -127,9 +127,9 @@ class SequenceRequests:
             raise ConfigError("samples is empty; there is nothing to make requests of")
         _check_batch_size(batch_size)
         self._samples, self._batch_size, self._build = samples, batch_size, build
-        self._strategy, self._shuffle, self._rng_seed = strategy, shuffle, rng_seed
+        self._strategy, self._rng_seed = strategy, rng_seed
+        self._passes = Passes(len(samples), self._shuffle if shuffle else None)
         self.position = 0
-        self._pass, self._order = -1, list(range(len(samples)))
 
     def __call__(self) -> list[RolloutRequest]:
         rows = [self._row(self.position + i) for i in range(self._batch_size)]
@@ -138,15 +138,12 @@ class SequenceRequests:
         return requests
 
     def _row(self, position: int) -> Row:
-        """The row at a position. Example: of 3 samples, position 7 is offset 1 of pass 2; if that
-        pass has the order [2, 0, 1], the row is sample 0."""
-        number, offset = divmod(position, len(self._samples))
-        if self._shuffle and number != self._pass:
-            self._order = list(range(len(self._samples)))
-            random.Random(f"{self._rng_seed}/{number}").shuffle(self._order)
-            self._pass = number
-        index = self._order[offset]
+        index = self._passes.at(position)
         return index, self._samples[index]
+
+    def _shuffle(self, number: int) -> list[int]:
+        """The order of pass `number`."""
+        return shuffle_range(len(self._samples), f"{self._rng_seed}/{number}")
 
     def state_dict(self) -> dict[str, int]:
         """The position, and what its order depends on."""

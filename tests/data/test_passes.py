@@ -1,0 +1,73 @@
+"""Passes over data: every sample once a pass, and the orders that saved positions depend on."""
+
+import asyncio
+
+from hypothesis import given, strategies as st
+
+from ludic.data.passes import Passes, shuffle_range
+from ludic.recipes.compose import compose
+from ludic.runs.rollouts import PassRequests
+from ludic.training import SAWItem
+from ludic.training.batching.epochs import ItemBatchSource
+from ludic.training.rollouts.requests import make_dataset_sequence_requests_fn
+
+
+@given(st.integers(1, 20), st.integers(0, 3))
+def test_every_pass_has_every_sample_once_in_the_order_of_its_number(length, number):
+    passes = Passes(length, lambda number: shuffle_range(length, str(number)))
+    order = [passes.at(number * length + offset) for offset in range(length)]
+    assert order == shuffle_range(length, str(number))
+    assert sorted(order) == list(range(length))
+
+
+def test_without_an_order_every_pass_is_that_of_the_data():
+    passes = Passes(3)
+    assert [passes.at(position) for position in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_the_sample_at_a_position_does_not_depend_on_what_was_read_before():
+    orders = [[0, 1, 2], [2, 0, 1]]
+    passes = Passes(3, lambda number: orders[number])
+    assert [passes.at(position) for position in (4, 0, 5, 3, 2)] == [0, 0, 1, 2, 2]
+
+
+# Saved positions of stopped runs count on these orders: a change of one of them is a change of what
+# a resumed run trains on.
+
+
+def test_the_order_of_item_batches_is_that_of_saved_positions():
+    items = [SAWItem([i, i], [1, 1], [0, 1], 1.0, {"rollout_id": i}) for i in range(7)]
+    source = ItemBatchSource(items, batch_size=3, seed=5)
+    batches = [[item.meta["rollout_id"] for item in asyncio.run(source.next_batch()).items] for _ in range(7)]
+    assert batches == [[1, 4, 2], [3, 6, 5], [0], [4, 2, 0], [6, 5, 3], [1], [0, 4, 5]]
+    pairs = ItemBatchSource(items, batch_size=2, seed=5, unit=[2, 1, 1, 3])
+    batches = [[item.meta["rollout_id"] for item in asyncio.run(pairs.next_batch()).items] for _ in range(4)]
+    assert batches == [[4, 5, 6, 2], [3, 0, 1], [3, 0, 1], [4, 5, 6, 2]]
+
+
+def test_the_order_of_shuffled_requests_is_that_of_saved_positions():
+    requests = make_dataset_sequence_requests_fn(
+        list("abcdefg"), batch_size=5, env_kind="e", protocol_kind="p", shuffle=True, rng_seed=5
+    )
+    indices = [[request.env_seed for request in requests()] for _ in range(4)]
+    assert indices == [[2, 0, 4, 1, 3], [6, 5, 1, 5, 2], [3, 4, 6, 0, 3], [2, 0, 5, 6, 1]]
+
+
+class Problems:
+    training = tuple({"id": str(number)} for number in range(7))
+    digest = "unchanged"
+
+    def begin_batch(self, number):
+        pass
+
+
+class Task:
+    max_new_tokens = 4
+
+
+def test_the_order_of_a_recipes_problems_is_that_of_saved_positions():
+    section = compose(["rollout.prompts=5", "rollout.group_size=1"]).rollout
+    requests = PassRequests(Task(), Problems(), section, seed=5)
+    batches = [requests() for _ in range(4)]
+    assert ["".join(request.meta["problem_id"] for request in batch) for batch in batches] == ["56341", "20106", "45231", "25643"]
+    assert batches[0][0].sampling_seed == 1494753605
