@@ -41,7 +41,7 @@ OPTIONAL_READS = {
     "models/sharding.py": (1, "FSDP2"),
     "models/state_files.py": (3, "transformers and PEFT"),
     "recipes/build.py": (1, "a user's function"),
-    "recipes/sft/data.py": (1, "a tokenizer"),
+    "runs/data/sft.py": (1, "a tokenizer"),
     "runs/process_memory.py": (1, "the C library"),
     "runs/sampler.py": (2, "transformers"),
     "tasks/adapters.py": (7, "a user's task, adapted"),

@@ -13,7 +13,7 @@ from ludic.cli.app import app
 from ludic.models.device import describe_device
 from ludic.recipes.compose import compose
 from ludic.recipes.model import make_small_model
-from ludic.recipes.sft.data import why_none
+from ludic.runs.data.split import explain_no_heldout
 
 
 def ludic(*arguments, code=0):
@@ -135,10 +135,10 @@ def test_a_run_that_early_stopping_ended_says_so(tiny, tmp_path):
 
 def test_why_no_rows_are_held_out_is_said_with_the_remedy():
     """1,500 chats with 25 first questions, 60 of each: two in a hundred are 30."""
-    said = why_none(1500, 0.02, 25, 60)
+    said = explain_no_heldout(1500, 0.02, 25, 60)
     assert "heldout (0.02) of 1,500 rows is 30" in said
     assert "raise heldout to 0.04 or above" in said
-    assert "heldout is 0" in why_none(1500, 0.0, 25, 60)
+    assert "heldout is 0" in explain_no_heldout(1500, 0.0, 25, 60)
 
 
 def test_a_run_without_held_out_rows_says_why(tiny, tmp_path):

@@ -1,13 +1,13 @@
 """Resolving a recipe: layers in order, Hydra's grammar, and errors that say what was meant."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from ludic.errors import ConfigError
-from ludic.recipes.compose import builtin_names, compose, config_hash, from_run, to_yaml
+from ludic.recipes.compose import builtin_names, compose, config_hash, to_yaml
 from ludic.training.config import TrainerConfig
 
 
@@ -77,19 +77,6 @@ def test_a_loaded_model_is_trained_at_gentler_rates_unless_others_are_asked_for(
     path.write_text("model: somewhere\nloaded_model: {steps: 9}\n")
     assert (compose([str(path)]).steps, compose([str(path)]).trainer.lr) == (9, loaded.trainer.lr)
     assert compose([str(path), "model=null"]).steps == small.steps
-
-
-def test_a_resolved_recipe_stays_as_it_is_for_the_model_that_came_out_of_it(tmp_path: Path) -> None:
-    """A run of the small model plays in moves; a file that was read with `model=` took the words
-    of chat models."""
-    run, resolved = tmp_path / "run", compose(["tictactoe", "steps=7"])
-    (run / "model").mkdir(parents=True)
-    (run / "config.yaml").write_text(to_yaml(resolved))
-    again = compose(from_run(str(run)))
-    assert again == replace(resolved, model=str(run / "model"))
-    assert again.task.args.get("format", "moves") == "moves"
-    assert compose(["tictactoe", "model=somewhere"]).task.args["format"] == "chat"
-    assert from_run("tictactoe") == ["tictactoe"]
 
 
 def test_another_task_does_not_inherit_the_arguments_of_the_first(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from ludic.data.sources import Draw
 from ludic.errors import DataError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
-from ludic.recipes.rm.data import RMData
 from ludic.recipes.rm.model import choose_padding_token
 from ludic.recipes.rm.schema import compose_rm
+from ludic.runs.data.reward_model import RMData
 from ludic.runs.report import reward_model as report
 
 TINY = [*NETWORK, "threads=1", "pairs=40", "batch_size=8", "train_sample=16", "task.args.num_heldout=20"]

@@ -37,10 +37,10 @@ def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: boo
     if print_config:
         from omegaconf import OmegaConf
 
-        from ludic.recipes.commented import commented, explained
+        from ludic.cli.print_config import add_help_texts, format_recipe
 
         own = OmegaConf.to_yaml(OmegaConf.create(asdict(settings)))
-        print(explained(recipe) + commented(own, EvalSettings), end="")
+        print(format_recipe(recipe) + add_help_texts(own, EvalSettings), end="")
         return 0
     with output_to(json_only) as console:
         try:
@@ -57,13 +57,13 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
     """Play the episodes, measure, write and show; returns the summary as JSON. All settings are
     checked before the folder is made."""
     from ludic.cli.evaluate_report import EvaluationResult, show, summary_of, write
-    from ludic.recipes.build import check_numbers, task_of
+    from ludic.recipes.build import build_episodic_task, check_numbers
     from ludic.tasks.success import success_of
 
     started = time.perf_counter()
     check_numbers(recipe)
     _check_reward_model(recipe, settings)
-    own_task = task_of(recipe)
+    own_task = build_episodic_task(recipe)
     success_of(own_task, recipe.evaluation.solved_at)  # raises for a wrong setting before anything is loaded
     problems = _problems(recipe, settings, own_task, console)
     async with _client(recipe, settings, own_task) as (client, model_name, task):

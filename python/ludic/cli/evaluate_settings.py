@@ -12,8 +12,9 @@ from typing import Optional, cast
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ludic.cli.run_folder import expand_run_folder
 from ludic.errors import ConfigError
-from ludic.recipes.compose import Override, compose, from_run, parse_override
+from ludic.recipes.compose import Override, compose, parse_override
 from ludic.recipes.schema import Recipe
 
 SHORT_NAMES = {
@@ -62,7 +63,7 @@ def resolve(arguments: Sequence[str]) -> tuple[Recipe, EvalSettings]:
     overrides: list[Override] = []
     for argument in arguments:
         if "=" not in argument or Path(argument).exists():
-            for_recipe[:0] = from_run(argument)
+            for_recipe[:0] = expand_run_folder(argument)
             continue
         override = parse_override(argument)
         if override.key.startswith("inference."):

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from ludic.cli.console import INTERRUPTED, output_to, quiet_libraries
 from ludic.cli.keep_condition import Keep
+from ludic.cli.run_folder import expand_run_folder
 from ludic.errors import ConfigError
-from ludic.recipes.compose import compose, from_run
+from ludic.recipes.compose import compose
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +54,7 @@ def rollout_command(arguments: Sequence[str], *, episodes: int, keep: str | None
     written so far."""
     started = time.perf_counter()
     recipe, condition = (
-        compose([part for argument in arguments for part in from_run(argument)]),
+        compose([part for argument in arguments for part in expand_run_folder(argument)]),
         None if keep is None else Keep.parse(keep),
     )
     _check(recipe, out)

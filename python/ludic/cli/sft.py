@@ -38,9 +38,9 @@ class _SFT:
         return SFTParts.build(recipe)
 
     def folder_name(self, recipe: SFTRecipe) -> str:
-        from ludic.recipes.sft.schema import paths_of
+        from ludic.recipes.sft.schema import list_data_files
 
-        data = recipe.task.kind.rpartition(":")[2] if recipe.data is None else paths_of(recipe.data, "data")[0].stem
+        data = recipe.task.kind.rpartition(":")[2] if recipe.data is None else list_data_files(recipe.data, "data")[0].stem
         return f"sft-{data}-seed{recipe.seed}"
 
     def run(self, recipe: SFTRecipe, parts: SFTParts, directory: SFTDirectory, screen: Screen, stop: StopRequest) -> SFTRun:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ludic.cli.console import quiet_libraries, run_with_console
+from ludic.cli.print_config import format_recipe
 from ludic.cli.resume import parse_resume_steps, resume_recipe
-from ludic.recipes.commented import explained
 from ludic.runs.directory import DONE, run_path
 from ludic.runs.process_memory import settled_memory
 from ludic.runs.versions import versions
@@ -68,7 +68,7 @@ def run_command(
         if resume is not None:
             parse_resume_steps(arguments, command.directory.command)
         sources = arguments if resume is None else [str(command.directory.look_into(resume).config), *arguments]
-        print(explained(command.compose(sources)), end="")
+        print(format_recipe(command.compose(sources)), end="")
         return 0
     return run_with_console(lambda console: _train(command, arguments, resume, console, started), json_only=json_only)
 

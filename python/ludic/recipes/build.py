@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import random
 from collections.abc import Callable
 from dataclasses import asdict
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from ludic.errors import ConfigError
@@ -23,9 +20,6 @@ from ludic.tasks.judged import judged_by
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.config import TrainerConfig
 from ludic.training.presets.registry import REGISTRY
-
-if TYPE_CHECKING:
-    from ludic.recipes.epochs_schema import EpochsRecipe
 
 C = TypeVar("C", bound=TrainerConfig)
 T = TypeVar("T")
@@ -47,24 +41,6 @@ _LEAST = {
 def check_numbers(recipe: Recipe) -> None:
     """Raise `ConfigError` for a count that is too small."""
     check_least(recipe, _LEAST)
-
-
-def seed_everything(recipe: Recipe | EpochsRecipe) -> None:
-    """Seed Python and torch, and set torch's threads: two runs of one recipe draw the same
-    weights, data and samples."""
-    if recipe.threads is not None:
-        torch.set_num_threads(recipe.threads)
-    random.seed(recipe.seed)
-    torch.manual_seed(recipe.seed)
-
-
-def seed_phase(seed: int, phase: str) -> None:
-    """Seed Python, numpy and torch by the seed and the phase alone: a phase draws the same
-    whatever was drawn before it, also when it is resumed in another process."""
-    derived = int.from_bytes(hashlib.sha256(f"{seed} {phase}".encode()).digest()[:4], "little")
-    random.seed(derived)
-    np.random.seed(derived)
-    torch.manual_seed(derived)
 
 
 def build_task(
@@ -93,7 +69,7 @@ def build_named(registry: dict[str, Callable[..., Any]], section: TaskSection) -
     return _call(make, section.args, "task.args")
 
 
-def task_of(recipe: Recipe) -> EpisodicTask:
+def build_episodic_task(recipe: Recipe) -> EpisodicTask:
     """The task of a recipe, whatever it is, as one of episodes."""
     settings = {"data": recipe.data, "reward": recipe.reward, "reward_weights": recipe.reward_weights}
     return as_episodic(build_task(recipe.task, **settings, judged=recipe.reward_model is not None))

@@ -190,7 +190,7 @@ def trainer_section(config: type[TrainerConfig] = TrainerConfig) -> type[Any]:
     hints = get_type_hints(config)
     included = [item for item in fields(config) if item.init and item.name not in DERIVED]
     made = [(item.name, _plain(hints[item.name]), _copied(item)) for item in included]
-    return make_dataclass("TrainerSection", made, namespace={"made_of": config})
+    return make_dataclass("TrainerSection", made, namespace={"config_class": config})
 
 
 def _plain(hint: Any) -> Any:

@@ -12,12 +12,12 @@ from typing import Any, Generic, Protocol, TypeVar
 from ludic.errors import StopRequested
 from ludic.models.loading import find_whole_model
 from ludic.models.saving import save_missing_base, save_policy
-from ludic.recipes.build import seed_phase
 from ludic.recipes.epochs_schema import EpochsRecipe
 from ludic.recipes.schema import Recipe
 from ludic.runs.checkpoints import find_latest_checkpoint, rewind_logs
 from ludic.runs.directory import DONE, RunDirectory
 from ludic.runs.screen import Screen
+from ludic.runs.seeding import seed_phase
 from ludic.runs.stop_request import StoppableSource, StopRequest
 from ludic.runs.tracking import run_logger
 from ludic.training.checkpoint import CheckpointConfig

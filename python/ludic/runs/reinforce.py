@@ -15,10 +15,9 @@ from ludic.models.saving import save_policy
 from ludic.models.state_files import read_model
 from ludic.recipes.build import (
     build_algorithm,
+    build_episodic_task,
     build_trainer_config,
     check_numbers,
-    seed_everything,
-    task_of,
     with_reward_model,
 )
 from ludic.recipes.inference_section import logprob_convention
@@ -40,6 +39,7 @@ from ludic.runs.rollouts import (
 )
 from ludic.runs.sampler import Sampler, check_inference, open_sampler
 from ludic.runs.screen import Screen
+from ludic.runs.seeding import seed_everything
 from ludic.runs.stop_request import Interrupted, StopRequest
 from ludic.tasks import EpisodicTask
 from ludic.tasks.demonstrations import DemonstrationSource
@@ -76,7 +76,7 @@ class RLParts:
     def build(cls, recipe: Recipe) -> RLParts:
         """Build the parts from a recipe. Seeds all random generators first (`seed_everything`)."""
         check_numbers(recipe)
-        task = task_of(recipe)
+        task = build_episodic_task(recipe)
         algorithm = build_algorithm(recipe, max_completion_tokens=recipe.rollout.max_new_tokens or task.max_new_tokens)
         check_rollouts(recipe, task)
         seed_everything(recipe)

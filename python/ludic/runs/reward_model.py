@@ -9,13 +9,14 @@ from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.eval.preference_picture import draw_margins, draw_reliability
-from ludic.recipes.build import build_config, seed_everything
+from ludic.recipes.build import build_config
 from ludic.recipes.model import build_tokenizer
-from ludic.recipes.rm.data import RMData
 from ludic.recipes.rm.model import build_reward_model, choose_padding_token
 from ludic.recipes.rm.schema import RMRecipe
+from ludic.runs.data.reward_model import RMData
 from ludic.runs.directory import DONE, RMDirectory
 from ludic.runs.epochs import EpochsRun
+from ludic.runs.seeding import seed_everything
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.pair_batches import preference_batches

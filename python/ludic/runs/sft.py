@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ludic.errors import ConfigError
-from ludic.recipes.build import build_trainer_config, seed_everything
+from ludic.recipes.build import build_trainer_config
 from ludic.recipes.lora import add_adapters
 from ludic.recipes.model import build_model, build_tokenizer
-from ludic.recipes.sft.data import SFTData, write_demonstrations
 from ludic.recipes.sft.schema import SFTRecipe
+from ludic.runs.data.sft import SFTData, write_demonstrations
 from ludic.runs.directory import DONE, SFTDirectory
 from ludic.runs.epochs import EpochsRun
+from ludic.runs.seeding import seed_everything
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.heldout_loss import HeldOutLoss

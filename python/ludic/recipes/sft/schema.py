@@ -44,7 +44,7 @@ def compose_sft(arguments: Sequence[str] = ()) -> SFTRecipe:
     return recipe
 
 
-def paths_of(setting: Any, name: str) -> list[Path]:
+def list_data_files(setting: Any, name: str) -> list[Path]:
     """The files that `data` or `heldout_data` names."""
     paths = [setting] if isinstance(setting, str) else setting
     if not isinstance(paths, list) or not paths or not all(isinstance(path, str) for path in paths):

@@ -16,7 +16,7 @@ from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
 from ludic.recipes.build import build_named
 from ludic.recipes.rm.schema import RMRecipe
-from ludic.recipes.sft.data import split_by_prompt
+from ludic.runs.data.split import split_by_prompt
 from ludic.tasks import DigitPreferences
 from ludic.tasks.preferences import bayes_accuracy, drawn_accuracy
 from ludic.training.preference_utils import load_preference_items, preference_dataset_to_saw_items

@@ -5,7 +5,7 @@ import yaml
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
-from ludic.recipes.commented import commented, docs_of
+from ludic.cli.print_config import add_help_texts, read_field_docs
 from ludic.recipes.compose import compose, to_yaml
 from ludic.recipes.schema import EvaluationSection, Recipe
 from ludic.training.config import TrainerConfig
@@ -19,16 +19,16 @@ def printed(*arguments: str) -> str:
 
 def test_comments_change_no_value():
     plain = to_yaml(compose(["tictactoe", "name='a: b'", "rollout.system_prompt='x\n  steps: 3\n'"]))
-    assert yaml.safe_load(commented(plain, Recipe, TrainerConfig)) == yaml.safe_load(plain)
+    assert yaml.safe_load(add_help_texts(plain, Recipe, TrainerConfig)) == yaml.safe_load(plain)
 
 
 def test_a_setting_has_the_docstring_of_its_field_above_it():
-    lines = commented(to_yaml(compose([])), Recipe, TrainerConfig).splitlines()
+    lines = add_help_texts(to_yaml(compose([])), Recipe, TrainerConfig).splitlines()
     place = lines.index("  samples_per_prompt: 4")
-    assert lines[place - 1] == f"  # {docs_of(EvaluationSection)['samples_per_prompt']}"
-    assert "AdamW's learning rate" in docs_of(TrainerConfig)["lr"]
-    assert lines.count(f"  # {docs_of(TrainerConfig)['lr']}") == 1
-    assert lines.count(f"    # {docs_of(TrainerConfig)['lr']}") == 1  # that of the warm-up
+    assert lines[place - 1] == f"  # {read_field_docs(EvaluationSection)['samples_per_prompt']}"
+    assert "AdamW's learning rate" in read_field_docs(TrainerConfig)["lr"]
+    assert lines.count(f"  # {read_field_docs(TrainerConfig)['lr']}") == 1
+    assert lines.count(f"    # {read_field_docs(TrainerConfig)['lr']}") == 1  # that of the warm-up
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,12 @@ from ludic.data.sources import read_table
 from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
 from ludic.recipes.build import build_task
-from ludic.recipes.sft.schema import SFTRecipe, paths_of
+from ludic.recipes.sft.schema import SFTRecipe, list_data_files
+from ludic.runs.data.split import explain_no_heldout, identify_prompt, split_by_prompt
 from ludic.tasks import as_episodic
 from ludic.training.samples.conversations import AssistantTurns
 from ludic.training.samples.sft import Row, SFTItems
 from ludic.training.types import SAWItem
-
-_SPLIT_SEED = 20_000  # the held-out rows are the same in every run
 
 Rows = list[tuple[str, Row]]
 
@@ -48,8 +47,8 @@ class SFTData:
         train, heldout = split_by_prompt(items, recipe.heldout)
         if heldout:
             return cls(train, heldout)
-        prompts = Counter(_prompt(of_row[0]) for of_row in items)
-        return cls(train, heldout, why_none(len(items), recipe.heldout, len(prompts), min(prompts.values())))
+        prompts = Counter(identify_prompt(of_row[0]) for of_row in items)
+        return cls(train, heldout, explain_no_heldout(len(items), recipe.heldout, len(prompts), min(prompts.values())))
 
     def counts(self, max_seq_len: int, end_tokens: frozenset[int]) -> dict[str, int]:
         """Numbers of samples and tokens; of training samples that are cut to `max_seq_len`, and
@@ -98,48 +97,12 @@ def write_demonstrations(recipe: SFTRecipe, tokenizer: Any, path: Path) -> None:
     write_text(path, "".join(json.dumps(row) + "\n" for row in demonstration_rows(recipe, tokenizer)))
 
 
-def split_by_prompt(rows: Sequence[list[SAWItem]], share: float) -> tuple[list[SAWItem], list[SAWItem]]:
-    """Split the samples of all rows into (training, heldout_rows-out).
-
-    Rows with the same prompt stay together, so that no prompt is both trained and measured. At most
-    `share` of the rows is heldout_rows out."""
-    by_prompt: dict[bytes, list[int]] = {}
-    for number, items in enumerate(rows):
-        by_prompt.setdefault(_prompt(items[0]), []).append(number)
-    groups = list(by_prompt.values())
-    heldout_rows: set[int] = set()
-    for index in np.random.default_rng(_SPLIT_SEED).permutation(len(groups)):
-        if len(heldout_rows) + len(groups[index]) <= int(share * len(rows)):
-            heldout_rows.update(groups[index])
-    train = [item for number, items in enumerate(rows) if number not in heldout_rows for item in items]
-    return train, [item for number in sorted(heldout_rows) for item in rows[number]]
-
-
-def why_none(rows: int, share: float, prompts: int, smallest: int) -> str:
-    """Why no rows are held out and the remedy, for `rows` rows with `prompts` different prompts,
-    the rarest in `smallest` rows."""
-    if share == 0:
-        return "heldout is 0; set heldout=0.05, or give heldout_data"
-    return (
-        f"heldout ({share:g}) of {rows:,} rows is {int(share * rows):,}, rows with one prompt stay together, and each of the {prompts:,} "
-        f"different prompts is in {smallest:,} rows or more; raise heldout to {smallest / rows:.2g} or above, or give heldout_data"
-    )
-
-
-def _prompt(item: SAWItem) -> bytes:
-    """Identity of a sample's prompt: the digest from its row, else the tokens before the first
-    trained one."""
-    if "prompt_digest" in item.meta:
-        return str(item.meta["prompt_digest"]).encode()
-    return np.asarray(item.input_ids[: int(np.argmax(item.action_mask))]).tobytes()
-
-
 def _demonstrations(recipe: SFTRecipe, tokenizer: Any) -> Rows:
     return [(f"demonstration {number}", row) for number, row in enumerate(demonstration_rows(recipe, tokenizer), 1)]
 
 
 def _read(setting: Any, name: str) -> Rows:
-    paths: Sequence[Path] = paths_of(setting, name)
+    paths: Sequence[Path] = list_data_files(setting, name)
     tables = [read_table(str(path)) for path in paths]
     rows: Rows = [(table.where(index), row) for table in tables for index, row in enumerate(table.rows)]
     if not rows:

@@ -15,12 +15,12 @@ from ludic.recipes.compose import to_yaml
 _WIDTH = 100
 
 
-def explained(recipe: Any) -> str:
+def format_recipe(recipe: Any) -> str:
     """The whole recipe as YAML, every setting with its help text."""
-    return commented(to_yaml(recipe), type(recipe), recipe.trainer.made_of)
+    return add_help_texts(to_yaml(recipe), type(recipe), recipe.trainer.config_class)
 
 
-def commented(text: str, recipe: type[Any], trainer: type[Any] | None = None) -> str:
+def add_help_texts(text: str, recipe: type[Any], trainer: type[Any] | None = None) -> str:
     """Add help texts to `text`, the YAML of a `recipe` in block style. `trainer` is the class of
     its `trainer` sections. The values stay the same."""
     docs = dict(_documented(recipe, trainer, ""))
@@ -41,7 +41,7 @@ def commented(text: str, recipe: type[Any], trainer: type[Any] | None = None) ->
 
 def _documented(section: type[Any], trainer: type[Any] | None, prefix: str) -> Iterator[tuple[str, str]]:
     """(path of a setting, help text)."""
-    docs, hints = docs_of(section), get_type_hints(section)
+    docs, hints = read_field_docs(section), get_type_hints(section)
     for item in fields(section):
         if item.name in docs:
             yield f"{prefix}{item.name}", docs[item.name]
@@ -50,7 +50,7 @@ def _documented(section: type[Any], trainer: type[Any] | None, prefix: str) -> I
             yield from _documented(inner, trainer, f"{prefix}{item.name}.")
 
 
-def docs_of(section: type[Any]) -> dict[str, str]:
+def read_field_docs(section: type[Any]) -> dict[str, str]:
     """The docstring under each field of a class and its base classes, on one line each."""
     docs: dict[str, str] = {}
     for base in reversed(section.__mro__):
