@@ -6,13 +6,13 @@ import pytest
 
 from ludic.data import load_data
 from ludic.data.formats import Row
-from ludic.data.scored_responses import has_scored_responses, preferences_of_scores
+from ludic.data.scored_responses import convert_scores, has_scored_responses
 from ludic.data.sources import Table
 from ludic.errors import DataError
 
 
 def preferences(*rows: Row):
-    return preferences_of_scores(Table("shp.jsonl", "line", list(rows), [2 * number + 1 for number in range(len(rows))]))
+    return convert_scores(Table("shp.jsonl", "line", list(rows), [2 * number + 1 for number in range(len(rows))]))
 
 
 def row(**changes):

@@ -12,7 +12,7 @@ from tiny_policy import make_tiny_policy
 
 from ludic.distributed import create_lora_publisher
 from ludic.errors import ConfigError, PublishError
-from ludic.models.lora import LoraSettings, adapter_weights, apply_lora
+from ludic.models.lora import LoraSettings, apply_lora, collect_adapter_weights
 
 BASE = make_tiny_policy()
 
@@ -50,8 +50,8 @@ def test_each_version_has_a_name_of_its_own_and_old_ones_are_unloaded(start, mod
     assert servers[0].adapters["policy@3"] == str(folder)
     assert json.loads((folder / "adapter_config.json").read_text())["r"] == 2
     stored = load_file(folder / "adapter_model.safetensors")
-    assert stored.keys() == adapter_weights(model).keys()
-    assert all(torch.equal(stored[name], tensor) for name, tensor in adapter_weights(model).items())
+    assert stored.keys() == collect_adapter_weights(model).keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in collect_adapter_weights(model).items())
 
 
 def test_if_one_server_cannot_load_a_version_none_has_it(start, model, tmp_path):

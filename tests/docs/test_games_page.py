@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from ludic.recipes.compose import builtin_names
+from ludic.recipes.compose import list_builtin_recipes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "games.md").read_text(encoding="utf-8")
 
@@ -21,4 +21,4 @@ def test_the_environments_are_usable_alone_as_shown() -> None:
 
 def test_the_commands_name_built_in_recipes() -> None:
     named = set(re.findall(r"ludic train (\w+)", PAGE))
-    assert named == {"tictactoe", "tools"} < set(builtin_names())
+    assert named == {"tictactoe", "tools"} < set(list_builtin_recipes())

@@ -15,7 +15,7 @@ from ludic.cli.app import app
 from ludic.errors import MismatchError
 from ludic.recipes.build import build_algorithm
 from ludic.recipes.compose import compose
-from ludic.recipes.inference_section import InferenceSection, kind_of
+from ludic.recipes.inference_section import InferenceSection, choose_kind
 from ludic.runs.sampler import HEAD_DIMS
 from ludic.training import make_grpo
 from ludic.training.backend.torch import TorchBackend
@@ -36,7 +36,7 @@ def test_the_training_commands_of_the_page_are_recipes():
     assert len(shown) == 9
     for arguments in shown:
         recipe = compose(arguments)
-        assert kind_of(recipe.inference) == "vllm"
+        assert choose_kind(recipe.inference) == "vllm"
         build_algorithm(recipe)
 
 

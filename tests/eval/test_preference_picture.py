@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ludic.errors import DataError
-from ludic.eval.preference_picture import _edges, draw_margins, draw_reliability
+from ludic.eval.preference_picture import _make_bin_edges, draw_margins, draw_reliability
 from ludic.training import PreferenceMetrics
 
 
@@ -35,7 +35,7 @@ def test_there_must_be_something_to_draw(tmp_path, draw):
 
 @pytest.mark.parametrize("margins", [[0.0], [0.0, 3.0], [-2.0, 1.0], [1e-3, 5e3]])
 def test_no_bin_of_the_histogram_has_right_and_wrong_pairs(margins):
-    edges = _edges(np.array(margins))
+    edges = _make_bin_edges(np.array(margins))
     assert 0.0 in edges
     assert edges[0] <= min(margins)
     assert max(margins) <= edges[-1] * (1 + 1e-12)

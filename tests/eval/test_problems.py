@@ -7,7 +7,7 @@ from playing import FOR_RL, ScriptedClient, play, protocol
 from ludic.envs import DatasetQAEnv
 from ludic.errors import ConfigError
 from ludic.eval import ProblemEvaluator
-from ludic.eval.problems import sample_requests
+from ludic.eval.problems import repeat_requests
 from ludic.training import EnvSpec, ProtocolSpec, Reducer, RolloutEngine, RolloutRequest
 from ludic.types import ChatResponse
 
@@ -46,16 +46,16 @@ def engine(client, **settings):
 
 
 def test_every_answer_has_a_seed_of_its_own_that_does_not_depend_on_k():
-    few, many = (sample_requests([problem("a"), problem("b")], k=k, seed=3) for k in (2, 64))
+    few, many = (repeat_requests([problem("a"), problem("b")], k=k, seed=3) for k in (2, 64))
     seeds = {(r.meta["problem_id"], r.meta["sample_index"]): r.sampling_seed for r in many}
     assert len(set(seeds.values())) == 128
     assert all(seeds[r.meta["problem_id"], r.meta["sample_index"]] == r.sampling_seed for r in few)
-    assert {r.sampling_seed for r in sample_requests([problem("a")], k=2, seed=4)}.isdisjoint(seeds.values())
+    assert {r.sampling_seed for r in repeat_requests([problem("a")], k=2, seed=4)}.isdisjoint(seeds.values())
     assert all(r.num_episodes == 1 for r in few)
 
 
 def test_the_answers_to_a_problem_share_its_environment():
-    requests = sample_requests([problem("a"), problem("b"), problem("c", env_seed=77)], k=3, seed=0)
+    requests = repeat_requests([problem("a"), problem("b"), problem("c", env_seed=77)], k=3, seed=0)
     by_problem = {name: {r.env_seed for r in requests if r.meta["problem_id"] == name} for name in "abc"}
     assert [len(seeds) for seeds in by_problem.values()] == [1, 1, 1]
     assert by_problem["a"] != by_problem["b"]
@@ -64,7 +64,7 @@ def test_the_answers_to_a_problem_share_its_environment():
 
 def test_a_problem_without_a_name_is_named_by_its_place():
     bare = RolloutRequest(EnvSpec("qa"), ProtocolSpec("single"))
-    assert [r.meta["problem_id"] for r in sample_requests([bare, bare], k=1, seed=0)] == ["0", "1"]
+    assert [r.meta["problem_id"] for r in repeat_requests([bare, bare], k=1, seed=0)] == ["0", "1"]
 
 
 def test_numbers_are_those_of_the_answers_and_repeat():

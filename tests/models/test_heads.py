@@ -7,7 +7,7 @@ from small_models import causal_model, scoring_model
 from torch import nn
 
 from ludic.errors import ConfigError
-from ludic.models.heads import find_head, head_parts
+from ludic.models.heads import find_head, find_head_parts
 from ludic.models.lora import find_target_modules, load_adapter, save_adapter
 from ludic.models.published import published_weights
 from ludic.training import LoraSettings, apply_lora
@@ -48,12 +48,12 @@ def plain(name):
 @pytest.mark.parametrize(("architecture", "heads"), HEADS.items())
 def test_every_part_of_the_head_is_trained_and_saved(architecture, heads, tmp_path):
     model = scoring_model(architecture)
-    assert (find_head(model), head_parts(model)) == (heads[0], heads)
+    assert (find_head(model), find_head_parts(model)) == (heads[0], heads)
     weights = {name for name, _ in model.named_parameters() if name.split(".")[0] in heads}
     backbone = {name for name, _ in model.named_parameters() if name.startswith(f"{model.base_model_prefix}.")}
     assert weights | backbone == {name for name, _ in model.named_parameters()}  # nothing else could stay as it was made
     adapted = apply_lora(model, LoraSettings(rank=2))
-    assert head_parts(adapted) == [f"base_model.model.{part}" for part in heads]
+    assert find_head_parts(adapted) == [f"base_model.model.{part}" for part in heads]
     assert {plain(name) for name in one_step(adapted) if "lora_" not in name} == weights
     save_adapter(adapted, tmp_path)
     stored = {plain(name) for name in load_file(tmp_path / "adapter_model.safetensors") if "lora_" not in name}
@@ -105,7 +105,7 @@ def test_a_classifier_whose_head_is_not_found_is_an_error_and_no_frozen_head():
 
 def test_a_model_that_is_no_classifier_needs_no_head():
     adapted = apply_lora(causal_model("Qwen2"), LoraSettings(rank=2))
-    assert head_parts(adapted) == []
+    assert find_head_parts(adapted) == []
     assert not adapted.peft_config["default"].modules_to_save
 
 

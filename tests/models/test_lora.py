@@ -12,7 +12,7 @@ from training_samples import assert_same_tensors, tiny_model, weights_of
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.models.heads import find_head
-from ludic.models.lora import adapter_weights, load_adapter, save_adapter, save_merged
+from ludic.models.lora import collect_adapter_weights, load_adapter, save_adapter, save_merged
 from ludic.models.published import published_weights
 from ludic.training import LoraSettings, apply_lora, find_target_modules
 
@@ -287,9 +287,9 @@ def test_the_merged_model_on_disk_needs_no_peft_and_saving_it_changes_nothing(tm
 def test_adapter_weights_are_what_the_file_holds(tmp_path):
     model = trained(apply_lora(scoring_model("Qwen2"), LoraSettings(rank=2)))
     save_adapter(model, tmp_path)
-    assert_same_tensors(adapter_weights(model), load_file(tmp_path / "adapter_model.safetensors"))
+    assert_same_tensors(collect_adapter_weights(model), load_file(tmp_path / "adapter_model.safetensors"))
     with pytest.raises(ConfigError, match="no adapters"):
-        adapter_weights(tiny_model())
+        collect_adapter_weights(tiny_model())
     with pytest.raises(ConfigError, match="no adapters"):
         save_adapter(tiny_model(), tmp_path)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ludic.models.names import is_adapter, unwrapped_name
+from ludic.models.names import is_adapter, strip_peft_parts
 
 
 @pytest.mark.parametrize(
@@ -16,8 +16,8 @@ from ludic.models.names import is_adapter, unwrapped_name
     ],
 )
 def test_a_name_without_what_peft_puts_around_it(name, plain):
-    assert unwrapped_name(name) == plain
-    assert unwrapped_name(plain) == plain
+    assert strip_peft_parts(name) == plain
+    assert strip_peft_parts(plain) == plain
 
 
 @pytest.mark.parametrize(
@@ -42,4 +42,4 @@ def test_names_are_those_that_peft_gives():
     plain = {name for name, _ in model.named_parameters()}
     adapted = get_peft_model(model, LoraConfig(target_modules=["up"], modules_to_save=["score"]))
     names = [name for name, _ in adapted.named_parameters() if not is_adapter(name) and ".original_module." not in name]
-    assert {unwrapped_name(name) for name in names} == plain
+    assert {strip_peft_parts(name) for name in names} == plain

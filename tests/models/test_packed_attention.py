@@ -11,7 +11,14 @@ from torch import nn
 from training_samples import ListSource, assert_same_tensors, cpu_config, gradients_of, sorting_items, tiny_model
 
 from ludic import _core
-from ludic.models.packed_attention import PACKED, SequenceGroups, attention_of, packed_attention, packed_keywords, set_attention
+from ludic.models.packed_attention import (
+    PACKED,
+    SequenceGroups,
+    get_attention,
+    make_packed_keywords,
+    packed_attention,
+    set_attention,
+)
 from ludic.training import MaskedCausalLMCrossEntropyLoss, RLAlgorithm, SAWItem, Trainer, collate_saw_items
 from ludic.training.algorithm import forward_logits
 from ludic.training.backend.torch import enable_checkpointing
@@ -139,7 +146,7 @@ def test_flash_attention_is_told_where_sequences_begin():
     model = tiny_model()
     model.config._attn_implementation_internal = "flash_attention_2"  # not installed here, and not called
     lengths = [len(item.input_ids) for item in sorting_items(3)]
-    keywords = packed_keywords(model, packed_batch(sorting_items(3)))
+    keywords = make_packed_keywords(model, packed_batch(sorting_items(3)))
     assert (
         keywords["cu_seq_lens_q"].tolist() == keywords["cu_seq_lens_k"].tolist() == [0, *torch.tensor(lengths).cumsum(0).tolist()]
     )
@@ -204,7 +211,7 @@ def eager():
 def test_where_it_would_not_do_batches_are_padded_and_one_line_says_why(make, reason, caplog):
     model, items = make(), sorting_items(6, weight=1.0)
     cfg = cpu_config(packing="padding_free")
-    before = attention_of(model)
+    before = get_attention(model)
     with caplog.at_level(logging.WARNING):
         trainer = Trainer(model=model, algo=ALGO, batch_source=ListSource(items), cfg=cfg)
         HeldOutLoss(model, items, cfg).measure()
@@ -213,7 +220,7 @@ def test_where_it_would_not_do_batches_are_padded_and_one_line_says_why(make, re
     assert 'replaced by "optimal"' in line
     assert re.search(reason, line)
     assert trainer.cfg.packing == "optimal"
-    assert attention_of(model) == before
+    assert get_attention(model) == before
     trainer.train_step_sync()
 
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from ludic.errors import ConfigError
-from ludic.recipes.compose import builtin_names, compose, config_hash, to_yaml
+from ludic.recipes.compose import compose, config_hash, list_builtin_recipes, to_yaml
 from ludic.training.config import TrainerConfig
 
 
 def test_the_built_in_recipes_are_complete_and_say_their_name() -> None:
-    assert builtin_names() == ["addition", "data", "sort", "tictactoe", "tools"]
-    for name in builtin_names():
+    assert list_builtin_recipes() == ["addition", "data", "sort", "tictactoe", "tools"]
+    for name in list_builtin_recipes():
         recipe = compose([name])
         assert recipe.recipe == name
         assert "???" not in to_yaml(recipe)  # OmegaConf writes a missing value so

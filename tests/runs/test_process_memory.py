@@ -9,14 +9,14 @@ import pytest
 FAULTS = """
 import gc, resource
 import torch
-from ludic.runs.process_memory import YOUNG_OBJECTS, settled_memory
+from ludic.runs.process_memory import YOUNG_OBJECTS, settle_memory
 torch.set_num_threads(1)
 def step():
     for size in (1, 2, 4):
         kept = [torch.ones(size << 17) for _ in range(32)]
         kept.append(torch.ones(9 << 20))
 thresholds = gc.get_threshold()
-with settled_memory():
+with settle_memory():
     assert gc.get_freeze_count() > 100_000
     assert gc.get_threshold()[0] == YOUNG_OBJECTS
     for _ in range(3):
@@ -47,9 +47,9 @@ def test_freed_tensors_do_not_go_back_to_the_system_unless_variables_say_so():
 
 def test_a_program_that_froze_its_own_objects_keeps_them_frozen():
     code = (
-        "import gc\nfrom ludic.runs.process_memory import settled_memory\n"
+        "import gc\nfrom ludic.runs.process_memory import settle_memory\n"
         "gc.freeze()\nfrozen = gc.get_freeze_count()\n"
-        "with settled_memory():\n    assert gc.get_freeze_count() == frozen\n"
+        "with settle_memory():\n    assert gc.get_freeze_count() == frozen\n"
         "assert gc.get_freeze_count() == frozen > 0\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
-from ludic.runs.directory import new_folder
+from ludic.runs.directory import make_run_folder
 from ludic.tasks.demonstrations import prompt_text
 from ludic.training.presets.registry import REGISTRY
 
@@ -276,7 +276,7 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_trained(tiny: list[s
 
 
 def test_runs_without_a_name_get_folders_of_their_own_even_within_a_second(tmp_path: Path) -> None:
-    folders = [new_folder(str(tmp_path), None, "sort-grpo-seed0") for _ in range(5)]
+    folders = [make_run_folder(str(tmp_path), None, "sort-grpo-seed0") for _ in range(5)]
     assert len(set(folders)) == 5
     assert all(folder.is_dir() for folder in folders)
 

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from ludic.cli.app import app
 from ludic.errors import ConfigError
 from ludic.recipes.compose import compose, to_yaml
-from ludic.recipes.inference_section import LogprobConvention, kind_of, logprob_convention
+from ludic.recipes.inference_section import LogprobConvention, choose_kind, choose_logprob_convention
 from ludic.recipes.model import make_small_model
 from ludic.runs.reinforce import RLParts
-from ludic.runs.report.reinforce import phases_of
-from ludic.runs.report.sampling import compute_mismatch, overlap_of, weight_sync_of
-from ludic.runs.sampler import _started, check_inference
+from ludic.runs.report.costs import sum_phases
+from ludic.runs.report.sampling import summarize_mismatch, summarize_overlap, summarize_weight_sync
+from ludic.runs.sampler import _run_server, check_inference
 from ludic.training.loop.timings import PhaseTimer
 
 
@@ -46,7 +46,7 @@ def summary(folder):
 )
 def test_a_word_an_interpreter_or_an_address_says_which_engine(given, expected, tmp_path):
     recipe = compose(given)
-    assert kind_of(recipe.inference) == expected
+    assert choose_kind(recipe.inference) == expected
     (tmp_path / "again.yaml").write_text(to_yaml(recipe))
     assert compose([str(tmp_path / "again.yaml")]).inference == recipe.inference
 
@@ -68,7 +68,7 @@ def test_a_recipe_file_may_say_it_in_one_word(tmp_path):
 )
 def test_settings_that_contradict_each_other_are_refused(given, said):
     with pytest.raises(ConfigError, match=said):
-        kind_of(compose(given).inference)
+        choose_kind(compose(given).inference)
 
 
 def test_an_interpreter_without_vllm_is_refused_before_anything_is_done():
@@ -123,7 +123,7 @@ def test_an_evaluation_says_how_it_asks_a_server():
     ],
 )
 def test_sampler_and_trainer_speak_of_one_distribution(temperature, top_p, expected):
-    assert logprob_convention(temperature, top_p) == expected
+    assert choose_logprob_convention(temperature, top_p) == expected
     algorithm = "grpo" if temperature else "reinforce"  # answers that are all the same cannot be compared with each other
     recipe = compose([f"rollout.temperature={temperature}", f"rollout.top_p={top_p}", "threads=1", f"algorithm={algorithm}"])
     assert RLParts.build(recipe).trainer_cfg.temperature == expected.temperature
@@ -173,11 +173,11 @@ def test_an_overlapped_run_that_is_stopped_goes_on_with_the_prompts_that_follow(
     monkeypatch.setattr(StoppableSource, "next_batch", next_batch)
     assert len(whole) == 4
 
-    from ludic.recipes.build import task_of
-    from ludic.runs.rollouts import training_requests
+    from ludic.recipes.build import build_episodic_task
+    from ludic.runs.rollouts import make_training_requests
 
     recipe = compose([argument for argument in arguments if not argument.startswith(("output", "name"))])
-    prompts = training_requests(task_of(recipe), recipe.rollout, seed=recipe.seed)
+    prompts = make_training_requests(build_episodic_task(recipe), recipe.rollout, seed=recipe.seed)
     expected = [sorted({request.meta["problem_id"] for request in prompts()}) for _ in range(4)]
     assert whole == expected
 
@@ -186,7 +186,7 @@ async def test_the_start_of_a_server_is_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_VLLM_FACTS", str(tmp_path / "facts.json"))
     recipe = compose([f"inference.python={fake_vllm.install(tmp_path / 'venv')}"])
     timer, notes = PhaseTimer(), []
-    async with _started(recipe, None, tmp_path, tmp_path / "log", notes.append, timer) as url:
+    async with _run_server(recipe, None, tmp_path, tmp_path / "log", notes.append, timer) as url:
         assert httpx2.get(f"{url}/health", timeout=30).status_code == 200
     assert timer.seconds("server_start") > 0
     assert len(notes) == 1
@@ -196,7 +196,7 @@ def test_the_start_of_a_server_has_a_name_of_its_own_among_the_seconds():
     seconds = {"wall": 100.0, "set_up": 1.0, "warm_up": 2.0, "evaluate": 3.0}
     lines = [{"perf/rollout_s": 10.0}, {"perf/rollout_s": 20.0}]
     own, timed = ("set_up", "warm_up", "evaluate"), ("rollout",)
-    assert phases_of({**seconds, "server_start": 30.0}, lines, own=own, timed=timed) == {
+    assert sum_phases({**seconds, "server_start": 30.0}, lines, own=own, timed=timed) == {
         "set_up": 1.0,
         "warm_up": 2.0,
         "evaluate": 3.0,
@@ -204,7 +204,7 @@ def test_the_start_of_a_server_has_a_name_of_its_own_among_the_seconds():
         "rollout": 30.0,
         "other": 34.0,  # 100 - 1 - 2 - 3 - 30 - 10 - 20
     }
-    assert "server_start" not in phases_of(seconds, lines, own=own, timed=timed)
+    assert "server_start" not in sum_phases(seconds, lines, own=own, timed=timed)
 
 
 LINES = [
@@ -220,7 +220,7 @@ LINES = [
 
 
 def test_the_summary_of_a_sampler_is_that_of_its_steps():
-    assert compute_mismatch(LINES, {"mean": 1e-6}) == {
+    assert summarize_mismatch(LINES, {"mean": 1e-6}) == {
         "preflight": {"mean": 1e-6},
         "mean": pytest.approx(0.175),  # (0.1 * 100 + 0.2 * 300) / 400
         "kl": pytest.approx(0.025),
@@ -228,9 +228,9 @@ def test_the_summary_of_a_sampler_is_that_of_its_steps():
         "ess": 0.8,
         "lag": 0.5,
     }
-    assert weight_sync_of(LINES) == {"pushes": 2, "mean_s": pytest.approx(0.3), "max_s": 0.4}
-    assert overlap_of(LINES) == {"generation_s": 4.0, "waited_s": 2.5, "hidden": pytest.approx(0.375)}
-    assert (compute_mismatch([], None), weight_sync_of([]), overlap_of([])) == (None, None, None)
+    assert summarize_weight_sync(LINES) == {"pushes": 2, "mean_s": pytest.approx(0.3), "max_s": 0.4}
+    assert summarize_overlap(LINES) == {"generation_s": 4.0, "waited_s": 2.5, "hidden": pytest.approx(0.375)}
+    assert (summarize_mismatch([], None), summarize_weight_sync([]), summarize_overlap([])) == (None, None, None)
 
 
 @pytest.mark.integration

@@ -15,7 +15,7 @@ from ludic.cli.app import app
 from ludic.errors import ConfigError
 from ludic.recipes.compose import compose, config_hash
 from ludic.runs.screen import Screen
-from ludic.runs.tracking import trackers_named
+from ludic.runs.tracking import parse_trackers
 
 
 def ludic(*arguments: str) -> str:
@@ -192,10 +192,10 @@ def test_a_tracker_that_cannot_begin_ends_the_run_in_one_line(tiny: list[str], w
     ("given", "names"), [(None, []), ("none", []), ("wandb", ["wandb"]), (["trackio", "wandb", "trackio"], ["trackio", "wandb"])]
 )
 def test_trackers_are_named_alone_in_a_list_or_not_at_all(given: Any, names: list[str]) -> None:
-    assert trackers_named(given) == names
+    assert parse_trackers(given) == names
 
 
 def test_who_is_told_is_no_part_of_what_a_run_is() -> None:
     assert config_hash(compose(["report_to=wandb"])) == config_hash(compose([]))
     with pytest.raises(ConfigError, match="one or a list of tensorboard, trackio, wandb, or none"):
-        trackers_named(["mlflow"])
+        parse_trackers(["mlflow"])

@@ -7,7 +7,7 @@ from chat_tokenizers import CHATML, chat_tokenizer
 from training_samples import TOKENIZER, tiny_model
 
 from ludic.inference import InferenceSpec, LocalChatClient, ReturnSpec, SamplingParams
-from ludic.runs.rollouts import make_engine, request_for
+from ludic.runs.rollouts import make_engine, make_request
 from ludic.tasks import DigitSort
 from ludic.training.credit_assignment import MonteCarloReturn
 
@@ -41,7 +41,7 @@ async def sampled_items(client, params, *, task=None, concurrency=64):
     from random import Random
 
     draw = Random(5)
-    requests = [request_for(task.draw(draw), inference=inference, seed=seed) for seed in range(PROBLEMS)]
+    requests = [make_request(task.draw(draw), inference=inference, seed=seed) for seed in range(PROBLEMS)]
     batch = await engine.generate_batch(requests, credit_assigner=MonteCarloReturn(), concurrency=concurrency)
     return batch.items
 

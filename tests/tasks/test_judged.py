@@ -19,7 +19,7 @@ from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.build import build_task
 from ludic.recipes.compose import compose
 from ludic.recipes.schema import TaskSection
-from ludic.runs.rollouts import training_requests
+from ludic.runs.rollouts import make_training_requests
 from ludic.tasks import DigitSort, EpisodicTask, as_episodic
 from ludic.tasks.judged import JudgedTask, judged_by, load_reward_model
 
@@ -296,5 +296,5 @@ def test_a_judged_data_set_is_still_passed_through_row_by_row(tmp_path: Path, fo
     judged = judged_by(task, make_byte_tokenizer(), str(folder), "cpu")
     assert isinstance(judged, JudgedTask)
     section = compose(["sort", "rollout.prompts=18", "rollout.group_size=1"]).rollout
-    asked = training_requests(judged, section, seed=0)()
+    asked = make_training_requests(judged, section, seed=0)()
     assert len({request.meta["problem_id"] for request in asked}) == 18

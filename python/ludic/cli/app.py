@@ -89,8 +89,8 @@ def train(
 ) -> None:
     from ludic.cli.train import train_command
 
-    settings = [*(arguments or ()), *([f"algorithm={algorithm}"] if algorithm else ()), *_rate(lr)]
-    with _user_errors():
+    settings = [*(arguments or ()), *([f"algorithm={algorithm}"] if algorithm else ()), *_make_lr_setting(lr)]
+    with _report_user_errors():
         _refuse_flags(arguments)
         code = train_command(settings, resume=resume, json_only=json_only, print_config=print_config)
     raise typer.Exit(code)
@@ -123,9 +123,11 @@ def sft(
 ) -> None:
     from ludic.cli.sft import sft_command
 
-    with _user_errors():
+    with _report_user_errors():
         _refuse_flags(arguments)
-        code = sft_command([*(arguments or ()), *_rate(lr)], resume=resume, json_only=json_only, print_config=print_config)
+        code = sft_command(
+            [*(arguments or ()), *_make_lr_setting(lr)], resume=resume, json_only=json_only, print_config=print_config
+        )
     raise typer.Exit(code)
 
 
@@ -161,7 +163,7 @@ def train_rm(
 ) -> None:
     from ludic.cli.train_rm import train_rm_command
 
-    with _user_errors():
+    with _report_user_errors():
         code = train_rm_command(arguments or (), resume=resume, json_only=json_only, print_config=print_config)
     raise typer.Exit(code)
 
@@ -194,24 +196,24 @@ def rollout(
 ) -> None:
     from ludic.cli.rollout import rollout_command
 
-    with _user_errors():
+    with _report_user_errors():
         code = rollout_command(arguments or (), episodes=episodes, keep=keep, out=out, json_only=json_only)
     raise typer.Exit(code)
 
 
-def _rate(lr: float | None) -> list[str]:
+def _make_lr_setting(lr: float | None) -> list[str]:
     return [] if lr is None else [f"trainer.lr={lr}"]
 
 
 def _refuse_flags(arguments: list[str] | None) -> None:
     if any(argument.startswith("-") for argument in arguments or ()):
-        from ludic.recipes.compose import refuse_flags, setting_names
+        from ludic.recipes.compose import list_settings, refuse_flags
 
-        refuse_flags(arguments or (), setting_names())
+        refuse_flags(arguments or (), list_settings())
 
 
 @contextmanager
-def _user_errors() -> Iterator[None]:
+def _report_user_errors() -> Iterator[None]:
     """Turn errors of ludic and of the machine into one line and an exit status: 2 for wrong input
     (a setting, a file, its content), 1 for anything else. Other exceptions are bugs and show their
     traceback."""
@@ -262,7 +264,7 @@ def evaluate(
 ) -> None:
     from ludic.cli.evaluate import eval_command
 
-    with _user_errors():
+    with _report_user_errors():
         code = eval_command(arguments or (), json_only=json_only, print_config=print_config)
     raise typer.Exit(code)
 
@@ -312,7 +314,7 @@ def serve(
 ) -> None:
     from ludic.cli.serve import ServeSettings, serve_command
 
-    with _user_errors():
+    with _report_user_errors():
         settings = ServeSettings(
             model=model,
             host=host,

@@ -14,7 +14,7 @@ INTERRUPTED = 130
 
 
 @contextlib.contextmanager
-def output_to(json_only: bool) -> Iterator[Console]:
+def open_console(json_only: bool) -> Iterator[Console]:
     """The console for everything but the summary: standard output, or with `--json` standard
     error."""
     from rich.console import Console
@@ -26,14 +26,14 @@ def output_to(json_only: bool) -> Iterator[Console]:
         yield Console(stderr=True, soft_wrap=True)
 
 
-def run_with_console(work: Callable[[Console], tuple[int, str]], *, json_only: bool) -> int:
+def run_with_console(work: Callable[[Console], tuple[int, str]], *, json_only: bool, stopped: str = "Stopped at once.") -> int:
     """Run `work`, which returns (exit status, summary), and return the exit status. With `--json`
-    print only the summary."""
-    with output_to(json_only) as console:
+    print only the summary. `stopped` is printed if Ctrl-C ends the work."""
+    with open_console(json_only) as console:
         try:
             code, summary = work(console)
         except KeyboardInterrupt:
-            console.print("Stopped at once.", highlight=False)
+            console.print(stopped, highlight=False)
             return INTERRUPTED
     if json_only:
         print(summary, end="")

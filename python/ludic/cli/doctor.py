@@ -26,9 +26,9 @@ def examine() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in REQUIRED},
-        "core": _core_version(),
-        "devices": _devices(),
+        "packages": {name: _find_version(name) for name in REQUIRED},
+        "core": _find_core_version(),
+        "devices": _list_devices(),
         "extras": {
             name: {"installed": all(find_spec(module) is not None for module in modules), "adds": adds}
             for name, (modules, adds) in EXTRAS.items()
@@ -50,7 +50,7 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
         console.print(f"  {name:<14}{installed or '[red]missing[/]: pip install ' + name}")
     console.print(f"  {'core':<14}{report['core'] or '[red]missing[/]: `make setup` builds the extension'}")
     console.print("\n[bold]Devices[/]")
-    for line in _device_lines(report["devices"]):
+    for line in _describe_devices(report["devices"]):
         console.print(f"  {line}")
     console.print("\n[bold]Optional extras[/]")
     for name, extra in report["extras"].items():
@@ -58,14 +58,14 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
         console.print(f"  {name:<14}{extra['adds']}: {state}")
 
 
-def _version(name: str) -> str | None:
+def _find_version(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:
         return None
 
 
-def _core_version() -> str | None:
+def _find_core_version() -> str | None:
     try:
         from ludic import _core
     except ImportError:
@@ -73,7 +73,7 @@ def _core_version() -> str | None:
     return _core.__version__
 
 
-def _devices() -> dict[str, Any]:
+def _list_devices() -> dict[str, Any]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     devices: dict[str, Any] = {"cpus": usable, "torch_threads": None, "cuda": [], "mps": False}
     if find_spec("torch") is None:
@@ -89,7 +89,7 @@ def _devices() -> dict[str, Any]:
     return devices
 
 
-def _device_lines(devices: dict[str, Any]) -> list[str]:
+def _describe_devices(devices: dict[str, Any]) -> list[str]:
     lines = [f"CPU: {devices['cpus']} usable cores; torch takes {devices['torch_threads']} threads (the recipes set `threads`)"]
     lines += [f"CUDA {i}: {gpu['name']}, {gpu['memory_gb']} GB" for i, gpu in enumerate(devices["cuda"])]
     lines += [] if devices["cuda"] else ["CUDA: none"]

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludic.cli.console import INTERRUPTED, output_to, quiet_libraries
+from ludic.cli.console import quiet_libraries, run_with_console
 from ludic.cli.evaluate_settings import EvalSettings, resolve
 from ludic.errors import ConfigError
 from ludic.recipes.compose import config_hash, to_yaml
@@ -42,21 +42,17 @@ def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: boo
         own = OmegaConf.to_yaml(OmegaConf.create(asdict(settings)))
         print(format_recipe(recipe) + add_help_texts(own, EvalSettings), end="")
         return 0
-    with output_to(json_only) as console:
-        try:
-            summary = asyncio.run(_evaluate(recipe, settings, console))
-        except KeyboardInterrupt:
-            console.print("Stopped; nothing was measured.", highlight=False)
-            return INTERRUPTED
-    if json_only:
-        print(summary, end="")
-    return 0
+    return run_with_console(
+        lambda console: (0, asyncio.run(_evaluate(recipe, settings, console))),
+        json_only=json_only,
+        stopped="Stopped; nothing was measured.",
+    )
 
 
 async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) -> str:
     """Play the episodes, measure, write and show; returns the summary as JSON. All settings are
     checked before the folder is made."""
-    from ludic.cli.evaluate_report import EvaluationResult, show, summary_of, write
+    from ludic.cli.evaluate_report import EvaluationResult, build_summary, show, write
     from ludic.recipes.build import build_episodic_task, check_numbers
     from ludic.tasks.success import success_of
 
@@ -65,30 +61,30 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
     _check_reward_model(recipe, settings)
     own_task = build_episodic_task(recipe)
     success_of(own_task, recipe.evaluation.solved_at)  # raises for a wrong setting before anything is loaded
-    problems = _problems(recipe, settings, own_task, console)
-    async with _client(recipe, settings, own_task) as (client, model_name, task):
+    problems = _choose_problems(recipe, settings, own_task, console)
+    async with _open_client(recipe, settings, own_task) as (client, model_name, task):
         folder = _make_folder(recipe, model_name)
         success = success_of(task, recipe.evaluation.solved_at)
         episodes = len(problems) * recipe.evaluation.samples_per_prompt
-        where = settings.base_url or _device_of(client)
+        where = settings.base_url or _describe_model_device(client)
         console.print(f"{model_name}: {episodes} episodes on {where}, writing to {folder}/", highlight=False, markup=False)
-        with _progress(console, episodes) as on_episode:
-            engine = _engine(recipe, settings, task, client, model_name, folder, on_episode)
-            evaluator = _evaluator(recipe, settings, task, engine, _requests(recipe, task, problems), success.reward)
+        with _show_progress(console, episodes) as on_episode:
+            engine = _make_engine(recipe, settings, task, client, model_name, folder, on_episode)
+            evaluator = _make_evaluator(recipe, settings, task, engine, _make_requests(recipe, task, problems), success.reward)
             rollouts, measurement = await evaluator.play()
     solved_at = success.holds_for(reward for problem in measurement.problems for reward in problem.rewards)
     result = EvaluationResult(measurement, rollouts, problems, task, success, solved_at)
-    facts = _facts(recipe, settings, task, model_name) | {
+    facts = _collect_facts(recipe, settings, task, model_name) | {
         "solved_at": solved_at,
         "wall_s": round(time.perf_counter() - started, 2),
     }
-    summary = summary_of(result, facts)
+    summary = build_summary(result, facts)
     write(folder, result, summary, title=f"{recipe.recipe}, {model_name}, temperature {recipe.rollout.temperature:g}")
     show(console, result, folder)
     return summary
 
 
-def _facts(recipe: Recipe, settings: EvalSettings, task: EpisodicTask, model_name: str) -> dict[str, Any]:
+def _collect_facts(recipe: Recipe, settings: EvalSettings, task: EpisodicTask, model_name: str) -> dict[str, Any]:
     """The settings that the summary reports."""
     return {
         "recipe": recipe.recipe,
@@ -115,7 +111,7 @@ def _check_reward_model(recipe: Recipe, settings: EvalSettings) -> None:
 
 
 @contextmanager
-def _progress(console: Console, episodes: int) -> Iterator[Callable[[], None]]:
+def _show_progress(console: Console, episodes: int) -> Iterator[Callable[[], None]]:
     """A progress bar if there is a terminal. Yields a function to call after each episode."""
     from rich.progress import Progress
 
@@ -124,7 +120,7 @@ def _progress(console: Console, episodes: int) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-def _engine(
+def _make_engine(
     recipe: Recipe,
     settings: EvalSettings,
     task: EpisodicTask,
@@ -147,7 +143,7 @@ def _engine(
     )
 
 
-def _evaluator(
+def _make_evaluator(
     recipe: Recipe,
     settings: EvalSettings,
     task: EpisodicTask,
@@ -171,15 +167,15 @@ def _evaluator(
         solved_at=1.0 if solved_at is None else solved_at,  # unused and not reported if nothing says what is right
         confidence=settings.confidence,
         also={
-            **{name: _fact(name) for name in task.facts},
-            **{name: _number(name) for name in numbers},
-            "cut_off": _cut_off,
-            "answer_tokens": _answer_tokens,
+            **{name: _read_fact(name) for name in task.facts},
+            **{name: _read_number(name) for name in numbers},
+            "cut_off": _was_cut_off,
+            "answer_tokens": _count_answer_tokens,
         },
     )
 
 
-def _problems(recipe: Recipe, settings: EvalSettings, task: EpisodicTask, console: Console) -> list[Episode]:
+def _choose_problems(recipe: Recipe, settings: EvalSettings, task: EpisodicTask, console: Console) -> list[Episode]:
     """The held-out problems to play. Problems with the same id that differ by their seed, such as
     games, are numbered."""
     suites = task.suites()
@@ -196,43 +192,39 @@ def _problems(recipe: Recipe, settings: EvalSettings, task: EpisodicTask, consol
     ]
 
 
-def _requests(recipe: Recipe, task: EpisodicTask, problems: Sequence[Episode]) -> list[RolloutRequest]:
-    """One request for each problem; its seed follows from the recipe's seed and its position."""
-    from ludic.runs.rollouts import evaluation_inference, request_for
-    from ludic.seeds import derived_seed
+def _make_requests(recipe: Recipe, task: EpisodicTask, problems: Sequence[Episode]) -> list[RolloutRequest]:
+    """One request for each problem; `ProblemEvaluator` gives it its seeds."""
+    from ludic.runs.rollouts import make_evaluation_inference, make_request
 
-    inference = evaluation_inference(recipe.rollout, task, greedy=False)
-    return [
-        request_for(problem, inference=inference, seed=derived_seed(recipe.seed, 1 + i) or 0)
-        for i, problem in enumerate(problems)
-    ]
+    inference = make_evaluation_inference(recipe.rollout, task, greedy=False)
+    return [make_request(problem, inference=inference, seed=None) for problem in problems]
 
 
 @asynccontextmanager
-async def _client(
+async def _open_client(
     recipe: Recipe, settings: EvalSettings, task: EpisodicTask
 ) -> AsyncIterator[tuple[ChatClient, str, EpisodicTask]]:
     """Yields (client, name of the model, task). If the recipe has a reward model, it scores the
     task's answers."""
     if settings.base_url is None:
-        from ludic.recipes.build import with_reward_model
+        from ludic.recipes.build import add_reward_model
 
-        local = _local_client(recipe)
-        yield local, str(recipe.model), with_reward_model(recipe, task, local.tokenizer)
+        local = _make_local_client(recipe)
+        yield local, str(recipe.model), add_reward_model(recipe, task, local.tokenizer)
         return
     from ludic.inference import OpenAIChatClient
 
     client = OpenAIChatClient(
         settings.base_url,
-        api_key=_api_key(settings.api_key_env),
+        api_key=_read_api_key(settings.api_key_env),
         timeout_s=settings.timeout_s,
         returns_token_ids=settings.returns_token_ids,
     )
     async with client:
-        yield client, recipe.model or await _only_model(client), task
+        yield client, recipe.model or await _find_only_model(client), task
 
 
-def _local_client(recipe: Recipe) -> LocalChatClient:
+def _make_local_client(recipe: Recipe) -> LocalChatClient:
     if recipe.model is None:
         raise ConfigError(
             "there is no model to evaluate; give model=FOLDER, the folder of a run (ludic eval runs/NAME), or base_url=URL of a server"
@@ -251,7 +243,7 @@ def _local_client(recipe: Recipe) -> LocalChatClient:
     return LocalChatClient(model.to(device).eval(), tokenizer, max_batch_size=recipe.rollout.concurrency)
 
 
-def _device_of(client: ChatClient) -> str:
+def _describe_model_device(client: ChatClient) -> str:
     from ludic.inference.local.client import LocalChatClient
     from ludic.models.device import describe_device
 
@@ -259,7 +251,7 @@ def _device_of(client: ChatClient) -> str:
     return describe_device(client.model)
 
 
-def _api_key(variable: str | None) -> str:
+def _read_api_key(variable: str | None) -> str:
     if variable is None:
         return "none"
     if not os.environ.get(variable):
@@ -269,7 +261,7 @@ def _api_key(variable: str | None) -> str:
     return os.environ[variable]
 
 
-async def _only_model(client: Any) -> str:
+async def _find_only_model(client: Any) -> str:
     models: list[str] = await client.models()
     if len(models) != 1:
         raise ConfigError(f"{client.base_url} offers {len(models)} models ({', '.join(models[:5])}); say which with model=NAME")
@@ -280,28 +272,28 @@ def _make_folder(recipe: Recipe, model_name: str) -> Path:
     """Make `output/name`. The default name has the recipe, the model and the seed, and the time if
     that folder exists."""
     from ludic.files.atomic import write_text
-    from ludic.runs.directory import new_folder
+    from ludic.runs.directory import make_run_folder
 
     label = Path(model_name).parent.name if Path(model_name).name in ("model", "adapter") else Path(model_name).name
-    path = new_folder(recipe.output, recipe.name, f"eval-{recipe.recipe}-{label}-seed{recipe.seed}")
+    path = make_run_folder(recipe.output, recipe.name, f"eval-{recipe.recipe}-{label}-seed{recipe.seed}")
     write_text(path / "config.yaml", to_yaml(recipe))
     return path
 
 
-def _fact(name: str) -> Callable[[Rollout], bool | None]:
+def _read_fact(name: str) -> Callable[[Rollout], bool | None]:
     return lambda rollout: bool(rollout.steps[-1].info.get(name, False)) if rollout.steps else None
 
 
-def _number(name: str) -> Callable[[Rollout], float | None]:
+def _read_number(name: str) -> Callable[[Rollout], float | None]:
     return lambda rollout: rollout.steps[-1].info.get(name) if rollout.steps else None
 
 
-def _cut_off(rollout: Rollout) -> bool:
+def _was_cut_off(rollout: Rollout) -> bool:
     """Whether any answer reached the token limit."""
     return any(step.info.get("finish_reason") == "length" for step in rollout.steps)
 
 
-def _answer_tokens(rollout: Rollout) -> float | None:
+def _count_answer_tokens(rollout: Rollout) -> float | None:
     """Tokens of all answers, from their traces or from the server's usage; None if neither is
     known."""
     counts = [

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.files.atomic import write_text
+from ludic.runs.report.files import show_files
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +38,7 @@ class EvaluationResult:
     """The reward from which an answer counts as right; None if nothing says what is right."""
 
 
-def summary_of(result: EvaluationResult, facts: Mapping[str, Any]) -> str:
+def build_summary(result: EvaluationResult, facts: Mapping[str, Any]) -> str:
     """The content of summary.json: settings and all numbers. There is no accuracy if nothing says
     what is right."""
     numbers = result.measurement.to_dict()
@@ -52,13 +53,13 @@ def write(folder: Path, result: EvaluationResult, summary: str, *, title: str) -
     from ludic.eval import write_jsonl
     from ludic.eval.picture import draw_measurements
 
-    write_jsonl(folder / PROBLEMS, _problem_lines(result))
+    write_jsonl(folder / PROBLEMS, _make_problem_lines(result))
     if result.solved_at is not None:
         draw_measurements(folder / PICTURE, {"pass@k": result.measurement}, title=title)
     write_text(folder / SUMMARY, summary)
 
 
-def _problem_lines(result: EvaluationResult) -> Iterator[dict[str, Any]]:
+def _make_problem_lines(result: EvaluationResult) -> Iterator[dict[str, Any]]:
     """For each problem its question, the data's reference answer, the answers in the order of their
     rewards, and the counts."""
     of_problem = {str(problem["id"]): problem for problem in result.problems}
@@ -82,27 +83,24 @@ def _problem_lines(result: EvaluationResult) -> Iterator[dict[str, Any]]:
 
 def show(console: Console, result: EvaluationResult, folder: Path) -> None:
     """Print a table of numbers with intervals, the failures, and the files."""
-    console.print(_table(result))
+    console.print(_make_table(result))
     if result.solved_at is None:
         console.print(result.success.why_unknown("solved_at"), highlight=False, markup=False)
-    for line in _failure_lines(result.measurement, has_accuracy=result.solved_at is not None):
+    for line in _describe_failures(result.measurement, has_accuracy=result.solved_at is not None):
         console.print(line, highlight=False, markup=False, style="red")
     right = "" if result.solved_at is None else f" An answer is right if its reward is at least {result.solved_at:g}."
     console.print(f"[bold]What is rewarded[/]: the reward sees {result.task.reward_sees}.{right}", highlight=False)
-    console.print(f"[bold]Written to[/] {folder}/", highlight=False)
-    notes = {
-        SUMMARY: "these numbers, for programs",
-        PICTURE: "accuracy with intervals, and the pass@k curve",
-        PROBLEMS: "questions, answers, rewards and failures by problem",
-        "rollouts.jsonl": "every complete episode",
-        "config.yaml": "the resolved recipe",
+    files = {
+        folder / SUMMARY: "these numbers, for programs",
+        folder / PICTURE: "accuracy with intervals, and the pass@k curve",
+        folder / PROBLEMS: "questions, answers, rewards and failures by problem",
+        folder / "rollouts.jsonl": "every complete episode",
+        folder / "config.yaml": "the resolved recipe",
     }
-    for name, note in notes.items():
-        if (folder / name).exists():
-            console.print(f"  {name:<15}{note}", highlight=False, markup=False)
+    show_files(console, folder, files)
 
 
-def _table(result: EvaluationResult) -> Any:
+def _make_table(result: EvaluationResult) -> Any:
     from rich.table import Table
 
     measurement = result.measurement
@@ -111,12 +109,12 @@ def _table(result: EvaluationResult) -> Any:
     table.add_column("")
     for column in ("mean", f"{measurement.confidence:.0%} interval", "problems"):
         table.add_column(column, justify="right")
-    for label, interval in _rows(result).items():
-        table.add_row(label, f"{interval.value:.3f}", _interval_text(interval), str(interval.num_problems))
+    for label, interval in _make_rows(result).items():
+        table.add_row(label, f"{interval.value:.3f}", _format_interval(interval), str(interval.num_problems))
     return table
 
 
-def _rows(result: EvaluationResult) -> dict[str, Interval]:
+def _make_rows(result: EvaluationResult) -> dict[str, Interval]:
     measurement, k = result.measurement, result.measurement.samples_per_problem
     rows: dict[str, Interval] = {}
     if result.solved_at is not None:
@@ -132,11 +130,11 @@ def _rows(result: EvaluationResult) -> dict[str, Interval]:
     return rows | {labels.get(name, name): interval for name, interval in measurement.also.items()}
 
 
-def _interval_text(interval: Interval) -> str:
+def _format_interval(interval: Interval) -> str:
     return "unknown" if interval.low is None or interval.high is None else f"{interval.low:.3f} to {interval.high:.3f}"
 
 
-def _failure_lines(measurement: Measurement, *, has_accuracy: bool) -> list[str]:
+def _describe_failures(measurement: Measurement, *, has_accuracy: bool) -> list[str]:
     """Empty if nothing failed."""
     if not measurement.num_failed_episodes:
         return []

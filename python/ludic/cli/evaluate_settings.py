@@ -71,14 +71,14 @@ def resolve(arguments: Sequence[str]) -> tuple[Recipe, EvalSettings]:
         if override.key in own:
             overrides.append(override)
         else:
-            for_recipe.append(_recipe_override(override))
+            for_recipe.append(_expand_short_name(override))
     recipe = _compose(for_recipe)
     if recipe.rollout.temperature == 0 and recipe.evaluation.samples_per_prompt > 1:
         _use_one_sample(recipe, for_recipe)
-    return recipe, _settings(overrides)
+    return recipe, _parse_settings(overrides)
 
 
-def _recipe_override(override: Override) -> str:
+def _expand_short_name(override: Override) -> str:
     name = SHORT_NAMES.get(override.key)
     return override.text if name is None else name + override.text[override.text.index("=") :]
 
@@ -102,7 +102,7 @@ def _use_one_sample(recipe: Recipe, overrides: Sequence[str]) -> None:
     recipe.evaluation.samples_per_prompt = 1
 
 
-def _settings(overrides: Sequence[Override]) -> EvalSettings:
+def _parse_settings(overrides: Sequence[Override]) -> EvalSettings:
     tree = OmegaConf.structured(EvalSettings)
     for override in overrides:
         try:

@@ -52,7 +52,7 @@ class Comparison:
     number: float
 
     def holds(self, rollout: Rollout) -> bool:
-        return _OPERATORS[self.symbol](value_of(rollout, self.key), self.number)
+        return _OPERATORS[self.symbol](read_number(rollout, self.key), self.number)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Keep:
         return all(comparison.holds(rollout) for comparison in self.comparisons)
 
 
-def value_of(rollout: Rollout, key: str) -> float:
+def read_number(rollout: Rollout, key: str) -> float:
     """The number under `key`; True is 1. Raises DataError, with the available keys, if the rollout
     has no number under `key`."""
     if key in _OWN:

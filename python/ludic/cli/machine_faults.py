@@ -28,12 +28,12 @@ def describe_machine_fault(error: BaseException) -> str | None:
     """The line to show instead of a traceback; None if this is no known error of the machine."""
     if isinstance(error, OSError) and error.errno in _REMEDIES:
         place = next((str(name) for name in (error.filename, error.filename2) if name is not None), None)
-        return _message(error.errno, place)
+        return _format_fault(error.errno, place)
     if isinstance(error, FileExistsError) and error.filename is not None:
         return f"{error.filename} exists already and is a file, but a folder is needed"
     if type(error).__module__.startswith("safetensors"):
         number = re.search(r"\(os error (\d+)\)", str(error))
-        return _message(int(number[1]), None) if number is not None and int(number[1]) in _REMEDIES else None
+        return _format_fault(int(number[1]), None) if number is not None and int(number[1]) in _REMEDIES else None
     if type(error).__name__ == "OutOfMemoryError" and type(error).__module__.startswith("torch"):
         return f"{str(error).splitlines()[0]} Lower trainer.micro_token_budget, or train fewer weights (lora.rank=16)"
     if type(error).__module__.startswith("jinja2"):
@@ -41,6 +41,6 @@ def describe_machine_fault(error: BaseException) -> str | None:
     return None
 
 
-def _message(number: int, place: str | None) -> str:
+def _format_fault(number: int, place: str | None) -> str:
     short = None if place is None else place if len(place) <= 200 else f"{place[:200]}..."
     return f"{_REMEDIES[number]} ({short or os.strerror(number)})"

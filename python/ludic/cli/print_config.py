@@ -23,7 +23,7 @@ def format_recipe(recipe: Any) -> str:
 def add_help_texts(text: str, recipe: type[Any], trainer: type[Any] | None = None) -> str:
     """Add help texts to `text`, the YAML of a `recipe` in block style. `trainer` is the class of
     its `trainer` sections. The values stay the same."""
-    docs = dict(_documented(recipe, trainer, ""))
+    docs = dict(_find_help_texts(recipe, trainer, ""))
     lines, path = [], list[str]()
     for line in text.splitlines():
         stripped = line.lstrip(" ")
@@ -39,7 +39,7 @@ def add_help_texts(text: str, recipe: type[Any], trainer: type[Any] | None = Non
     return "\n".join(lines) + "\n"
 
 
-def _documented(section: type[Any], trainer: type[Any] | None, prefix: str) -> Iterator[tuple[str, str]]:
+def _find_help_texts(section: type[Any], trainer: type[Any] | None, prefix: str) -> Iterator[tuple[str, str]]:
     """(path of a setting, help text)."""
     docs, hints = read_field_docs(section), get_type_hints(section)
     for item in fields(section):
@@ -47,7 +47,7 @@ def _documented(section: type[Any], trainer: type[Any] | None, prefix: str) -> I
             yield f"{prefix}{item.name}", docs[item.name]
         inner = trainer if item.name == "trainer" and trainer is not None else hints[item.name]
         if is_dataclass(inner) and inner is not section:
-            yield from _documented(inner, trainer, f"{prefix}{item.name}.")
+            yield from _find_help_texts(inner, trainer, f"{prefix}{item.name}.")
 
 
 def read_field_docs(section: type[Any]) -> dict[str, str]:
@@ -57,11 +57,11 @@ def read_field_docs(section: type[Any]) -> dict[str, str]:
         if is_dataclass(base):
             body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
             assert isinstance(body, ast.ClassDef)
-            docs |= dict(_docs_in(body.body))
+            docs |= dict(_find_docstrings(body.body))
     return docs
 
 
-def _docs_in(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+def _find_docstrings(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
     for statement, following in pairwise(body):
         if (
             isinstance(statement, ast.AnnAssign)

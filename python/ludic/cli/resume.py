@@ -8,7 +8,7 @@ from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
-from ludic.recipes.compose import RENAMED, parse_override, plain_values, to_yaml
+from ludic.recipes.compose import RENAMED, parse_override, to_plain_values, to_yaml
 from ludic.runs.directory import DONE, Progress, RunDirectory
 
 _FREE = (
@@ -57,8 +57,8 @@ def resume_recipe(recipe: Any, directory: RunDirectory, steps: int | None) -> An
 
 
 def _check_same(original: Mapping[str, Any], recipe: Any, directory: RunDirectory) -> None:
-    before = {RENAMED.get(key, key): value for key, value in _flat(original).items()}
-    now = _flat(plain_values(recipe))
+    before = {RENAMED.get(key, key): value for key, value in _flatten(original).items()}
+    now = _flatten(to_plain_values(recipe))
     for key in sorted(before.keys() & now.keys()):
         if before[key] != now[key] and not key.startswith(_FREE):
             more = f", or raise it with --resume {directory.path} steps=N" if key == "steps" else ""
@@ -85,16 +85,16 @@ def _extend(recipe: Any, progress: Progress, directory: RunDirectory) -> None:
     """Put a finished run back into its last phase."""
     if progress.phase == DONE:
         progress.phase, progress.after = directory.last_phase, None
-    progress.recipe = None if progress.recipe is None else plain_values(recipe)
+    progress.recipe = None if progress.recipe is None else to_plain_values(recipe)
     directory.write_progress(progress)
     write_text(directory.config, to_yaml(recipe))
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= _flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat

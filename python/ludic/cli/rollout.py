@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludic.cli.console import INTERRUPTED, output_to, quiet_libraries
+from ludic.cli.console import INTERRUPTED, quiet_libraries, run_with_console
 from ludic.cli.keep_condition import Keep
 from ludic.cli.run_folder import expand_run_folder
 from ludic.errors import ConfigError
@@ -53,14 +53,13 @@ def rollout_command(arguments: Sequence[str], *, episodes: int, keep: str | None
     """Run the command and return the exit status: 0, or 130 after Ctrl-C, which keeps the batches
     written so far."""
     started = time.perf_counter()
-    recipe, condition = (
-        compose([part for argument in arguments for part in expand_run_folder(argument)]),
-        None if keep is None else Keep.parse(keep),
-    )
+    recipe = compose([part for argument in arguments for part in expand_run_folder(argument)])
+    condition = None if keep is None else Keep.parse(keep)
     _check(recipe, out)
     counts = Tally(str(out), keep)
-    code = 0
-    with output_to(json_only) as console:
+
+    def work(console: Console) -> tuple[int, str]:
+        code = 0
         try:
             _play(recipe, condition, episodes, out, counts, console)
         except KeyboardInterrupt:
@@ -68,9 +67,9 @@ def rollout_command(arguments: Sequence[str], *, episodes: int, keep: str | None
             code = INTERRUPTED
         counts.wall_s = round(time.perf_counter() - started, 2)
         _show(counts, console)
-    if json_only:
-        print(json.dumps(vars(counts), indent=2))
-    return code
+        return code, json.dumps(vars(counts), indent=2) + "\n"
+
+    return run_with_console(work, json_only=json_only)
 
 
 def _check(recipe: Recipe, out: Path) -> None:
@@ -113,13 +112,13 @@ async def _play_with(
     counts: Tally,
     console: Console,
 ) -> None:
-    from ludic.runs.rollouts import make_engine, training_requests
+    from ludic.runs.rollouts import make_engine, make_training_requests
     from ludic.training.rollouts.log import append_rollouts
 
     engine = make_engine(parts.task, sampler.client, model_name=sampler.model_name, system_prompt=recipe.rollout.system_prompt)
-    requests = training_requests(parts.task, recipe.rollout, seed=recipe.seed)
+    requests = make_training_requests(parts.task, recipe.rollout, seed=recipe.seed)
     while (remaining := episodes - counts.episodes - counts.failed) > 0:
-        batch = requests()[: _whole_groups(remaining, recipe.rollout.group_size)]
+        batch = requests()[: _round_up_to_groups(remaining, recipe.rollout.group_size)]
         played = await engine.generate_rollouts(batch, max_steps=parts.task.max_turns, concurrency=recipe.rollout.concurrency)
         kept = played if keep is None else [rollout for rollout in played if keep(rollout)]
         append_rollouts(out, kept)
@@ -129,7 +128,7 @@ async def _play_with(
         )
 
 
-def _whole_groups(episodes: int, group_size: int) -> int:
+def _round_up_to_groups(episodes: int, group_size: int) -> int:
     """`episodes`, rounded up to whole groups. Example: 5 episodes in groups of 4 are 8."""
     return -(-episodes // group_size) * group_size
 

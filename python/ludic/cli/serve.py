@@ -99,7 +99,7 @@ def _start(settings: ServeSettings) -> subprocess.Popen[Any]:
         logprobs_mode=cast(LogprobsMode, settings.logprobs_mode),
         client_tags=settings.client_tags,
         think_limits=settings.think_limits,
-        weights=_weights(settings),
+        weights=_choose_weights(settings),
     )
 
 
@@ -110,7 +110,7 @@ def _secret_location(settings: ServeSettings) -> str:
     return here if is_this_machine(settings.host) else f"{here}, others need it in {VARIABLE}"
 
 
-def _weights(settings: ServeSettings) -> WeightBackend | None:
+def _choose_weights(settings: ServeSettings) -> WeightBackend | None:
     """The backend named; left open, host memory beside a CPU and NCCL between GPUs."""
     if settings.weights != "auto":
         return None if settings.weights == "none" else cast(WeightBackend, settings.weights)

@@ -44,9 +44,9 @@ class _Train:
         return RLRun(recipe, parts, directory, screen, stop)
 
     def conclude(self, run: RLRun, console: Console) -> str:
-        from ludic.runs.report.reinforce import draw_rewards, outcome_of, show_report
+        from ludic.runs.report.reinforce import build_outcome, draw_rewards, show_report
 
-        outcome = outcome_of(run.progress, run.directory, run.parts.task, run.recipe, config_hash=config_hash(run.recipe))
+        outcome = build_outcome(run.progress, run.directory, run.parts.task, run.recipe, config_hash=config_hash(run.recipe))
         outcome.summary.write(run.directory)
         if outcome.rewards:
             draw_rewards(outcome, run.directory, f"{run.recipe.recipe}, {run.recipe.algorithm}, seed {run.recipe.seed}")

@@ -15,8 +15,8 @@ from ludic.cli.console import quiet_libraries, run_with_console
 from ludic.cli.print_config import format_recipe
 from ludic.cli.resume import parse_resume_steps, resume_recipe
 from ludic.runs.directory import DONE, run_path
-from ludic.runs.process_memory import settled_memory
-from ludic.runs.versions import versions
+from ludic.runs.process_memory import settle_memory
+from ludic.runs.versions import collect_versions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +67,7 @@ def run_command(
     if print_config:
         if resume is not None:
             parse_resume_steps(arguments, command.directory.command)
-        sources = arguments if resume is None else [str(command.directory.look_into(resume).config), *arguments]
+        sources = arguments if resume is None else [str(command.directory.open(resume).config), *arguments]
         print(format_recipe(command.compose(sources)), end="")
         return 0
     return run_with_console(lambda console: _train(command, arguments, resume, console, started), json_only=json_only)
@@ -78,7 +78,7 @@ def _train(
 ) -> tuple[int, str]:
     """The exit status and the summary."""
     steps = None if resume is None else parse_resume_steps(arguments, command.directory.command)
-    directory = None if resume is None else command.directory.go_on(resume)
+    directory = None if resume is None else command.directory.resume(resume)
     try:
         if directory is None:
             recipe = command.compose(arguments)
@@ -131,7 +131,7 @@ def _set_up(command: TrainingCommand[D, R], recipe: Any, parts: Any, directory: 
 def _note_state(run: TrainingRun[Any, Any, Any]) -> None:
     """Tell how this environment differs from the one that the run began in, and whether the run is
     finished."""
-    progress, path, now = run.progress, run.directory.path, versions()
+    progress, path, now = run.progress, run.directory.path, collect_versions()
     for name, before in (progress.versions or {}).items():
         if now.get(name, before) != before:
             run.screen.note(f"The run began with {name} {before} and resumes with {now[name]}: its final weights may differ")
@@ -166,7 +166,7 @@ def _run_to_end(run: TrainingRun[Any, Any, Any], started: float) -> int:
 
     run.progress.failed = None
     try:
-        with settled_memory():
+        with settle_memory():
             asyncio.run(run.play())
     except Interrupted:
         run.screen.note(f"Stopped; resume with `ludic {run.directory.command} --resume {run.directory.path}`")

@@ -13,13 +13,13 @@ from ludic.data.formats import (
     REQUIRED,
     Kind,
     Row,
-    dialogue_columns,
-    fault_of,
+    detect_kind,
+    drop_empty_keys,
+    find_dialogue_columns,
+    find_fault,
     is_conversational,
-    kind_of,
-    without_empty_keys,
 )
-from ludic.data.scored_responses import has_scored_responses, preferences_of_scores
+from ludic.data.scored_responses import convert_scores, has_scored_responses
 from ludic.data.sources import Draw, Table, read_table
 from ludic.errors import ConfigError, DataError
 
@@ -99,11 +99,11 @@ def load_data(
     table = read_table(source, config=config, split=split, draw=Draw(limit, seed))
     if not table.rows:
         raise DataError(f"{source} has no rows")
-    rows = _copied(_filled(table.rows), columns or {}, source)
+    rows = _copy_columns(_fill_columns(table.rows), columns or {}, source)
     if kind in (None, "preference") and has_scored_responses(rows[0]):
-        table = preferences_of_scores(Table(table.name, table.unit, rows, table.numbers))
+        table = convert_scores(Table(table.name, table.unit, rows, table.numbers))
         rows = table.rows
-    kind = kind or _kind(rows, source)
+    kind = kind or _detect_kind(rows, source)
     if not set(REQUIRED[kind]).issubset(rows[0]):
         raise DataError(
             f"{source} has the columns {', '.join(rows[0])}; kind {kind} needs {' and '.join(REQUIRED[kind])}; "
@@ -112,16 +112,16 @@ def load_data(
     table = replace(table, rows=rows)
     conversational = is_conversational(kind, rows[0])
     _check(table, kind, conversational)
-    return DataSet(kind, conversational, replace(table, rows=[_without_empty_keys(kind, row) for row in rows]))
+    return DataSet(kind, conversational, replace(table, rows=[_drop_empty_keys(kind, row) for row in rows]))
 
 
-def _filled(rows: Sequence[Row]) -> list[Row]:
+def _fill_columns(rows: Sequence[Row]) -> list[Row]:
     """The rows, each with the columns of all."""
     names = dict.fromkeys(name for row in rows for name in row)
     return [{name: row.get(name) for name in names} for row in rows]
 
 
-def _copied(rows: list[Row], columns: Mapping[str, str | Sequence[str]], source: str) -> list[Row]:
+def _copy_columns(rows: list[Row], columns: Mapping[str, str | Sequence[str]], source: str) -> list[Row]:
     for name, originals in columns.items():
         candidates = [originals] if isinstance(originals, str) else list(originals)
         original = next((candidate for candidate in candidates if candidate in rows[0]), None)
@@ -132,8 +132,8 @@ def _copied(rows: list[Row], columns: Mapping[str, str | Sequence[str]], source:
     return rows
 
 
-def _kind(rows: Sequence[Row], source: str) -> Kind:
-    kind = kind_of(rows[0])
+def _detect_kind(rows: Sequence[Row], source: str) -> Kind:
+    kind = detect_kind(rows[0])
     if kind is None:
         formats = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in REQUIRED.items())
         raise DataError(
@@ -144,15 +144,15 @@ def _kind(rows: Sequence[Row], source: str) -> Kind:
 
 
 def _check(table: Table, kind: Kind, conversational: bool) -> None:
-    checked = ((index, fault_of(row, kind, conversational=conversational)) for index, row in enumerate(table.rows))
+    checked = ((index, find_fault(row, kind, conversational=conversational)) for index, row in enumerate(table.rows))
     faults = [f"{table.where(index)}: {fault}" for index, fault in checked if fault is not None]
     if faults:
         more = f"; {len(faults) - SHOWN_FAULTS} more rows have faults" if len(faults) > SHOWN_FAULTS else ""
         raise DataError("; ".join(faults[:SHOWN_FAULTS]) + more)
 
 
-def _without_empty_keys(kind: Kind, row: Row) -> Row:
+def _drop_empty_keys(kind: Kind, row: Row) -> Row:
     changed: dict[str, Any] = {
-        name: without_empty_keys(row[name]) for name in dialogue_columns(kind, row) if isinstance(row[name], list)
+        name: drop_empty_keys(row[name]) for name in find_dialogue_columns(kind, row) if isinstance(row[name], list)
     }
     return {**row, **changed} if changed else row

@@ -27,13 +27,13 @@ REQUIRED: dict[Kind, tuple[str, ...]] = {
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def kind_of(columns: Iterable[str]) -> Kind | None:
+def detect_kind(columns: Iterable[str]) -> Kind | None:
     """The first kind whose required columns exist; None if no kind fits."""
     present = set(columns)
     return next((kind for kind, needed in REQUIRED.items() if present.issuperset(needed)), None)
 
 
-def dialogue_columns(kind: Kind, row: Mapping[str, Any]) -> list[str]:
+def find_dialogue_columns(kind: Kind, row: Mapping[str, Any]) -> list[str]:
     """The columns with text or messages: the required ones, and the optional prompt of a
     preference."""
     columns = [name for name in REQUIRED[kind] if name != "label"]
@@ -49,53 +49,53 @@ def _has_prompt_of_its_form(row: Mapping[str, Any]) -> bool:
 
 def is_conversational(kind: Kind, row: Mapping[str, Any]) -> bool:
     """Whether the row's first column of text or messages holds messages."""
-    return isinstance(row.get(dialogue_columns(kind, row)[0]), list)
+    return isinstance(row.get(find_dialogue_columns(kind, row)[0]), list)
 
 
-def fault_of(row: Mapping[str, Any], kind: Kind, *, conversational: bool) -> str | None:
+def find_fault(row: Mapping[str, Any], kind: Kind, *, conversational: bool) -> str | None:
     """The rule that the row breaks, in words; None if it is valid."""
     for name in REQUIRED[kind]:
         if row.get(name) is None:
             return f"it has no {name!r}; it has {', '.join(sorted(k for k, v in row.items() if v is not None)) or 'nothing'}"
     if kind == "unpaired_preference" and not isinstance(row["label"], bool):
         return f"label ({row['label']!r}) must be true or false"
-    faults = (_fault_of_value(name, row[name], kind, conversational) for name in dialogue_columns(kind, row))
+    faults = (_find_value_fault(name, row[name], kind, conversational) for name in find_dialogue_columns(kind, row))
     return next((fault for fault in faults if fault is not None), None)
 
 
-def _fault_of_value(name: str, value: Any, kind: Kind, conversational: bool) -> str | None:
+def _find_value_fault(name: str, value: Any, kind: Kind, conversational: bool) -> str | None:
     if kind == "text" and not isinstance(value, str):
-        return f"text must be text, not {_named(value)}"
+        return f"text must be text, not {_name_type(value)}"
     if kind == "messages" and not isinstance(value, list):
-        return f"messages must be a list of messages, not {_named(value)}"
+        return f"messages must be a list of messages, not {_name_type(value)}"
     if not isinstance(value, str | list):
-        return f"{name} must be text or a list of messages, not {_named(value)}"
+        return f"{name} must be text or a list of messages, not {_name_type(value)}"
     if isinstance(value, list) != conversational:
         forms = ("text", "a list of messages")
         return f"{name} is {forms[not conversational]} where the first row has {forms[conversational]}; a data set has one form"
     if not value and name != "completion":
         return f"{name} is empty"
-    return _fault_of_messages(name, value) if isinstance(value, list) else None
+    return _find_message_fault(name, value) if isinstance(value, list) else None
 
 
-def _fault_of_messages(name: str, messages: Sequence[Any]) -> str | None:
+def _find_message_fault(name: str, messages: Sequence[Any]) -> str | None:
     for number, message in enumerate(messages):
         where = f"{name}[{number}]"
         if not isinstance(message, dict):
-            return f"{where} must be a message such as {{'role': 'user', 'content': '...'}}, not {_named(message)}"
+            return f"{where} must be a message such as {{'role': 'user', 'content': '...'}}, not {_name_type(message)}"
         if message.get("role") not in ROLES:
             return f"the role of {where} ({message.get('role')!r}) must be one of {', '.join(ROLES)}"
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            return f"the content of {where} must be text, not {_named(content)}"
+            return f"the content of {where} must be text, not {_name_type(content)}"
     return None
 
 
-def without_empty_keys(messages: Sequence[Message]) -> list[Message]:
+def drop_empty_keys(messages: Sequence[Message]) -> list[Message]:
     """The messages without empty keys: Arrow gives every message the keys of all messages, with
     null values."""
     return [{key: value for key, value in message.items() if value is not None or key == "content"} for message in messages]
 
 
-def _named(value: Any) -> str:
+def _name_type(value: Any) -> str:
     return "nothing" if value is None else type(value).__name__

@@ -35,11 +35,11 @@ COLUMNS = {
 
 def has_scored_responses(columns: Mapping[str, Any]) -> bool:
     """Whether the columns are two responses instead of chosen and rejected."""
-    has_both = all(_named(columns, name) for name in ("response_a", "response_b"))
+    has_both = all(_find_column(columns, name) for name in ("response_a", "response_b"))
     return has_both and not {"chosen", "rejected"}.issubset(columns)
 
 
-def preferences_of_scores(table: Table) -> Table:
+def convert_scores(table: Table) -> Table:
     """The rows with `prompt`, `chosen` and `rejected`. Raises DataError, naming the row, if it has
     neither scores nor a label."""
     rows: list[Row] = []
@@ -48,7 +48,7 @@ def preferences_of_scores(table: Table) -> Table:
     for index, row in enumerate(table.rows):
         first_is_better = _first_is_better(row, table.where(index))
         if first_is_better is not None:
-            rows.append(_preference(row, first_is_better))
+            rows.append(_make_preference(row, first_is_better))
             numbers.append(table.numbers[index])
         else:
             equal.append(table.numbers[index])
@@ -61,12 +61,12 @@ def preferences_of_scores(table: Table) -> Table:
 
 def _first_is_better(row: Row, where: str) -> bool | None:
     """Whether the first response is better; None if the scores are equal."""
-    scores = [_value(row, name) for name in ("score_a", "score_b")]
+    scores = [_get_value(row, name) for name in ("score_a", "score_b")]
     if scores != [None, None]:
         if not all(isinstance(score, int | float) and not isinstance(score, bool) and score == score for score in scores):
             raise DataError(f"{where}: the scores of its responses ({scores[0]!r} and {scores[1]!r}) must be two numbers")
         return None if scores[0] == scores[1] else bool(scores[0] > scores[1])
-    label = _value(row, "label_a")
+    label = _get_value(row, "label_a")
     if label not in (0, 1):
         raise DataError(
             f"{where}: its label ({label!r}) must be 1 where the first response is the better, else 0; or give scores"
@@ -74,16 +74,16 @@ def _first_is_better(row: Row, where: str) -> bool | None:
     return bool(label)
 
 
-def _preference(row: Row, first_is_better: bool) -> Row:
-    responses = [_value(row, "response_a"), _value(row, "response_b")]
+def _make_preference(row: Row, first_is_better: bool) -> Row:
+    responses = [_get_value(row, "response_a"), _get_value(row, "response_b")]
     chosen, rejected = responses if first_is_better else responses[::-1]
-    return {**row, "prompt": _value(row, "prompt"), "chosen": chosen, "rejected": rejected}
+    return {**row, "prompt": _get_value(row, "prompt"), "chosen": chosen, "rejected": rejected}
 
 
-def _value(row: Row, name: str) -> Any:
-    column = _named(row, name)
+def _get_value(row: Row, name: str) -> Any:
+    column = _find_column(row, name)
     return None if column is None else row[column]
 
 
-def _named(columns: Mapping[str, Any], name: str) -> str | None:
+def _find_column(columns: Mapping[str, Any], name: str) -> str | None:
     return next((column for column in COLUMNS[name] if column in columns), None)

@@ -60,7 +60,7 @@ def read_table(source: str, *, config: str | None = None, split: str = "train", 
     draw = draw or Draw()
     path = Path(source).expanduser()
     if path.is_dir():
-        return _from_datasets(source, str(path), config, split, draw)
+        return _load_datasets(source, str(path), config, split, draw)
     if path.suffix.lower() in READERS:
         if not path.is_file():
             raise DataError(f"{source} does not exist; paths are relative to {Path.cwd()}")
@@ -72,28 +72,28 @@ def read_table(source: str, *, config: str | None = None, split: str = "train", 
             f"{source} does not exist, seen from {Path.cwd()}; give a file that ends in {', '.join(sorted(READERS))}, a folder, or an "
             "id of the hub such as openai/gsm8k"
         )
-    return _from_datasets(source, source, config, split, draw)
+    return _load_datasets(source, source, config, split, draw)
 
 
 def _read_jsonl(name: str, path: Path, draw: Draw) -> Table:
-    lines = [(number, line) for number, line in enumerate(_text(name, path).split("\n"), start=1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(_read_text(name, path).split("\n"), start=1) if line.strip()]
     drawn = [lines[index] for index in draw.of(len(lines))]
-    rows = [_object(parse_json(line, f"{name}, line {number}"), f"{name}, line {number}") for number, line in drawn]
+    rows = [_check_object(parse_json(line, f"{name}, line {number}"), f"{name}, line {number}") for number, line in drawn]
     return Table(name, "line", rows, [number for number, _ in drawn])
 
 
 def _read_json(name: str, path: Path, draw: Draw) -> Table:
-    content = parse_json(_text(name, path), name)
+    content = parse_json(_read_text(name, path), name)
     if not isinstance(content, list):
         raise DataError(f"{name} must hold a list of objects, not {type(content).__name__}; one object a line is .jsonl")
     drawn = draw.of(len(content))
-    return _numbered(name, [_object(content[index], f"{name}, row {index + 1}") for index in drawn], drawn)
+    return _number_rows(name, [_check_object(content[index], f"{name}, row {index + 1}") for index in drawn], drawn)
 
 
 def _read_csv(name: str, path: Path, draw: Draw) -> Table:
     """All cells are text: `007` stays `007`."""
-    lines = csv.reader(io.StringIO(_text(name, path), newline=""), strict=True)
-    records = _csv_records(name, lines)
+    lines = csv.reader(io.StringIO(_read_text(name, path), newline=""), strict=True)
+    records = _read_csv_records(name, lines)
     _, header = next(records, (1, []))
     if not header or len(set(header)) != len(header):
         raise DataError(f"{name}, line 1 must name each column once, got {header}")
@@ -107,7 +107,7 @@ def _read_csv(name: str, path: Path, draw: Draw) -> Table:
     return Table(name, "line", rows, numbers)
 
 
-def _csv_records(name: str, lines: Any) -> Iterator[tuple[int, list[str]]]:
+def _read_csv_records(name: str, lines: Any) -> Iterator[tuple[int, list[str]]]:
     """(first line of the record, cells); skips blank lines."""
     while True:
         begins = lines.line_num + 1
@@ -132,7 +132,7 @@ def _read_parquet(name: str, path: Path, draw: Draw) -> Table:
         rows = (table if len(drawn) == table.num_rows else table.take(list(drawn))).to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's errors are these
         raise DataError(f"{name} is not a parquet file: {error}") from error
-    return _numbered(name, rows, drawn)
+    return _number_rows(name, rows, drawn)
 
 
 READERS: dict[str, Callable[[str, Path, Draw], Table]] = {
@@ -144,7 +144,7 @@ READERS: dict[str, Callable[[str, Path, Draw], Table]] = {
 }
 
 
-def _from_datasets(name: str, source: str, config: str | None, split: str, draw: Draw) -> Table:
+def _load_datasets(name: str, source: str, config: str | None, split: str, draw: Draw) -> Table:
     """Load with the `datasets` library, which runs no code of the data set."""
     try:
         import datasets
@@ -162,14 +162,14 @@ def _from_datasets(name: str, source: str, config: str | None, split: str, draw:
         raise DataError(
             f"{name} (config {config}, split {split}) could not be loaded: {type(error).__name__}: {error}"
         ) from error
-    return _numbered(name, rows, drawn)
+    return _number_rows(name, rows, drawn)
 
 
-def _numbered(name: str, rows: list[Row], drawn: Sequence[int]) -> Table:
+def _number_rows(name: str, rows: list[Row], drawn: Sequence[int]) -> Table:
     return Table(name, "row", rows, [index + 1 for index in drawn])
 
 
-def _text(name: str, path: Path) -> str:
+def _read_text(name: str, path: Path) -> str:
     """UTF-8, with or without a byte order mark."""
     content = path.read_bytes()
     try:
@@ -179,7 +179,7 @@ def _text(name: str, path: Path) -> str:
         raise DataError(f"{name}, line {line} is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def _object(value: Any, where: str) -> Row:
+def _check_object(value: Any, where: str) -> Row:
     if not isinstance(value, dict):
         raise DataError(f"{where} must be an object with columns as keys, not {type(value).__name__}")
     return value

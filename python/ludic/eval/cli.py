@@ -84,7 +84,7 @@ def build_single_agent_engine(
     make_context = context_factory or FullDialog
 
     def make_protocol() -> SingleAgentProtocol:
-        agent = Agent(client=client, model=model, ctx=_context(make_context, system_prompt), parser=parser)
+        agent = Agent(client=client, model=model, ctx=_make_context(make_context, system_prompt), parser=parser)
         return SingleAgentProtocol(agent, stop_on_parse_error=stop_on_parse_error)
 
     return RolloutEngine(env_registry=env_registry, protocol_registry={PROTOCOL_KIND: make_protocol})
@@ -96,7 +96,7 @@ def inference_spec_from_cli(args: argparse.Namespace) -> InferenceSpec:
     return InferenceSpec(sampling=sampling, return_=ReturnSpec.for_eval(return_token_ids=True))
 
 
-def _context(make: ContextFactory, system_prompt: str | None) -> ContextStrategy:
+def _make_context(make: ContextFactory, system_prompt: str | None) -> ContextStrategy:
     if inspect.signature(make).parameters:
         return make(system_prompt)
     return make()

@@ -44,8 +44,8 @@ async def run_eval(
     rollouts = await engine.generate_rollouts(
         requests=requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency
     )
-    records, reduced = reduced_records(rollouts, reducers)
-    return records, {**failure_counts(rollouts), **reduced}
+    records, reduced = reduce_rollouts(rollouts, reducers)
+    return records, {**count_failures(rollouts), **reduced}
 
 
 def run_eval_sync(
@@ -69,13 +69,13 @@ def run_eval_sync(
     return EventLoop().run(evaluation, instead="run_eval(...)")
 
 
-def reduced_records(rollouts: Sequence[Rollout], reducers: Mapping[str, Reducer]) -> tuple[list[Record], Metrics]:
+def reduce_rollouts(rollouts: Sequence[Rollout], reducers: Mapping[str, Reducer]) -> tuple[list[Record], Metrics]:
     """(a record for each step, the reducers' metrics)."""
-    records = [step_record(rollout, step) for rollout in rollouts for step in rollout.steps]
+    records = [build_record(rollout, step) for rollout in rollouts for step in rollout.steps]
     return records, apply_reducers_to_records(records, reducers, sample_count=len(records), rollout_count=len(rollouts))
 
 
-def step_record(rollout: Rollout, step: Step) -> Record:
+def build_record(rollout: Rollout, step: Step) -> Record:
     """The record of a step: its own facts, overridden by the rollout's meta, overridden by the
     step's info."""
     return {
@@ -86,7 +86,7 @@ def step_record(rollout: Rollout, step: Step) -> Record:
     }
 
 
-def failure_counts(rollouts: Sequence[Rollout]) -> Metrics:
+def count_failures(rollouts: Sequence[Rollout]) -> Metrics:
     """The episodes that the engine counted; empty for an engine that counts none."""
     if not isinstance(rollouts, PlayedRollouts):
         return {}

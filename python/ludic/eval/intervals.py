@@ -101,12 +101,12 @@ def difference_interval(
         return mean_interval([late - early for early, late in zip(before, after, strict=True)], confidence=confidence)
     early, late = (share_interval(shares, answers=answers, confidence=confidence) for shares in (before, after))
     gain = late.value - early.value
-    low = gain - math.hypot(late.value - _number(late.low), _number(early.high) - early.value)
-    high = gain + math.hypot(_number(late.high) - late.value, early.value - _number(early.low))
+    low = gain - math.hypot(late.value - _require_end(late.low), _require_end(early.high) - early.value)
+    high = gain + math.hypot(_require_end(late.high) - late.value, early.value - _require_end(early.low))
     return Interval(gain, low, high, len(before))
 
 
-def _number(end: float | None) -> float:
+def _require_end(end: float | None) -> float:
     assert end is not None, "shares always have both ends"
     return end
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ludic.errors import DataError
+from ludic.eval.picture import make_figure
 from ludic.training.classification_metrics import CalibrationBins, PreferenceMetrics, margins_in_both_orders, percentiles
 
 _MARGIN_BINS = 40
@@ -18,31 +19,31 @@ def draw_reliability(path: Path, metrics: PreferenceMetrics, *, title: str) -> N
     """Write a reliability diagram of the scores in `metrics` as PNG: the observed frequency for
     each bin of predicted probabilities, the diagonal of perfect calibration, and below the
     number of predictions in each bin. Raises DataError without scores."""
-    _check(metrics)
-    figure = _figure((5.4, 6))
+    _check_has_scores(metrics)
+    figure = make_figure((5.4, 6))
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     bins = metrics.calibration()
-    _calibration(upper, bins)
-    lower.bar(_middles(bins), bins.counts, width=_width(bins), color="C0", alpha=0.6)
+    _draw_calibration(upper, bins)
+    lower.bar(_find_bin_middles(bins), bins.counts, width=_bar_width(bins), color="C0", alpha=0.6)
     error = metrics.compute()["ece"]
     upper.set(xlim=(0, 1), ylim=(0, 1.03), ylabel="how often it is preferred", title=f"expected calibration error {error:.3f}")
     orders = ", each in both orders" if metrics.both_orders else ""
     lower.set(xlabel="probability that a response is preferred, as stated", ylabel="predictions")
     lower.set_title(f"{metrics.num_pairs:,} pairs{orders}", fontsize="medium")
     upper.legend(loc="upper left")
-    _finish(figure, (upper, lower), path, title)
+    _save(figure, (upper, lower), path, title)
 
 
 def draw_margins(path: Path, metrics: PreferenceMetrics, *, title: str) -> None:
     """Write a histogram of the margins (score of the preferred response minus the other's) as PNG,
     with margins below 0 in another colour. A pair whose label is a probability counts in both
     orders, weighted. Raises DataError without scores."""
-    _check(metrics)
+    _check_has_scores(metrics)
     chosen, rejected, labels = metrics.scores
     margins, weights = margins_in_both_orders(chosen - rejected, labels)
-    figure = _figure((7, 4))
+    figure = make_figure((7, 4))
     axes = figure.subplots()
-    edges = _edges(margins)
+    edges = _make_bin_edges(margins)
     for part, colour, name in ((margins > 0, "C0", "right"), (margins < 0, "C3", "wrong")):
         share = weights[part].sum() / weights.sum()
         axes.hist(margins[part], bins=edges, weights=weights[part], color=colour, alpha=0.6, label=f"{name}: {share:.1%}")
@@ -53,15 +54,15 @@ def draw_margins(path: Path, metrics: PreferenceMetrics, *, title: str) -> None:
         xlabel="score of the preferred response less that of the other", ylabel="pairs", title=f"{metrics.num_pairs:,} pairs"
     )
     axes.legend(loc="best")
-    _finish(figure, (axes,), path, title)
+    _save(figure, (axes,), path, title)
 
 
-def _calibration(axes: Any, bins: CalibrationBins) -> None:
+def _draw_calibration(axes: Any, bins: CalibrationBins) -> None:
     filled = bins.counts > 0
     axes.bar(
-        _middles(bins)[filled],
+        _find_bin_middles(bins)[filled],
         bins.frequency[filled],
-        width=_width(bins),
+        width=_bar_width(bins),
         color="C0",
         alpha=0.6,
         edgecolor="C0",
@@ -71,36 +72,27 @@ def _calibration(axes: Any, bins: CalibrationBins) -> None:
     axes.plot([0, 1], [0, 1], color="black", linestyle="--", linewidth=1, label="perfectly calibrated")
 
 
-def _middles(bins: CalibrationBins) -> Any:
+def _find_bin_middles(bins: CalibrationBins) -> Any:
     return (bins.edges[:-1] + bins.edges[1:]) / 2
 
 
-def _width(bins: CalibrationBins) -> float:
+def _bar_width(bins: CalibrationBins) -> float:
     return 0.94 / len(bins.counts)
 
 
-def _edges(margins: Any) -> Any:
+def _make_bin_edges(margins: Any) -> Any:
     """Edges of bins of equal width with an edge at 0, so that no bin has both colours."""
     reach = max(float(np.abs(margins).max()), 1e-9)
     width = 2 * reach / _MARGIN_BINS
     return np.arange(-_MARGIN_BINS // 2, _MARGIN_BINS // 2 + 1) * width
 
 
-def _check(metrics: PreferenceMetrics) -> None:
+def _check_has_scores(metrics: PreferenceMetrics) -> None:
     if not metrics.num_pairs:
         raise DataError("there are no scores to draw; evaluate some pairs first")
 
 
-def _figure(size: tuple[float, float]) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _finish(figure: Any, axes: tuple[Any, ...], path: Path, title: str) -> None:
+def _save(figure: Any, axes: tuple[Any, ...], path: Path, title: str) -> None:
     for one in axes:
         one.grid(alpha=0.3)
     figure.suptitle(title)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ludic.errors import ConfigError
-from ludic.eval.core import Metrics, Record, RolloutGenerator, reduced_records
+from ludic.eval.core import Metrics, Record, RolloutGenerator, reduce_rollouts
 from ludic.eval.tally import PROBLEM_KEY, SAMPLE_KEY, Measurement, RolloutValue, measure
 from ludic.event_loop import await_if_needed
 from ludic.seeds import derived_seed
@@ -72,13 +72,13 @@ class ProblemEvaluator:
             self.timeout_s if timeout_s is None else timeout_s,
             self.concurrency if concurrency is None else concurrency,
         )
-        records, reduced = reduced_records(rollouts, self.reducers if reducers is None else reducers)
+        records, reduced = reduce_rollouts(rollouts, self.reducers if reducers is None else reducers)
         return records, {**measurement.metrics(), **reduced}
 
     async def _play(
         self, problems: Sequence[RolloutRequest], max_steps: int, timeout_s: float | None, concurrency: int
     ) -> tuple[list[Rollout], Measurement]:
-        requests = sample_requests(problems, k=self.k, seed=self.seed)
+        requests = repeat_requests(problems, k=self.k, seed=self.seed)
         rollouts = await self.engine.generate_rollouts(
             requests=requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency
         )
@@ -93,13 +93,13 @@ class ProblemEvaluator:
         return rollouts, measurement
 
 
-def sample_requests(problems: Sequence[RolloutRequest], *, k: int, seed: int) -> list[RolloutRequest]:
+def repeat_requests(problems: Sequence[RolloutRequest], *, k: int, seed: int) -> list[RolloutRequest]:
     """`k` requests of one episode for each problem. They are not a group: if one fails, the others
     still count."""
-    return [_sample(problem, i, j, seed) for i, problem in enumerate(problems) for j in range(k)]
+    return [_make_sample_request(problem, i, j, seed) for i, problem in enumerate(problems) for j in range(k)]
 
 
-def _sample(problem: RolloutRequest, i: int, j: int, seed: int) -> RolloutRequest:
+def _make_sample_request(problem: RolloutRequest, i: int, j: int, seed: int) -> RolloutRequest:
     of_problem = derived_seed(seed, 1 + i)
     meta = {key: value for key, value in problem.meta.items() if key != "group_id"}
     return replace(

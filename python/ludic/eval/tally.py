@@ -4,9 +4,9 @@ episodes."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ludic.errors import DataError, RolloutError
 from ludic.eval.intervals import Interval, mean_interval, share_interval
@@ -14,6 +14,7 @@ from ludic.eval.pass_at_k import curve_points, pass_at_k
 from ludic.training.rollouts.played import EpisodeFailure
 from ludic.types import Rollout
 
+K = TypeVar("K", bound=Hashable)
 PROBLEM_KEY, SAMPLE_KEY = "problem_id", "sample_index"
 """Keys of a request's meta: the problem, and the number of the answer to it."""
 RolloutValue = Callable[[Rollout], float | bool | None]
@@ -112,23 +113,25 @@ def measure(
     _check_one_per_episode(selected)
     of_problem: dict[str, ProblemResult] = {}
     for rollout in selected:
-        result = of_problem.setdefault(_problem(rollout.meta, rollout.id), ProblemResult(_problem(rollout.meta, rollout.id)))
+        result = of_problem.setdefault(
+            _get_problem_id(rollout.meta, rollout.id), ProblemResult(_get_problem_id(rollout.meta, rollout.id))
+        )
         result.rewards.append(float(rollout.total_reward))
         result.right += rollout.total_reward >= solved_at
     for failure in failures:
-        key = _problem(failure.meta, f"episode {failure.episode_idx}")
+        key = _get_problem_id(failure.meta, f"episode {failure.episode_idx}")
         of_problem.setdefault(key, ProblemResult(key)).failed += 1
     problems = list(of_problem.values())
-    averages = {name: _average(selected, value_of, confidence) for name, value_of in (also or {}).items()}
+    averages = {name: _average_value(selected, value_of, confidence) for name, value_of in (also or {}).items()}
     answered = [problem for problem in problems if problem.answers]
     return Measurement(
         problems=problems,
         samples_per_problem=max(problem.answers + problem.failed for problem in problems),
         confidence=confidence,
         accuracy=share_interval([p.right / p.answers for p in answered], answers=len(selected), confidence=confidence),
-        accuracy_bounds=_bounds(problems),
+        accuracy_bounds=_bound_accuracy(problems),
         reward=mean_interval([sum(p.rewards) / p.answers for p in answered], confidence=confidence),
-        pass_at_k=_pass_curve(answered, confidence),
+        pass_at_k=_estimate_pass_curve(answered, confidence),
         also={name: average[0] for name, average in averages.items() if average is not None},
         shares=tuple(name for name, average in averages.items() if average is not None and average[1]),
         num_episodes=len(selected) + len(failures),
@@ -138,7 +141,7 @@ def measure(
     )
 
 
-def _problem(meta: Mapping[str, Any], otherwise: str) -> str:
+def _get_problem_id(meta: Mapping[str, Any], otherwise: str) -> str:
     return str(meta.get(PROBLEM_KEY, otherwise))
 
 
@@ -149,14 +152,14 @@ def _check_one_per_episode(rollouts: Sequence[Rollout]) -> None:
         raise DataError(f"episode {episode} gave {count} rollouts; choose the player to measure with select=")
 
 
-def _bounds(problems: Sequence[ProblemResult]) -> tuple[float, float]:
+def _bound_accuracy(problems: Sequence[ProblemResult]) -> tuple[float, float]:
     counts = [(p.right, p.failed, p.answers + p.failed) for p in problems]
     low = sum(right / all_ for right, _, all_ in counts) / len(counts)
     high = sum((right + failed) / all_ for right, failed, all_ in counts) / len(counts)
     return low, high
 
 
-def _pass_curve(answered: Sequence[ProblemResult], confidence: float) -> dict[int, Interval]:
+def _estimate_pass_curve(answered: Sequence[ProblemResult], confidence: float) -> dict[int, Interval]:
     """pass@k by k. After failures only problems with at least k answers count at each k;
     `num_problems` is their number."""
     curve = {}
@@ -167,17 +170,23 @@ def _pass_curve(answered: Sequence[ProblemResult], confidence: float) -> dict[in
     return curve
 
 
-def _average(rollouts: Sequence[Rollout], value_of: RolloutValue, confidence: float) -> tuple[Interval, bool] | None:
+def _average_value(rollouts: Sequence[Rollout], value_of: RolloutValue, confidence: float) -> tuple[Interval, bool] | None:
     """(mean over problems, whether it is a share); None without values. Booleans are shares; other
     numbers get Student's interval."""
-    by_problem: dict[str, list[float | bool]] = {}
-    for rollout in rollouts:
-        value = value_of(rollout)
-        if value is not None:
-            by_problem.setdefault(_problem(rollout.meta, rollout.id), []).append(value)
-    if not by_problem:
+    measured = [(_get_problem_id(rollout.meta, rollout.id), value_of(rollout)) for rollout in rollouts]
+    values = [(problem, value) for problem, value in measured if value is not None]
+    if not values:
         return None
-    means = [sum(values) / len(values) for values in by_problem.values()]
-    if all(isinstance(value, bool) for values in by_problem.values() for value in values):
-        return share_interval(means, answers=sum(map(len, by_problem.values())), confidence=confidence), True
+    means = list(average_by_key(values).values())
+    if all(isinstance(value, bool) for _, value in values):
+        return share_interval(means, answers=len(values), confidence=confidence), True
     return mean_interval(means, confidence=confidence), False
+
+
+def average_by_key(values: Iterable[tuple[K, float]]) -> dict[K, float]:
+    """The mean of each key's values, in order of first appearance. Example: (a, 1), (b, 0), (a, 0)
+    give `{a: 0.5, b: 0}`."""
+    by_key: dict[K, list[float]] = {}
+    for key, value in values:
+        by_key.setdefault(key, []).append(value)
+    return {key: sum(numbers) / len(numbers) for key, numbers in by_key.items()}

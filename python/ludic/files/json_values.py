@@ -37,7 +37,7 @@ def encode_lines(records: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
             pass
         except Exception as error:
             failures.append(error)
-        yield json.dumps(_encodable(record, ()), allow_nan=False).encode() + b"\n"
+        yield json.dumps(_make_encodable(record, ()), allow_nan=False).encode() + b"\n"
     if failures:
         logger.warning(
             "%d records hold what cannot be written (%s), and a note in its place instead",
@@ -53,7 +53,7 @@ def _to_builtin(value: Any) -> Any:
 _ENCODER = msgspec.json.Encoder(enc_hook=_to_builtin)
 
 
-def _encodable(value: Any, within: tuple[int, ...]) -> Any:
+def _make_encodable(value: Any, within: tuple[int, ...]) -> Any:
     """`value` made of what `json.dumps` accepts. `within`: the ids of the values that contain it,
     which show whether a value contains itself."""
     if value is None or isinstance(value, str | bool):
@@ -67,16 +67,16 @@ def _encodable(value: Any, within: tuple[int, ...]) -> Any:
     if len(within) >= DEEPEST:
         return f"<nested deeper than {DEEPEST} levels>"
     try:
-        return _encodable_parts(value, (*within, id(value)))
+        return _make_parts_encodable(value, (*within, id(value)))
     except Exception as error:
         return f"<this {type(value).__name__} cannot be written: {type(error).__name__}>"
 
 
-def _encodable_parts(value: Any, within: tuple[int, ...]) -> Any:
+def _make_parts_encodable(value: Any, within: tuple[int, ...]) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _encodable(part, within) for key, part in value.items()}
+        return {str(key): _make_encodable(part, within) for key, part in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_encodable(part, within) for part in value]
+        return [_make_encodable(part, within) for part in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _encodable(getattr(value, field.name), within) for field in dataclasses.fields(value)}
-    return _encodable(msgspec.to_builtins(value, enc_hook=_to_builtin), within)
+        return {field.name: _make_encodable(getattr(value, field.name), within) for field in dataclasses.fields(value)}
+    return _make_encodable(msgspec.to_builtins(value, enc_hook=_to_builtin), within)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from ludic.errors import ConfigError
 from ludic.inference.reward_types import RewardModelTrainingMode
-from ludic.models.names import HEAD_NAMES, MERGED_PART, REPLACED_PART, is_adapter, unwrapped_name
+from ludic.models.names import HEAD_NAMES, MERGED_PART, REPLACED_PART, is_adapter, strip_peft_parts
 
 HEAD_PARTS = tuple(f"{name}." for name in HEAD_NAMES)
 """Parts of the names of a head."""
@@ -30,7 +30,7 @@ def select_trained_weights(params: Mapping[str, T], training_mode: RewardModelTr
     push would change nothing, silently.
     """
     mode = RewardModelTrainingMode(training_mode)
-    selected = {unwrapped_name(name): weight for name, weight in params.items() if _is_sent(name, mode, params)}
+    selected = {strip_peft_parts(name): weight for name, weight in params.items() if _is_sent(name, mode, params)}
     if not selected:
         raise ConfigError(
             f"none of the {len(params)} weights is one that training_mode={mode.value} changes; the name of a head has "
@@ -42,7 +42,9 @@ def select_trained_weights(params: Mapping[str, T], training_mode: RewardModelTr
 def _is_sent(name: str, mode: RewardModelTrainingMode, params: Mapping[str, object]) -> bool:
     if REPLACED_PART in name:
         return False
-    is_head = (any(part in name for part in HEAD_PARTS) or unwrapped_name(name).startswith(BESIDE_HEAD)) and not is_adapter(name)
+    is_head = (any(part in name for part in HEAD_PARTS) or strip_peft_parts(name).startswith(BESIDE_HEAD)) and not is_adapter(
+        name
+    )
     if mode is RewardModelTrainingMode.HEAD_ONLY:
         return is_head
     if mode is RewardModelTrainingMode.FULL:

@@ -33,25 +33,25 @@ def require_peft() -> Any:
 
 
 @torch.no_grad()
-def without_adapters(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merge_adapters(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The parameters or buffers `named` under their names in the model without adapters.
 
     Weights that an adapter changes are merged copies; the others are the same tensors, detached.
     Adapter weights and what `modules_to_save` replaces are dropped. Raises ConfigError for adapters
     other than LoRA on layers.
     """
-    adapted = _adapted_modules(model)
-    plain_names = ((plain_name(name, adapted), name) for name in named)
-    return {plain: _merged(name, named[name].detach(), adapted) for plain, name in plain_names if plain is not None}
+    adapted = _find_adapted_modules(model)
+    plain_names = ((find_base_name(name, adapted), name) for name in named)
+    return {plain: _merge(name, named[name].detach(), adapted) for plain, name in plain_names if plain is not None}
 
 
-def base_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+def map_base_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Name in the model without adapters -> name in this model."""
-    adapted = _adapted_modules(model)
-    return {plain: name for name in names if (plain := plain_name(name, adapted)) is not None}
+    adapted = _find_adapted_modules(model)
+    return {plain: name for name in names if (plain := find_base_name(name, adapted)) is not None}
 
 
-def plain_name(name: str, adapted: Mapping[str, Any]) -> str | None:
+def find_base_name(name: str, adapted: Mapping[str, Any]) -> str | None:
     """The name in the model without adapters; None for what it does not have. `adapted`: the
     modules that PEFT added, by name."""
     place = next((name[:at] for at, char in enumerate(name) if char == "." and name[:at] in adapted), None)
@@ -67,7 +67,7 @@ def plain_name(name: str, adapted: Mapping[str, Any]) -> str | None:
     return f"{place}.{leaf}".removeprefix(WRAPPING)
 
 
-def _adapted_modules(model: nn.Module) -> dict[str, Any]:
+def _find_adapted_modules(model: nn.Module) -> dict[str, Any]:
     """The LoRA layers and wrappers of `modules_to_save`, by name."""
     require_peft()
     from peft.tuners.lora import LoraLayer
@@ -86,7 +86,7 @@ def _adapted_modules(model: nn.Module) -> dict[str, Any]:
     return adapted
 
 
-def _merged(name: str, tensor: Tensor, adapted: Mapping[str, Any]) -> Tensor:
+def _merge(name: str, tensor: Tensor, adapted: Mapping[str, Any]) -> Tensor:
     place, _, leaf = name.rpartition(MERGED_PART)
     layer = adapted.get(place)
     if layer is None or layer.merged:

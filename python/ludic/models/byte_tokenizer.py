@@ -44,7 +44,7 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     vocab = {"<pad>": PAD_ID, "<bos>": BOS_ID, "<eos>": EOS_ID}
-    vocab.update({char: byte + BYTE_OFFSET for byte, char in enumerate(_byte_characters())})
+    vocab.update({char: byte + BYTE_OFFSET for byte, char in enumerate(_list_byte_characters())})
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
@@ -59,7 +59,7 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _byte_characters() -> list[str]:
+def _list_byte_characters() -> list[str]:
     """The character that byte-level tokenizers write for each byte: the byte itself if it is
     printable, else one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

@@ -30,7 +30,7 @@ def find_head(model: nn.Module) -> str | None:
     return None
 
 
-def head_parts(model: nn.Module) -> list[str]:
+def find_head_parts(model: nn.Module) -> list[str]:
     """Full names of the head and then of the other layers that a classifier of transformers has
     outside of its backbone, such as the `head` of ModernBERT or the `pooler` of DeBERTa-v2.
     Empty for a model without a head."""
@@ -39,11 +39,11 @@ def head_parts(model: nn.Module) -> list[str]:
         return []
     place = head.rpartition(".")[0]
     owner = model.get_submodule(place) if place else model
-    beside = [f"{place}.{name}" if place else name for name in outside_of_backbone(owner)]
+    beside = [f"{place}.{name}" if place else name for name in find_layers_outside_backbone(owner)]
     return [head, *(name for name in beside if name != head)] if is_classifier(owner) else [head]
 
 
-def outside_of_backbone(model: nn.Module) -> list[str]:
+def find_layers_outside_backbone(model: nn.Module) -> list[str]:
     """Names of the children that have weights, without the backbone of a transformers model."""
     backbone = getattr(model, "base_model_prefix", None)
     return [name for name, child in model.named_children() if name != backbone and any(True for _ in child.parameters())]
@@ -57,16 +57,16 @@ def is_classifier(model: Any) -> bool:
 
 def _gives_vocabulary(head: nn.Module, model: nn.Module) -> bool:
     rows = max((parameter.shape[0] for parameter in head.parameters() if parameter.ndim == 2), default=0)
-    return 0 < _vocabulary(model) <= rows
+    return 0 < _count_vocabulary(model) <= rows
 
 
-def _vocabulary(model: nn.Module) -> int:
+def _count_vocabulary(model: nn.Module) -> int:
     """Rows of the token embedding; if the model does not name it, of its largest embedding."""
     if isinstance(model, _HasEmbeddings):
         return int(model.get_input_embeddings().weight.shape[0])
     return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
 
 
-def in_module(name: str, module: str) -> bool:
+def is_in_module(name: str, module: str) -> bool:
     """Whether the parameter `name` belongs to the module of that full name."""
     return name.startswith(f"{module}.")

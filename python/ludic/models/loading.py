@@ -9,7 +9,7 @@ from typing import Any
 from ludic.errors import ConfigError
 from ludic.files.atomic import read_json
 from ludic.models.lora import load_adapter
-from ludic.models.places import base_beside, check_place
+from ludic.models.places import base_folder, check_place
 from ludic.models.state_files import ADAPTER_CONFIG
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
@@ -109,7 +109,7 @@ def find_adapter_base(adapter: Path) -> str:
     """The model that the adapters adapt: the one that their config names, or the folder `base`
     beside them where that path is gone because the run was moved."""
     named = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
-    beside = base_beside(adapter)
+    beside = base_folder(adapter)
     if not named or (Path(named).is_absolute() and not Path(named).is_dir()):
         if not beside.is_dir():
             raise ConfigError(f"the adapters in {adapter} name {named} as their base, which does not exist, nor does {beside}")

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, ConfigError
-from ludic.models.adapters import has_adapters, require_peft, without_adapters
-from ludic.models.heads import head_parts, is_classifier, outside_of_backbone
+from ludic.models.adapters import has_adapters, merge_adapters, require_peft
+from ludic.models.heads import find_head_parts, find_layers_outside_backbone, is_classifier
 from ludic.models.names import HEAD_NAMES
-from ludic.models.published import unwrapped
+from ludic.models.published import unwrap_model
 from ludic.models.sharding import is_sharded
 from ludic.models.state_files import ADAPTER, write_model
 
@@ -115,12 +115,12 @@ def apply_lora(model: nn.Module, settings: LoraSettings | LoraConfig | None = No
     settings = LoraSettings() if settings is None else settings
     config = settings.config() if isinstance(settings, LoraSettings) else copy.deepcopy(settings)
     _fill_in(config, model)
-    with _peft_as_it_is():
+    with _silence_peft():
         return peft.get_peft_model(model, config, autocast_adapter_dtype=adapters_in_float32)
 
 
 @contextmanager
-def _peft_as_it_is() -> Iterator[None]:
+def _silence_peft() -> Iterator[None]:
     """Suppress the warning that PEFT uses a deprecated attribute of transformers; users cannot
     fix it."""
     with warnings.catch_warnings():
@@ -129,29 +129,29 @@ def _peft_as_it_is() -> Iterator[None]:
 
 
 def _fill_in(config: LoraConfig, model: nn.Module) -> None:
-    heads = head_parts(model)
+    heads = find_head_parts(model)
     if config.modules_to_save is None and heads:
         config.modules_to_save = [head.rpartition(".")[2] for head in heads]
     if config.modules_to_save is None and is_classifier(model):
-        raise ConfigError(_headless(model))
+        raise ConfigError(_describe_headless(model))
     if config.target_modules is None:
         config.target_modules = set(find_target_modules(model))
-        config.exclude_modules = _outside_of_blocks(model, config.target_modules) or None
-    targets = [layer for name, layer in _linear_layers(model) if _is_target(name, config.target_modules)]
+        config.exclude_modules = _find_targets_outside_blocks(model, config.target_modules) or None
+    targets = [layer for name, layer in _find_linear_layers(model) if _is_target(name, config.target_modules)]
     config.fan_in_fan_out = bool(targets) and all(type(layer).__name__ == "Conv1D" for layer in targets)
     if config.task_type is None:
-        config.task_type = _task_type(model, heads[0] if heads else None)
+        config.task_type = _find_task_type(model, heads[0] if heads else None)
 
 
-def _headless(model: Any) -> str:
-    outside = ", ".join(outside_of_backbone(model)) or "nothing"
+def _describe_headless(model: Any) -> str:
+    outside = ", ".join(find_layers_outside_backbone(model)) or "nothing"
     return (
         f"{type(model).__name__} is a classifier without a head of a known name ({', '.join(HEAD_NAMES)}), and its own would stay as it "
         f"was made; set modules_to_save to the layers that make its scores: outside of {model.base_model_prefix} it has {outside}"
     )
 
 
-def _task_type(model: nn.Module, head: str | None) -> Any:
+def _find_task_type(model: nn.Module, head: str | None) -> Any:
     """PEFT's task type for a model of transformers; None for others, for which PEFT notes the
     class."""
     task = require_peft().TaskType
@@ -169,8 +169,8 @@ def find_target_modules(model: nn.Module) -> list[str]:
 
     Raises ConfigError, which lists the linear layers, if none has a known name.
     """
-    named = [name for name, _ in _linear_layers(model)]
-    leaves = {name.rpartition(".")[2] for name in [name for name in named if _in_block(name)] or named}
+    named = [name for name, _ in _find_linear_layers(model)]
+    leaves = {name.rpartition(".")[2] for name in [name for name in named if _is_in_block(name)] or named}
     targets = sorted(leaves.intersection(chain(*PROJECTIONS.values())))
     if not targets:
         candidates = sorted({name.rpartition(".")[2] for name in named})
@@ -181,14 +181,14 @@ def find_target_modules(model: nn.Module) -> list[str]:
     return targets
 
 
-def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _find_linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """(full name, linear layer). Conv1D is GPT-2's linear layer, with a transposed weight."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
             yield name, module
 
 
-def _in_block(name: str) -> bool:
+def _is_in_block(name: str) -> bool:
     """Whether the layer is in one of a list of blocks: its name has a number, as in
     `layers.0.mlp`."""
     return any(part.isdigit() for part in name.split("."))
@@ -198,14 +198,14 @@ def _is_target(name: str, targets: Any) -> bool:
     return not isinstance(targets, str) and name.rpartition(".")[2] in targets
 
 
-def _outside_of_blocks(model: nn.Module, targets: Any) -> list[str]:
+def _find_targets_outside_blocks(model: nn.Module, targets: Any) -> list[str]:
     """Layers of a head or pooler that have a target's name, if other targets are in blocks."""
-    named = [name for name, _ in _linear_layers(model) if _is_target(name, targets)]
-    outside = [name for name in named if not _in_block(name)]
+    named = [name for name, _ in _find_linear_layers(model) if _is_target(name, targets)]
+    outside = [name for name in named if not _is_in_block(name)]
     return outside if len(outside) < len(named) else []
 
 
-def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
+def collect_adapter_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights of adapters and `modules_to_save` under their names in
     adapter_model.safetensors; they share the model's memory."""
     if not has_adapters(model):
@@ -217,7 +217,7 @@ def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
 def save_adapter(model: nn.Module, folder: str | Path) -> None:
     """Write adapter_config.json and adapter_model.safetensors, as PEFT, transformers and vLLM
     load them."""
-    if not has_adapters(unwrapped(model)):
+    if not has_adapters(unwrap_model(model)):
         raise ConfigError(f"{type(model).__name__} has no adapters to save; call apply_lora first")
     Path(folder).mkdir(parents=True, exist_ok=True)
     write_model(model, Path(folder))
@@ -229,14 +229,14 @@ def load_adapter(base: nn.Module, folder: str | Path, *, trainable: bool = False
     place = Path(folder)
     if not (place / ADAPTER).is_file():
         raise CheckpointError(f"{place} holds no {ADAPTER}; adapters in other formats can run code when they are read")
-    with _peft_as_it_is():
+    with _silence_peft():
         return require_peft().PeftModel.from_pretrained(base, str(place), is_trainable=trainable)
 
 
 def save_merged(model: Any, folder: str | Path) -> None:
     """Write the model with its adapters merged, in Hugging Face layout. The model itself is not
     changed."""
-    model.get_base_model().save_pretrained(folder, state_dict=without_adapters(model, model.state_dict()))
+    model.get_base_model().save_pretrained(folder, state_dict=merge_adapters(model, model.state_dict()))
 
 
 def describe_trained_share(model: nn.Module) -> str:

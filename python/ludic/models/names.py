@@ -19,7 +19,7 @@ def is_adapter(name: str) -> bool:
     return "lora_" in name or ".lora." in f".{name}"
 
 
-def unwrapped_name(name: str) -> str:
+def strip_peft_parts(name: str) -> str:
     """The name without what PEFT adds to it."""
     while name.startswith(WRAPPING):
         name = name.removeprefix(WRAPPING)

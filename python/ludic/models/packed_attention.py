@@ -68,16 +68,16 @@ class SequenceGroups:
         return torch.cat([part.flatten(0, 1) for part in parts]).index_select(0, self.scatter)[None]
 
 
-def transformer_of(model: Any) -> Any:
+def unwrap_transformer(model: Any) -> Any:
     """The model inside of wrappers for data parallelism and adapters."""
     inner = model.module if isinstance(getattr(model, "module", None), nn.Module) else model
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
-def attention_of(model: nn.Module) -> str | None:
+def get_attention(model: nn.Module) -> str | None:
     """The name of the model's attention implementation; None for a model that is not from
     transformers."""
-    name: str | None = getattr(getattr(transformer_of(model), "config", None), "_attn_implementation", None)
+    name: str | None = getattr(getattr(unwrap_transformer(model), "config", None), "_attn_implementation", None)
     return name
 
 
@@ -90,14 +90,14 @@ def set_attention(model: nn.Module, name: str) -> None:
 
         AttentionInterface.register(PACKED, packed_attention)
         AttentionMaskInterface.register(PACKED, sdpa_mask)
-    transformer_of(model).config._attn_implementation = name
+    unwrap_transformer(model).config._attn_implementation = name
 
 
-def packed_keywords(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+def make_packed_keywords(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of a forward pass over a padding-free `batch`: position ids, and the bounds
     of the sequences if the model's attention uses them."""
     keywords: dict[str, Any] = {"position_ids": batch["position_ids"], "attention_mask": None}
-    name = attention_of(model) or ""
+    name = get_attention(model) or ""
     if name != PACKED and "flash" not in name:
         return keywords
     bounds = batch["cu_seqlens"].to(torch.int32)
@@ -130,16 +130,16 @@ def packed_attention(
         attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, sliding_window=sliding_window, **options)
         return attended, None
     if _has_kernel(query, value, options):
-        return _varlen(query, key, value, sliding_window, options), None
+        return _attend_varlen(query, key, value, sliding_window, options), None
     parts = zip(*(sequence_groups.padded(tensor) for tensor in (query, key, value)), strict=True)
     bounds = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
     rest = {name: option for name, option in options.items() if name not in bounds}
     return sequence_groups.joined(
-        [sdpa_attention_forward(module, q, k, v, _window(q, sliding_window), **rest)[0] for q, k, v in parts]
+        [sdpa_attention_forward(module, q, k, v, _make_window(q, sliding_window), **rest)[0] for q, k, v in parts]
     ), None
 
 
-def _window(query: Tensor, size: int | None) -> Tensor | None:
+def _make_window(query: Tensor, size: int | None) -> Tensor | None:
     """[1, 1, L, L] the tokens that each token sees: itself and the `size - 1` before it. None if
     every token sees all before it.
 
@@ -154,20 +154,20 @@ def _window(query: Tensor, size: int | None) -> Tensor | None:
 
 def _has_kernel(query: Tensor, value: Tensor, options: Mapping[str, Any]) -> bool:
     """Whether torch's kernel for sequences of different lengths supports this."""
-    half = _computed_dtype(query) in (torch.bfloat16, torch.float16)
+    half = _find_compute_dtype(query) in (torch.bfloat16, torch.float16)
     plain = not options.get("dropout") and options.get("position_bias") is None and options.get("softcap") is None
     return query.is_cuda and half and plain and query.shape[-1] == value.shape[-1] <= 256
 
 
-def _computed_dtype(query: Tensor) -> torch.dtype:
+def _find_compute_dtype(query: Tensor) -> torch.dtype:
     kind = query.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, sliding_window: int | None, options: Mapping[str, Any]) -> Tensor:
+def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, sliding_window: int | None, options: Mapping[str, Any]) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    dtype = _computed_dtype(query)
+    dtype = _find_compute_dtype(query)
     q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
     bounds, longest = options["cu_seq_lens_q"], options["max_length_q"]
     left = -1 if sliding_window is None else sliding_window - 1

@@ -33,11 +33,11 @@ def check_place(source: str, setting: str = "", *, files: bool = False) -> None:
         raise ConfigError(f"{name} does not exist; {remedy}")
 
 
-def adapter_beside(model_folder: Path) -> Path:
+def adapter_folder(model_folder: Path) -> Path:
     """Where the adapters of the model in that folder lie."""
     return model_folder.with_name("adapter")
 
 
-def base_beside(model_folder: Path) -> Path:
+def base_folder(model_folder: Path) -> Path:
     """Where a run keeps the model that its adapters adapt, if that lies nowhere else."""
     return model_folder.with_name("base")

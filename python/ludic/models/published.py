@@ -7,14 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ludic.models.adapters import has_adapters, without_adapters
+from ludic.models.adapters import has_adapters, merge_adapters
 from ludic.models.sharding import gather_tensor
 
 ParamFilter = Callable[[str, Tensor], bool]
 """Whether a parameter of this name is published."""
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """The model inside a wrapper such as DistributedDataParallel."""
     inner = getattr(model, "module", None)
     return inner if isinstance(inner, nn.Module) else model
@@ -29,19 +29,19 @@ def published_weights(
     They share the model's memory, except merged weights, which are copies. The model is not
     changed.
     """
-    model = unwrapped(model)
+    model = unwrap_model(model)
     named: dict[str, Tensor] = dict(model.named_parameters())
     if has_adapters(model):
-        published = without_adapters(model, named)
+        published = merge_adapters(model, named)
     else:
         published = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     return {
-        name: _exported(parameter, device)
+        name: _export(parameter, device)
         for name, parameter in published.items()
         if param_filter is None or param_filter(name, parameter)
     }
 
 
-def _exported(parameter: Tensor, device: torch.device | str | None) -> Tensor:
+def _export(parameter: Tensor, device: torch.device | str | None) -> Tensor:
     whole = gather_tensor(parameter.detach())
     return whole if device is None else whole.to(device)

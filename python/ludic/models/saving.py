@@ -10,7 +10,7 @@ from ludic.files.folders import replace_folder
 from ludic.models.adapters import has_adapters
 from ludic.models.loading import find_whole_model
 from ludic.models.lora import save_adapter, save_merged
-from ludic.models.places import adapter_beside, base_beside
+from ludic.models.places import adapter_folder, base_folder
 from ludic.models.state_files import holds_whole_weights
 
 
@@ -25,8 +25,8 @@ def save_policy(model: Any, tokenizer: Any, folder: Path, *, base: str | None = 
         else:
             model.save_pretrained(aside)
     if has_adapters(model):
-        model.peft_config["default"].base_model_name_or_path = base or str(base_beside(folder).resolve())
-        with replace_folder(adapter_beside(folder)) as aside:
+        model.peft_config["default"].base_model_name_or_path = base or str(base_folder(folder).resolve())
+        with replace_folder(adapter_folder(folder)) as aside:
             save_adapter(model, aside)
             tokenizer.save_pretrained(aside)
 

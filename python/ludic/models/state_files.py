@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ludic.errors import CheckpointError, DataError
 from ludic.files.atomic import read_json, write_json
 from ludic.models.adapters import has_adapters
-from ludic.models.published import unwrapped
+from ludic.models.published import unwrap_model
 from ludic.models.sharding import gather_state, gather_tensor, is_sharded, scatter_state, shard_like
 
 logger = logging.getLogger(__name__)
@@ -40,18 +40,18 @@ def write_model(model: nn.Module, folder: Path | None) -> None:
     """As `save_pretrained` does, which for a model with adapters writes them alone; a module
     without it as model.safetensors with a config.json that names its class. Without a folder
     only the collectives of a sharded model are taken."""
-    inner: Any = unwrapped(model)
+    inner: Any = unwrap_model(model)
     state = gather_state(inner)
     if folder is None:
         return
     if hasattr(inner, "save_pretrained"):
-        inner.save_pretrained(folder, state_dict=state, **_adapter_options(inner))
+        inner.save_pretrained(folder, state_dict=state, **_make_adapter_options(inner))
         return
-    save_file(_without_aliases(state), folder / MODEL, metadata={"format": "pt"})
+    save_file(_drop_aliases(state), folder / MODEL, metadata={"format": "pt"})
     write_json(folder / "config.json", {"model_class": type(inner).__name__})
 
 
-def _without_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _drop_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One name for each tensor: tied weights are stored once."""
     seen: set[tuple[Any, ...]] = set()
     distinct = {}
@@ -67,20 +67,20 @@ def _without_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def read_model(model: nn.Module, folder: Path) -> None:
     """Copy the weights in the folder into the model. All names must be there; tied weights count
     as one."""
-    model = unwrapped(model)
+    model = unwrap_model(model)
     if (folder / ADAPTER).exists():
         _read_adapter(model, folder)
         return
-    state: dict[str, Any] = dict(_stored(folder))
+    state: dict[str, Any] = dict(_read_stored(folder))
     if not is_sharded(model):
         _check_names(model, state, folder)
     scatter_state(model, state)
 
 
-def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def _read_stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the folder. Order: index of shards, then the single file."""
     if (folder / INDEX).exists():
-        yield from _sharded(folder)
+        yield from _read_shards(folder)
     elif (folder / MODEL).exists():
         yield from read_tensors(folder / MODEL).items()
     else:
@@ -97,7 +97,7 @@ def holds_whole_weights(folder: Path) -> bool:
     read."""
     try:
         read_json(folder / "config.json")
-        names = set(_weight_map(folder).values()) if (folder / INDEX).exists() else {MODEL}
+        names = set(_read_weight_map(folder).values()) if (folder / INDEX).exists() else {MODEL}
         for name in names:
             with safe_open(folder / name, framework="pt"):
                 pass
@@ -106,15 +106,15 @@ def holds_whole_weights(folder: Path) -> bool:
     return True
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
+def _read_weight_map(folder: Path) -> dict[str, str]:
     places = read_json(folder / INDEX).get("weight_map")
     if not isinstance(places, dict):
         raise DataError(f"{folder / INDEX} has no weight_map; the checkpoint is damaged")
     return places
 
 
-def _sharded(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    places = _weight_map(folder)
+def _read_shards(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    places = _read_weight_map(folder)
     for name in sorted(set(places.values())):
         if Path(name).name != name:
             raise CheckpointError(f"{folder / INDEX} names the file {name}, which is not in the folder")
@@ -143,22 +143,22 @@ def _read_adapter(model: nn.Module, folder: Path) -> None:
         raise CheckpointError(
             f"{folder} holds an adapter, but {type(model).__name__} has none; wrap it with the same LoRA config"
         )
-    places = _adapter_places(model)
+    places = _map_adapter_names(model)
     stored = read_tensors(folder / ADAPTER)
     _check_adapter(model, stored, places, folder)
     state: dict[str, Any] = {places[name]: tensor for name, tensor in stored.items()}
     scatter_state(model, state)
 
 
-def _adapter_places(model: nn.Module) -> dict[str, str]:
+def _map_adapter_names(model: nn.Module) -> dict[str, str]:
     """Name in adapter_model.safetensors to name in the model."""
     from peft import get_peft_model_state_dict
 
     names: Any = {name: name for name in model.state_dict()}
-    return dict(get_peft_model_state_dict(model, state_dict=names, **_adapter_options(model)))
+    return dict(get_peft_model_state_dict(model, state_dict=names, **_make_adapter_options(model)))
 
 
-def _adapter_options(model: Any) -> dict[str, bool]:
+def _make_adapter_options(model: Any) -> dict[str, bool]:
     """Whether embeddings are stored with the adapters: where they have some. PEFT would ask the
     hub."""
     if not hasattr(model, "get_base_model"):
@@ -202,11 +202,11 @@ def write_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: 
     if folder is None:
         return
     save_file(tensors, folder / "optimizer.safetensors")
-    groups = [{name: _plain(value) for name, value in group.items()} for group in state["param_groups"]]
+    groups = [{name: _to_plain(value) for name, value in group.items()} for group in state["param_groups"]]
     write_json(folder / "optimizer.json", {"class": type(optimizer).__name__, "values": values, "param_groups": groups})
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
@@ -229,7 +229,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: P
         number = numbers[parameter]
         state.setdefault(number, {})[name] = shard_like(tensor, stepped[number])
     groups = [
-        {**_typed_like(group, like), "params": [numbers[str(key)] for key in group["params"]]}
+        {**_restore_types(group, like), "params": [numbers[str(key)] for key in group["params"]]}
         for group, like in zip(stored["param_groups"], optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -253,6 +253,6 @@ def _check_groups(stored: list[Any], current: list[Any], folder: Path) -> None:
         )
 
 
-def _typed_like(group: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+def _restore_types(group: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
     """JSON turns tuples into lists; this turns them back."""
     return {name: tuple(value) if isinstance(like.get(name), tuple) else value for name, value in group.items()}

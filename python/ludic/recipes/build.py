@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from ludic.errors import ConfigError
-from ludic.recipes.compose import check_least
+from ludic.recipes.compose import check_minimums
 from ludic.recipes.schema import Recipe, TaskSection
 from ludic.tasks import Addition, DigitSort, EpisodicTask, Task, TicTacToe, Tools, as_episodic
 from ludic.tasks.data_task import DataTask
@@ -40,7 +40,7 @@ _LEAST = {
 
 def check_numbers(recipe: Recipe) -> None:
     """Raise `ConfigError` for a count that is too small."""
-    check_least(recipe, _LEAST)
+    check_minimums(recipe, _LEAST)
 
 
 def build_task(
@@ -75,7 +75,7 @@ def build_episodic_task(recipe: Recipe) -> EpisodicTask:
     return as_episodic(build_task(recipe.task, **settings, judged=recipe.reward_model is not None))
 
 
-def with_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> EpisodicTask:
+def add_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> EpisodicTask:
     """The task, whose training the recipe's reward model rewards if there is one. `tokenizer` is
     the policy's."""
     if recipe.reward_model is None:

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ludic.errors import ConfigError
 from ludic.recipes.plain_yaml import check_plain, check_yaml
-from ludic.recipes.schema import Recipe, trainer_section
+from ludic.recipes.schema import Recipe, make_trainer_section
 
 _OPEN_SECTIONS = ("task.args", "algorithm_args", "reward", "reward_model_args")  # whatever takes their values checks their keys
 _PER_ALGORITHM, LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys
@@ -57,7 +57,7 @@ class Override:
     text: str
 
 
-def builtin_names() -> list[str]:
+def list_builtin_recipes() -> list[str]:
     """Names of the recipes that come with the library."""
     return sorted(path.name.removesuffix(".yaml") for path in _builtin_folder().iterdir() if path.name.endswith(".yaml"))
 
@@ -66,7 +66,7 @@ def compose(arguments: Sequence[str] = ()) -> Recipe:
     """Resolve a recipe of `ludic train`. `arguments` are at most one recipe name or YAML file,
     and any number of overrides."""
     source, overrides = split_arguments(arguments)
-    return cast(Recipe, fill(_schema(), _layers(source, overrides), overrides))
+    return cast(Recipe, resolve_layers(_make_schema(), _read_layers(source, overrides), overrides))
 
 
 def split_arguments(arguments: Sequence[str | Override]) -> tuple[str | None, list[Override]]:
@@ -85,22 +85,22 @@ def split_arguments(arguments: Sequence[str | Override]) -> tuple[str | None, li
     return (sources[0] if sources else None), overrides
 
 
-def fill(tree: DictConfig, layers: Iterable[tuple[str, DictConfig]], overrides: Sequence[Override]) -> Any:
+def resolve_layers(tree: DictConfig, layers: Iterable[tuple[str, DictConfig]], overrides: Sequence[Override]) -> Any:
     """Merge the layers into `tree`, lowest first, then the overrides; returns the object that
     the tree describes. Each layer has a name for errors."""
     for where, layer in layers:
         _merge(tree, layer, where)
-    _forget_arguments_of_another_task(tree, next((o.value for o in overrides if o.key == "task.kind"), tree.task.kind))
-    known = _paths(tree)
+    _drop_arguments_of_other_task(tree, next((o.value for o in overrides if o.key == "task.kind"), tree.task.kind))
+    known = _list_paths(tree)
     for override in overrides:
         _apply(tree, override, known)
         if isinstance(override.value, Mapping):  # it may have filled a section that was empty
-            known = _paths(tree)
+            known = _list_paths(tree)
     check_plain(OmegaConf.to_container(tree, resolve=False), "")
     return OmegaConf.to_object(tree)
 
 
-def check_least(recipe: Any, least: Mapping[str, int]) -> None:
+def check_minimums(recipe: Any, least: Mapping[str, int]) -> None:
     """Raise `ConfigError` for a count that is too small. `least`: path of a setting to its
     smallest value."""
     for path, smallest in least.items():
@@ -136,7 +136,7 @@ def to_yaml(recipe: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.create({**asdict(recipe), **whole}))
 
 
-def plain_values(recipe: Any) -> dict[str, Any]:
+def to_plain_values(recipe: Any) -> dict[str, Any]:
     """The recipe in plain JSON values."""
     values: dict[str, Any] = json.loads(json.dumps(asdict(recipe), default=str))
     return values
@@ -158,9 +158,9 @@ def refuse_flags(arguments: Sequence[str], known: Sequence[str]) -> None:
             raise ConfigError(f"there is no flag {name}; settings are written key=value{suggest(key, known)}")
 
 
-def setting_names() -> list[str]:
+def list_settings() -> list[str]:
     """The full paths of all settings of `ludic train`."""
-    return _paths(_schema())
+    return _list_paths(_make_schema())
 
 
 def suggest(key: str, known: Sequence[str]) -> str:
@@ -181,14 +181,14 @@ def _is_source(argument: str) -> bool:
     return "=" not in argument or (argument.endswith((".yaml", ".yml")) and Path(argument).is_file())
 
 
-def _schema() -> DictConfig:
+def _make_schema() -> DictConfig:
     tree = cast(DictConfig, OmegaConf.structured(Recipe))
-    tree.trainer = OmegaConf.structured(trainer_section())
-    tree.warmup.trainer = OmegaConf.structured(trainer_section())
+    tree.trainer = OmegaConf.structured(make_trainer_section())
+    tree.warmup.trainer = OmegaConf.structured(make_trainer_section())
     return tree
 
 
-def _layers(source: str | None, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:
+def _read_layers(source: str | None, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:
     """The layers of a recipe, lowest first: the built-in recipe with its settings for the
     algorithm and for a loaded model, then the user's file with its own. In a file with
     `loaded_model: null` no settings depend on the model."""
@@ -214,9 +214,11 @@ def _builtin_folder() -> Any:
 
 
 def _read_builtin(name: str) -> DictConfig:
-    if name not in builtin_names():
-        near = get_close_matches(name, builtin_names(), n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(builtin_names())}; a file's name ends in .yaml"
+    if name not in list_builtin_recipes():
+        near = get_close_matches(name, list_builtin_recipes(), n=1)
+        remedy = (
+            f"did you mean {near[0]}?" if near else f"there are {', '.join(list_builtin_recipes())}; a file's name ends in .yaml"
+        )
         raise ConfigError(f"there is no recipe {name!r}; {remedy}")
     return cast(DictConfig, OmegaConf.create((_builtin_folder() / f"{name}.yaml").read_text(encoding="utf-8")))
 
@@ -225,7 +227,7 @@ def read_yaml(path: Path) -> DictConfig:
     import yaml  # type: ignore[import-untyped]
 
     if not path.is_file():
-        raise ConfigError(f"recipe file {path} does not exist; built-in recipes are {', '.join(builtin_names())}")
+        raise ConfigError(f"recipe file {path} does not exist; built-in recipes are {', '.join(list_builtin_recipes())}")
     try:
         text = path.read_text(encoding="utf-8")
         check_yaml(text, str(path))
@@ -254,18 +256,18 @@ def _merge(tree: DictConfig, layer: DictConfig, where: str) -> None:
     for name, chosen in _SECTIONS_BY_NAME.items():
         if isinstance(layer.get(name), str):
             layer[name] = {chosen: layer[name]}
-    known = _paths(tree)
-    for key in _paths(layer):
+    known = _list_paths(tree)
+    for key in _list_paths(layer):
         if key not in known and not key.startswith(tuple(f"{section}." for section in _OPEN_SECTIONS)):
             raise ConfigError(f"{where}: there is no setting {key!r}{suggest(key, known)}")
     try:
-        _forget_arguments_of_another_task(tree, OmegaConf.select(layer, "task.kind"))
+        _drop_arguments_of_other_task(tree, OmegaConf.select(layer, "task.kind"))
         tree.merge_with(layer)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{where}: {_first_line(error)}") from error
 
 
-def _forget_arguments_of_another_task(tree: DictConfig, kind: Any) -> None:
+def _drop_arguments_of_other_task(tree: DictConfig, kind: Any) -> None:
     """Drop the task's arguments if the kind of task changes."""
     if kind is not None and not OmegaConf.is_missing(tree.task, "kind") and kind != tree.task.kind:
         tree.task.args = {}
@@ -280,7 +282,7 @@ def _apply(tree: DictConfig, override: Override, known: Sequence[str]) -> None:
         raise ConfigError(f"{override.text}: {_first_line(error)}") from error
 
 
-def _paths(tree: Mapping[Any, Any], prefix: str = "") -> list[str]:
+def _list_paths(tree: Mapping[Any, Any], prefix: str = "") -> list[str]:
     """The full paths of all keys, sections included; open sections are not entered."""
     paths = []
     for key in tree:
@@ -289,7 +291,7 @@ def _paths(tree: Mapping[Any, Any], prefix: str = "") -> list[str]:
         if path in _OPEN_SECTIONS or (isinstance(tree, DictConfig) and OmegaConf.is_missing(tree, key)):
             continue
         if isinstance(tree[key], Mapping | DictConfig):
-            paths.extend(_paths(tree[key], f"{path}."))
+            paths.extend(_list_paths(tree[key], f"{path}."))
     return paths
 
 

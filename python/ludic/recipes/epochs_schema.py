@@ -11,7 +11,7 @@ from typing import Any, Optional, TypeVar, cast
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ludic.errors import ConfigError
-from ludic.recipes.compose import LOADED_MODEL, Override, check_least, fill, read_yaml, split_arguments
+from ludic.recipes.compose import LOADED_MODEL, Override, check_minimums, read_yaml, resolve_layers, split_arguments
 from ludic.recipes.schema import CheckpointSection, LoraSection, NetworkSection, TaskSection
 
 
@@ -76,20 +76,20 @@ def compose_epochs(
 ) -> R:
     """Resolve a recipe. `arguments` are at most one YAML file and any number of `key=value`.
 
-    Later wins: `defaults.yaml` of `package`, its values for a loaded model, the file, the command
-    line in its order. `trainer`: the trainer's config as `trainer_section` makes it. `least`: the
-    smallest values of the recipe's own counts."""
+    Later values win, in this order: `defaults.yaml` of `package`, its values for a loaded model,
+    the file, the command line. `trainer` is the trainer's config, from `make_trainer_section`.
+    `least` has the smallest values of the recipe's own counts."""
     source, overrides = split_arguments(arguments)
     tree = cast(DictConfig, OmegaConf.structured(recipe))
     tree.trainer = OmegaConf.structured(trainer)
-    resolved = cast(R, fill(tree, _layers(package, source, overrides), overrides))
-    check_least(resolved, {**_LEAST, **least})
+    resolved = cast(R, resolve_layers(tree, _read_layers(package, source, overrides), overrides))
+    check_minimums(resolved, {**_LEAST, **least})
     if not 0.0 <= resolved.heldout < 1.0:
         raise ConfigError(f"heldout ({resolved.heldout}) must be a share of the data, from 0 to less than 1")
     return resolved
 
 
-def _layers(package: str, source: str | None, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:
+def _read_layers(package: str, source: str | None, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:
     if source is not None and not source.endswith((".yaml", ".yml")):
         raise ConfigError(
             f"{source!r} is no setting and no file of settings; write data={source} for a data file, FILE.yaml for one of settings"

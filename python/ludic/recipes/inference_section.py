@@ -47,7 +47,7 @@ class InferenceSection:
     """Largest mean difference of log-probabilities that is accepted, in nats."""
 
 
-def kind_of(section: InferenceSection) -> Literal["local", "vllm"]:
+def choose_kind(section: InferenceSection) -> Literal["local", "vllm"]:
     """The engine that the settings ask for. Raises ConfigError for settings that contradict each
     other."""
     names_server = section.python is not None or section.url is not None
@@ -80,7 +80,7 @@ class LogprobConvention:
     """The trainer's policy is that of logits / temperature."""
 
 
-def logprob_convention(temperature: float, top_p: float) -> LogprobConvention:
+def choose_logprob_convention(temperature: float, top_p: float) -> LogprobConvention:
     """What fits these sampling settings.
 
     Without top-p the distribution drawn from is the policy at `temperature`, and that is trained.

@@ -41,7 +41,7 @@ def build_model(recipe: Recipe | SFTRecipe, tokenizer: Any) -> Any:
 def build_tokenizer(recipe: Recipe | SFTRecipe | RMRecipe) -> Any:
     """The tokenizer that the recipe names, else that of its model, else that of the small model."""
     source = recipe.tokenizer or recipe.model
-    return _small_tokenizer(recipe.network) if source is None else load_tokenizer(source)
+    return _make_small_tokenizer(recipe.network) if source is None else load_tokenizer(source)
 
 
 def make_small_model(network: NetworkSection, tokenizer: Any = None) -> Any:
@@ -49,7 +49,7 @@ def make_small_model(network: NetworkSection, tokenizer: Any = None) -> Any:
     built-in recipes it has 427,520 parameters."""
     from transformers import Qwen2ForCausalLM
 
-    return Qwen2ForCausalLM(small_config(network, tokenizer))
+    return Qwen2ForCausalLM(make_small_config(network, tokenizer))
 
 
 def small_dtype(dtype: str) -> torch.dtype:
@@ -59,7 +59,7 @@ def small_dtype(dtype: str) -> torch.dtype:
     return chosen
 
 
-def small_config(network: NetworkSection, tokenizer: Any = None) -> Any:
+def make_small_config(network: NetworkSection, tokenizer: Any = None) -> Any:
     """The configuration of the small model, for any head."""
     from transformers import Qwen2Config
 
@@ -68,7 +68,7 @@ def small_config(network: NetworkSection, tokenizer: Any = None) -> Any:
             f"network.hidden_size ({network.hidden_size}) must be a multiple of num_heads ({network.num_heads}), "
             f"and that of num_kv_heads ({network.num_kv_heads})"
         )
-    tokenizer = _small_tokenizer(network) if tokenizer is None else tokenizer
+    tokenizer = _make_small_tokenizer(network) if tokenizer is None else tokenizer
     return Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=network.hidden_size,
@@ -86,7 +86,7 @@ def small_config(network: NetworkSection, tokenizer: Any = None) -> Any:
     )
 
 
-def _small_tokenizer(network: NetworkSection) -> Any:
+def _make_small_tokenizer(network: NetworkSection) -> Any:
     makers = {"eos": make_byte_tokenizer, "newline": make_line_tokenizer}
     if network.end_of_turn not in makers:
         raise ConfigError(f"network.end_of_turn ({network.end_of_turn}) must be eos or newline")

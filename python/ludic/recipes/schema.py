@@ -184,26 +184,26 @@ DERIVED = ("pad_token_id", "seed", "temperature")
 
 
 @cache
-def trainer_section(config: type[TrainerConfig] = TrainerConfig) -> type[Any]:
+def make_trainer_section(config: type[TrainerConfig] = TrainerConfig) -> type[Any]:
     """`config` as a dataclass for OmegaConf: the same fields and defaults without `DERIVED`,
     with plain types for literals."""
     hints = get_type_hints(config)
     included = [item for item in fields(config) if item.init and item.name not in DERIVED]
-    made = [(item.name, _plain(hints[item.name]), _copied(item)) for item in included]
+    made = [(item.name, _simplify_type(hints[item.name]), _copy_field(item)) for item in included]
     return make_dataclass("TrainerSection", made, namespace={"config_class": config})
 
 
-def _plain(hint: Any) -> Any:
+def _simplify_type(hint: Any) -> Any:
     """The nearest annotation that OmegaConf supports."""
     if get_origin(hint) is Literal:
         return type(get_args(hint)[0])
     if get_origin(hint) in (Union, types.UnionType):
-        members = {_plain(member) for member in get_args(hint) if member is not type(None)}
+        members = {_simplify_type(member) for member in get_args(hint) if member is not type(None)}
         return Optional[members.pop()] if len(members) == 1 and type(None) in get_args(hint) else Any  # noqa: UP045
     return hint if hint in (int, float, str, bool) or get_origin(hint) is tuple else Any
 
 
-def _copied(item: Field[Any]) -> Field[Any]:
+def _copy_field(item: Field[Any]) -> Field[Any]:
     if item.default_factory is not NO_DEFAULT:
         return field(default_factory=item.default_factory)
     return field(default=item.default)

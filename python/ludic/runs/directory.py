@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Self
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import write_text
-from ludic.recipes.compose import plain_values, to_yaml
+from ludic.recipes.compose import to_plain_values, to_yaml
 from ludic.runs.lock import RunLock
-from ludic.runs.versions import versions
+from ludic.runs.versions import collect_versions
 
 DONE = "done"
 """The phase of a run that is finished."""
@@ -89,8 +89,10 @@ class RunDirectory:
         lock, begun = RunLock(aside), cls(aside)
         try:
             write_text(begun.config, to_yaml(recipe))
-            begun.write_progress(Progress(cls.first_phase, cls.command, recipe=plain_values(recipe), versions=versions()))
-            directory = cls(_named(aside, place, is_chosen=recipe.name is not None))
+            begun.write_progress(
+                Progress(cls.first_phase, cls.command, recipe=to_plain_values(recipe), versions=collect_versions())
+            )
+            directory = cls(_move_to_free_name(aside, place, is_chosen=recipe.name is not None))
         except BaseException:
             lock.release()
             shutil.rmtree(aside, ignore_errors=True)
@@ -99,15 +101,15 @@ class RunDirectory:
         return directory
 
     @classmethod
-    def go_on(cls, path: Path) -> Self:
+    def resume(cls, path: Path) -> Self:
         """Open the folder of an interrupted run and lock it until `release`. Raises
         CheckpointError if another command made it or another process uses it."""
-        directory = cls.look_into(path)
+        directory = cls.open(path)
         directory._lock = RunLock(path)
         return directory
 
     @classmethod
-    def look_into(cls, path: Path) -> Self:
+    def open(cls, path: Path) -> Self:
         """Open the folder of a run to read it, without a lock. Raises CheckpointError if another
         command made it."""
         directory = cls(path)
@@ -148,7 +150,7 @@ class RunDirectory:
         if not self.metrics.is_file():
             return []
         by_step: dict[int, dict[str, Any]] = {}
-        for line in map(_whole, self.metrics.read_text(encoding="utf-8").splitlines()):
+        for line in map(_parse_line, self.metrics.read_text(encoding="utf-8").splitlines()):
             if line.get("phase") == phase:
                 by_step.setdefault(line["step"], {}).update(line)  # a step that was evaluated has two lines
         return [by_step[step] for step in sorted(by_step)]
@@ -162,20 +164,20 @@ class RunDirectory:
         if not self.metrics.is_file():
             return 0
         lines = self.metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        remaining = [text for text in lines if (line := _whole(text)) and _stands(line, phase, step, evaluated)]
+        remaining = [text for text in lines if (line := _parse_line(text)) and _survives_cut(line, phase, step, evaluated)]
         if remaining != lines:
             write_text(self.metrics, "".join(remaining))
-        return len({line["step"] for line in map(_whole, lines) if line.get("phase") == phase and line["step"] > step})
+        return len({line["step"] for line in map(_parse_line, lines) if line.get("phase") == phase and line["step"] > step})
 
 
-def _stands(line: Mapping[str, Any], phase: str, step: int, evaluated: bool) -> bool:
+def _survives_cut(line: Mapping[str, Any], phase: str, step: int, evaluated: bool) -> bool:
     if line.get("phase") != phase or line["step"] < step:
         return True
     only_measured = not any(key.startswith("train/") for key in line)
     return bool(line["step"] == step and (evaluated or not only_measured))
 
 
-def _whole(line: str) -> dict[str, Any]:
+def _parse_line(line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except ValueError:
@@ -228,11 +230,11 @@ def make_folder(path: Path) -> None:
         ) from error
 
 
-def new_folder(output: str, name: str | None, otherwise: str) -> Path:
+def make_run_folder(output: str, name: str | None, otherwise: str) -> Path:
     """Make an empty `output/name`. Without a name it is `output/otherwise`; if that exists, the
     time is appended, and then a number."""
     path = run_path(output, name, otherwise)
-    for candidate in [path] if name is not None else _candidates(path):
+    for candidate in [path] if name is not None else _list_candidates(path):
         try:
             make_folder(candidate)
             return candidate
@@ -241,10 +243,10 @@ def new_folder(output: str, name: str | None, otherwise: str) -> Path:
     raise CheckpointError(f"{path} is there already; choose another name=")
 
 
-def _named(folder: Path, path: Path, *, is_chosen: bool) -> Path:
+def _move_to_free_name(folder: Path, path: Path, *, is_chosen: bool) -> Path:
     """Rename `folder`, which is not empty, to `path`. If that exists and the user did not choose
     the name, the time is appended."""
-    for candidate in [path] if is_chosen else _candidates(path):
+    for candidate in [path] if is_chosen else _list_candidates(path):
         if candidate.exists() or candidate.is_symlink():
             continue
         try:
@@ -258,7 +260,7 @@ def _named(folder: Path, path: Path, *, is_chosen: bool) -> Path:
     raise CheckpointError(f"{path} is there already; choose another name={remedy}")
 
 
-def _candidates(path: Path) -> Iterator[Path]:
+def _list_candidates(path: Path) -> Iterator[Path]:
     yield path
     later = path.with_name(f"{path.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     yield later

@@ -1,5 +1,11 @@
 """Held-out measurement: the mean reward of sampled answers, the accuracy of greedy answers, and
-a few answers to look at."""
+a few answers to look at.
+
+It is not `eval.problems.ProblemEvaluator`, which `ludic eval` uses. That samples k answers to each
+problem of one suite, for accuracy and pass@k, with seeds from the recipe. This measures all suites,
+sampled and greedy, with the same seeds in every run, so that before and after training, and other
+runs of the task, can be compared. Intervals and means by problem are those of `eval` in both.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +15,10 @@ from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.eval.intervals import Interval, mean_interval, share_interval
+from ludic.eval.tally import average_by_key
 from ludic.inference import InferenceSpec
 from ludic.recipes.schema import EvaluationSection, RolloutSection
-from ludic.runs.rollouts import evaluation_inference, request_for
+from ludic.runs.rollouts import make_evaluation_inference, make_request
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
 from ludic.tasks.episodic import Played, share
 from ludic.tasks.success import success_of
@@ -94,7 +101,7 @@ class Evaluation:
         return cls(**{**values, "answers": [Answer(**answer) for answer in values["answers"]]})
 
 
-def compared(before: Evaluation | None, after: Evaluation | None) -> tuple[Evaluation | None, Evaluation | None]:
+def make_comparable(before: Evaluation | None, after: Evaluation | None) -> tuple[Evaluation | None, Evaluation | None]:
     """Two measurements of one run, made comparable: if only one has an accuracy, both are
     returned without."""
     if before is None or after is None or (before.greedy_accuracy is None) == (after.greedy_accuracy is None):
@@ -139,7 +146,7 @@ class HeldOut:
     async def measure(self, *, concurrency: int | None = None, timeout_s: float | None = None) -> Evaluation:
         """Sample answers to all problems, and answer those of the first suite greedily."""
         suites = {name: list(problems[: self._section.prompts]) for name, problems in self._task.suites().items()}
-        sampling, greedy = (evaluation_inference(self._rollout, self._task, greedy=flag) for flag in (False, True))
+        sampling, greedy = (make_evaluation_inference(self._rollout, self._task, greedy=flag) for flag in (False, True))
         limits = {"concurrency": concurrency or self._rollout.concurrency, "timeout_s": timeout_s}
         sampled = {
             name: await self._play(problems * self._section.samples_per_prompt, sampling, **limits)
@@ -147,7 +154,7 @@ class HeldOut:
         }
         first = next(iter(suites))
         best = await self._play(suites[first], greedy, **limits)
-        paired = {name: _paired(suites[name], episodes) for name, episodes in sampled.items()}
+        paired = {name: _pair_with_problems(suites[name], episodes) for name, episodes in sampled.items()}
         rewards = [episode.total_reward for _, episode in paired[first]]
         greedy_rewards = [episode.total_reward for episode in best]
         solved_at = self.success.holds_for([*rewards, *greedy_rewards])
@@ -156,16 +163,16 @@ class HeldOut:
             sampled_reward=share(rewards),
             greedy_accuracy=None if solved_at is None else share(reward >= solved_at for reward in greedy_rewards),
             facts=self._task.measure(paired),
-            answers=[self._answer(problem, place, sampled[first], solved_at) for place, problem in shown],
+            answers=[self._build_answer(problem, place, sampled[first], solved_at) for place, problem in shown],
             num_sampled=len(rewards),
             failed=sum(episodes.counts.num_failed_episodes for episodes in [*sampled.values(), best]),
             greedy_reward=share(greedy_rewards),
             solved_at=solved_at,
             sampled_right=None if solved_at is None else share(reward >= solved_at for reward in rewards),
-            by_problem=_by_problem(len(suites[first]), sampled[first], best, solved_at),
+            by_problem=_collect_by_problem(len(suites[first]), sampled[first], best, solved_at),
         )
 
-    def _answer(self, problem: Episode, place: int, episodes: Sequence[Rollout], solved_at: float | None) -> Answer:
+    def _build_answer(self, problem: Episode, place: int, episodes: Sequence[Rollout], solved_at: float | None) -> Answer:
         """The first answer to the problem at `place`; without text if it failed."""
         first = next((episode for episode in episodes if episode.meta[_PLACE] == place), None)
         if first is None:
@@ -194,35 +201,38 @@ class HeldOut:
 
     async def _play(self, problems: Sequence[Episode], inference: InferenceSpec, **limits: Any) -> PlayedRollouts:
         requests = [
-            request_for(problem, inference=inference, seed=_SAMPLING_SEED + place, **{_PLACE: place})
+            make_request(problem, inference=inference, seed=_SAMPLING_SEED + place, **{_PLACE: place})
             for place, problem in enumerate(problems)
         ]
         return await self._engine.generate_rollouts(requests=requests, max_steps=self._task.max_turns, **limits)
 
 
-def _paired(problems: Sequence[Episode], episodes: Sequence[Rollout]) -> list[Played]:
+def _pair_with_problems(problems: Sequence[Episode], episodes: Sequence[Rollout]) -> list[Played]:
     """Each rollout with its problem; failed ones are missing.
 
     Two problems sampled twice: requests 0, 1, 2, 3 are on problems 0, 1, 0, 1 = request % 2."""
     return [(problems[episode.meta[_PLACE] % len(problems)], episode) for episode in episodes]
 
 
-def _by_problem(
+def _collect_by_problem(
     count: int, sampled: Sequence[Rollout], greedy: Sequence[Rollout], solved_at: float | None
 ) -> dict[str, list[float | None]]:
     """The numbers per problem from which the report computes intervals."""
-    rewards = _means(count, ((episode, episode.total_reward) for episode in sampled))
-    numbers = {"sampled_reward": rewards, "greedy_reward": _means(count, ((episode, episode.total_reward) for episode in greedy))}
+    rewards = _average_by_problem(count, ((episode, episode.total_reward) for episode in sampled))
+    numbers = {
+        "sampled_reward": rewards,
+        "greedy_reward": _average_by_problem(count, ((episode, episode.total_reward) for episode in greedy)),
+    }
     if solved_at is not None:
-        numbers["greedy_accuracy"] = _means(count, ((episode, float(episode.total_reward >= solved_at)) for episode in greedy))
+        numbers["greedy_accuracy"] = _average_by_problem(
+            count, ((episode, float(episode.total_reward >= solved_at)) for episode in greedy)
+        )
     scores = [(episode, episode.steps[-1].info.get(SCORE_INFO)) for episode in sampled]
     scored = [(episode, score) for episode, score in scores if score is not None]
-    return {**numbers, SCORE_INFO: _means(count, scored)} if scored else numbers
+    return {**numbers, SCORE_INFO: _average_by_problem(count, scored)} if scored else numbers
 
 
-def _means(count: int, values: Iterable[tuple[Rollout, float]]) -> list[float | None]:
+def _average_by_problem(count: int, values: Iterable[tuple[Rollout, float]]) -> list[float | None]:
     """The mean of the values of each of `count` problems; None for a problem without any."""
-    of_problem: list[list[float]] = [[] for _ in range(count)]
-    for episode, value in values:
-        of_problem[episode.meta[_PLACE] % count].append(value)
-    return [sum(numbers) / len(numbers) if numbers else None for numbers in of_problem]
+    means = average_by_key((episode.meta[_PLACE] % count, value) for episode, value in values)
+    return [means.get(problem) for problem in range(count)]

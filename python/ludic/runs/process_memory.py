@@ -19,7 +19,7 @@ hundreds of thousands."""
 
 
 @contextmanager
-def settled_memory() -> Iterator[None]:
+def settle_memory() -> Iterator[None]:
     """Use it around a run that is set up.
 
     Inside, the garbage collector ignores what was imported and built before and runs less often.

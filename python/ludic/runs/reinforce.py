@@ -14,13 +14,13 @@ from ludic.models.lora import describe_trained_share
 from ludic.models.saving import save_policy
 from ludic.models.state_files import read_model
 from ludic.recipes.build import (
+    add_reward_model,
     build_algorithm,
     build_episodic_task,
     build_trainer_config,
     check_numbers,
-    with_reward_model,
 )
-from ludic.recipes.inference_section import logprob_convention
+from ludic.recipes.inference_section import choose_logprob_convention
 from ludic.recipes.lora import add_adapters, build_lora_settings
 from ludic.recipes.model import build_policy
 from ludic.recipes.schema import Recipe
@@ -34,8 +34,8 @@ from ludic.runs.rollouts import (
     check_prompts,
     check_rollouts,
     make_engine,
-    training_inference,
-    training_requests,
+    make_training_inference,
+    make_training_requests,
 )
 from ludic.runs.sampler import Sampler, check_inference, open_sampler
 from ludic.runs.screen import Screen
@@ -83,11 +83,11 @@ class RLParts:
         build_lora_settings(recipe.lora)  # raises for wrong settings before the model is loaded
         model, tokenizer = build_policy(recipe)
         check_prompts(recipe, task, tokenizer)
-        task = with_reward_model(recipe, task, tokenizer)
+        task = add_reward_model(recipe, task, tokenizer)
         if recipe.model is not None:
             model = add_adapters(model, recipe.lora, seed=recipe.seed)
         check_inference(recipe, model)
-        convention = logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
+        convention = choose_logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
         derived = {"pad_token_id": tokenizer.pad_token_id, "seed": recipe.seed}
         parts = cls(
             task=task,
@@ -112,7 +112,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         parts.model.to(parts.trainer_cfg.model_device)
         self._preflight: Preflight | None = None
         self._client = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
-        self._held_out = HeldOut(self._engine(), parts.task, recipe.evaluation, recipe.rollout)
+        self._held_out = HeldOut(self._make_engine(), parts.task, recipe.evaluation, recipe.rollout)
 
     def _load_warmed_up(self) -> Any:
         """The policy after the warm-up, or a model of the same shape for the trainer to load the
@@ -167,7 +167,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             )
             self.screen.note(f"Warm-up: {recipe.warmup.steps} steps on demonstrations of an imperfect teacher")
             with self.open_logger(WARM_UP, keys=WARM_UP_KEYS, spark_key="loss", last_step=recipe.warmup.steps) as logger:
-                trainer = self._trainer(WARM_UP, make_sft(normalizer="tokens"), source, parts.warmup_cfg, logger)
+                trainer = self._make_phase_trainer(WARM_UP, make_sft(normalizer="tokens"), source, parts.warmup_cfg, logger)
                 await self._train(trainer, recipe.warmup.steps, WARM_UP)
         self.progress.before = (await self._evaluate()).to_dict()
         if recipe.lora.rank and not has_adapters(parts.model):
@@ -199,8 +199,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             timer=self.timer,
         ) as sampler:
             with self.open_logger(REINFORCE, keys=keys, spark_key=SAMPLED_REWARD, last_step=recipe.steps) as logger:
-                source = self._rollouts(sampler)
-                trainer = self._trainer(REINFORCE, parts.algorithm, source, parts.trainer_cfg, logger, sampler)
+                source = self._make_source(sampler)
+                trainer = self._make_phase_trainer(REINFORCE, parts.algorithm, source, parts.trainer_cfg, logger, sampler)
                 source.limit(recipe.steps - trainer.current_step)
                 self._show_start(trainer)
                 try:
@@ -224,23 +224,23 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             trainer.last_eval = {"eval/step": 0.0, **{f"eval/{name}": rate for name, rate in rates.items()}}
         self.screen.show_rates(trainer.last_eval)
 
-    def _rollouts(self, sampler: Sampler) -> OverlappedSource:
-        requests = training_requests(self.parts.task, self.recipe.rollout, seed=self.recipe.seed)
-        plain, logged = (self._rollout_source(requests, log, sampler) for log in (None, self.directory.rollouts))
+    def _make_source(self, sampler: Sampler) -> OverlappedSource:
+        requests = make_training_requests(self.parts.task, self.recipe.rollout, seed=self.recipe.seed)
+        plain, logged = (self._make_rollout_source(requests, log, sampler) for log in (None, self.directory.rollouts))
         every, log = self.recipe.rollout.log_every, self.directory.rollouts
         source = OccasionallyLogged(plain, logged, requests, every=every, log=log)
         return OverlappedSource(source, max_lag=self.recipe.inference.batches_ahead)
 
-    def _rollout_source(self, requests: TrainingRequests, log: Path | None, sampler: Sampler) -> RolloutBatchSource:
+    def _make_rollout_source(self, requests: TrainingRequests, log: Path | None, sampler: Sampler) -> RolloutBatchSource:
         return RolloutBatchSource(
-            engine=self._engine(log, trained=True, sampler=sampler),
+            engine=self._make_engine(log, trained=True, sampler=sampler),
             requests_fn=requests,
             credit_assigner=self.parts.algorithm.credit_assigner,
             max_steps=self.parts.task.max_turns,
             concurrency=self.recipe.rollout.concurrency,
         )
 
-    def _trainer(
+    def _make_phase_trainer(
         self,
         phase: str,
         algorithm: RLAlgorithm,
@@ -273,7 +273,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         if not section.preflight:
             return None
         return Preflight(
-            sampling=training_inference(self.recipe.rollout, self.parts.task).sampling,
+            sampling=make_training_inference(self.recipe.rollout, self.parts.task).sampling,
             tokenizer=self.parts.tokenizer,
             client=sampler.client,
             threshold=section.preflight_threshold,
@@ -306,7 +306,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             self.screen.note(f"  {measured.failed} answers failed or could not be graded, and are in no rate")
         return measured
 
-    def _engine(self, log: Path | None = None, *, trained: bool = False, sampler: Sampler | None = None) -> RolloutEngine:
+    def _make_engine(self, log: Path | None = None, *, trained: bool = False, sampler: Sampler | None = None) -> RolloutEngine:
         return make_engine(
             self.parts.task,
             self._client if sampler is None else sampler.client,

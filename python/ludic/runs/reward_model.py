@@ -54,7 +54,7 @@ class RMParts:
                 "trainer.eval_every_n_steps needs held-out pairs; raise heldout, or give heldout_data or heldout_split"
             )
         model = build_reward_model(recipe, tokenizer).to(cfg.model_device)
-        steps = recipe.epochs * _source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
+        steps = recipe.epochs * _make_source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
         return cls(model, tokenizer, data, algorithm, cfg, steps)
 
 
@@ -78,7 +78,7 @@ class RMRun(EpochsRun[RMRecipe, RMParts, RMDirectory]):
             eval_items=parts.data.heldout or None,
             enable_gradient_checkpointing=recipe.gradient_checkpointing,
         )
-        return await self.train(trainer_class, _source(parts.data, recipe), keys=KEYS)
+        return await self.train(trainer_class, _make_source(parts.data, recipe), keys=KEYS)
 
     def _measure(self, trainer: RMTrainer) -> dict[str, float]:
         """The `eval_` metrics on the held-out pairs, which are also drawn, and the accuracy on
@@ -98,5 +98,5 @@ class RMRun(EpochsRun[RMRecipe, RMParts, RMDirectory]):
         draw_margins(self.directory.margins, metrics, title=title)
 
 
-def _source(data: RMData, recipe: RMRecipe) -> ItemBatchSource:
+def _make_source(data: RMData, recipe: RMRecipe) -> ItemBatchSource:
     return preference_batches(data.train, batch_size=recipe.batch_size, seed=recipe.seed)

@@ -72,7 +72,7 @@ def make_engine(
 def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
     """Raise `ConfigError` now for settings that the sampler or the algorithm would refuse after
     the warm-up."""
-    check_sampling(training_inference(recipe.rollout, task).sampling)
+    check_sampling(make_training_inference(recipe.rollout, task).sampling)
     group_size = recipe.algorithm_args.get("group_size", recipe.rollout.group_size)
     if group_size != recipe.rollout.group_size:
         raise ConfigError(
@@ -108,8 +108,9 @@ def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> None:
     )
 
 
-def request_for(problem: Episode, *, inference: InferenceSpec, seed: int, **meta: Any) -> RolloutRequest:
-    """A request for one episode on `problem`."""
+def make_request(problem: Episode, *, inference: InferenceSpec, seed: int | None, **meta: Any) -> RolloutRequest:
+    """A request for one episode on `problem`. `seed` is that of the environment and of the
+    sampling; None leaves both to whoever plays the request."""
     return RolloutRequest(
         env=EnvSpec(kind=ENV_KIND, kwargs={"problem": problem}),
         protocol=ProtocolSpec(kind=PROTOCOL_KIND),
@@ -120,18 +121,18 @@ def request_for(problem: Episode, *, inference: InferenceSpec, seed: int, **meta
     )
 
 
-def training_inference(section: RolloutSection, task: EpisodicTask) -> InferenceSpec:
+def make_training_inference(section: RolloutSection, task: EpisodicTask) -> InferenceSpec:
     """The sampling of training; log-probabilities are returned with the tokens."""
-    return InferenceSpec(sampling=_sampling(section, task, section.temperature, section.top_p), return_=ReturnSpec.for_rl())
+    return InferenceSpec(sampling=_make_sampling(section, task, section.temperature, section.top_p), return_=ReturnSpec.for_rl())
 
 
-def evaluation_inference(section: RolloutSection, task: EpisodicTask, *, greedy: bool) -> InferenceSpec:
+def make_evaluation_inference(section: RolloutSection, task: EpisodicTask, *, greedy: bool) -> InferenceSpec:
     """The sampling of held-out measurement: as in training, or greedy."""
     temperature, top_p = (0.0, 1.0) if greedy else (section.temperature, section.top_p)
-    return InferenceSpec(sampling=_sampling(section, task, temperature, top_p), return_=ReturnSpec.for_eval())
+    return InferenceSpec(sampling=_make_sampling(section, task, temperature, top_p), return_=ReturnSpec.for_eval())
 
 
-def _sampling(section: RolloutSection, task: EpisodicTask, temperature: float, top_p: float) -> SamplingParams:
+def _make_sampling(section: RolloutSection, task: EpisodicTask, temperature: float, top_p: float) -> SamplingParams:
     max_tokens = section.max_new_tokens or task.max_new_tokens
     return SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
 
@@ -161,10 +162,10 @@ class OccasionallyLogged(BatchSourceBase):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._requests.load_state_dict(state)
         if "logged_bytes" in state:
-            cut_after(self._log, state["logged_bytes"])
+            truncate_log(self._log, state["logged_bytes"])
 
 
-def cut_after(log: Path, size: int) -> None:
+def truncate_log(log: Path, size: int) -> None:
     """Remove the lines after the first `size` bytes. If no line ends there, this is another log,
     and it is left as it is."""
     if not log.is_file() or log.stat().st_size <= size:
@@ -181,20 +182,20 @@ class TrainingRequests:
 
     def __init__(self, task: EpisodicTask, section: RolloutSection, *, seed: int) -> None:
         self._task, self._section, self._seed = task, section, seed
-        self._inference = training_inference(section, task)
+        self._inference = make_training_inference(section, task)
         self._strategy = GRPORequestStrategy(group_size=section.group_size)
         self.batches = 0
 
     def __call__(self) -> Sequence[RolloutRequest]:
         rng = Random(f"rollouts {self._seed} {self.batches}")
-        requests = [self._one(rng, position) for position in range(self._section.prompts)]
+        requests = [self._make_one(rng, position) for position in range(self._section.prompts)]
         self.batches += 1
         return self._strategy.expand(requests)
 
-    def _one(self, rng: Random, position: int) -> RolloutRequest:
-        return request_for(self._problem(rng, position), inference=self._inference, seed=rng.randrange(2**31))
+    def _make_one(self, rng: Random, position: int) -> RolloutRequest:
+        return make_request(self._choose_problem(rng, position), inference=self._inference, seed=rng.randrange(2**31))
 
-    def _problem(self, rng: Random, position: int) -> Episode:
+    def _choose_problem(self, rng: Random, position: int) -> Episode:
         """Problem `position` of the batch."""
         return self._task.draw(rng)
 
@@ -219,7 +220,7 @@ class PassRequests(TrainingRequests):
         self._data.begin_batch(self.batches)
         return super().__call__()
 
-    def _problem(self, rng: Random, position: int) -> Episode:
+    def _choose_problem(self, rng: Random, position: int) -> Episode:
         return self._data.training[self._passes.at(self.batches * self._section.prompts + position)]
 
     def _shuffle(self, number: int) -> list[int]:
@@ -241,7 +242,7 @@ class PassRequests(TrainingRequests):
         super().load_state_dict(state)
 
 
-def training_requests(task: Task | EpisodicTask, section: RolloutSection, *, seed: int) -> TrainingRequests:
+def make_training_requests(task: Task | EpisodicTask, section: RolloutSection, *, seed: int) -> TrainingRequests:
     """The requests for a task: draws if it generates problems, passes if it has a list of them."""
     played = as_episodic(task)
     problems = played.problem_list

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.client import ChatClient
-from ludic.recipes.inference_section import InferenceSection, kind_of, logprob_convention
+from ludic.recipes.inference_section import InferenceSection, choose_kind, choose_logprob_convention
 from ludic.recipes.schema import Recipe
 from ludic.training.loop.timings import PhaseTimer
 
@@ -57,17 +57,17 @@ async def open_sampler(
 
     `folder` has the policy in Hugging Face layout, for a server to load. Without `pushes` a server
     that runs already keeps its weights. `timer` measures `server_start`."""
-    if kind_of(recipe.inference) == "local":
-        yield _local(recipe, model, tokenizer)
+    if choose_kind(recipe.inference) == "local":
+        yield _make_local_sampler(recipe, model, tokenizer)
         return
     if recipe.inference.url is not None:
-        async with _connected(recipe, model, tokenizer, _urls(recipe.inference), folder, pushes) as sampler:
-            note(f"Sampling from {', '.join(_urls(recipe.inference))}")
+        async with _connect(recipe, model, tokenizer, _list_urls(recipe.inference), folder, pushes) as sampler:
+            note(f"Sampling from {', '.join(_list_urls(recipe.inference))}")
             yield sampler
         return
     async with (
-        _started(recipe, model, folder, log, note, timer or PhaseTimer()) as url,
-        _connected(recipe, model, tokenizer, [url], folder, pushes) as sampler,
+        _run_server(recipe, model, folder, log, note, timer or PhaseTimer()) as url,
+        _connect(recipe, model, tokenizer, [url], folder, pushes) as sampler,
     ):
         yield sampler
 
@@ -75,10 +75,10 @@ async def open_sampler(
 def check_inference(recipe: Recipe, model: Any) -> None:
     """Raise `ConfigError` for settings or a model that the sampler would fail with later."""
     section = recipe.inference
-    if kind_of(section) == "local":
+    if choose_kind(section) == "local":
         return
     if section.url is not None:
-        _check_servers(_urls(section))
+        _check_servers(_list_urls(section))
         return
     from ludic.inference.vllm.environment import check_has_vllm, is_cpu_build, server_python
 
@@ -116,14 +116,14 @@ def _check_servers(urls: list[str]) -> None:
             ) from error
 
 
-def _local(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
+def _make_local_sampler(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
     """A sampler on the trainer's own model. With batches ahead, or with adapters, which are
     merged, it has a copy of the weights that changes when they are published."""
     from ludic.distributed.adapters.local import LocalPublisher
     from ludic.inference.local.client import LocalChatClient
     from ludic.models.adapters import has_adapters
 
-    convention = logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
+    convention = choose_logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
     client = LocalChatClient(
         model,
         tokenizer,
@@ -135,7 +135,7 @@ def _local(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
 
 
 @asynccontextmanager
-async def _started(
+async def _run_server(
     recipe: Recipe, model: Any, folder: Path, log: Path, note: Callable[[str], None], timer: PhaseTimer
 ) -> AsyncIterator[str]:
     """Start a server of the policy in `folder` and yield its address."""
@@ -146,7 +146,7 @@ async def _started(
     python, port = server_python(section.python), free_port()
     cpu = section.device == "cpu" or (section.device == "auto" and is_cpu_build(python))
     weights: Any = section.weights or "gloo"  # works for two processes on one GPU; NCCL does not
-    convention = logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
+    convention = choose_logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
     note(f"Starting a vLLM server from {python}; its output is in {log}")
     proc = start_vllm_server(
         str(folder),
@@ -171,7 +171,7 @@ async def _started(
 
 
 @asynccontextmanager
-async def _connected(
+async def _connect(
     recipe: Recipe, model: Any, tokenizer: Any, urls: list[str], folder: Path, pushes: bool
 ) -> AsyncIterator[Sampler]:
     """A client of the servers at `urls`, with a publisher if `pushes`."""
@@ -201,5 +201,5 @@ async def _connected(
             await asyncio.to_thread(publisher.close)
 
 
-def _urls(section: InferenceSection) -> list[str]:
+def _list_urls(section: InferenceSection) -> list[str]:
     return [section.url] if isinstance(section.url, str) else [str(url) for url in section.url]

@@ -42,11 +42,11 @@ class SFTParts:
     def build(cls, recipe: SFTRecipe) -> SFTParts:
         """Build the parts from a recipe. Seeds all random generators first (`seed_everything`)."""
         seed_everything(recipe)
-        tokenizer = _tokenizer(recipe)
+        tokenizer = _load_tokenizer(recipe)
         data = SFTData.read(recipe, tokenizer)
         cfg = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
         model = add_adapters(build_model(recipe, tokenizer).to(cfg.model_device), recipe.lora, seed=recipe.seed)
-        steps = recipe.epochs * _source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
+        steps = recipe.epochs * _make_source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
         heldout = HeldOutLoss(model, data.heldout, cfg) if data.heldout else None
         if heldout is None and (cfg.eval_every_n_steps or cfg.eval_at_start):
             raise ConfigError(f"trainer.eval_every_n_steps needs held-out rows, and there are none: {data.why_no_heldout}")
@@ -72,7 +72,7 @@ class SFTRun(EpochsRun[SFTRecipe, SFTParts, SFTDirectory]):
             self.screen.note(f"No rows are held out, and nothing is measured: {parts.data.why_no_heldout}")
         self.screen.note(f"Training on {len(parts.data.train):,} samples: {parts.steps} steps of {recipe.batch_size}")
         trainer_class = partial(Trainer, algo=make_sft(normalizer="tokens"), evaluator=parts.heldout)
-        await self.train(trainer_class, _source(parts.data, recipe), keys=KEYS)
+        await self.train(trainer_class, _make_source(parts.data, recipe), keys=KEYS)
 
     def _measure(self) -> dict[str, float] | None:
         if self.parts.heldout is None:
@@ -83,11 +83,11 @@ class SFTRun(EpochsRun[SFTRecipe, SFTParts, SFTDirectory]):
         return measured
 
 
-def _source(data: SFTData, recipe: SFTRecipe) -> ItemBatchSource:
+def _make_source(data: SFTData, recipe: SFTRecipe) -> ItemBatchSource:
     return ItemBatchSource(data.train, batch_size=recipe.batch_size, seed=recipe.seed, name="sft")
 
 
-def _tokenizer(recipe: SFTRecipe) -> Any:
+def _load_tokenizer(recipe: SFTRecipe) -> Any:
     tokenizer = build_tokenizer(recipe)
     if recipe.chat_template is not None:
         path = Path(recipe.chat_template).expanduser()

@@ -49,23 +49,27 @@ class Place:
         return {"name": self.name, "group": self.directory.path.name, "config": asdict(self.recipe)}
 
 
-def _tensorboard(place: Place) -> Tracker:
+def _make_tensorboard(place: Place) -> Tracker:
     return TensorboardLogger(place.directory.path / "tensorboard" / place.phase)
 
 
-def _trackio(place: Place) -> Tracker:
+def _make_trackio(place: Place) -> Tracker:
     return TrackioLogger(**place.common, resume="allow" if place.begun else "never")
 
 
-def _wandb(place: Place) -> Tracker:
+def _make_wandb(place: Place) -> Tracker:
     goes_on = {"id": f"{place.run_id}-{place.phase}", "resume": "allow"}
     return WandbLogger(init_kwargs=goes_on, **place.common, dir=str(place.directory.path))
 
 
-TRACKERS: dict[str, Callable[[Place], Tracker]] = {"tensorboard": _tensorboard, "trackio": _trackio, "wandb": _wandb}
+TRACKERS: dict[str, Callable[[Place], Tracker]] = {
+    "tensorboard": _make_tensorboard,
+    "trackio": _make_trackio,
+    "wandb": _make_wandb,
+}
 
 
-def trackers_named(report_to: Any) -> list[str]:
+def parse_trackers(report_to: Any) -> list[str]:
     """`report_to` as a list; it is a name, a list of names, null or `none`. Raises ConfigError
     for an unknown name."""
     listed = [report_to] if isinstance(report_to, str) else list(report_to or [])
@@ -85,7 +89,7 @@ def check_trackers(report_to: Any) -> None:
         "trackio": TrackioLogger,
         "wandb": WandbLogger,
     }
-    for name in trackers_named(report_to):
+    for name in parse_trackers(report_to):
         makers[name]()
 
 
@@ -95,16 +99,16 @@ def run_logger(
 ) -> Iterator[TrainingLogger]:
     """The logger of one phase. Every line of metrics.jsonl names the phase; a tracker gets a run
     for each phase, since the steps of each start at 1."""
-    names = trackers_named(recipe.report_to)
+    names = parse_trackers(recipe.report_to)
     with ExitStack() as opened:
-        place = Place(recipe, directory, phase, *_id_of(directory)) if names else None
-        trackers = [_started(opened, name, place, screen) for name in names if place is not None]
+        place = Place(recipe, directory, phase, *_read_or_make_id(directory)) if names else None
+        trackers = [_start_tracker(opened, name, place, screen) for name in names if place is not None]
         written = opened.enter_context(JSONLLogger(directory.metrics))
         shown = opened.enter_context(screen.logger(phase, keys=keys, spark_key=spark_key, last_step=last_step))
         yield TeeLogger(PhaseLogger(written, phase), shown, *trackers)
 
 
-def _started(opened: ExitStack, name: str, place: Place, screen: Screen) -> Tracker:
+def _start_tracker(opened: ExitStack, name: str, place: Place, screen: Screen) -> Tracker:
     """Start a tracker before the first step, so that a missing login is found now. Whatever it
     raises becomes a ConfigError."""
     try:
@@ -120,7 +124,7 @@ def _started(opened: ExitStack, name: str, place: Place, screen: Screen) -> Trac
     return tracker
 
 
-def _id_of(directory: RunDirectory) -> tuple[str, bool]:
+def _read_or_make_id(directory: RunDirectory) -> tuple[str, bool]:
     """(id of the run for trackers, whether it was begun before). A resumed run continues in the
     tracker's run of that id."""
     path = directory.path / "tracking_id"

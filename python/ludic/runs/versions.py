@@ -6,17 +6,17 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 
-def versions() -> dict[str, str]:
+def collect_versions() -> dict[str, str]:
     """Versions of ludic, Python, torch and transformers, read without importing them."""
     return {
-        "ludic": _of("ludic"),
+        "ludic": _find_version("ludic"),
         "python": platform.python_version(),
-        "torch": _of("torch"),
-        "transformers": _of("transformers"),
+        "torch": _find_version("torch"),
+        "transformers": _find_version("transformers"),
     }
 
 
-def _of(package: str) -> str:
+def _find_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataError, DataTypeError, shorten_names
-from ludic.models.packed_attention import packed_keywords, transformer_of
+from ludic.models.packed_attention import make_packed_keywords, unwrap_transformer
 from ludic.training.loss.base import Loss, adapted_loss, as_loss, loss_name, scaled_loss
 from ludic.training.loss.batch import Batch, BatchTotals, Correction, Stats
 from ludic.training.loss.context import SharedContext
@@ -118,10 +118,10 @@ def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
     A transformers model is called with `use_cache=False`: with a key-value cache it would not
     separate the sequences.
     """
-    has_cache_setting = hasattr(getattr(transformer_of(model), "config", None), "use_cache")
+    has_cache_setting = hasattr(getattr(unwrap_transformer(model), "config", None), "use_cache")
     keywords: dict[str, Any] = {"use_cache": False} if has_cache_setting else {}
     if "cu_seqlens" in batch:
-        keywords |= packed_keywords(model, batch)
+        keywords |= make_packed_keywords(model, batch)
     else:
         keywords |= {"attention_mask": batch["attention_mask"]}
     output = model(input_ids=batch["input_ids"], **keywords)

@@ -17,7 +17,7 @@ from torch import nn
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.models.heads import is_classifier
 from ludic.models.lora import LoraSettings, apply_lora
-from ludic.models.published import unwrapped
+from ludic.models.published import unwrap_model
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.protocol import ForwardPasses, TrainingBackend
 from ludic.training.backend.torch import build_optimizer
@@ -226,7 +226,7 @@ def _check_source(source: BatchSource, cfg: RMTrainerConfig) -> None:
 
 def _check_model(wrapped: nn.Module, loss: Loss, cfg: RMTrainerConfig) -> None:
     """A classifier of transformers reads its score at the last token that is not its padding."""
-    model = unwrapped(wrapped)
+    model = unwrap_model(wrapped)
     if loss.score_type != "reward" or not is_classifier(model):
         return
     config: Any = model.config

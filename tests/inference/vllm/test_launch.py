@@ -360,10 +360,10 @@ def test_serve_is_an_error_when_the_server_does_not_come_up(tmp_path):
     ],
 )
 def test_weights_come_as_the_device_has_it_unless_it_is_said(tmp_path, cpu, settings, backend):
-    from ludic.cli.serve import ServeSettings, _weights
+    from ludic.cli.serve import ServeSettings, _choose_weights
 
     python = fake_vllm.install(tmp_path / "venv", cpu=cpu)
-    assert _weights(ServeSettings("tiny", python=python, **settings)) == backend
+    assert _choose_weights(ServeSettings("tiny", python=python, **settings)) == backend
 
 
 @pytest.mark.parametrize("option", [["--device", "tpu"], ["--weights", "carrier"], ["--logprobs-mode", "some"]])

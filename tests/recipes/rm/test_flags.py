@@ -7,7 +7,7 @@ import pytest
 
 from ludic.errors import ConfigError
 from ludic.recipes.compose import Override
-from ludic.recipes.rm.flags import FLAGS, SWITCHES, overrides_of_flags
+from ludic.recipes.rm.flags import FLAGS, SWITCHES, parse_flags
 
 DOCUMENTED = shlex.split("""
     --model Qwen/Qwen2.5-0.5B --hf-dataset stanfordnlp/SHP --hf-split train --limit 5000 --steps 1000 --batch-size 16
@@ -18,7 +18,7 @@ DOCUMENTED = shlex.split("""
 
 
 def settings(*arguments: str) -> dict[str, object]:
-    return {found.key: found.value for found in overrides_of_flags(arguments) if isinstance(found, Override)}
+    return {found.key: found.value for found in parse_flags(arguments) if isinstance(found, Override)}
 
 
 def test_every_flag_of_the_documented_command_sets_its_key() -> None:
@@ -55,7 +55,7 @@ def test_the_other_lora_flags_and_a_list() -> None:
 
 
 def test_settings_and_files_pass_in_their_order() -> None:
-    found = list(overrides_of_flags(["mine.yaml", "seed=3", "--lr", "1", "trainer.lr=2"]))
+    found = list(parse_flags(["mine.yaml", "seed=3", "--lr", "1", "trainer.lr=2"]))
     assert [item.key if isinstance(item, Override) else item for item in found] == [
         "mine.yaml",
         "seed=3",
@@ -86,7 +86,7 @@ def test_a_path_is_a_value_as_it_is() -> None:
 )
 def test_a_wrong_flag_is_named(arguments: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        list(overrides_of_flags(arguments))
+        list(parse_flags(arguments))
 
 
 def test_no_two_tables_have_the_same_flag() -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from ludic.eval.intervals import Interval
-from ludic.runs.held_out import Answer, Evaluation, compared
-from ludic.runs.report.conclusion import Change, Facts, conclude, count_idle, facts_of
+from ludic.runs.held_out import Answer, Evaluation, make_comparable
+from ludic.runs.report.conclusion import Change, Facts, collect_facts, conclude, count_idle
 
 ROSE = Change(0.25, 0.95, Interval(0.7, 0.6, 0.8, 50))
 FELL = Change(0.95, 0.25, Interval(-0.7, -0.8, -0.6, 50))
@@ -86,7 +86,7 @@ def measured(rewards: list[float | None], *, samples: int = 4, right: float | No
 
 
 def between(before: Evaluation, after: Evaluation) -> Facts:
-    return facts_of(before, after, asked_steps=1, steps=1, idle_steps=0, reward_is_score=False, clip_fraction=None)
+    return collect_facts(before, after, asked_steps=1, steps=1, idle_steps=0, reward_is_score=False, clip_fraction=None)
 
 
 def test_five_problems_of_four_answers_do_not_tell_small_changes_from_noise() -> None:
@@ -121,13 +121,13 @@ def test_a_measurement_of_an_older_run_has_no_interval_and_nothing_is_claimed_of
 def test_an_accuracy_that_only_one_end_of_the_run_has_is_shown_at_neither() -> None:
     marked = Evaluation(0.0, 0.0, {}, [Answer("q", "a", "b", 0.0, success=False)], greedy_reward=0.0, solved_at=1.0)
     graded = Evaluation(0.5, None, {}, [Answer("q", "a", "b", 0.5)], greedy_reward=0.5)
-    before, after = compared(marked, graded)
+    before, after = make_comparable(marked, graded)
     assert before is not None
     assert after is not None
     assert before.rates() == {"sampled_reward": 0.0, "greedy_reward": 0.0}
     assert [answer.success for answer in before.answers] == [None]
-    assert compared(marked, marked) == (marked, marked)
-    assert compared(marked, None) == (marked, None)
+    assert make_comparable(marked, marked) == (marked, marked)
+    assert make_comparable(marked, None) == (marked, None)
 
 
 def test_steps_without_a_token_to_train_on_are_idle_and_lines_of_evaluations_are_not() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from ludic.runs.report.curve import running_mean, text_curve, write_picture
+from ludic.runs.report.curve import draw_text_curve, running_mean, write_picture
 
 rates = st.lists(st.floats(0, 1), min_size=1, max_size=200)
 
@@ -13,7 +13,7 @@ rates = st.lists(st.floats(0, 1), min_size=1, max_size=200)
 def test_a_rising_curve_is_drawn_from_its_values() -> None:
     # Four rows, each a quarter: 0 fills none, .25 one, .5 two and 1.0 all; .125 is half a cell of
     # the lowest row.
-    lines = text_curve([0.0, 0.125, 0.25, 0.5, 1.0], width=5, height=4)
+    lines = draw_text_curve([0.0, 0.125, 0.25, 0.5, 1.0], width=5, height=4)
     assert [line[7:] for line in lines[:4]] == ["    █", "    █", "   ██", " ▄███"]
     assert lines[0].startswith(" 1.00")
     assert lines[5].endswith("step 5")
@@ -21,7 +21,7 @@ def test_a_rising_curve_is_drawn_from_its_values() -> None:
 
 @given(values=rates, width=st.integers(1, 80), height=st.integers(1, 12))
 def test_every_line_has_the_width_of_the_chart(values: list[float], width: int, height: int) -> None:
-    lines = text_curve(values, width=width, height=height)
+    lines = draw_text_curve(values, width=width, height=height)
     assert len(lines) == height + 2
     assert {len(line) for line in lines[: height + 1]} == {7 + min(width, len(values))}
 
@@ -29,13 +29,13 @@ def test_every_line_has_the_width_of_the_chart(values: list[float], width: int, 
 @given(values=rates)
 def test_more_reward_never_draws_less(values: list[float]) -> None:
     def cells(curve: list[float]) -> int:
-        return sum(" ▁▂▃▄▅▆▇█".index(cell) for line in text_curve(curve, width=20)[:8] for cell in line[7:])
+        return sum(" ▁▂▃▄▅▆▇█".index(cell) for line in draw_text_curve(curve, width=20)[:8] for cell in line[7:])
 
     assert cells([min(1.0, value + 0.2) for value in values]) >= cells(values)
 
 
 def test_nothing_is_drawn_of_nothing() -> None:
-    assert text_curve([]) == []
+    assert draw_text_curve([]) == []
 
 
 def test_a_running_mean_is_over_what_there_is() -> None:
@@ -56,37 +56,39 @@ def test_the_picture_is_a_png(tmp_path: Path, values: list[float]) -> None:
 
 
 def test_the_axis_of_the_picture_is_that_of_rates_or_of_the_values() -> None:
-    from ludic.runs.report.curve import _range
+    from ludic.runs.report.curve import _find_range
 
-    assert _range([]) == _range([0.2, 0.9]) == (0.0, 1.0)
-    assert _range([-2.5, 0.3, 4.0]) == (-2.5, 4.0)
-    assert _range([-5.0, -3.0]) == (-5.0, -3.0)
-    assert _range([-3.0, -3.0]) == (-3.5, -2.5)
+    assert _find_range([]) == _find_range([0.2, 0.9]) == (0.0, 1.0)
+    assert _find_range([-2.5, 0.3, 4.0]) == (-2.5, 4.0)
+    assert _find_range([-5.0, -3.0]) == (-5.0, -3.0)
+    assert _find_range([-3.0, -3.0]) == (-3.5, -2.5)
 
 
 def test_negative_rewards_are_drawn_from_the_lowest_up() -> None:
     # Two rows from -4 to 0: -4 is the foot, -3 half a cell, -2 one, -1 one and a half, 0 both.
-    lines = text_curve([-4.0, -3.0, -2.0, -1.0, 0.0], width=5, height=2)
+    lines = draw_text_curve([-4.0, -3.0, -2.0, -1.0, 0.0], width=5, height=2)
     assert lines[:3] == [" 0.00 ┤   ▄█", "-2.00 ┤▁▄███", "-4.00 ┼─────"]
-    assert text_curve([-2.0] * 3, height=1)[0].endswith("┤▁▁▁")
+    assert draw_text_curve([-2.0] * 3, height=1)[0].endswith("┤▁▁▁")
 
 
 @given(values=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=50), height=st.integers(1, 9))
 def test_no_column_with_a_reward_below_zero_is_blank(values: list[float], height: int) -> None:
-    lines = text_curve(values, height=height)
+    lines = draw_text_curve(values, height=height)
     assert len({line.index("┤") for line in lines[:height]}) == 1
     if min(values) < 0:
         assert " " not in lines[height - 1].partition("┤")[2]
 
 
 def test_evaluations_between_are_joined_with_both_ends() -> None:
-    from ludic.runs.report.curve import points_of
+    from ludic.runs.report.curve import join_points
 
-    points = points_of({"accuracy": (0.25, 0.75), "reward": (0.0, 1.0)}, {"accuracy": [(0, 0.25), (2, 0.5), (4, 0.75)]}, steps=4)
+    points = join_points(
+        {"accuracy": (0.25, 0.75), "reward": (0.0, 1.0)}, {"accuracy": [(0, 0.25), (2, 0.5), (4, 0.75)]}, steps=4
+    )
     assert points == {"accuracy": [(0, 0.25), (2, 0.5), (4, 0.75)], "reward": [(0, 0.0), (4, 1.0)]}
 
 
 def test_what_was_measured_without_both_ends_is_drawn_where_it_was_measured() -> None:
-    from ludic.runs.report.curve import points_of
+    from ludic.runs.report.curve import join_points
 
-    assert points_of({}, {"accuracy": [(3, 0.5), (7, 0.75)], "nothing": []}, steps=9) == {"accuracy": [(3, 0.5), (7, 0.75)]}
+    assert join_points({}, {"accuracy": [(3, 0.5), (7, 0.75)], "nothing": []}, steps=9) == {"accuracy": [(3, 0.5), (7, 0.75)]}

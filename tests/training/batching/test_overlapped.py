@@ -12,7 +12,7 @@ from ludic.distributed.adapters.local import LocalPublisher
 from ludic.errors import ConfigError
 from ludic.inference import InferenceSpec, LocalChatClient, ReturnSpec, SamplingParams
 from ludic.models.byte_tokenizer import make_byte_tokenizer
-from ludic.runs.rollouts import make_engine, request_for
+from ludic.runs.rollouts import make_engine, make_request
 from ludic.tasks import DigitSort
 from ludic.training import CheckpointConfig, RequestsExhausted, SAWBatch, Trainer, make_grpo
 from ludic.training.batching.overlapped import GENERATION_S, OverlappedSource
@@ -200,7 +200,7 @@ def rollouts(client):
     requests = SequenceRequests(
         PROBLEMS,
         batch_size=2,
-        build=lambda row: request_for(row[1], inference=inference, seed=row[0]),
+        build=lambda row: make_request(row[1], inference=inference, seed=row[0]),
         strategy=GRPORequestStrategy(2),
         shuffle=True,
         rng_seed=1,

@@ -70,12 +70,12 @@ class LoraPublisher(Publisher):
         from the model, as those in `state_dict` are merged. Adapters that did not change keep their
         name."""
         from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
-        from ludic.models.lora import adapter_weights
+        from ludic.models.lora import collect_adapter_weights
 
         if version is None:
             raise ConfigError("an adapter needs a version to be named by; publish(weights, version=...)")
         self._unchanged.publish(
-            fingerprint(adapter_weights(self.model)),
+            fingerprint(collect_adapter_weights(self.model)),
             version,
             push=lambda: self._replace(version),
             rename=lambda: None,  # the adapter keeps its name

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ludic.distributed.interfaces import WeightMetadata
 from ludic.errors import PublishError, shorten_names
-from ludic.models.names import REPLACED_PART, is_adapter, unwrapped_name
+from ludic.models.names import REPLACED_PART, is_adapter, strip_peft_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +65,7 @@ def checkpoint_names(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _checkpoint_name(name: str) -> str:
-    name = unwrapped_name(name).replace("model.model.", "model.")
+    name = strip_peft_parts(name).replace("model.model.", "model.")
     return f"model.{name}" if name.startswith("layers.") else name
 
 

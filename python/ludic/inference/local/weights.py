@@ -54,9 +54,9 @@ def _weights_by_name(model: nn.Module) -> dict[str, Tensor]:
     }
     if not has_adapters(model):
         return own
-    from ludic.models.adapters import base_names
+    from ludic.models.adapters import map_base_names
 
-    return {plain: own[name] for plain, name in base_names(model, own).items()}
+    return {plain: own[name] for plain, name in map_base_names(model, own).items()}
 
 
 def _check_is_trainers(own: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:

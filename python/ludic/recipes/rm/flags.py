@@ -14,7 +14,7 @@ from ludic.recipes.compose import Override
 DEFAULT_RANK = 8
 
 
-def _names(text: str) -> list[str]:
+def _split_names(text: str) -> list[str]:
     """Separated by commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
@@ -29,11 +29,11 @@ class Flag:
     """The expected value in words, for errors."""
 
 
-def _whole(key: str) -> Flag:
+def _make_integer_flag(key: str) -> Flag:
     return Flag(key, int, "a whole number")
 
 
-def _number(key: str) -> Flag:
+def _make_number_flag(key: str) -> Flag:
     return Flag(key, float, "a number")
 
 
@@ -44,28 +44,28 @@ FLAGS: dict[str, Flag] = {
     "--hf-dataset": Flag("data"),
     "--hf-config": Flag("data_config"),
     "--hf-split": Flag("split"),
-    "--limit": _whole("limit"),
-    "--steps": _whole("steps"),
-    "--batch-size": _whole("batch_size"),
-    "--micro-token-budget": _whole("trainer.micro_token_budget"),
-    "--max-seq-len": _whole("trainer.max_seq_len"),
-    "--lr": _number("trainer.lr"),
-    "--weight-decay": _number("trainer.weight_decay"),
-    "--warmup-steps": _whole("trainer.warmup_steps"),
+    "--limit": _make_integer_flag("limit"),
+    "--steps": _make_integer_flag("steps"),
+    "--batch-size": _make_integer_flag("batch_size"),
+    "--micro-token-budget": _make_integer_flag("trainer.micro_token_budget"),
+    "--max-seq-len": _make_integer_flag("trainer.max_seq_len"),
+    "--lr": _make_number_flag("trainer.lr"),
+    "--weight-decay": _make_number_flag("trainer.weight_decay"),
+    "--warmup-steps": _make_integer_flag("trainer.warmup_steps"),
     "--lr-scheduler": Flag("trainer.lr_scheduler_type"),
-    "--beta": _number("loss.beta"),
-    "--regularization-lambda": _number("loss.regularization_lambda"),
-    "--label-smoothing": _number("loss.label_smoothing"),
-    "--lora-rank": _whole("lora.rank"),
-    "--lora-alpha": _number("lora.alpha"),
-    "--lora-dropout": _number("lora.dropout"),
-    "--lora-target-modules": Flag("lora.target_modules", _names, "names separated by commas"),
+    "--beta": _make_number_flag("loss.beta"),
+    "--regularization-lambda": _make_number_flag("loss.regularization_lambda"),
+    "--label-smoothing": _make_number_flag("loss.label_smoothing"),
+    "--lora-rank": _make_integer_flag("lora.rank"),
+    "--lora-alpha": _make_number_flag("lora.alpha"),
+    "--lora-dropout": _make_number_flag("lora.dropout"),
+    "--lora-target-modules": Flag("lora.target_modules", _split_names, "names separated by commas"),
     "--eval-data": Flag("heldout_data"),
     "--eval-split": Flag("heldout_split"),
-    "--eval-limit": _whole("heldout_limit"),
-    "--eval-every": _whole("trainer.eval_every_n_steps"),
-    "--early-stopping-patience": _whole("trainer.early_stopping_patience"),
-    "--seed": _whole("seed"),
+    "--eval-limit": _make_integer_flag("heldout_limit"),
+    "--eval-every": _make_integer_flag("trainer.eval_every_n_steps"),
+    "--early-stopping-patience": _make_integer_flag("trainer.early_stopping_patience"),
+    "--seed": _make_integer_flag("seed"),
 }
 SWITCHES = {
     "--lora": Override("lora.rank", DEFAULT_RANK, "--lora"),
@@ -77,7 +77,7 @@ _DIRECTORY = "--output-dir"
 _WITH_LORA = ("--lora-rank", "--lora-alpha", "--lora-dropout", "--lora-target-modules")
 
 
-def overrides_of_flags(arguments: Sequence[str]) -> Iterator[str | Override]:
+def parse_flags(arguments: Sequence[str]) -> Iterator[str | Override]:
     """The arguments in order, with flags turned into overrides.
 
     Raises ConfigError for an unknown flag, a flag without its value, and LoRA settings without
@@ -94,12 +94,12 @@ def overrides_of_flags(arguments: Sequence[str]) -> Iterator[str | Override]:
             if name != "--lora" or "--lora-rank" not in names:
                 yield SWITCHES[name]
         elif name in FLAGS or name == _DIRECTORY:
-            yield from _settings(name, value if has_value else _next(name, remaining))
+            yield from _make_overrides(name, value if has_value else _take_value(name, remaining))
         else:
-            raise ConfigError(_unknown(name, is_switch=name in SWITCHES))
+            raise ConfigError(_describe_unknown(name, is_switch=name in SWITCHES))
 
 
-def _settings(name: str, value: str) -> Iterator[Override]:
+def _make_overrides(name: str, value: str) -> Iterator[Override]:
     if name == _DIRECTORY:
         path = Path(value).expanduser()
         yield Override("output", str(path.parent), f"{name} {value}")
@@ -112,7 +112,7 @@ def _settings(name: str, value: str) -> Iterator[Override]:
         raise ConfigError(f"{name} ({value}) must be {flag.kind}") from error
 
 
-def _next(name: str, remaining: Iterator[str]) -> str:
+def _take_value(name: str, remaining: Iterator[str]) -> str:
     value = next(remaining, None)
     if value is None or value.startswith("--"):
         raise ConfigError(f"{name} needs a value behind it")
@@ -132,7 +132,7 @@ def _check_lora(names: Sequence[str], arguments: Sequence[str]) -> None:
         raise ConfigError(f"{without[0]} says how, and --lora that: add --lora, or leave {without[0]} out to train all weights")
 
 
-def _unknown(name: str, *, is_switch: bool) -> str:
+def _describe_unknown(name: str, *, is_switch: bool) -> str:
     if is_switch:
         return f"{name} is on where it is given; it takes no value"
     if name == "--learning-rate":

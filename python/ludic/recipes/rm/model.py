@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ludic.errors import ConfigError
-from ludic.models.adapters import base_names, has_adapters
+from ludic.models.adapters import has_adapters, map_base_names
 from ludic.models.loading import load_classifier
 from ludic.recipes.lora import add_adapters
-from ludic.recipes.model import small_config, small_dtype
+from ludic.recipes.model import make_small_config, small_dtype
 from ludic.recipes.rm.schema import RMRecipe
 
 
@@ -28,7 +28,7 @@ def build_reward_model(recipe: RMRecipe, tokenizer: Any) -> Any:
     model.config.pad_token_id = tokenizer.pad_token_id  # a classifier finds the last token by it
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     adapted = add_adapters(model, recipe.lora, seed=recipe.seed)
-    frozen = sorted(drawn & _frozen(adapted))
+    frozen = sorted(drawn & _find_frozen(adapted))
     if frozen:
         raise ConfigError(
             f"model ({recipe.model}) has no weights for {', '.join(frozen[:3])}, and LoRA would leave them as they were drawn; train every "
@@ -37,10 +37,10 @@ def build_reward_model(recipe: RMRecipe, tokenizer: Any) -> Any:
     return adapted
 
 
-def _frozen(model: Any) -> set[str]:
+def _find_frozen(model: Any) -> set[str]:
     """Names, in the model without adapters, of parameters that are not trained."""
     parameters = dict(model.named_parameters())
-    names = base_names(model, parameters) if has_adapters(model) else {name: name for name in parameters}
+    names = map_base_names(model, parameters) if has_adapters(model) else {name: name for name in parameters}
     return {plain for plain, name in names.items() if not parameters[name].requires_grad}
 
 
@@ -66,6 +66,6 @@ def choose_padding_token(tokenizer: Any) -> Any:
 def _make_small_classifier(recipe: RMRecipe, tokenizer: Any) -> Any:
     from transformers import Qwen2ForSequenceClassification
 
-    config = small_config(recipe.network, tokenizer)
+    config = make_small_config(recipe.network, tokenizer)
     config.num_labels = 1
     return Qwen2ForSequenceClassification(config).to(small_dtype(recipe.dtype))

@@ -10,8 +10,8 @@ from typing import Optional
 from omegaconf import MISSING
 
 from ludic.recipes.epochs_schema import EpochsRecipe, compose_epochs
-from ludic.recipes.rm.flags import overrides_of_flags
-from ludic.recipes.schema import trainer_section
+from ludic.recipes.rm.flags import parse_flags
+from ludic.recipes.schema import make_trainer_section
 from ludic.training.rm_trainer import RMTrainerConfig
 
 
@@ -82,8 +82,8 @@ def compose_rm(arguments: Sequence[str] = ()) -> RMRecipe:
     the flags of `flags.py`."""
     return compose_epochs(
         RMRecipe,
-        list(overrides_of_flags(arguments)),
+        list(parse_flags(arguments)),
         package="ludic.recipes.rm",
-        trainer=trainer_section(RMTrainerConfig),
+        trainer=make_trainer_section(RMTrainerConfig),
         least=dict.fromkeys(("limit", "heldout_limit", "train_sample", "pairs"), 1),
     )

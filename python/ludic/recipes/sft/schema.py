@@ -12,7 +12,7 @@ from omegaconf import MISSING
 
 from ludic.errors import ConfigError
 from ludic.recipes.epochs_schema import EpochsRecipe, compose_epochs
-from ludic.recipes.schema import trainer_section
+from ludic.recipes.schema import make_trainer_section
 from ludic.training.samples.conversations import ASSISTANT_TURNS
 
 
@@ -38,7 +38,7 @@ class SFTRecipe(EpochsRecipe):
 
 def compose_sft(arguments: Sequence[str] = ()) -> SFTRecipe:
     """`arguments`: at most one YAML file, and any number of `key=value`, as for `ludic train`."""
-    recipe = compose_epochs(SFTRecipe, arguments, package="ludic.recipes.sft", trainer=trainer_section(), least={"rows": 2})
+    recipe = compose_epochs(SFTRecipe, arguments, package="ludic.recipes.sft", trainer=make_trainer_section(), least={"rows": 2})
     if recipe.assistant_turns not in ASSISTANT_TURNS:
         raise ConfigError(f"assistant_turns ({recipe.assistant_turns}) must be one of {', '.join(ASSISTANT_TURNS)}")
     return recipe

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +12,7 @@ from typing import Any
 from ludic.data import Row
 from ludic.data.sources import Draw
 from ludic.errors import ConfigError
-from ludic.files.atomic import write_text
+from ludic.files.atomic import write_json_lines
 from ludic.recipes.build import build_named
 from ludic.recipes.rm.schema import RMRecipe
 from ludic.runs.data.split import split_by_prompt
@@ -56,10 +55,10 @@ class RMData:
         """Read and tokenize all pairs, so that a wrong one is found before anything is written.
         `note` receives a remark if `heldout_split` has no meaning for a file."""
         if recipe.data is None:
-            return _of_task(recipe, tokenizer)
+            return _generate_pairs(recipe, tokenizer)
         if recipe.heldout_split is not None and recipe.heldout_data is None and _is_file(recipe.data):
             note(f"{recipe.data} is a file, which has no split {recipe.heldout_split}; {recipe.heldout:.0%} of it are held out")
-        return _of_data(recipe, tokenizer)
+        return _read_pairs(recipe, tokenizer)
 
     def sample(self, pairs: int) -> Pairs:
         """The first training pairs."""
@@ -82,10 +81,10 @@ class RMData:
     def write_rows(self, train: Path, heldout: Path) -> None:
         """Write the generated rows as files that `data` and `heldout_data` read."""
         for path, rows in ((train, self.rows), (heldout, self.heldout_rows)):
-            write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+            write_json_lines(path, rows)
 
 
-def _of_task(recipe: RMRecipe, tokenizer: Any) -> RMData:
+def _generate_pairs(recipe: RMRecipe, tokenizer: Any) -> RMData:
     """Generated pairs. The training pairs depend on the seed; the heldout_rows-out pairs do not."""
     if recipe.heldout_data is not None or recipe.heldout_split is not None:
         raise ConfigError("heldout_data and heldout_split are for data of your own; give data, too")
@@ -93,24 +92,25 @@ def _of_task(recipe: RMRecipe, tokenizer: Any) -> RMData:
     rows = [task.draw(rng) for _ in range(min(recipe.pairs, recipe.limit or recipe.pairs))]
     heldout_rows = list(task.heldout())[: recipe.heldout_limit]
     train, heldout = (
-        preference_dataset_to_saw_items(part, tokenizer, strict=True, **_form(recipe)) for part in (rows, heldout_rows)
+        preference_dataset_to_saw_items(part, tokenizer, strict=True, **_tokenizer_options(recipe))
+        for part in (rows, heldout_rows)
     )
     return RMData(train, heldout, bayes_accuracy(heldout_rows), drawn_accuracy(heldout_rows), rows, heldout_rows)
 
 
-def _of_data(recipe: RMRecipe, tokenizer: Any) -> RMData:
+def _read_pairs(recipe: RMRecipe, tokenizer: Any) -> RMData:
     data = str(recipe.data)
-    train, left_out = _load(recipe, tokenizer, data, recipe.split, Draw(recipe.limit, recipe.seed))
+    train, left_out = _load_pairs(recipe, tokenizer, data, recipe.split, Draw(recipe.limit, recipe.seed))
     if recipe.heldout_data is not None or (recipe.heldout_split is not None and not _is_file(data)):
         source, split = recipe.heldout_data or data, recipe.heldout_split or recipe.split
-        heldout, heldout_left_out = _load(recipe, tokenizer, source, split, Draw(recipe.heldout_limit))
+        heldout, heldout_left_out = _load_pairs(recipe, tokenizer, source, split, Draw(recipe.heldout_limit))
         return RMData(train, heldout, left_out=left_out, heldout_left_out=heldout_left_out)
     train, heldout = split_by_prompt([list(pair) for pair in zip(train[::2], train[1::2], strict=True)], recipe.heldout)
     measured = Draw(recipe.heldout_limit).of(len(heldout) // 2)
     return RMData(train, [item for pair in measured for item in heldout[2 * pair : 2 * pair + 2]], left_out=left_out)
 
 
-def _load(recipe: RMRecipe, tokenizer: Any, source: str, split: str, draw: Draw) -> tuple[Pairs, Counter[str]]:
+def _load_pairs(recipe: RMRecipe, tokenizer: Any, source: str, split: str, draw: Draw) -> tuple[Pairs, Counter[str]]:
     """(pairs, number of skipped rows by reason)."""
     left_out: Counter[str] = Counter()
     renamed = {name: column for name, column in asdict(recipe.columns).items() if column is not None}
@@ -125,12 +125,12 @@ def _load(recipe: RMRecipe, tokenizer: Any, source: str, split: str, draw: Draw)
         limit=draw.limit,
         seed=draw.seed,
         left_out=left_out,
-        **_form(recipe),
+        **_tokenizer_options(recipe),
     )
     return pairs, left_out
 
 
-def _form(recipe: RMRecipe) -> dict[str, Any]:
+def _tokenizer_options(recipe: RMRecipe) -> dict[str, Any]:
     """How a pair becomes tokens. Samples are cut here, where the end of the prompt is known."""
     return {
         "max_length": recipe.trainer.max_seq_len,

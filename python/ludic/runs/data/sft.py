@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import numpy as np
 
 from ludic.data.sources import read_table
 from ludic.errors import ConfigError
-from ludic.files.atomic import write_text
+from ludic.files.atomic import write_json_lines
 from ludic.recipes.build import build_task
 from ludic.recipes.sft.schema import SFTRecipe, list_data_files
 from ludic.runs.data.split import explain_no_heldout, identify_prompt, split_by_prompt
@@ -40,10 +39,10 @@ class SFTData:
     def read(cls, recipe: SFTRecipe, tokenizer: Any) -> SFTData:
         """Read and tokenize all rows, so that a wrong one is found before anything is written."""
         make = SFTItems(tokenizer, cast(AssistantTurns, recipe.assistant_turns))
-        rows = _read(recipe.data, "data") if recipe.data is not None else _demonstrations(recipe, tokenizer)
+        rows = _read_rows(recipe.data, "data") if recipe.data is not None else _generate_rows(recipe, tokenizer)
         items = [make.of_row(row, where) for where, row in rows]
         if recipe.heldout_data is not None:
-            return cls([item for of_row in items for item in of_row], make.of(_read(recipe.heldout_data, "heldout_data")))
+            return cls([item for of_row in items for item in of_row], make.of(_read_rows(recipe.heldout_data, "heldout_data")))
         train, heldout = split_by_prompt(items, recipe.heldout)
         if heldout:
             return cls(train, heldout)
@@ -61,11 +60,11 @@ class SFTData:
             "trained_tokens": sum(item.meta["completion_length"] for item in self.train),
             "samples_cut": len(longer),
             "samples_cut_empty": sum(not np.any(item.action_mask[1:max_seq_len]) for item in longer),
-            "samples_without_end": sum(not _ends(item, max_seq_len, end_tokens) for item in self.train),
+            "samples_without_end": sum(not _teaches_end(item, max_seq_len, end_tokens) for item in self.train),
         }
 
 
-def _ends(item: SAWItem, max_seq_len: int, end_tokens: frozenset[int]) -> bool:
+def _teaches_end(item: SAWItem, max_seq_len: int, end_tokens: frozenset[int]) -> bool:
     """Whether the last run of trained tokens has an end token.
 
     Trained positions 2, 3, 6, 7 are the runs [2, 3] and [6, 7]; the last one counts."""
@@ -76,7 +75,7 @@ def _ends(item: SAWItem, max_seq_len: int, end_tokens: frozenset[int]) -> bool:
     return any(int(item.input_ids[row]) in end_tokens for row in last)
 
 
-def demonstration_rows(recipe: SFTRecipe, tokenizer: Any) -> Iterator[dict[str, Any]]:
+def make_demonstrations(recipe: SFTRecipe, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """`rows` demonstrations of the task, which depend on the seed: prompt and completion, as
     messages if the tokenizer has a chat template."""
     task, rng = as_episodic(build_task(recipe.task)), Random(f"demonstrations {recipe.seed}")
@@ -94,14 +93,14 @@ def demonstration_rows(recipe: SFTRecipe, tokenizer: Any) -> Iterator[dict[str, 
 
 
 def write_demonstrations(recipe: SFTRecipe, tokenizer: Any, path: Path) -> None:
-    write_text(path, "".join(json.dumps(row) + "\n" for row in demonstration_rows(recipe, tokenizer)))
+    write_json_lines(path, make_demonstrations(recipe, tokenizer))
 
 
-def _demonstrations(recipe: SFTRecipe, tokenizer: Any) -> Rows:
-    return [(f"demonstration {number}", row) for number, row in enumerate(demonstration_rows(recipe, tokenizer), 1)]
+def _generate_rows(recipe: SFTRecipe, tokenizer: Any) -> Rows:
+    return [(f"demonstration {number}", row) for number, row in enumerate(make_demonstrations(recipe, tokenizer), 1)]
 
 
-def _read(setting: Any, name: str) -> Rows:
+def _read_rows(setting: Any, name: str) -> Rows:
     paths: Sequence[Path] = list_data_files(setting, name)
     tables = [read_table(str(path)) for path in paths]
     rows: Rows = [(table.where(index), row) for table in tables for index, row in enumerate(table.rows)]

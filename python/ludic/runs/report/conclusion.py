@@ -84,7 +84,7 @@ class Facts:
         return 0 < self.steps == self.idle_steps
 
 
-def facts_of(
+def collect_facts(
     before: Evaluation | None,
     after: Evaluation | None,
     *,
@@ -94,7 +94,7 @@ def facts_of(
     reward_is_score: bool,
     clip_fraction: float | None,
 ) -> Facts:
-    """`before` and `after` as `compared` gives them."""
+    """`before` and `after` as `make_comparable` gives them."""
     common = {"asked_steps": asked_steps, "steps": steps, "idle_steps": idle_steps, "clip_fraction": clip_fraction}
     if before is None or after is None:
         return Facts(**common, measured=after is not None)  # type: ignore[arg-type]
@@ -111,10 +111,10 @@ def facts_of(
 
 def conclude(facts: Facts) -> str:
     """The sentences on one line."""
-    return " ".join(_sentences(facts))
+    return " ".join(_write_sentences(facts))
 
 
-def _sentences(facts: Facts) -> Iterator[str]:
+def _write_sentences(facts: Facts) -> Iterator[str]:
     if not facts.measured:
         yield "The run was stopped before its end was measured."
     elif not facts.steps:
@@ -130,29 +130,29 @@ def _sentences(facts: Facts) -> Iterator[str]:
     if facts.idle_steps:
         yield f"{facts.idle_steps} of {facts.steps} steps had no signal: every sampled answer had the weight 0."
     if facts.measured and facts.steps and facts.reward is not None:
-        yield from _of_reward(facts, facts.reward)
+        yield from _describe_reward(facts, facts.reward)
     if facts.clip_fraction is not None:
         yield f"The clip acted on {facts.clip_fraction:.2%} of what it saw."
 
 
-def _of_reward(facts: Facts, reward: Change) -> Iterator[str]:
+def _describe_reward(facts: Facts, reward: Change) -> Iterator[str]:
     """The change of the reward, and of the score if that is something else."""
     name = "held-out score of the reward model" if facts.reward_is_score else "held-out reward of sampled answers"
     if facts.right == (1.0, 1.0):
         yield "All sampled answers to held-out problems were right before and after: on these problems there was nothing left to learn."
         return
-    yield f"{_moved(name, reward)}."
+    yield f"{_describe_change(name, reward)}."
     if facts.score is not None:
-        yield f"{_moved('held-out score of the reward model', facts.score)}."
+        yield f"{_describe_change('held-out score of the reward model', facts.score)}."
         if facts.score.rose and reward.fell:
             yield "The reward model is over-optimised: its score rose while the reward fell."
     elif facts.reward_is_score:
         yield "Nothing here measures whether answers with a higher score are better."
     if facts.right is not None:
-        yield from _of_right_answers(reward, *facts.right)
+        yield from _describe_right_answers(reward, *facts.right)
 
 
-def _moved(name: str, change: Change) -> str:
+def _describe_change(name: str, change: Change) -> str:
     by = f"from {change.before:.3f} to {change.after:.3f}"
     if change.rose or change.fell:
         return f"The {name} {'rose' if change.rose else 'fell'} {by} ({change.noise})"
@@ -163,7 +163,7 @@ def _moved(name: str, change: Change) -> str:
     return f"The {name} went {by}, which may be noise ({change.noise})"
 
 
-def _of_right_answers(reward: Change, before: float, after: float) -> Iterator[str]:
+def _describe_right_answers(reward: Change, before: float, after: float) -> Iterator[str]:
     if before == after == 0:
         yield "No sampled answer was right, before or after, so that there is little to reinforce."
     elif reward.rose and before > 0:

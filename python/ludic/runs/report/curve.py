@@ -6,16 +6,18 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle, pairwise
 from pathlib import Path
 
+from ludic.eval.picture import make_figure
+
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
-def text_curve(values: Sequence[float], *, width: int = 60, height: int = 8) -> list[str]:
+def draw_text_curve(values: Sequence[float], *, width: int = 60, height: int = 8) -> list[str]:
     """The lines of a bar chart. Each column is the mean of consecutive steps. The axis runs from
     0 to the highest value (at least 1); with negative values it runs from the lowest to the
     highest."""
     if not values:
         return []
-    columns = _bucket_means(values, min(width, len(values)))
+    columns = _average_buckets(values, min(width, len(values)))
     low = min(0.0, *columns)
     top = max(1.0, *columns) if low == 0 else max(*columns, low + 1e-9)
     least = 0 if low == 0 else 1
@@ -44,17 +46,13 @@ def write_picture(
     `series`: label to one value per step. `marks`: label to (before, after), drawn at both ends
     and joined through the points (step, value) that were `measured` under that label. Rates have
     an axis from 0 to 1, unless a value lies outside."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5))
-    FigureCanvasAgg(figure)
+    figure = make_figure((8, 4.5), layout=None)
     axes = figure.add_subplot()
     steps = max((len(values) for values in series.values()), default=0)
     for label, values in series.items():
         (line,) = axes.plot(range(1, len(values) + 1), values, alpha=0.3, linewidth=1)
         axes.plot(range(1, len(values) + 1), running_mean(values), color=line.get_color(), linewidth=2, label=label)
-    points = points_of(marks, measured or {}, steps)
+    points = join_points(marks, measured or {}, steps)
     for marker, (label, course) in zip(cycle("os^Dv"), points.items(), strict=False):
         places, heights = zip(*course, strict=True)
         joined = "dashed" if len(course) > 2 else "none"
@@ -64,7 +62,7 @@ def write_picture(
     drawn = [*(value for values in series.values() for value in values), *(value for at in points.values() for _, value in at)]
     limits = {}
     if measure == "rate":
-        low, high = _range(drawn)
+        low, high = _find_range(drawn)
         limits = {"ylim": (low - 0.03 * (high - low), high + 0.03 * (high - low))}
         measure = measure if (low, high) == (0.0, 1.0) else "value"
     axes.set(xlabel="step", ylabel=measure, title=title, **limits)
@@ -75,7 +73,7 @@ def write_picture(
     figure.savefig(path, dpi=120)
 
 
-def points_of(
+def join_points(
     marks: Mapping[str, tuple[float, float]], measured: Mapping[str, Sequence[tuple[float, float]]], steps: int
 ) -> dict[str, list[tuple[float, float]]]:
     """Label to points (step, value): the mark before the first step, what was `measured`
@@ -93,7 +91,7 @@ def running_mean(values: Sequence[float], window: int = 10) -> list[float]:
     return [sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
-def _range(values: Sequence[float]) -> tuple[float, float]:
+def _find_range(values: Sequence[float]) -> tuple[float, float]:
     """0 to 1 if all values lie there, else from the lowest to the highest."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if low >= 0.0 and high <= 1.0:
@@ -101,7 +99,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     return (low, high) if low < high else (low - 0.5, high + 0.5)
 
 
-def _bucket_means(values: Sequence[float], buckets: int) -> list[float]:
+def _average_buckets(values: Sequence[float], buckets: int) -> list[float]:
     edges = [round(i * len(values) / buckets) for i in range(buckets + 1)]
     return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
 

@@ -24,13 +24,13 @@ def provenance(progress: Progress, *, model: str | None, algorithm: str) -> dict
     return {"status": status, "model": model, "algorithm": algorithm, "versions": progress.versions}
 
 
-def lost_episodes(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def count_lost_episodes(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """The number of episodes that failed, were retried or were cancelled in all logged steps,
     and of groups that were dropped for them."""
     return {name: int(sum(line.get(f"train/{key}") or 0 for line in lines)) for name, key in _LOST.items()}
 
 
-def lost_line(lost: Mapping[str, int]) -> str | None:
+def format_lost(lost: Mapping[str, int]) -> str | None:
     """The totals in words; None if nothing was lost."""
     if not lost["failed"] and not lost["dropped_groups"]:
         return None

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.files.atomic import write_text
 from ludic.runs.directory import Progress, RunDirectory
-from ludic.runs.held_out import Answer, Evaluation, compared
-from ludic.runs.report.conclusion import Facts, conclude, count_idle, facts_of
-from ludic.runs.report.curve import text_curve, write_picture
-from ludic.runs.report.provenance import lost_episodes, lost_line, provenance
-from ludic.runs.report.sampling import compute_mismatch, overlap_of, weight_sync_of
+from ludic.runs.held_out import Answer, Evaluation, make_comparable
+from ludic.runs.report.conclusion import Facts, collect_facts, conclude, count_idle
+from ludic.runs.report.costs import format_memory, format_padding, format_seconds, sum_padding, sum_phases
+from ludic.runs.report.curve import draw_text_curve, write_picture
+from ludic.runs.report.files import describe_files, show_files
+from ludic.runs.report.provenance import count_lost_episodes, format_lost, provenance
+from ludic.runs.report.sampling import summarize_mismatch, summarize_overlap, summarize_weight_sync
 from ludic.tasks.measures import logged_names
 from ludic.tasks.success import success_of
 from ludic.training.backend.memory import memory_peaks
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from ludic.tasks import EpisodicTask
 
 _TRAINER_PHASES = ("rollout", "batching", "forward_backward", "optimizer", "publish")
-_TOKEN_KEYS = ("real_tokens", "padded_tokens", "padded_tokens_greedy", "padded_tokens_unpacked")
 _DRAWN = 4  # rates in the picture; the table has all
 _RATE_NAMES = {
     "sampled_reward": "held-out reward, sampled",
@@ -115,10 +115,12 @@ class Outcome:
     """(step, rates) of each evaluation during the training."""
 
 
-def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, recipe: Recipe, *, config_hash: str) -> Outcome:
+def build_outcome(
+    progress: Progress, directory: RunDirectory, task: EpisodicTask, recipe: Recipe, *, config_hash: str
+) -> Outcome:
     """The outcome of a run, from its progress.json and metrics.jsonl, so that a resumed run is
     reported as a whole."""
-    before, after = compared(
+    before, after = make_comparable(
         *(None if saved is None else Evaluation.from_dict(saved) for saved in (progress.before, progress.after))
     )
     every_line = directory.read_metrics("reinforce")
@@ -126,7 +128,7 @@ def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, 
         [line for line in lines if "train/loss" in line] for lines in (directory.read_metrics("warm_up"), every_line)
     )
     clipped = [value for line in reinforce for key, value in line.items() if key.endswith("clip_frac") and "ratio" not in key]
-    closing_facts = facts_of(
+    closing_facts = collect_facts(
         before,
         after,
         asked_steps=recipe.steps,
@@ -139,21 +141,21 @@ def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, 
         **provenance(progress, model=recipe.model, algorithm=recipe.algorithm),
         before=before.rates() if before else None,
         after=after.rates() if after else None,
-        solved_at=_solved_at(before, after),
-        intervals={name: _intervals(found) for name, found in (("before", before), ("after", after)) if found},
-        heldout=_counts(after or before),
+        solved_at=_find_solved_at(before, after),
+        intervals={name: _list_intervals(found) for name, found in (("before", before), ("after", after)) if found},
+        heldout=_count_heldout(after or before),
         wall_s=round(progress.seconds.get("wall", 0.0), 2),
-        phases_s=phases_of(progress.seconds, reinforce, own=("set_up", "warm_up", "evaluate"), timed=_TRAINER_PHASES),
-        padding=padding_of([*warm_up, *reinforce]),
+        phases_s=sum_phases(progress.seconds, reinforce, own=("set_up", "warm_up", "evaluate"), timed=_TRAINER_PHASES),
+        padding=sum_padding([*warm_up, *reinforce]),
         memory=memory_peaks(),
         steps=progress.steps,
         idle_steps=closing_facts.idle_steps,
         stopped_early=closing_facts.stopped_early,
-        episodes=lost_episodes(reinforce),
+        episodes=count_lost_episodes(reinforce),
         clip_fraction=closing_facts.clip_fraction,
-        mismatch=compute_mismatch(reinforce, progress.preflight),
-        weight_sync=weight_sync_of(reinforce),
-        overlap=overlap_of(reinforce),
+        mismatch=summarize_mismatch(reinforce, progress.preflight),
+        weight_sync=summarize_weight_sync(reinforce),
+        overlap=summarize_overlap(reinforce),
         seed=recipe.seed,
         config_hash=config_hash,
     )
@@ -167,27 +169,27 @@ def outcome_of(progress: Progress, directory: RunDirectory, task: EpisodicTask, 
         facts={name: [line[f"train/{name}"] for line in reinforce] for name in logged_names(task)},
         closing_facts=closing_facts,
         no_accuracy=success.why_unknown("evaluation.solved_at") if before and summary.solved_at is None else None,
-        measured=[(line["step"], _rates_in(line)) for line in every_line if line.get("eval/step") == line["step"]],
+        measured=[(line["step"], _read_rates(line)) for line in every_line if line.get("eval/step") == line["step"]],
     )
 
 
-def _solved_at(*evaluations: Evaluation | None) -> float | None:
+def _find_solved_at(*evaluations: Evaluation | None) -> float | None:
     return next((evaluation.solved_at for evaluation in evaluations if evaluation is not None), None)
 
 
-def _intervals(evaluation: Evaluation) -> dict[str, list[float | None]]:
+def _list_intervals(evaluation: Evaluation) -> dict[str, list[float | None]]:
     intervals = {name: evaluation.interval(name) for name in evaluation.rates()}
     return {name: [interval.low, interval.high] for name, interval in intervals.items() if interval is not None}
 
 
-def _counts(evaluation: Evaluation | None) -> dict[str, int]:
+def _count_heldout(evaluation: Evaluation | None) -> dict[str, int]:
     if evaluation is None:
         return {}
     graded = evaluation.by_problem.get("sampled_reward", ())
     return {"problems": sum(value is not None for value in graded), "answers": evaluation.num_sampled}
 
 
-def _rates_in(line: Mapping[str, float]) -> dict[str, float]:
+def _read_rates(line: Mapping[str, float]) -> dict[str, float]:
     """The held-out rates in a line of metrics.jsonl."""
     rates = {key.removeprefix("eval/"): value for key, value in line.items() if key.startswith("eval/")}
     if "greedy_accuracy" in rates:
@@ -195,44 +197,12 @@ def _rates_in(line: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in rates.items() if name not in ("step", "num_failed_episodes")}
 
 
-def phases_of(
-    seconds: Mapping[str, float],
-    lines: Sequence[Mapping[str, float]],
-    *,
-    own: Sequence[str] = ("set_up", "evaluate"),
-    timed: Sequence[str] = ("batching", "forward_backward", "optimizer", "checkpoint"),
-) -> dict[str, float]:
-    """Seconds by phase: the run's `own` phases (set-up reads the data), the start of a server if
-    there was one, the parts of a step that the trainer `timed`, and the rest."""
-    whole = {name: seconds.get(name, 0.0) for name in own}
-    whole |= {name: seconds[name] for name in ("server_start",) if name in seconds}
-    parts = {name: sum(line.get(f"perf/{name}_s", 0.0) for line in lines) for name in timed}
-    rest = seconds.get("wall", 0.0) - sum(whole.values()) - sum(parts.values())
-    return {name: round(value, 2) for name, value in {**whole, **parts, "other": max(0.0, rest)}.items()}
-
-
-def padding_of(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Tokens of all training passes, as they were packed and as other packings would compute
-    them."""
-    real, computed, greedy, unpacked = (sum(line.get(f"perf/{key}", 0.0) for line in lines) for key in _TOKEN_KEYS)
-    if not computed:
-        return {}
-    return {
-        "real_tokens": real,
-        "computed_tokens": computed,
-        "greedy_tokens": greedy,
-        "unpacked_tokens": unpacked,
-        "saved_vs_greedy": 1 - computed / greedy,
-        "saved_vs_unpacked": 1 - computed / unpacked,
-    }
-
-
 def draw_rewards(outcome: Outcome, directory: RunDirectory, title: str) -> None:
     """Draw reward.png: the rewards of every step and the held-out rates of every measurement."""
     marks, between = {}, {}
     if outcome.before is not None and outcome.after is not None:
         before, after = outcome.before.rates(), outcome.after.rates()
-        drawn = {name: _drawn_name(outcome.task, name) for name in list(before)[:_DRAWN] if name in after}
+        drawn = {name: _label_in_picture(outcome.task, name) for name in list(before)[:_DRAWN] if name in after}
         marks = {label: (before[name], after[name]) for name, label in drawn.items()}
         between = {
             label: [(step, rates[name]) for step, rates in outcome.measured if name in rates] for name, label in drawn.items()
@@ -241,34 +211,35 @@ def draw_rewards(outcome: Outcome, directory: RunDirectory, title: str) -> None:
     write_picture(directory.picture, series, marks=marks, measured=between, title=title)
 
 
-def _drawn_name(task: EpisodicTask, name: str) -> str:
-    return label_of(task, name) if name in _RATE_NAMES else f"held-out {name}"
+def _label_in_picture(task: EpisodicTask, name: str) -> str:
+    return label_rate(task, name) if name in _RATE_NAMES else f"held-out {name}"
 
 
 def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> None:
     """Print rates, answers, curve, timings, padding and the files of the run."""
     if outcome.before is not None:
-        console.print(_rates_table(outcome, outcome.before, outcome.after))
+        console.print(_make_rates_table(outcome, outcome.before, outcome.after))
     if outcome.no_accuracy is not None:
         console.print(outcome.no_accuracy, highlight=False, markup=False)
     if outcome.before is not None and outcome.after is not None:
-        console.print(_answers_table(outcome, outcome.before.answers, outcome.after.answers))
+        console.print(_make_answers_table(outcome, outcome.before.answers, outcome.after.answers))
     if outcome.measured:
-        console.print(_measured_table(outcome))
-    for line in text_curve(outcome.rewards):
+        console.print(_make_evaluations_table(outcome))
+    for line in draw_text_curve(outcome.rewards):
         console.print(line, highlight=False, markup=False)
-    console.print(seconds_line(outcome.summary.wall_s, outcome.summary.phases_s), highlight=False)
-    console.print(padding_line(outcome.summary.padding), highlight=False)
-    console.print(memory_line(outcome.summary.memory), highlight=False)
-    lost = lost_line(outcome.summary.episodes)
+    console.print(format_seconds(outcome.summary.wall_s, outcome.summary.phases_s), highlight=False)
+    console.print(format_padding(outcome.summary.padding), highlight=False)
+    console.print(format_memory(outcome.summary.memory), highlight=False)
+    lost = format_lost(outcome.summary.episodes)
     if lost is not None:
         console.print(lost, highlight=False)
     console.print(f"[bold]What this shows[/]: {conclude(outcome.closing_facts)}", highlight=False)
     console.print(f"[bold]What is rewarded[/]: the reward sees {outcome.task.reward_sees}.", highlight=False)
-    show_files(console, directory, _files_of(directory))
+    files = describe_files(directory, {directory.picture: "the reward curve"}, {directory.rollouts: "sampled episodes"})
+    show_files(console, directory.path, files)
 
 
-def _rates_table(outcome: Outcome, before: Evaluation, after: Evaluation | None) -> Any:
+def _make_rates_table(outcome: Outcome, before: Evaluation, after: Evaluation | None) -> Any:
     from rich.table import Table
 
     counts = outcome.summary.heldout
@@ -279,31 +250,31 @@ def _rates_table(outcome: Outcome, before: Evaluation, after: Evaluation | None)
         table.add_column(column, justify="right")
     later = after.rates() if after else {}
     for name in before.rates():
-        cells = [_with_interval(before, name), _with_interval(after, name) if after and name in later else "not measured"]
-        table.add_row(label_of(outcome.task, name), *cells)
+        cells = [_format_rate(before, name), _format_rate(after, name) if after and name in later else "not measured"]
+        table.add_row(label_rate(outcome.task, name), *cells)
     return table
 
 
-def label_of(task: EpisodicTask, name: str) -> str:
+def label_rate(task: EpisodicTask, name: str) -> str:
     """The label of a held-out rate in tables and pictures."""
     if task.reward_is_score and name in ("sampled_reward", "greedy_reward"):
         return f"held-out score as rewarded, {name.split('_')[0]}"
     return _RATE_NAMES.get(name) or task.rates.get(name, name)
 
 
-def _with_interval(evaluation: Evaluation, name: str) -> str:
+def _format_rate(evaluation: Evaluation, name: str) -> str:
     interval = evaluation.interval(name)
     value = f"{evaluation.rates()[name]:.3f}"
     return value if interval is None or interval.low is None else f"{value}\n{interval.low:.3f} to {interval.high:.3f}"
 
 
-def _measured_table(outcome: Outcome) -> Any:
+def _make_evaluations_table(outcome: Outcome) -> Any:
     """Evaluations during training, evenly thinned from the last backwards."""
     from rich.table import Table
 
     names = list(outcome.measured[-1][1])[:_DRAWN]
     table = Table(title=f"Measured during training: {len(outcome.measured)} times", title_justify="left")
-    for column in ("step", *(label_of(outcome.task, name) for name in names)):
+    for column in ("step", *(label_rate(outcome.task, name) for name in names)):
         table.add_column(column, justify="right")
     stride = -(-len(outcome.measured) // _SHOWN_EVALUATIONS)
     for step, rates in reversed(outcome.measured[::-1][::stride]):
@@ -311,7 +282,7 @@ def _measured_table(outcome: Outcome) -> Any:
     return table
 
 
-def _answers_table(outcome: Outcome, before: Sequence[Answer], after: Sequence[Answer]) -> Any:
+def _make_answers_table(outcome: Outcome, before: Sequence[Answer], after: Sequence[Answer]) -> Any:
     """Sampled answers before and after: with marks and the right answer if there is an accuracy,
     else with rewards and a reference."""
     from rich.table import Table
@@ -324,67 +295,25 @@ def _answers_table(outcome: Outcome, before: Sequence[Answer], after: Sequence[A
     for column in ("question", *([expected] if has_reference else []), f"before{marks}", f"after{marks}"):
         table.add_column(column)
     for old, new in zip(before, after, strict=True):
-        cells = [Text(*_marked(answer)) for answer in (old, new)]
-        reference = [Text(_shortened(old.expected))] if has_reference else []
-        table.add_row(Text(_shortened(old.question)), *reference, *cells)
+        cells = [Text(*_format_answer(answer)) for answer in (old, new)]
+        reference = [Text(_shorten(old.expected))] if has_reference else []
+        table.add_row(Text(_shorten(old.question)), *reference, *cells)
     return table
 
 
-def _marked(answer: Answer) -> tuple[str, str]:
+def _format_answer(answer: Answer) -> tuple[str, str]:
     """(text of the answer, colour)."""
     if answer.reward is None:
         return "? could not be graded", "yellow"
-    text = _printable(_shortened(answer.text))
+    text = _make_printable(_shorten(answer.text))
     if answer.success is None:
         return f"{answer.reward:.3g}  {text}", ""
     return f"{'✓' if answer.success else '✗'} {text}", "green" if answer.success else "red"
 
 
-def _shortened(text: str, limit: int = 240) -> str:
+def _shorten(text: str, limit: int = 240) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
-def seconds_line(wall_s: float, phases_s: Mapping[str, float]) -> str:
-    phases = ", ".join(f"{name.replace('_', ' ')} {seconds:.1f}" for name, seconds in phases_s.items())
-    return f"[bold]Seconds[/]: {wall_s:.1f} in all; {phases}"
-
-
-def padding_line(padding: Mapping[str, float]) -> str:
-    if not padding:
-        return "[bold]Padding[/]: there were no training tokens"
-    return (
-        f"[bold]Padding[/]: {padding['computed_tokens']:,.0f} tokens computed for {padding['real_tokens']:,.0f} real ones; greedy "
-        f"packing would compute {padding['greedy_tokens']:,.0f} ({padding['saved_vs_greedy']:.1%} saved), no packing "
-        f"{padding['unpacked_tokens']:,.0f} ({padding['saved_vs_unpacked']:.1%} saved)"
-    )
-
-
-def memory_line(peaks: Mapping[str, float]) -> str:
-    gpu = f", {peaks['gpu_peak_mb']:,.0f} MiB on the GPU" if "gpu_peak_mb" in peaks else ""
-    return f"[bold]Memory[/]: {peaks['process_peak_mb']:,.0f} MiB of this process at its peak{gpu}"
-
-
-def _files_of(directory: RunDirectory) -> dict[Path, str]:
-    return {
-        directory.summary: "this, for programs",
-        directory.picture: "the reward curve",
-        directory.config: "the resolved recipe; `ludic train` reads it",
-        directory.metrics: "every step",
-        directory.rollouts: "sampled episodes",
-        directory.model: "model and tokenizer in Hugging Face layout",
-        directory.adapter: "the adapters alone, in PEFT's layout; they are merged in model",
-        directory.base: "what the adapters adapt",
-    }
-
-
-def show_files(console: Console, directory: RunDirectory, notes: Mapping[Path, str]) -> None:
-    """Print the files of the run. `notes`: path to a description; files that do not exist are
-    skipped."""
-    console.print(f"[bold]Written to[/] {directory.path}/", highlight=False)
-    for path, note in notes.items():
-        if path.exists():
-            console.print(f"  {path.name:<16}{note}", highlight=False, markup=False)
-
-
-def _printable(text: str) -> str:
+def _make_printable(text: str) -> str:
     return "".join(char if char.isprintable() else "·" for char in text)

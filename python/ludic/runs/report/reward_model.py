@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ludic.files.atomic import write_text
+from ludic.runs.report.costs import format_memory, format_padding, format_seconds, sum_padding, sum_phases
 from ludic.runs.report.curve import write_picture
+from ludic.runs.report.files import describe_files, show_files
 from ludic.runs.report.provenance import provenance
-from ludic.runs.report.reinforce import memory_line, padding_line, padding_of, phases_of, seconds_line, show_files
 from ludic.training.backend.memory import memory_peaks
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ against."""
 def conclude(run: RMRun, console: Console, *, config_hash: str) -> str:
     """Write summary.json and training.png and print the report. Returns the summary as JSON."""
     lines = [line for line in run.directory.read_metrics("rm") if "train/loss" in line]
-    summary = summary_of(run, lines, config_hash=config_hash)
+    summary = build_summary(run, lines, config_hash=config_hash)
     text = json.dumps(summary, indent=2) + "\n"
     write_text(run.directory.summary, text)
     if lines:
@@ -46,7 +47,7 @@ def conclude(run: RMRun, console: Console, *, config_hash: str) -> str:
     return text
 
 
-def summary_of(run: RMRun, lines: Sequence[Mapping[str, float]], *, config_hash: str) -> dict[str, Any]:
+def build_summary(run: RMRun, lines: Sequence[Mapping[str, float]], *, config_hash: str) -> dict[str, Any]:
     """The content of summary.json. The `eval_` metrics and `train_pairwise_accuracy` are there
     once the run is finished; the former only if pairs are held out."""
     data, steps = run.parts.data, run.progress.steps
@@ -58,9 +59,9 @@ def summary_of(run: RMRun, lines: Sequence[Mapping[str, float]], *, config_hash:
         "bayes_accuracy": data.bayes_accuracy,
         "latent_accuracy": data.latent_accuracy,
         "wall_s": round(run.progress.seconds.get("wall", 0.0), 2),
-        "phases_s": phases_of(run.progress.seconds, lines),
+        "phases_s": sum_phases(run.progress.seconds, lines),
         "pairs_per_s": round(pairs / seconds, 1) if seconds else None,
-        "padding": padding_of(lines),
+        "padding": sum_padding(lines),
         "memory": memory_peaks(),
         "steps": steps,
         "early_stopping": run.progress.early_stopping,
@@ -91,7 +92,7 @@ def accuracy_by_step(run: RMRun, summary: Mapping[str, Any]) -> list[tuple[float
 
 def _show(run: RMRun, console: Console, summary: Mapping[str, Any]) -> None:
     if "eval_loss" in summary:
-        console.print(_criteria_table(summary))
+        console.print(_make_criteria_table(summary))
         if run.progress.early_stopping is not None:
             console.print(
                 "These pairs also chose the step whose weights were kept, so that the figures flatter a little; measure on others for "
@@ -111,15 +112,22 @@ def _show(run: RMRun, console: Console, summary: Mapping[str, Any]) -> None:
         highlight=False,
     )
     if data["left_out"] or data["heldout_left_out"]:
-        console.print(_left_out_table(data))
+        console.print(_make_left_out_table(data))
     speed = f"; {summary['pairs_per_s']:,.0f} pairs a second in training" if summary["pairs_per_s"] else ""
-    console.print(f"{seconds_line(summary['wall_s'], summary['phases_s'])}{speed}", highlight=False)
-    console.print(padding_line(summary["padding"]), highlight=False)
-    console.print(memory_line(summary["memory"]), highlight=False)
-    show_files(console, run.directory, _files_of(run))
+    console.print(f"{format_seconds(summary['wall_s'], summary['phases_s'])}{speed}", highlight=False)
+    console.print(format_padding(summary["padding"]), highlight=False)
+    console.print(format_memory(summary["memory"]), highlight=False)
+    directory = run.directory
+    pictures = {
+        directory.picture: "loss and accuracy of the training batches",
+        directory.reliability: "how often a stated probability comes true",
+        directory.margins: "the score differences of the held-out pairs",
+    }
+    pairs = {directory.pairs: "the pairs that were trained on", directory.heldout_pairs: "the pairs that were measured"}
+    show_files(console, directory.path, describe_files(directory, pictures, pairs))
 
 
-def _left_out_table(data: Mapping[str, Any]) -> Any:
+def _make_left_out_table(data: Mapping[str, Any]) -> Any:
     from rich.table import Table
 
     table = Table(title="Rows that make no pair", title_justify="left")
@@ -131,7 +139,7 @@ def _left_out_table(data: Mapping[str, Any]) -> Any:
     return table
 
 
-def _criteria_table(summary: Mapping[str, Any]) -> Any:
+def _make_criteria_table(summary: Mapping[str, Any]) -> Any:
     from rich.table import Table
 
     table = Table(title=f"{summary['eval_num_pairs']:,.0f} held-out pairs", title_justify="left")
@@ -141,20 +149,3 @@ def _criteria_table(summary: Mapping[str, Any]) -> Any:
         value = value_of(summary)
         table.add_row(name, f"{value:.4f}", rule, "[green]✓[/]" if holds(value) else "[red]✗[/]")
     return table
-
-
-def _files_of(run: RMRun) -> dict[Any, str]:
-    directory = run.directory
-    return {
-        directory.summary: "this, for programs",
-        directory.picture: "loss and accuracy of the training batches",
-        directory.reliability: "how often a stated probability comes true",
-        directory.margins: "the score differences of the held-out pairs",
-        directory.config: "the resolved settings; `ludic train-rm` reads them",
-        directory.metrics: "every step",
-        directory.pairs: "the pairs that were trained on",
-        directory.heldout_pairs: "the pairs that were measured",
-        directory.model: "model and tokenizer in Hugging Face layout",
-        directory.adapter: "the adapters alone, in PEFT's layout; they are merged in model",
-        directory.base: "what the adapters adapt",
-    }

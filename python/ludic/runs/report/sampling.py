@@ -8,7 +8,7 @@ from typing import Any
 Lines = Sequence[Mapping[str, float]]
 
 
-def compute_mismatch(lines: Lines, preflight: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def summarize_mismatch(lines: Lines, preflight: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The difference between trainer and sampler: means over tokens, extremes over steps. Only
     steps are measured in which the first optimizer step had samples with a weight."""
     measured = [line for line in lines if "mismatch/mean" in line]
@@ -17,20 +17,20 @@ def compute_mismatch(lines: Lines, preflight: Mapping[str, Any] | None) -> dict[
         return None
     return {
         "preflight": None if preflight is None else dict(preflight),
-        "mean": _token_mean(measured, "mean"),
-        "kl": _token_mean(measured, "kl"),
+        "mean": _average_over_tokens(measured, "mean"),
+        "kl": _average_over_tokens(measured, "kl"),
         "max": max((line["mismatch/max"] for line in measured), default=None),
         "ess": min((line["mismatch/ess"] for line in measured), default=None),
         "lag": sum(lags) / len(lags) if lags else None,
     }
 
 
-def _token_mean(lines: Lines, name: str) -> float | None:
+def _average_over_tokens(lines: Lines, name: str) -> float | None:
     tokens = sum(line["mismatch/tokens"] for line in lines)
     return sum(line[f"mismatch/{name}"] * line["mismatch/tokens"] for line in lines) / tokens if tokens else None
 
 
-def weight_sync_of(lines: Lines) -> dict[str, float] | None:
+def summarize_weight_sync(lines: Lines) -> dict[str, float] | None:
     """The number of weight updates that were pushed, and seconds of one; None without any."""
     seconds = [line["perf/publish_s"] for line in lines if line.get("perf/publish_s")]
     if not seconds:
@@ -38,7 +38,7 @@ def weight_sync_of(lines: Lines) -> dict[str, float] | None:
     return {"pushes": len(seconds), "mean_s": sum(seconds) / len(seconds), "max_s": max(seconds)}
 
 
-def overlap_of(lines: Lines) -> dict[str, float] | None:
+def summarize_overlap(lines: Lines) -> dict[str, float] | None:
     """Seconds of generation, seconds that the trainer waited, and the share that was hidden
     behind training."""
     measured = [line for line in lines if "perf/generation_s" in line]

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from ludic.files.atomic import write_text
 from ludic.inference.local.client import end_token_ids
 from ludic.runs.directory import DONE
-from ludic.runs.report.curve import text_curve, write_picture
+from ludic.runs.report.costs import format_memory, format_padding, format_seconds, sum_padding, sum_phases
+from ludic.runs.report.curve import draw_text_curve, write_picture
+from ludic.runs.report.files import describe_files, show_files
 from ludic.runs.report.provenance import provenance
-from ludic.runs.report.reinforce import memory_line, padding_line, padding_of, phases_of, seconds_line, show_files
 from ludic.training.backend.memory import memory_peaks
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 def conclude(run: SFTRun, console: Console, *, config_hash: str) -> str:
     """Write summary.json and loss.png and print the report. Returns the summary as JSON."""
     lines = [line for line in run.directory.read_metrics("sft") if "train/loss" in line]
-    summary = summary_of(run, lines, config_hash=config_hash)
+    summary = build_summary(run, lines, config_hash=config_hash)
     text = json.dumps(summary, indent=2) + "\n"
     write_text(run.directory.summary, text)
     losses = [line["train/loss"] for line in lines]
@@ -33,7 +34,7 @@ def conclude(run: SFTRun, console: Console, *, config_hash: str) -> str:
     return text
 
 
-def summary_of(run: SFTRun, lines: Sequence[dict[str, Any]], *, config_hash: str) -> dict[str, Any]:
+def build_summary(run: SFTRun, lines: Sequence[dict[str, Any]], *, config_hash: str) -> dict[str, Any]:
     """The content of summary.json. `before` and `after` are null if nothing is held out, `after`
     also if the run was stopped."""
     return {
@@ -41,8 +42,8 @@ def summary_of(run: SFTRun, lines: Sequence[dict[str, Any]], *, config_hash: str
         "before": run.progress.before,
         "after": run.progress.after,
         "wall_s": round(run.progress.seconds.get("wall", 0.0), 2),
-        "phases_s": phases_of(run.progress.seconds, lines),
-        "padding": padding_of(lines),
+        "phases_s": sum_phases(run.progress.seconds, lines),
+        "padding": sum_padding(lines),
         "memory": memory_peaks(),
         "steps": run.progress.steps,
         "early_stopping": run.progress.early_stopping,
@@ -79,19 +80,13 @@ def _show(run: SFTRun, console: Console, summary: dict[str, Any], losses: Sequen
             highlight=False,
             markup=False,
         )
-    for line in text_curve(losses):
+    for line in draw_text_curve(losses):
         console.print(line, highlight=False, markup=False)
-    console.print(seconds_line(summary["wall_s"], summary["phases_s"]), highlight=False)
-    console.print(padding_line(summary["padding"]), highlight=False)
-    console.print(memory_line(summary["memory"]), highlight=False)
-    files = {
-        run.directory.summary: "this, for programs",
-        run.directory.picture: "the loss curve",
-        run.directory.config: "the resolved settings; `ludic sft` reads them",
-        run.directory.metrics: "every step",
-        run.directory.demonstrations: "the rows that were trained on",
-        run.directory.model: "model and tokenizer in Hugging Face layout",
-        run.directory.adapter: "the adapters alone, in PEFT's layout; they are merged in model",
-        run.directory.base: "what the adapters adapt",
-    }
-    show_files(console, run.directory, files)
+    console.print(format_seconds(summary["wall_s"], summary["phases_s"]), highlight=False)
+    console.print(format_padding(summary["padding"]), highlight=False)
+    console.print(format_memory(summary["memory"]), highlight=False)
+    directory = run.directory
+    files = describe_files(
+        directory, {directory.picture: "the loss curve"}, {directory.demonstrations: "the rows that were trained on"}
+    )
+    show_files(console, directory.path, files)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ludic.errors import ConfigError
-from ludic.models.heads import head_parts, in_module
+from ludic.models.heads import find_head_parts, is_in_module
 from ludic.models.names import HEAD_NAMES
 
 
@@ -22,7 +22,7 @@ def parameter_groups(
     decay_biases_and_norms: bool = True,
 ) -> list[dict[str, Any]]:
     """Groups of the trainable parameters, as an optimizer takes them; those of the head
-    (`head_parts`) first.
+    (`find_head_parts`) first.
 
     `backbone_lr_mult`: all but the head learns at `lr * backbone_lr_mult`; None: everything at
     `lr`. `head_only_weight_decay`: all but the head decays by 0. `decay_biases_and_norms=False`:
@@ -38,7 +38,7 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        backbone = bool(heads) and not any(in_module(name, head) for head in heads)
+        backbone = bool(heads) and not any(is_in_module(name, head) for head in heads)
         rate = lr * backbone_lr_mult if backbone and backbone_lr_mult is not None else lr
         spared = (backbone and head_only_weight_decay) or (parameter.ndim < 2 and not decay_biases_and_norms)
         groups.setdefault((backbone, rate, 0.0 if spared else weight_decay), []).append(parameter)
@@ -49,7 +49,7 @@ def parameter_groups(
 
 
 def _require_head(model: nn.Module) -> list[str]:
-    heads = head_parts(model)
+    heads = find_head_parts(model)
     if not heads:
         raise ConfigError(
             f"{type(model).__name__} has no head ({', '.join(HEAD_NAMES)}) to train at a rate or decay of its own; leave "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.models.evaluation_mode import evaluation_mode
-from ludic.models.packed_attention import PACKED, attention_of, set_attention
+from ludic.models.packed_attention import PACKED, get_attention, set_attention
 from ludic.training.algorithm import forward_logits
 from ludic.training.backend.precision import autocast
 from ludic.training.config import TrainerConfig
@@ -42,7 +42,7 @@ def with_supported_packing(cfg: TrainerConfig, model: nn.Module) -> TrainerConfi
 
 def _prepare(model: nn.Module, cfg: TrainerConfig) -> str | None:
     """Make the model keep the sequences of a row apart. Returns why it cannot; None if it can."""
-    name, kind = attention_of(model), type(model).__name__
+    name, kind = get_attention(model), type(model).__name__
     if name is None:
         return f"{kind} is not a model of transformers, and nothing says that it keeps the sequences of a row apart"
     if name not in ("sdpa", PACKED) and "flash" not in name:
