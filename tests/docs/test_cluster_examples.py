@@ -1,5 +1,5 @@
-"""The examples of docs/training.md that name large models and servers, run with a tiny model and
-in-process inference in their place.
+"""The examples of docs/training.md and docs/metrics.md that name large models and servers, run
+with a tiny model and in-process inference in their place.
 
 Only what `REPLACED` lists is changed in their text; the rest is what a user would run.
 """
@@ -27,11 +27,12 @@ from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.parsers import ParseResult
 from ludic.training import RolloutBatchSource, RolloutEngine, Trainer, TrainerConfig, make_dataset_sequence_requests_fn, make_grpo
 
-PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("training.md", "metrics.md")]
 REPLACED = [
     ('model_device="cuda"', 'model_device="cpu"'),
     ("num_steps=1000", "num_steps=3"),
     ("num_steps=100)", "num_steps=3)"),
+    ("num_steps=100 - ", "num_steps=4 - "),
     ("TrainerConfig(learning_rate=2e-5)", "TrainerConfig(learning_rate=2e-5, model_device='cpu')"),
     ("env_registry={...}, protocol_registry={...}", "env_registry=env_registry, protocol_registry=protocol_registry"),
     ("every_n_steps=50", "every_n_steps=2"),
@@ -39,7 +40,8 @@ REPLACED = [
 
 
 def cluster_blocks() -> list[str]:
-    return re.findall(r"^```python cluster\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    return re.findall(r"^```python cluster\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def tiny_model(dtype=torch.float32):
@@ -101,7 +103,7 @@ class World:
         for old, new in REPLACED:
             source = source.replace(old, new)
         namespace = {"__name__": "example", **names}
-        code = compile(source, str(PAGE), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        code = compile(source, "docs", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         result = eval(code, namespace)
         if asyncio.iscoroutine(result):
             asyncio.run(result)
@@ -147,7 +149,14 @@ def block(marker: str) -> str:
 
 
 def test_every_cluster_example_is_tested_here():
-    markers = ["Complete example", "await trainer.train", "TeeLogger(", "with logger:\n    for step", 'name="experiment-1"']
+    markers = [
+        "Complete example",
+        "await trainer.train",
+        "resume_from=",
+        "TeeLogger(",
+        "with logger:\n    for step",
+        'name="experiment-1"',
+    ]
     assert len(cluster_blocks()) == len(markers)
     assert all(block(marker) for marker in markers)
 
@@ -157,6 +166,15 @@ def test_the_whole_script_trains_publishes_and_leaves_a_checkpoint(world):
     assert names["trainer"].current_step == 3
     assert asyncio.run(world.client.get_policy_version()) == 3
     assert (world.path / "checkpoints" / "step_000002" / "model.safetensors").is_file()
+
+
+def test_the_run_is_resumed_from_its_latest_checkpoint(world):
+    names = world.run(block("Complete example"), batch_source=world.source())
+    algo, cfg, model = names["algo"], names["cfg"], names["model"]
+    source = world.source()
+    names = world.run(block("resume_from="), algo=algo, cfg=cfg, model=model, batch_source=source)
+    assert names["trainer"].current_step == 4
+    assert source.engine.totals.num_episodes == 2 * 2 * 8  # steps 3 and 4, of 2 prompts x 8 answers
 
 
 def test_the_loop_from_a_coroutine_trains(world):

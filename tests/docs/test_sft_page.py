@@ -18,7 +18,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "sft.md").read_text(encoding="utf-8
 
 def commands(language: str) -> list[list[str]]:
     [block] = re.findall(rf"^```{language}\n(ludic .*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    return [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
+    return [shlex.split(line, comments=True)[1:] for line in block.replace("\\\n", " ").splitlines()]
 
 
 def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

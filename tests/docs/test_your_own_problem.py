@@ -38,7 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def run(line: str, *more: str) -> dict:
     """The summary of a command of the page."""
-    name, command, *arguments = shlex.split(line)
+    name, command, *arguments = shlex.split(line.replace("\\\n", " "))
     assert (name, command) == ("ludic", "train")
     result = CliRunner().invoke(app, ["train", *arguments, *more, "--json"])
     assert result.exit_code == 0, result.output

@@ -1,4 +1,5 @@
-"""Agents act in environments."""
+"""Agents: a model behind a chat client, with a context and a parser, that turns observations into
+actions. `ToolAgent` and `ReActAgent` call tools first."""
 
 from ludic.agents.base_agent import Agent
 from ludic.agents.react_agent import ReActAgent

@@ -1,4 +1,4 @@
-"""How weights get from the trainer to the models that are sampled from."""
+"""Publishers: they send new weights from the trainer to the models that are sampled from."""
 
 from ludic.distributed.adapters.checkpoint import create_checkpoint_publisher
 from ludic.distributed.adapters.local import LocalPublisher

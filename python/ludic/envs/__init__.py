@@ -1,4 +1,5 @@
-"""Environments in which agents act."""
+"""Environments: they return observations and rewards for actions. `adapters` has those of other
+libraries."""
 
 from ludic.envs.dataset_qa_env import DatasetQAEnv, ParserFn, PromptBuilder, Sample, VerifierFn
 from ludic.envs.env import LudicEnv

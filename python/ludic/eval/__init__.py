@@ -1,5 +1,5 @@
-"""Evaluation: plays requests and reduces them to metrics; accuracy, avg@k and pass@k with
-confidence intervals; counts failures."""
+"""Evaluation: accuracy, avg@k and pass@k with confidence intervals, and your own metrics, from
+episodes that are played for it. Failures are counted."""
 
 from ludic.eval.cli import (
     add_common_eval_args,

@@ -1,6 +1,6 @@
-"""Clients of language models: their interfaces, models in this process, and servers.
+"""Chat clients: their interface, models in this process (`local`), and servers (`vllm`, `sglang`).
 
-Importing it loads no model library.
+Importing this package loads no model library.
 """
 
 from ludic._lazy import lazy_exports

@@ -1,4 +1,5 @@
-"""Protocols that play episodes with agents and environments."""
+"""Protocols: they play an episode with one or several agents and an environment, and return
+rollouts."""
 
 from ludic.interaction.base import InteractionProtocol
 from ludic.interaction.info import merge_step_info

@@ -1,2 +1,2 @@
-"""A model on disk and in memory: loading and saving, tokenizer, adapters, heads, names of
-weights."""
+"""Models on disk and in memory: loading, saving, tokenizer, LoRA adapters, heads, names of weights,
+packed attention."""

@@ -1,2 +1,2 @@
-"""Recipes: names and files turned into the objects of the public API. No loop of its own:
-`Trainer` has it."""
+"""Recipes: settings from YAML files and the command line, checked and turned into the objects of
+the public API. The loops are in `runs` and `training`."""

@@ -1,2 +1,2 @@
-"""A run from its first line to its last: reinforcement, fine-tuning, reward model; its folder,
-its reports."""
+"""Training runs from start to end, for `ludic train`, `sft` and `train-rm`: phases, folder, resume,
+reports."""

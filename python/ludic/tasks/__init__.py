@@ -1,4 +1,5 @@
-"""Built-in tasks with a verifier, small enough to learn on a laptop's CPU in a minute or two."""
+"""Tasks: problems with their environment, demonstrations and held-out sets. The built-in ones are
+learnt on a laptop's CPU in a minute or two; `data_task` is made from your data and rewards."""
 
 from ludic.tasks.adapters import as_episodic
 from ludic.tasks.addition import Addition, AdditionEnv

@@ -1,4 +1,4 @@
-"""Publishers for local models, vLLM and SGLang."""
+"""Publishers by receiver: models in this process, vLLM, SGLang, LoRA adapters, reward models."""
 
 from ludic.distributed.adapters.checkpoint import create_checkpoint_publisher
 from ludic.distributed.adapters.local import LocalPublisher

@@ -1,2 +1,2 @@
-"""The parts of a push: the connection to a server, the manifest of its weights, folders on a shared
-disk, steps on many servers at once."""
+"""The parts of a push to running servers: the connection, the manifest of the weights, folders on a
+shared disk, and steps that all servers take together."""

@@ -1,4 +1,4 @@
-"""Problems with a mathematical expression as answer: environments, reward functions, and their
+"""Problems whose answer is a mathematical expression: environments, reward functions and their
 grader."""
 
 from ludic.envs.maths.answers import final_answer, gsm8k_target, math_target

@@ -1,5 +1,4 @@
-"""Tic-tac-toe: the rules, perfect play, opponents as plain policies, one agent against one, or
-two agents."""
+"""Tic-tac-toe: rules, perfect play, opponents, and environments for one or two agents."""
 
 from ludic.envs.tictactoe.env import TicTacToeEnv
 from ludic.envs.tictactoe.opponents import MixedOpponent, Opponent, PerfectOpponent, RandomOpponent

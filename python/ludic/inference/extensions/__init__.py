@@ -1,4 +1,4 @@
-"""Request settings of one kind of server."""
+"""Request settings that only one kind of server understands."""
 
 from ludic.inference.extensions.base import BackendExtensions
 from ludic.inference.extensions.vllm import VLLMExtensions

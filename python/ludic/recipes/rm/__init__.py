@@ -1,1 +1,1 @@
-"""`ludic train-rm`: preferences in, a reward model out. The loop is `RMTrainer`'s."""
+"""Settings of `ludic train-rm`, and the objects that are made from them."""

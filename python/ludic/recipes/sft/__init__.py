@@ -1,1 +1,1 @@
-"""`ludic sft`: a data file in, a model out. The loop is `Trainer`'s."""
+"""Settings of `ludic sft`, and the objects that are made from them."""

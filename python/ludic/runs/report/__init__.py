@@ -1,1 +1,1 @@
-"""What is shown and written at the end of a run."""
+"""The report at the end of a run, and its summary.json."""

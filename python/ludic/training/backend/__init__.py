@@ -1,5 +1,5 @@
-"""Where the model, its optimizer and its device are: forward, backward, optimizer step, save and
-load. Names are imported when they are first asked for."""
+"""Backends: they have the model and its optimizer, and do forward, backward, optimizer steps,
+saving and loading. A name is imported when it is first read."""
 
 from ludic._lazy import lazy_exports
 

@@ -1,4 +1,5 @@
-"""From requests to micro-batches. A name is imported when it is first read."""
+"""Samples to batches: sources of batches, packing, micro-batches. A name is imported when it is
+first read; some are re-exported from `training.rollouts`."""
 
 from ludic._lazy import lazy_exports
 

@@ -1,1 +1,2 @@
-"""Measurements that the trainer takes while it trains, on data that it does not train on."""
+"""Evaluation during training, on held-out data: the loss, preference metrics, and the interface of
+evaluators."""

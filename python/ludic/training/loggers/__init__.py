@@ -1,4 +1,4 @@
-"""Where statistics go: a terminal, a file, a service, or several of them."""
+"""Loggers: they write statistics to the terminal, a file, a tracker, or several of these."""
 
 from ludic.training.loggers.base import TrainingLogger
 from ludic.training.loggers.jsonl import JSONLLogger

@@ -1,1 +1,2 @@
-"""What `Trainer` is made of: one concept of its loop in each module."""
+"""The parts of `Trainer`'s loop: fetching, schedule, early stopping, statistics, the state of a
+run."""

@@ -1,2 +1,2 @@
-"""Before the first step: do the trainer's log-probabilities equal those of the sampler, and if
-not, why not?"""
+"""The check before the first step: do trainer and sampler compute the same log-probabilities, and
+if not, why not?"""

@@ -1,5 +1,4 @@
-"""Requests to samples: what to play, the engine that plays it, its log, and the samples of a
-rollout's steps.
+"""Requests to rollouts, and rollouts to samples: the requests, the engine that plays them, its log.
 
 Imports go `rollouts` <- `samples` <- `batching`; this package imports neither of the other two.
 """

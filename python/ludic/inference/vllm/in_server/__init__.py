@@ -1,5 +1,5 @@
-"""What runs inside a vLLM server's own process, whose environment has none of ludic's dependencies.
+"""The code that runs inside a vLLM server's own process.
 
-Nothing here imports anything of ludic but this package. What both processes need, such as the names
-of headers, is defined here and imported from here.
+It imports nothing else of ludic, because the server's environment has none of ludic's dependencies.
+What both processes need, such as the names of headers, is defined here and imported from here.
 """
