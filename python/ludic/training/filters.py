@@ -1,4 +1,5 @@
-"""Sample filters: predicates that return True for the samples to keep.
+"""Sample filters: predicates that return True for the samples to keep. Filters of whole groups and
+of samples with weight 0 are in `algorithm`.
 
 A named filter that is called without an argument returns itself, so `combine(drop_truncated, ...)`
 and `combine(drop_truncated(), ...)` are the same.

@@ -1,5 +1,5 @@
-"""Losses: one class for each formula. `functional` computes log-probabilities; `context` has what
-the losses of one batch share."""
+"""Losses: one class for each formula. `functional` computes log-probabilities, `context` has what
+the losses of one batch share, `kl` has KL penalties and the entropy bonus."""
 
 from ludic.training.loss.base import Loss, as_loss, scaled_loss
 from ludic.training.loss.batch import Batch, BatchTotals, Correction, Normalizer
