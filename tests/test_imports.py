@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "python"
 LAYERS = [
-    ["ludic.errors", "ludic.event_loop", "ludic.seeds", "ludic._lazy", "ludic._core"],
+    ["ludic.errors", "ludic.event_loop", "ludic.forwarding", "ludic.seeds", "ludic._lazy", "ludic._core"],
     ["ludic.types", "ludic.files"],
     ["ludic.models", "ludic.parsers", "ludic.data", "ludic.context"],
     ["ludic.inference"],

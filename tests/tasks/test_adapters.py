@@ -99,7 +99,42 @@ def test_optional_members_are_read_where_they_are_there():
     assert task.sees_cut_off_answers
 
 
-@pytest.mark.parametrize("task", [Tools(), as_episodic(DigitSort()), as_episodic(OwnEpisodes())])
+@pytest.mark.parametrize("own", [OwnEpisodes(), OwnProblems()])
+def test_members_that_are_set_or_changed_later_count_from_then_on(own):
+    task, scorer = as_episodic(own), object()
+    own.measures, own.scorer, own.problem_list = {"length": "its length"}, scorer, [1]
+    own.system_prompt, own.success_reward = "Think.", 7.0
+    assert (task.measures, task.scorer, task.training_scorer) == ({"length": "its length"}, scorer, scorer)
+    assert (task.problem_list, task.system_prompt, task.success_reward) == ([1], "Think.", 7.0)
+    assert task.sees_cut_off_answers
+    own.scorer = None
+    assert (task.scorer, task.sees_cut_off_answers) == (None, False)
+
+
+def test_a_task_of_episodes_needs_the_abstract_members_alone():
+    own = type("Bare", (), {name: getattr(OwnEpisodes, name) for name in EpisodicTask.__abstractmethods__})()
+    task = as_episodic(own)
+    assert (task.max_turns, task.draw(Random(1)), task.suites()) == (2, own.draw(Random(1)), own.suites())
+    assert (task.system_prompt, task.cut_off_reward, task.success_reward, task.facts, task.rates) == (None, 0.0, None, {}, {})
+    assert task.parser(" 3 ").action == " 3 "
+
+
+def test_a_scorer_of_its_own_for_training_is_read():
+    own, scorer = OwnEpisodes(), object()
+    own.training_scorer, own.reward_is_score, own.sees_cut_off_answers = scorer, True, True
+    task = as_episodic(own)
+    assert (task.scorer, task.training_scorer, task.reward_is_score, task.sees_cut_off_answers) == (None, scorer, True, True)
+
+
+def judged_like():
+    """A task whose optional members all differ from their defaults."""
+    own = OwnEpisodes()
+    own.training_scorer, own.reward_is_score, own.sees_cut_off_answers = object(), True, True
+    own.measures, own.problem_list = {"length": "its length"}, [1]
+    return as_episodic(own)
+
+
+@pytest.mark.parametrize("task", [Tools(), as_episodic(DigitSort()), as_episodic(OwnEpisodes()), judged_like()])
 def test_a_wrapped_task_passes_every_member_on(task):
     wrapped = WrappedTask(task)
     methods = {"draw", "demonstrations", "make_env", "suites", "measure", "show"}

@@ -7,10 +7,9 @@ from random import Random
 from typing import Any, Protocol, runtime_checkable
 
 from ludic.envs.single_agent_env import SingleAgentEnv
-from ludic.parsers import Parser
-from ludic.tasks.base import ProblemList, Task
-from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Turn, share
-from ludic.training.types import RolloutScorer
+from ludic.forwarding import forward_members
+from ludic.tasks.base import Task, TaskDefaults
+from ludic.tasks.episodic import OPTIONAL_MEMBERS, Episode, EpisodicTask, Played, Shown, Turn, share
 from ludic.types import Message, Rollout
 
 
@@ -25,18 +24,21 @@ def as_episodic(task: Task | EpisodicTask) -> EpisodicTask:
     """`task` itself if it is an `EpisodicTask`, else an adapter around it.
 
     A class of the user's need not subclass anything: with `suites` it is a task of episodes,
-    without a task of one turn.
+    without a task of one turn. Its members are read when they are needed, so a member that is set
+    or changed later counts from then on.
     """
     if isinstance(task, EpisodicTask):
         return task
-    return StructuralTask(task) if isinstance(task, _HasSuites) else OneTurn(task)
+    return WrappedTask(task) if isinstance(task, _HasSuites) else OneTurn(task)
 
 
+@forward_members("task", OPTIONAL_MEMBERS)
 class WrappedTask(EpisodicTask):
-    """Passes everything on to `task`; a subclass overrides what differs."""
+    """Passes everything on to `task`, which is an `EpisodicTask` or an object of the user's with
+    its abstract members. A subclass overrides what differs."""
 
-    def __init__(self, task: EpisodicTask) -> None:
-        self.task = task
+    def __init__(self, task: Any) -> None:
+        self.task: EpisodicTask = task
 
     @property
     def max_turns(self) -> int:
@@ -47,48 +49,8 @@ class WrappedTask(EpisodicTask):
         return self.task.max_new_tokens
 
     @property
-    def system_prompt(self) -> str | None:
-        return self.task.system_prompt
-
-    @property
-    def parser(self) -> Parser:
-        return self.task.parser
-
-    @property
-    def cut_off_reward(self) -> float:
-        return self.task.cut_off_reward
-
-    @property
-    def success_reward(self) -> float | None:
-        return self.task.success_reward
-
-    @property
     def reward_sees(self) -> str:
         return self.task.reward_sees
-
-    @property
-    def facts(self) -> Mapping[str, str]:
-        return self.task.facts
-
-    @property
-    def rates(self) -> Mapping[str, str]:
-        return self.task.rates
-
-    @property
-    def measures(self) -> Mapping[str, str]:
-        return self.task.measures
-
-    @property
-    def scorer(self) -> RolloutScorer | None:
-        return self.task.scorer
-
-    @property
-    def sees_cut_off_answers(self) -> bool:
-        return self.task.sees_cut_off_answers
-
-    @property
-    def problem_list(self) -> ProblemList | None:
-        return self.task.problem_list
 
     def draw(self, rng: Random) -> Episode:
         return self.task.draw(rng)
@@ -109,43 +71,12 @@ class WrappedTask(EpisodicTask):
         return self.task.show(episode, rollout)
 
 
-class StructuralTask(WrappedTask):
-    """A task of episodes whose class does not subclass `EpisodicTask`. Optional members that it
-    lacks have their defaults."""
-
-    def __init__(self, task: Any) -> None:
-        super().__init__(task)
-        self._measures: Mapping[str, str] = getattr(task, "measures", {})
-        self._scorer: RolloutScorer | None = getattr(task, "scorer", None)
-
-    @property
-    def measures(self) -> Mapping[str, str]:
-        return self._measures
-
-    @property
-    def scorer(self) -> RolloutScorer | None:
-        return self._scorer
-
-    @property
-    def sees_cut_off_answers(self) -> bool:
-        return self._scorer is not None
-
-    @property
-    def problem_list(self) -> ProblemList | None:
-        return None
-
-
-class OneTurn(EpisodicTask):
-    """A task of one turn as a task of episodes. Optional members that it lacks have their
-    defaults."""
+@forward_members("_task", tuple(TaskDefaults.__annotations__))
+class OneTurn(TaskDefaults, EpisodicTask):
+    """A task of one turn as a task of episodes."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._system_prompt: str | None = getattr(task, "system_prompt", None)
-        self._success_reward: float | None = getattr(task, "success_reward", 1.0)
-        self._measures: Mapping[str, str] = getattr(task, "measures", {})
-        self._scorer: RolloutScorer | None = getattr(task, "scorer", None)
-        self._problem_list: ProblemList | None = getattr(task, "problem_list", None)
 
     @property
     def max_turns(self) -> int:
@@ -160,28 +91,8 @@ class OneTurn(EpisodicTask):
         return self._task.reward_sees
 
     @property
-    def system_prompt(self) -> str | None:
-        return self._system_prompt
-
-    @property
-    def success_reward(self) -> float | None:
-        return self._success_reward
-
-    @property
     def facts(self) -> Mapping[str, str]:
         return self._task.facts
-
-    @property
-    def measures(self) -> Mapping[str, str]:
-        return self._measures
-
-    @property
-    def scorer(self) -> RolloutScorer | None:
-        return self._scorer
-
-    @property
-    def problem_list(self) -> ProblemList | None:
-        return self._problem_list
 
     def draw(self, rng: Random) -> Episode:
         return self._task.draw(rng)

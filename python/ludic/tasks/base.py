@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from random import Random
+from types import MappingProxyType
 from typing import Protocol, TypedDict
 
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError
+from ludic.training.types import RolloutScorer
 
 
 class Problem(TypedDict):
@@ -27,8 +29,7 @@ class Task(Protocol):
     """A source of problems and the environment that scores the answers. Stateless: every draw
     comes from the caller's `rng`.
 
-    A task may also have the attributes `system_prompt`, `success_reward` (1 by default), `measures`
-    and `scorer` of `EpisodicTask`.
+    A task may also have the members of `TaskDefaults`.
     """
 
     @property
@@ -71,6 +72,17 @@ class ProblemList(Protocol):
 
     def begin_batch(self, number: int) -> None:
         """Called before batch `number`, the first is 0, is requested."""
+
+
+class TaskDefaults:
+    """The members that a `Task` may leave out, with their defaults; `EpisodicTask` says what they
+    mean."""
+
+    system_prompt: str | None = None
+    success_reward: float | None = 1.0
+    measures: Mapping[str, str] = MappingProxyType({})
+    scorer: RolloutScorer | None = None
+    problem_list: ProblemList | None = None
 
 
 def check_share(name: str, value: float) -> None:

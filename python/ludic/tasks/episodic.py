@@ -43,8 +43,8 @@ class EpisodicTask(ABC):
     """A source of episodes and the environments that score them. Stateless: every draw comes
     from the caller's `rng`.
 
-    A task of your own may subclass it, or just have the members that are listed here; then only
-    `measures`, `scorer` and what follows them may be left out.
+    A task of your own may subclass it, or just have its abstract members. It may have any of the
+    others too; those that it lacks have the defaults of this class.
     """
 
     @property
@@ -151,6 +151,12 @@ class EpisodicTask(ABC):
     def problem_list(self) -> ProblemList | None:
         """The problems to pass through in training; None: they are drawn."""
         return None
+
+
+OPTIONAL_MEMBERS = tuple(
+    name for name in vars(EpisodicTask) if not name.startswith("_") and name not in EpisodicTask.__abstractmethods__
+)
+"""Those with a default."""
 
 
 def verbatim(text: str) -> ParseResult:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataError, DataTypeError, shorten_names
 from ludic.models.packed_attention import make_packed_keywords, unwrap_transformer
-from ludic.training.loss.base import Loss, adapted_loss, as_loss, loss_name, scaled_loss
+from ludic.training.loss.base import Loss, adapted_loss, loss_name, scaled_loss
 from ludic.training.loss.batch import Batch, BatchTotals, Correction, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.mismatch import sum_mismatch
@@ -69,9 +69,7 @@ class RLAlgorithm:
     a loss with `reads_shared_only`."""
 
     def __post_init__(self) -> None:
-        if type(self).compute_loss is RLAlgorithm.compute_loss:  # a subclass that overrides it may have no loss
-            as_loss(self.loss)
-        loss = adapted_loss(self)
+        loss = adapted_loss(self, required=type(self).compute_loss is RLAlgorithm.compute_loss)
         if self.correction is not None and not loss.reads_shared_only:
             raise ConfigError(
                 f"a correction ({type(self.correction).__name__}) weights the log-probabilities of the shared context, but "

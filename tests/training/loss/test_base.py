@@ -133,6 +133,17 @@ def test_the_first_pass_of_an_adapted_loss_is_that_of_the_object():
 def test_what_is_no_loss_is_refused_where_it_enters(wrong):
     with pytest.raises(ConfigTypeError, match=r"loss \(\w+\) must have compute\(logits, batch\), or be a function"):
         RLAlgorithm("x", ConstantCredit(), wrong)
+    with pytest.raises(ConfigTypeError, match=r"loss \(\w+\) must have compute\(logits, batch\), or be a function"):
+        LossTerm("x", wrong)
+
+
+def test_the_signature_of_a_loss_is_read_once_where_it_enters(monkeypatch):
+    reads, read = [], inspect.signature
+    monkeypatch.setattr(inspect, "signature", lambda function: reads.append(function) or read(function))
+    RLAlgorithm("x", ConstantCredit(), square)
+    assert reads == [square]
+    LossTerm("x", square)
+    assert reads == [square, square]
 
 
 def test_signatures_are_read_where_a_loss_enters_and_not_for_each_micro_batch(monkeypatch):

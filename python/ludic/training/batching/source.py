@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ludic.forwarding import forward_members
 from ludic.training.types import BatchSource, SAWBatch
 
 
@@ -39,36 +40,20 @@ class BatchSourceBase:
         """Stop what runs in the background."""
 
 
+OPTIONAL_MEMBERS = ("max_lag", "overlaps", "shards_across_ranks", "pairs_incomplete", "state_dict", "load_state_dict", "aclose")
+
+
 def as_batch_source(source: BatchSource) -> BatchSourceBase:
     """`source` itself if it is a BatchSourceBase, else an adapter around it."""
     return source if isinstance(source, BatchSourceBase) else _AdaptedSource(source)
 
 
+@forward_members("_source", OPTIONAL_MEMBERS)
 class _AdaptedSource(BatchSourceBase):
     """A user's source with defaults for the members that it lacks."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: BatchSource) -> None:
         self._source = source
 
     async def next_batch(self) -> SAWBatch:
-        batch: SAWBatch = await self._source.next_batch()
-        return batch
-
-    def state_dict(self) -> dict[str, Any] | None:
-        return self._source.state_dict() if hasattr(self._source, "state_dict") else None
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if hasattr(self._source, "load_state_dict"):
-            self._source.load_state_dict(state)
-
-    async def aclose(self) -> None:
-        if hasattr(self._source, "aclose"):
-            await self._source.aclose()
-
-
-def _member_of_source(name: str) -> property:
-    return property(lambda self: getattr(self._source, name, getattr(BatchSourceBase, name)))
-
-
-for _member in ("max_lag", "overlaps", "shards_across_ranks", "pairs_incomplete"):
-    setattr(_AdaptedSource, _member, _member_of_source(_member))
+        return await self._source.next_batch()

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ludic.errors import ConfigError, ConfigTypeError
+from ludic.forwarding import forward_members
 from ludic.training.loss.batch import Batch, Normalizer, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.functional import mask_values
@@ -82,9 +83,10 @@ class Loss:
         raise NotImplementedError(f"{type(self).__name__} has needs_first_pass and must define first_pass(logits, batch)")
 
 
-FLAGS = tuple(name for name in Loss.__annotations__)
+FLAGS = tuple(Loss.__annotations__)
 
 
+@forward_members("inner", FLAGS)
 class AdaptedLoss(Loss):
     """Wraps a user's object or function as a `Loss`. Flags are read from that object; a missing
     flag has the default of `Loss`."""
@@ -103,21 +105,16 @@ class AdaptedLoss(Loss):
         return sums
 
 
-def _flag_of_inner(flag: str) -> property:
-    return property(lambda self: getattr(self.inner, flag, getattr(Loss, flag)))
-
-
-for _flag in FLAGS:
-    setattr(AdaptedLoss, _flag, _flag_of_inner(_flag))
-
-
-def adapted_loss(owner: Any) -> Loss:
+def adapted_loss(owner: Any, *, required: bool = False) -> Loss:
     """Return `owner.loss` as a `Loss`. `owner.loss` itself remains the user's object, which can be
-    read, changed and replaced between steps. The adapter is cached until `owner.loss` is
-    replaced."""
+    read, changed and replaced between steps. The adapter is cached until `owner.loss` is replaced.
+
+    None, for an algorithm that computes its own loss, becomes a `Loss` with default flags. With
+    `required` it raises ConfigTypeError.
+    """
     cached = vars(owner).get("_adapted_loss")
     if cached is None or cached[0] is not owner.loss:
-        loss = Loss() if owner.loss is None else as_loss(owner.loss)  # None: a subclass computes its own
+        loss = Loss() if owner.loss is None and not required else as_loss(owner.loss)
         cached = vars(owner)["_adapted_loss"] = (owner.loss, loss)
     adapted: Loss = cached[1]
     return adapted

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ludic.errors import ConfigError
-from ludic.training.loss.base import Loss, adapted_loss, as_loss, compute_and_check
+from ludic.training.loss.base import Loss, adapted_loss, compute_and_check
 from ludic.training.loss.batch import Batch, Stats
 from ludic.training.loss.context import SharedContext
 
@@ -25,8 +25,7 @@ class LossTerm:
     """Factor of the term."""
 
     def __post_init__(self) -> None:
-        as_loss(self.loss)  # raises if it is not a loss
-        adapted_loss(self)
+        adapted_loss(self, required=True)
 
 
 @dataclass
