@@ -221,7 +221,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         """Show the held-out rates beside the training from its first step."""
         if self.progress.before is not None and not trainer.last_eval:
             rates = Evaluation.from_dict(self.progress.before).rates()
-            trainer.last_eval = {"eval/step": 0.0, **{f"eval/{name}": rate for name, rate in rates.items()}}
+            trainer.evaluations.last_eval = {"eval/step": 0.0, **{f"eval/{name}": rate for name, rate in rates.items()}}
         self.screen.show_rates(trainer.last_eval)
 
     def _make_source(self, sampler: Sampler) -> OverlappedSource:

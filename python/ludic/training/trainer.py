@@ -1,7 +1,8 @@
 """The training loop, and nothing else.
 
 A step: fetch a macro-batch (`loop.fetching`), plan it (`batching.mini_batches`), run it and step
-the optimizer (`backend`), publish the weights, log (`loop.outputs`), save (`checkpoint`).
+the optimizer (`backend`), publish the weights, log (`loop.outputs`), save (`checkpoint`). Between
+steps: evaluate, and stop early (`loop.evaluations`).
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from ludic.training.batching.packing import Rows
 from ludic.training.batching.source import BatchSourceBase, as_batch_source
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
-from ludic.training.evaluators.protocol import Evaluator, runs_on_all_ranks
+from ludic.training.evaluators.protocol import Evaluator
 from ludic.training.loggers.base import TrainingLogger
-from ludic.training.loop.best_weights import BestWeights
 from ludic.training.loop.early_stopping import EarlyStopping
+from ludic.training.loop.evaluations import Evaluations
 from ludic.training.loop.fetching import BatchFetcher
 from ludic.training.loop.outputs import log_safely, push_weights, sync_safely
 from ludic.training.loop.proximal import add_proximal_logps
-from ludic.training.loop.run_state import evaluation_state, restore_run, run_state
+from ludic.training.loop.run_state import restore_run, run_state
 from ludic.training.loop.schedule import RunSchedule
 from ludic.training.loop.setup_checks import check_backend, check_setup, require_model
 from ludic.training.loop.step_record import StepRecord
@@ -129,17 +130,11 @@ class Trainer:
     def _begin(self, total_training_steps: int | None) -> None:
         self._step = 0
         self.schedule = RunSchedule(self.cfg, total_training_steps)
-        self.early_stopping = EarlyStopping(self.cfg)
-        self._best_weights = BestWeights(self.backend, None if self.checkpointer is None else self.checkpointer.root)
-        self._has_best_weights = False
-        """Whether the model has the weights of the best evaluation, not those of the last step."""
-        self.last_eval: Stats = {}
-        """What the last evaluation gave, as it was logged."""
-        self.evaluated_step: int | None = None
-        """Of the last evaluation that `eval_at_start` or `eval_every_n_steps` asked for."""
+        self.evaluations = Evaluations(self)
         self._publish_before_step = False
+        """Whether the publisher lacks the weights of this step."""
         self._has_new_gradient = False
-        """Since the last push."""
+        """Whether a gradient other than 0 was applied since the last push."""
         self._checkpoint_s = 0.0
         self._event_loop = EventLoop()
 
@@ -158,13 +153,24 @@ class Trainer:
 
     @property
     def source(self) -> BatchSourceBase:
-        """`batch_source` with every member that the trainer reads."""
+        """`batch_source`, with defaults for the optional members that it lacks."""
         return as_batch_source(self.batch_source)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """That of a `TorchBackend`; another backend keeps its own to itself."""
+        """The optimizer of a `TorchBackend`; None with another backend, which does not show its
+        own."""
         return self.backend.optimizer if isinstance(self.backend, TorchBackend) else None
+
+    @property
+    def early_stopping(self) -> EarlyStopping:
+        """The best evaluation so far, and how many came after it."""
+        return self.evaluations.early_stopping
+
+    @property
+    def last_eval(self) -> Stats:
+        """What the last evaluation gave, as it was logged."""
+        return self.evaluations.last_eval
 
     @property
     def current_step(self) -> int:
@@ -176,12 +182,12 @@ class Trainer:
     ) -> None:
         """Take `num_steps` steps; None: until the source raises RequestsExhausted, StopRequested or
         StopAsyncIteration. `log_fn` gets the statistics of every `log_every`-th step, `eval_log_fn`
-        those of each evaluation. A run that was killed before it evaluated its last step does so
-        first; one that early stopping ended takes no step unless the patience is raised."""
-        self.schedule.begin(None if num_steps is None else self._step + num_steps)
+        those of each evaluation. A run that was killed before it evaluated its last step evaluates
+        it first. A run that early stopping ended takes no step unless the patience is raised."""
         last = None if num_steps is None else self._step + num_steps
+        self.schedule.begin(last)
         if not self.early_stopping.stopped:
-            self._undo_restore_best()
+            self.evaluations.undo_restore_best(self._resume)
         while not await self._should_stop(eval_log_fn) and (last is None or self._step < last):
             try:
                 stats = await self.train_step()
@@ -193,45 +199,17 @@ class Trainer:
                 await await_if_needed(log_fn(stats))
 
     async def _should_stop(self, log_fn: LogFn | None) -> bool:
-        """Whether early stopping ends the run. An evaluation that is due comes first, also in a run
-        that was killed between a checkpoint and the evaluation of its step."""
-        if self.evaluator is not None and self.cfg.evaluates_at(self._step) and self.evaluated_step != self._step:
+        """Whether early stopping ends the run. An evaluation that is due comes first."""
+        if self.evaluations.is_due():
             if self._publish_before_step:
-                await self.publish()  # an evaluator may ask those who were given the weights
-            metrics = (await self.eval(log_fn=log_fn))["metrics"]
-            if self._step > 0 and self.early_stopping.record_evaluation(metrics, self._step, self.cfg.model_device):
-                self._best_weights.keep(self._step)
-            self.evaluated_step = self._step
-            if self.checkpointer is not None:
-                sync_safely(self.train_logger, self._step)
-                self.checkpointer.amend(self._step, evaluation_state(self))
-        if self.early_stopping.stopped:
-            if self.checkpointer is not None and not self.checkpointer.holds(self._step):
-                self.save_checkpoint()  # of the run's end, for a run that goes on with more patience
-            self.restore_best()
-        return self.early_stopping.stopped
+                await self.publish()  # the evaluator may sample from a server, which needs these weights
+            self.evaluations.record((await self.eval(log_fn=log_fn))["metrics"])
+        return self.evaluations.end_if_stopped()
 
     def restore_best(self) -> int | None:
         """Set the weights to those of the best evaluation, unpublished; `train` does so if early
         stopping ends it. Returns their step, or None. A later `train` resumes at `current_step`."""
-        step = self.early_stopping.best_step
-        if step is None:
-            return None
-        if not self._best_weights.restore(step):
-            logger.warning("the best weights, of step %d, are missing; those of step %d stay", step, self._step)
-            return None
-        self._has_best_weights = True
-        return step
-
-    def _undo_restore_best(self) -> None:
-        """Undo `restore_best`."""
-        if not self._has_best_weights:
-            return
-        if self.checkpointer is not None and self.checkpointer.holds(self._step):
-            self._resume(self._step)
-        else:
-            logger.warning("training goes on from the best weights: there is no checkpoint of step %d", self._step)
-        self._has_best_weights = False
+        return self.evaluations.restore_best()
 
     def _check_early_stopping(self, metric: float) -> tuple[bool, bool]:  # documented, for subclasses
         return self.early_stopping.update(metric)
@@ -265,12 +243,13 @@ class Trainer:
         return stats
 
     def _ingest(self, items: Sequence[SAWItem]) -> MacroBatch:
-        """Truncate the samples, drop those with no action. A subclass may keep some together."""
+        """Truncate the samples and drop those without actions. A subclass may keep samples
+        together."""
         merge_turns = self.cfg.merge_turns and adapted_loss(self.algo).reads_shared_only
         return MacroBatch.ingest(items, self.cfg.max_seq_len, merge_turns=merge_turns)
 
     def _make_mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
-        """The samples at `rows`, split into micro-batches and collated as they are asked for."""
+        """The samples at `rows`, split into micro-batches, which are collated one by one."""
         return MiniBatch(macro, rows, self.cfg, skip_zero_weight=self._skips_zero_weight)
 
     @property
@@ -287,14 +266,14 @@ class Trainer:
         record.add(result, step, at_step_start=at_start)
 
     async def _compute(self, operation: Callable[[], TrainFuture[T]]) -> T:
-        """Ask the backend. Where batches are generated meanwhile it computes in a thread, and
-        leaves the event loop to them."""
+        """Run an operation of the backend. If batches are generated at the same time, it runs in a
+        thread, so that the event loop is free for them."""
         future = await asyncio.to_thread(operation) if self.source.overlaps else operation()
         return await future.result()
 
     async def _add_proximal_logps(self, macro: MacroBatch, timer: PhaseTimer) -> MacroBatch:
-        """Keep the log-probabilities of the step's beginning where a correction needs them after
-        the first optimizer step."""
+        """Add the log-probabilities under the weights that the step begins with, if a correction
+        needs them after the first optimizer step."""
         if self.algo.correction is None or self.cfg.minibatches_per_batch * self.cfg.epochs_per_batch == 1:
             return macro
 
@@ -305,8 +284,8 @@ class Trainer:
             return await add_proximal_logps(macro, self.cfg, forward, skip_zero_weight=self._skips_zero_weight)
 
     async def _check_sampler(self, macro: MacroBatch) -> None:
-        """Run `preflight` once, on the first samples that are trained. If it fails on one rank,
-        all stop."""
+        """Run `preflight` once, on the first samples to train on. If it fails on one rank, all
+        stop."""
         check, self.preflight = self.preflight, None
         if check is not None:
             with preserved_rng():
@@ -318,15 +297,17 @@ class Trainer:
             raise ConfigError("there is no PolicyPublisher to publish with; pass publisher= to Trainer")
         with (timer or PhaseTimer()).phase("publish"):
             weights = await self.backend.export_weights(param_filter=self.param_filter).result()
-            learnt, self._has_new_gradient = self._has_new_gradient, False
+            expect_change, self._has_new_gradient = self._has_new_gradient, False
             if ranks.rank() == 0:
-                await push_weights(self.publisher, weights, version=self._step, learnt=learnt, in_thread=self.source.overlaps)
+                await push_weights(
+                    self.publisher, weights, version=self._step, expect_change=expect_change, in_thread=self.source.overlaps
+                )
             ranks.barrier()
         self._publish_before_step = False
 
     def _checkpoint(self) -> None:
-        """Save if it is time. This comes after the step's log line, so that no step is in a
-        checkpoint and not in the log; the next line has its seconds."""
+        """Save if a checkpoint is due. The step is logged before, so that no step is in a
+        checkpoint and not in the log; the log line of the next step has the seconds."""
         if self.checkpointer is not None and self.checkpointer.should_save(self._step):
             started = time.perf_counter()
             self.save_checkpoint()
@@ -337,8 +318,8 @@ class Trainer:
         other than 0."""
         if self.checkpointer is None:
             raise CheckpointError("the trainer has no checkpointer; pass checkpointer= or checkpoint_config=")
-        if self._has_best_weights and self.checkpointer.holds(self._step):
-            return self.checkpointer.find(step=self._step)  # it has the weights of the last step, from which a run goes on
+        if self.evaluations.has_best_weights and self.checkpointer.holds(self._step):
+            return self.checkpointer.find(step=self._step)  # which has the weights of the last step, to continue from
         sync_safely(self.train_logger, self._step)
         content = {**(metadata or {}), "algorithm": self.algo.name, **run_state(self, self.source)}
         return self.checkpointer.save_backend(self.backend, step=self._step, metadata=content)
@@ -366,23 +347,13 @@ class Trainer:
         concurrency: int | None = None,
         log_fn: LogFn | None = None,
     ) -> dict[str, Any]:
-        """Evaluate on rank 0: `records` and `metrics`, empty on the others; on all ranks with an
-        evaluator that says `on_all_ranks`. What is not given here or in the config is the
-        evaluator's to decide. Random generators are left as they were."""
+        """Evaluate and return `records` and `metrics`. This runs on rank 0, and both are empty
+        on the others, unless the evaluator has `on_all_ranks`. For an argument that is None here
+        and in the config, the evaluator uses its default. Random generators keep their state."""
         if self.evaluator is None:
             raise ConfigError("the trainer has no evaluator; pass evaluator=")
-        records: list[Any] = []
-        metrics: Stats = {}
-        if ranks.rank() == 0 or runs_on_all_ranks(self.evaluator):
-            limits = self.cfg.eval_limits(max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
-            with preserved_rng():
-                records, metrics = await self.evaluator.eval(reducers=reducers, **limits)
-            self.last_eval = {f"eval/{name}": value for name, value in metrics.items()} | {"eval/step": float(self._step)}
-            log_safely(self.train_logger, self._step, self.last_eval)
-            if log_fn is not None and ranks.rank() == 0:
-                await await_if_needed(log_fn(self.last_eval))
-        ranks.barrier()
-        return {"records": records, "metrics": metrics}
+        limits = self.cfg.eval_limits(max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
+        return await self.evaluations.evaluate(self.evaluator, reducers=reducers, limits=limits, log_fn=log_fn)
 
     def train_sync(
         self, num_steps: int | None = None, *, log_every: int = 1, log_fn: LogFn | None = None, eval_log_fn: LogFn | None = None

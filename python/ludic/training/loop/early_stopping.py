@@ -1,5 +1,4 @@
-"""Ends a run after a number of evaluations without improvement of one metric. The weights of the
-best evaluation are kept."""
+"""Ends a run after a number of evaluations in which one metric did not improve."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from ludic.training.config import TrainerConfig
 
 _MIN_WORDS = {"loss", "perplexity", "nll", "ece", "error", "errors", "fpr", "fnr", "negative", "failed", "incomplete"}
 _MAX_WORDS = {"accuracy", "auc", "auroc", "reward", "pass", "score", "tpr", "margin", "correct", "right", "solved", "won", "win"}
-"""Words in the name of a metric that is better when it is small, or large. The first outranks
-the second: `negative_margin_rate`."""
+"""Words in the names of metrics that are better when they are small, or large. If a name has words
+of both, as `negative_margin_rate` has, small is better."""
 
 
 def metric_direction(cfg: TrainerConfig) -> Literal["min", "max"]:
@@ -43,7 +42,8 @@ def metric_direction(cfg: TrainerConfig) -> Literal["min", "max"]:
 
 
 def check_early_stopping(cfg: TrainerConfig) -> None:
-    """Raise ConfigError for a patience without evaluations, or a metric of unknown direction."""
+    """Raise ConfigError for a patience without evaluations, or for a metric whose direction is
+    unknown."""
     if cfg.early_stopping_patience is None:
         return
     if cfg.eval_every_n_steps is None:
@@ -75,8 +75,8 @@ class EarlyStopping:
 
     @property
     def stopped(self) -> bool:
-        """Whether patience is exhausted. It follows from `state_dict`, so that a run that has ended
-        stays ended after it is resumed."""
+        """Whether the patience is exhausted. This follows from `state_dict`, so a run that was
+        stopped stays stopped after it is resumed."""
         patience = self.cfg.early_stopping_patience
         return patience is not None and self.stale >= patience
 
@@ -88,11 +88,12 @@ class EarlyStopping:
         for key in (name, name.removeprefix("eval_"), name.removeprefix("eval/")):
             if key in metrics:
                 return self.update(float(metrics[key]))[0]
-        raise ConfigError(f"early_stopping_metric ({name}) must be one that the evaluator gives: {', '.join(sorted(metrics))}")
+        raise ConfigError(f"early_stopping_metric ({name}) must be a metric of the evaluator: {', '.join(sorted(metrics))}")
 
     def record_evaluation(self, metrics: Mapping[str, float], step: int, device: torch.device | str) -> bool:
-        """`should_stop` on rank 0, which may be the only one with metrics, and the result on all
-        ranks. Returns whether this evaluation is the best so far; False without a patience."""
+        """`update` with the metrics of rank 0, which may be the only rank that has them; all ranks
+        get the result. Returns whether this evaluation is the best so far; False without a
+        patience."""
         if self.cfg.early_stopping_patience is None:
             return False
         if ranks.rank() == 0:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def log_safely(train_logger: TrainingLogger | None, step: int, stats: dict[str, float]) -> None:
-    """Log on rank 0. A logger that fails does not end the run."""
+    """Log on rank 0. If the logger fails, the run goes on."""
     if train_logger is None or ranks.rank() != 0:
         return
     try:
@@ -30,7 +30,7 @@ def log_safely(train_logger: TrainingLogger | None, step: int, stats: dict[str, 
 
 
 def sync_safely(train_logger: TrainingLogger | None, step: int) -> None:
-    """Bring to disk what was logged. Called before a checkpoint is written, so that no step is in a
+    """Write what was logged to disk. Called before a checkpoint is written, so that no step is in a
     checkpoint and not in the log."""
     log: object = train_logger
     if isinstance(log, SyncedLogger) and ranks.rank() == 0:
@@ -41,11 +41,11 @@ def sync_safely(train_logger: TrainingLogger | None, step: int) -> None:
 
 
 async def push_weights(
-    publisher: PolicyPublisher, weights: Mapping[str, Tensor], *, version: int, learnt: bool, in_thread: bool
+    publisher: PolicyPublisher, weights: Mapping[str, Tensor], *, version: int, expect_change: bool, in_thread: bool
 ) -> None:
-    """Publish `weights`. `learnt`: a gradient came since the last push. `in_thread` leaves the
-    event loop to batches that are generated meanwhile."""
+    """Publish `weights`. `expect_change`: there was a gradient since the last push. `in_thread`
+    leaves the event loop free for batches that are generated at the same time."""
     adapted = as_publisher(publisher)
-    adapted.expect_change(learnt)
+    adapted.expect_change(expect_change)
     publish: Any = functools.partial(adapted.publish, weights, version=version)  # may be a coroutine function
     await await_if_needed(await asyncio.to_thread(publish) if in_thread else publish())
