@@ -8,7 +8,8 @@ from pathlib import Path
 import fake_vllm
 import httpx2
 import pytest
-from stub_vllm import HANG, StubVLLM
+from faulty_server import HANG
+from stub_vllm import StubVLLM
 from typer.testing import CliRunner
 
 from ludic.cli.app import app

@@ -7,7 +7,8 @@ token more where special tokens are added.
 
 import math
 
-from stub_vllm import Refused, StubVLLM
+from faulty_server import Refused
+from stub_vllm import StubVLLM
 
 BYTE_OFFSET, FIRST = 3, 1
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 from hypothesis import given, strategies as st
-from stub_vllm import CHAT, GENERATE, StubVLLM
+from stub_vllm import StubVLLM
+from stub_vllm_sampling import CHAT, GENERATE
 from tiny_policy import tiny_tokenizer
 
 from ludic.errors import ClientTagError, ConfigError
@@ -158,7 +159,7 @@ def test_a_missing_echo_is_an_error_at_once_or_counted(path):
         error, metrics = ask(server, tokenizer=tokenizer, client_tag_policy="require_echo")
         assert isinstance(error, ClientTagError)
         assert metrics["client_tag_errors"] == 1
-        assert len(server.asked(path)) == 1  # asking again would bring the same
+        assert len(server.bodies(path)) == 1  # asking again would bring the same
         response, metrics = ask(server, tokenizer=tokenizer)
         assert response.completion_token_ids
         assert metrics["client_tag_untagged"] == 1

@@ -4,7 +4,9 @@ import asyncio
 from contextlib import ExitStack
 
 import pytest
-from stub_vllm import COMPLETIONS, CUT, GENERATE, HANG, StubVLLM
+from faulty_server import CUT, HANG
+from stub_vllm import StubVLLM
+from stub_vllm_sampling import COMPLETIONS, GENERATE
 from tiny_policy import tiny_tokenizer
 
 from ludic.errors import ConfigError, InferenceError
@@ -219,7 +221,7 @@ def test_progress_is_what_a_server_counts_of_its_tokens_and_is_asked_once(monkey
     with StubVLLM() as server:
         server.fail("/metrics", answer)
         assert asyncio.run(server_queries.read_progress({}, server.url)) == expected
-        assert len(server.asked("/metrics")) <= 1
+        assert len(server.bodies("/metrics")) <= 1
 
 
 def test_progress_is_not_known_of_a_server_that_is_gone():

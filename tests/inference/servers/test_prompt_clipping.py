@@ -5,7 +5,8 @@ import logging
 
 import pytest
 from hypothesis import given, strategies as st
-from stub_vllm import GENERATE, StubVLLM
+from stub_vllm import StubVLLM
+from stub_vllm_sampling import GENERATE
 from tiny_policy import tiny_tokenizer
 
 from ludic.errors import ConfigError
@@ -90,7 +91,7 @@ def test_the_template_stays_whole_around_a_prompt_that_was_cut():
 
     with StubVLLM() as server:
         assert asyncio.run(whole(server)) == 1
-        ids = server.asked(GENERATE)[0]["token_ids"]
+        ids = server.bodies(GENERATE)[0]["token_ids"]
     expected = tiny_tokenizer().apply_chat_template(
         [{"role": "user", "content": "x" * 20}], add_generation_prompt=True, tokenize=False
     )

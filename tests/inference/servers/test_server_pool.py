@@ -5,7 +5,9 @@ import asyncio
 from contextlib import ExitStack
 
 import pytest
-from stub_vllm import COMPLETIONS, CUT, GENERATE, StubVLLM
+from faulty_server import CUT
+from stub_vllm import StubVLLM
+from stub_vllm_sampling import COMPLETIONS, GENERATE
 from tiny_policy import tiny_tokenizer
 
 from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerUnreachableError
@@ -236,7 +238,7 @@ def test_a_cut_connection_alone_drains_nobody():
         for server in servers:
             server.fail(GENERATE, CUT)
         await asyncio.gather(*(sample(client, seed) for seed in range(2)))
-        return client.metrics()["live"], [len(server.asked(COMPLETIONS)) for server in servers]
+        return client.metrics()["live"], [len(server.bodies(COMPLETIONS)) for server in servers]
 
     live, probes = run(2, scenario)
     assert live == 2

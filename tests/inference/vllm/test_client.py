@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import httpx2
 import pytest
-from stub_vllm import CHAT, COMPLETIONS, CUT, DEAD, GENERATE, HANG, StubVLLM
+from faulty_server import CUT, HANG
+from stub_vllm import StubVLLM
+from stub_vllm_sampling import CHAT, COMPLETIONS, DEAD, GENERATE
 from tiny_policy import tiny_tokenizer
 
 from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerUnreachableError
@@ -168,7 +170,7 @@ def test_no_content_is_no_text():
 
 def test_messages_are_rendered_here_and_ids_come_back_as_they_were_sampled(server):
     response, info = answer(server)
-    body = server.asked(GENERATE)[0]
+    body = server.bodies(GENERATE)[0]
     prompt = tiny_tokenizer().apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
     assert body["token_ids"] == response.prompt_token_ids == tiny_tokenizer()(prompt)["input_ids"]
     ids, logps, finish, _ = server.sample(body["token_ids"], max_tokens=8, seed=1)
@@ -200,15 +202,15 @@ def test_a_server_without_the_token_endpoint_is_asked_for_completions():
             server.sample(response.prompt_token_ids, max_tokens=8, seed=seed)[0] for seed, (response, _) in enumerate(answers, 1)
         ]
         assert [response.completion_token_ids for response, _ in answers] == ids
-        assert len(server.asked(GENERATE)) == 1  # found out once
-        body = server.asked(COMPLETIONS)[0]
+        assert len(server.bodies(GENERATE)) == 1  # found out once
+        body = server.bodies(COMPLETIONS)[0]
         assert (body["prompt"], body["logprobs"], body["return_token_ids"]) == ([answers[0][0].prompt_token_ids], 0, True)
 
 
 def test_a_model_that_is_not_there_is_not_taken_for_a_missing_endpoint(server):
     with pytest.raises(InferenceError, match=r"404.*does not exist"):
         run(server, lambda client: client.complete_tokens([5], model="other"))
-    assert server.asked(COMPLETIONS) == []
+    assert server.bodies(COMPLETIONS) == []
 
 
 def test_ids_are_continued_as_they_are(server):
@@ -268,7 +270,7 @@ def test_an_answer_that_is_not_exact_is_an_error(server, fault, said):
     server.fail(GENERATE, fault)
     with pytest.raises(InferenceError, match=said):
         answer(server)
-    assert len(server.asked(GENERATE)) == 1
+    assert len(server.bodies(GENERATE)) == 1
 
 
 @pytest.mark.parametrize(
@@ -309,7 +311,7 @@ def test_tools_that_the_model_would_not_see_are_refused(server):
     request = ChatCompletionRequest("tiny", MESSAGES, SamplingParams(max_tokens=4), tools=ToolRequest([TOOL]))
     with pytest.raises(ConfigError, match="leaves tools out"):
         answer(server, request)
-    assert server.asked(GENERATE) == []
+    assert server.bodies(GENERATE) == []
 
 
 # -- what is refused before it is sent
@@ -328,7 +330,7 @@ def test_tools_that_the_model_would_not_see_are_refused(server):
 def test_sampling_without_meaning_is_refused(server, sampling, said):
     with pytest.raises(ConfigError, match=said):
         answer(server, rl(**sampling))
-    assert server.asked(GENERATE) == []
+    assert server.bodies(GENERATE) == []
 
 
 def test_clipping_can_be_chosen_and_is_counted(server):
@@ -337,7 +339,7 @@ def test_clipping_can_be_chosen_and_is_counted(server):
         return trace, client.metrics()["clipped_max_tokens"]
 
     trace, counted = run(server, scenario, on_overflow="clip")
-    assert server.asked(GENERATE)[0]["sampling_params"]["max_tokens"] == 12
+    assert server.bodies(GENERATE)[0]["sampling_params"]["max_tokens"] == 12
     assert len(trace.completion_token_ids) <= 12
     assert counted == 1
     with pytest.raises(InferenceError, match="leaves no room"):
@@ -359,7 +361,7 @@ def test_a_field_that_the_server_would_ignore_is_refused(server):
         with pytest.raises(ConfigError, match=r"'top_kk'.*did you mean top_k"):
             answer(server, request, tokenizer=tokenizer)
     answer(server, request, allow_unknown_fields=True)
-    assert server.asked(GENERATE)[0]["sampling_params"]["top_kk"] == 3
+    assert server.bodies(GENERATE)[0]["sampling_params"]["top_kk"] == 3
 
 
 # -- what is tried again
@@ -375,7 +377,7 @@ def test_what_may_pass_is_tried_again(server, path, trouble):
     server.fail(path, trouble, trouble)
     response, _ = answer(server, **in_use(server, path))
     assert response.completion_token_ids
-    assert len(server.asked(path)) == 3
+    assert len(server.bodies(path)) == 3
 
 
 @pytest.mark.parametrize("path", [GENERATE, CHAT])
@@ -383,7 +385,7 @@ def test_no_more_often_than_allowed(server, path):
     server.fail(path, *[(503, {"error": {"message": "overloaded"}})] * 3)
     with pytest.raises(InferenceError, match="overloaded"):
         answer(server, max_retries=2, **in_use(server, path))
-    assert len(server.asked(path)) == 3
+    assert len(server.bodies(path)) == 3
 
 
 @pytest.mark.parametrize("path", [GENERATE, CHAT])
@@ -391,7 +393,7 @@ def test_what_will_not_pass_is_an_error_at_once(server, path):
     server.fail(path, (400, {"error": {"message": "bad"}}))
     with pytest.raises(InferenceError, match=r"400.*bad"):
         answer(server, **in_use(server, path))
-    assert len(server.asked(path)) == 1
+    assert len(server.bodies(path)) == 1
 
 
 @pytest.mark.parametrize("path", [GENERATE, CHAT])
@@ -399,7 +401,7 @@ def test_an_engine_that_is_dead_is_said_to_be_and_not_asked_again(server, path):
     server.dead = True
     with pytest.raises(EngineDeadError, match="restart the server") as dead:
         answer(server, **in_use(server, path))
-    assert len(server.asked(path)) == 1
+    assert len(server.bodies(path)) == 1
     assert DEAD in str(dead.value)
 
 
@@ -415,7 +417,7 @@ def test_an_aborted_request_is_made_again_and_never_taken_for_an_answer(server, 
     server.fail(path, aborted)
     response, counted = run(server, scenario, **in_use(server, path))
     assert response.finish_reason in ("stop", "length")
-    assert (counted, len(server.asked(path))) == (1, 2)
+    assert (counted, len(server.bodies(path))) == (1, 2)
     server.fail(path, *[aborted] * 2)
     with pytest.raises(InferenceError, match="aborted"):
         answer(server, max_retries=1, **in_use(server, path))
@@ -425,7 +427,7 @@ def test_a_pause_holds_requests_and_a_resume_lets_them_go_on(server):
     async def scenario(client):
         httpx2.post(f"{server.url}/pause?mode=keep", timeout=5)
         asked = asyncio.create_task(client.complete(rl()))
-        while not server.asked(GENERATE):
+        while not server.bodies(GENERATE):
             await asyncio.sleep(0.001)
         assert not asked.done()
         httpx2.post(f"{server.url}/resume", timeout=5)
@@ -548,7 +550,7 @@ def test_a_server_that_a_push_lost_gets_no_more_requests():
                 return client.metrics()["live"]
 
         assert asyncio.run(whole()) == 1
-        assert (len(first.asked(GENERATE)), len(second.asked(GENERATE))) == (4, 0)
+        assert (len(first.bodies(GENERATE)), len(second.bodies(GENERATE))) == (4, 0)
 
 
 def test_the_prefix_cache_is_reset_or_it_is_an_error(server):
@@ -572,7 +574,7 @@ def test_a_name_may_stand_for_the_adapter_that_is_served_now(server):
 
     run(server, scenario)
     run(server, scenario, tokenizer=None)
-    assert [server.asked(path)[0]["model"] for path in (GENERATE, CHAT)] == ["tiny@3", "tiny@3"]
+    assert [server.bodies(path)[0]["model"] for path in (GENERATE, CHAT)] == ["tiny@3", "tiny@3"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import json
 
 import pytest
 from hostile_server import HostileServer, drip_body, drip_head, endless, plain, seconds, silent
-from stub_vllm import CHAT, COMPLETIONS, GENERATE, StubVLLM
+from stub_vllm import StubVLLM
+from stub_vllm_sampling import CHAT, COMPLETIONS, GENERATE
 from tiny_policy import tiny_tokenizer
 
 from ludic.errors import InferenceError, ServerUnreachableError

@@ -5,10 +5,12 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from faulty_server import CUT, HANG
 from playing import tokenizer
 from reward_models import rollout
 from stub_reward_server import StubRewardServer
-from stub_vllm import CUT, DEAD, HANG, StubVLLM
+from stub_vllm import StubVLLM
+from stub_vllm_sampling import DEAD
 
 from ludic.errors import ConfigError, DataError, EngineDeadError, InferenceError, ServerUnreachableError
 from ludic.inference import PoolingType, ScoringRequest, VLLMClient
@@ -33,14 +35,14 @@ async def scored(using, inputs, **options):
 
 async def test_a_score_is_the_models_own_number_in_the_order_of_the_inputs(server):
     assert await scored(client(server), [[10, 20], [5]]) == [0.3, 0.05]
-    assert server.asked("/classify") == [{"input": [[10, 20], [5]], "use_activation": False, "add_special_tokens": False}]
+    assert server.bodies("/classify") == [{"input": [[10, 20], [5]], "use_activation": False, "add_special_tokens": False}]
 
 
 async def test_texts_and_ids_go_in_requests_of_their_own(server):
     ids = tokenizer()("ab")["input_ids"]
     mixed = await scored(client(server), ["ab", ids, "a", [7]])
     assert mixed == [sum(ids) / 100, sum(ids) / 100, ids[0] / 100, 0.07]
-    assert [len(body["input"]) for body in server.asked("/classify")] == [2, 2]
+    assert [len(body["input"]) for body in server.bodies("/classify")] == [2, 2]
 
 
 async def test_special_tokens_are_added_to_text_where_that_is_asked_for(server):
@@ -51,12 +53,12 @@ async def test_normalised_is_the_logistic_function_computed_here(server):
     server.judge = lambda ids: {1: -800.0, 2: 0.5, 3: 800.0}[len(ids)]
     scores = await scored(client(server), [[5], [5, 5], [5, 5, 5]], normalize=True)
     assert scores == [0.0, pytest.approx(1 / (1 + math.exp(-0.5))), 1.0]
-    assert server.asked("/classify")[0]["use_activation"] is False
+    assert server.bodies("/classify")[0]["use_activation"] is False
 
 
 async def test_the_model_is_named_where_it_has_a_name(server):
     await scored(client(server, model="rm"), [[5]])
-    assert server.asked("/classify")[0]["model"] == "rm"
+    assert server.bodies("/classify")[0]["model"] == "rm"
     with pytest.raises(InferenceError, match="`other` does not exist") as caught:
         await scored(client(server, model="other"), [[5]])
     assert "pooling" not in str(caught.value)
@@ -102,7 +104,7 @@ def test_scoring_works_without_and_within_a_running_loop(server):
 async def test_what_the_server_refuses_is_a_fault_of_the_data_and_not_asked_again(server, ids, message):
     with pytest.raises(DataError, match=message):
         await scored(client(server), [[5], ids])
-    assert len(server.asked("/classify")) == 1
+    assert len(server.bodies("/classify")) == 1
 
 
 async def test_one_sequence_too_long_costs_one_rollout_of_a_batch(server):
@@ -122,14 +124,14 @@ async def test_one_sequence_too_long_costs_one_rollout_of_a_batch(server):
 async def test_what_may_pass_is_asked_again(server, fault):
     server.fail("/classify", fault, fault)
     assert await scored(client(server), [[10]]) == [0.1]
-    assert len(server.asked("/classify")) == 3
+    assert len(server.bodies("/classify")) == 3
 
 
 async def test_retries_end(server):
     server.fail("/classify", *[(503, {"detail": "later"})] * 4)
     with pytest.raises(InferenceError, match="503"):
         await scored(client(server, max_retries=1), [[10]])
-    assert len(server.asked("/classify")) == 2
+    assert len(server.bodies("/classify")) == 2
 
 
 async def test_a_server_that_says_nothing_is_given_up_on_at_the_deadline(server):
@@ -142,7 +144,7 @@ async def test_a_dead_engine_is_said_at_once(server):
     server.fail("/classify", (500, {"error": {"message": DEAD, "type": "InternalServerError", "code": 500}}))
     with pytest.raises(EngineDeadError):
         await scored(client(server), [[10]])
-    assert len(server.asked("/classify")) == 1
+    assert len(server.bodies("/classify")) == 1
 
 
 async def test_nobody_there_is_said(server):
