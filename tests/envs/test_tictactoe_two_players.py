@@ -42,7 +42,7 @@ def test_the_loser_is_told_although_the_winner_moved_last():
         "O": (0.0, True, "loss"),
     }
     assert env.active_agents == []
-    with pytest.raises(RolloutError, match="none is due"):
+    with pytest.raises(RolloutError, match="the turn of nobody"):
         env.step({"O": "C1"})
 
 
@@ -68,7 +68,7 @@ def test_only_the_player_who_is_due_may_move():
     env = TwoPlayerTicTacToeEnv()
     env.reset()
     for actions in ({"O": "A1"}, {"X": "A1", "O": "A2"}, {}):
-        with pytest.raises(RolloutError, match=r"\['X'\] is due"):
+        with pytest.raises(RolloutError, match=r"the turn of \['X'\]"):
             env.step(actions)
 
 

@@ -256,7 +256,7 @@ def test_adapters_of_a_language_model_do_not_fit_a_reward_model_either(tmp_path:
 def test_adapters_without_a_head_of_a_model_without_one_are_no_reward_model(tmp_path: Path) -> None:
     """Nothing says that these are a language model's, but that neither folder has a head."""
     adapters(tmp_path, policy(reward_model(seed=9)), None)
-    with pytest.raises(ConfigError, match=r"adapters without weights for score\.weight.*nor has their base .*base"):
+    with pytest.raises(ConfigError, match=r"adapters without weights for score\.weight.*and their base .*base.* has none"):
         load_reward_model(str(tmp_path / "adapters"))
 
 

@@ -428,7 +428,7 @@ def test_the_error_says_that_every_sample_was_too_old():
     items = sorting_items(4)
     for item in items:
         item.meta["policy_version"] = -5
-    with pytest.raises(EmptyBatchError, match=r"8 samples came, 8 were older than max_lag \(1\)"):
+    with pytest.raises(EmptyBatchError, match=r"of 8 samples, 8 were older than max_lag \(1\)"):
         trainer_of(items, config={"max_lag": 1, "max_empty_batches": 2}).train_step_sync()
 
 

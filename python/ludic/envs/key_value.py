@@ -25,7 +25,7 @@ class StoreText(Protocol):
     def question(self, start: str) -> str:
         """The first observation."""
 
-    def result(self, key: str, held: str) -> str:
+    def result(self, key: str, content: str) -> str:
         """The result of a call."""
 
     def read(self, line: str) -> tuple[str, str] | None:
@@ -42,8 +42,8 @@ class TerseText:
     def question(self, start: str) -> str:
         return start
 
-    def result(self, key: str, held: str) -> str:
-        return held
+    def result(self, key: str, content: str) -> str:
+        return content
 
     def read(self, line: str) -> tuple[str, str] | None:
         kind = {"?": "call", "=": "answer"}.get(line[:1])
@@ -59,8 +59,8 @@ class TaggedText:
     def question(self, start: str) -> str:
         return f"Start at the key {start}. Look up what it holds, look up what that key holds, and answer with the result."
 
-    def result(self, key: str, held: str) -> str:
-        return f"{key} holds {held}."
+    def result(self, key: str, content: str) -> str:
+        return f"{key} holds {content}."
 
     def read(self, line: str) -> tuple[str, str] | None:
         for tag, kind in (("get", "call"), ("answer", "answer")):

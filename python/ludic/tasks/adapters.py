@@ -1,4 +1,4 @@
-"""Everything that can be given as a task, as an `EpisodicTask`."""
+"""Adapters that make an `EpisodicTask` of any task."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ludic.types import Message, Rollout
 
 @runtime_checkable
 class _HasSuites(Protocol):
-    """What a task of episodes has and a task of one turn does not."""
+    """A task of episodes; a task of one turn has no suites."""
 
     def suites(self) -> Mapping[str, Sequence[Episode]]: ...
 
@@ -120,6 +120,6 @@ class OneTurn(TaskDefaults, EpisodicTask):
 
 
 def prompt_messages(problem: Mapping[str, Any]) -> Sequence[Message] | None:
-    """The messages of a problem whose prompt is a conversation; None where it is text."""
+    """The messages of a problem with a conversation as prompt; None if the prompt is text."""
     prompt = problem["row"]["prompt"] if "row" in problem else None
     return prompt if isinstance(prompt, list) else None

@@ -42,14 +42,14 @@ class Task(Protocol):
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """Booleans of the step's info to log beside the reward; they earn nothing. Key to
-        meaning."""
+        """Booleans of the step's info to log beside the reward, which does not depend on them:
+        key to meaning."""
 
     def draw(self, rng: Random) -> Problem:
         """A problem to train on; never a held-out one."""
 
     def heldout(self) -> Sequence[Problem]:
-        """The problems for evaluation: the same in every run, whatever its seed."""
+        """The problems for evaluation: the same in every run, for any seed."""
 
     def demonstrate(self, problem: Problem, rng: Random) -> str:
         """An answer of the imperfect teacher."""
@@ -75,8 +75,7 @@ class ProblemList(Protocol):
 
 
 class TaskDefaults:
-    """The members that a `Task` may leave out, with their defaults; `EpisodicTask` says what they
-    mean."""
+    """The optional members of a `Task`, with their defaults. `EpisodicTask` documents them."""
 
     system_prompt: str | None = None
     success_reward: float | None = 1.0

@@ -1,4 +1,4 @@
-"""The interface of a task whose episodes have one or several turns."""
+"""The interface of tasks with episodes of one or several turns."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ludic.training.types import RolloutScorer
 from ludic.types import Message, Rollout
 
 Episode = Mapping[str, Any]
-"""What an environment is built from: `id`, and whatever the task needs, as JSON values. The
-environment's seed decides the rest."""
+"""What an environment is built from: `id`, and other JSON values of the task. The environment's
+seed decides the rest."""
 
 
 Played = tuple[Episode, Rollout]
@@ -77,7 +77,7 @@ class EpisodicTask(ABC):
 
     @abstractmethod
     def suites(self) -> Mapping[str, Sequence[Episode]]:
-        """The episodes for evaluation by name of the suite: the same in every run, whatever its
+        """The episodes for evaluation, by name of the suite: the same in every run, for any
         seed. The first suite is also played greedily."""
 
     @abstractmethod
@@ -90,13 +90,13 @@ class EpisodicTask(ABC):
 
     @property
     def system_prompt(self) -> str | None:
-        """Used where the recipe sets none."""
+        """The system prompt, unless the recipe sets one."""
         return None
 
     @property
     def parser(self) -> Parser:
-        """Turns the model's text into the environment's action. A text that it rejects ends the
-        episode."""
+        """Turns the model's text into the environment's action. A text that the parser rejects ends
+        the episode."""
         return verbatim
 
     @property
@@ -106,13 +106,13 @@ class EpisodicTask(ABC):
 
     @property
     def success_reward(self) -> float | None:
-        """Total reward from which an episode is a success; None: the task does not say."""
+        """Total reward from which an episode is a success; None: undefined."""
         return None
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """Booleans of a step's info to log beside the reward, true at one step of an episode at
-        most. Key to meaning."""
+        """Booleans of a step's info to log beside the reward: key to meaning. Each is true at
+        one step of an episode at most."""
         return {}
 
     @property
@@ -122,23 +122,23 @@ class EpisodicTask(ABC):
 
     @property
     def measures(self) -> Mapping[str, str]:
-        """Numbers of the step's info to log beside the reward: key to meaning."""
+        """Numbers of a step's info to log beside the reward: key to meaning."""
         return {}
 
     @property
     def scorer(self) -> RolloutScorer | None:
-        """What rewards the episodes instead of the environment; None: the environment does."""
+        """Rewards the episodes in place of the environment; None: the environment rewards them."""
         return None
 
     @property
     def training_scorer(self) -> RolloutScorer | None:
-        """The same for the episodes that are trained on."""
+        """The scorer of the episodes that are trained on."""
         return self.scorer
 
     @property
     def sees_cut_off_answers(self) -> bool:
-        """Whether an answer that reached the token limit is scored like any other instead of
-        earning `cut_off_reward`."""
+        """Whether an answer that reached the token limit is scored like any other. If not, it earns
+        `cut_off_reward`."""
         return self.scorer is not None
 
     @property
@@ -149,7 +149,7 @@ class EpisodicTask(ABC):
 
     @property
     def problem_list(self) -> ProblemList | None:
-        """The problems to pass through in training; None: they are drawn."""
+        """The problems to train on in passes; None: they are drawn."""
         return None
 
 

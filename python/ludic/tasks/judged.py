@@ -25,18 +25,18 @@ from ludic.training.reward_scorer import SCORE_INFO, TASK_REWARD_INFO, RewardMod
 
 
 class JudgedTask(WrappedTask):
-    """A task whose training is rewarded by a reward model. Everything else stays the task's own.
+    """A task that a reward model rewards in training. Everything else stays the task's own.
 
-    Held-out answers keep the task's own reward: what the model is trained on and what is wanted of
-    it are two numbers, and both are reported.
+    Held-out answers keep the task's own reward. The reward that is trained on and the one that
+    counts are two numbers, and both are reported.
     """
 
     def __init__(self, task: EpisodicTask, reward: RewardModelReward, *, source: str) -> None:
         super().__init__(task)
         self._source = source
         self._training_scorer = replace(reward, before=task.scorer)
-        notes_score = replace(reward, before=task.scorer, mode="bonus", rm_coeff=0.0)
-        self._scorer = self._training_scorer if is_unrewarded(task) else notes_score
+        records_score = replace(reward, before=task.scorer, mode="bonus", rm_coeff=0.0)
+        self._scorer = self._training_scorer if is_unrewarded(task) else records_score
 
     @property
     def training_scorer(self) -> RewardModelReward:
@@ -45,8 +45,8 @@ class JudgedTask(WrappedTask):
 
     @property
     def scorer(self) -> RewardModelReward:
-        """Notes the score and leaves the reward as it is. The same as in training for a task that
-        has no other reward."""
+        """Records the score and leaves the reward as it is. For a task without a reward of its own:
+        the scorer of training."""
         return self._scorer
 
     @property
@@ -134,7 +134,7 @@ _REMEDY = "name a reward model, such as the folder of a `ludic train-rm` run"
 
 
 def _classifier(source: str, dtype: str) -> Any:
-    """A model whose folder has its head."""
+    """The classifier in a folder. Raises ConfigError if its head is not there."""
     model, missing = load_classifier(source, dtype, description=f"reward_model ({source})")
     if missing:
         kind = " or ".join(model.config.architectures or [model.config.model_type])
@@ -147,8 +147,8 @@ def _classifier(source: str, dtype: str) -> Any:
 
 
 def _merged(source: str, adapters: Path, dtype: str) -> tuple[str, Any]:
-    """What the adapters were trained on, and that with them in it. The head is theirs or their
-    base's."""
+    """The base of the adapters, and the base model with the adapters merged into it. The head is
+    from the adapters or from the base."""
     base = find_adapter_base(adapters)
     kind = read_json(adapters / ADAPTER_CONFIG).get("task_type")
     if kind == "CAUSAL_LM":
@@ -161,8 +161,8 @@ def _merged(source: str, adapters: Path, dtype: str) -> tuple[str, Any]:
             theirs = {name.removeprefix(WRAPPING) for name in stored.keys()}  # noqa: SIM118  it is no mapping
         if not theirs.issuperset(missing):
             raise ConfigError(
-                f"reward_model ({source}) holds adapters without weights for {shorten_names(sorted(missing - theirs))}, nor has their base "
-                f"({base}) any; {_REMEDY}"
+                f"reward_model ({source}) holds adapters without weights for {shorten_names(sorted(missing - theirs))}, and their base "
+                f"({base}) has none either; {_REMEDY}"
             )
         return base, load_adapter(model, adapters).merge_and_unload()
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

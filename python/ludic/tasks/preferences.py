@@ -81,7 +81,7 @@ class DigitPreferences:
                 return pair
 
     def heldout(self) -> Sequence[Preference]:
-        """The pairs kept for evaluation: the same in every run, whatever its seed."""
+        """The pairs kept for evaluation: the same in every run, for any seed."""
         return self._heldout
 
     @property
@@ -94,10 +94,10 @@ class DigitPreferences:
         first, second = self._response(rng), self._response(rng)
         while self.quality(prompt, first) == self.quality(prompt, second):  # no reward model can distinguish them
             second = self._response(rng)
-        sure = self.probability(prompt, first, second)
-        if rng.random() < sure:
-            return Preference(prompt=prompt, chosen=first, rejected=second, probability=sure)
-        return Preference(prompt=prompt, chosen=second, rejected=first, probability=1 - sure)
+        probability = self.probability(prompt, first, second)
+        if rng.random() < probability:
+            return Preference(prompt=prompt, chosen=first, rejected=second, probability=probability)
+        return Preference(prompt=prompt, chosen=second, rejected=first, probability=1 - probability)
 
     def _response(self, rng: Random) -> str:
         return "".join(rng.choices("0123456789", k=rng.randint(self.min_digits, self.max_digits)))
@@ -118,14 +118,13 @@ class DigitPreferences:
 
 def bayes_accuracy(pairs: Iterable[Preference]) -> float:
     """The expected accuracy on these pairs of the best possible model, the generator's own quality,
-    over random labels: the mean of max(p, 1 - p).
-    """
-    sure = [max(pair["probability"], 1 - pair["probability"]) for pair in pairs]
-    return sum(sure) / len(sure)
+    over random labels: the mean of max(p, 1 - p)."""
+    largest = [max(pair["probability"], 1 - pair["probability"]) for pair in pairs]
+    return sum(largest) / len(largest)
 
 
 def drawn_accuracy(pairs: Iterable[Preference]) -> float:
-    """The accuracy of the generator's own quality on the drawn labels: the share of pairs whose
-    chosen response is the better one."""
+    """The accuracy of the generator's own quality on the drawn labels: the share of pairs in
+    which the better response was chosen."""
     right = [pair["probability"] > 0.5 for pair in pairs]
     return sum(right) / len(right)

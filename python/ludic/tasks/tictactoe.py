@@ -165,7 +165,7 @@ class TicTacToe(EpisodicTask):
         over = False
         while not over:
             cell = self._teacher_move(env.board, rng)
-            turns.append(Turn(observation, self._say(cell)))
+            turns.append(Turn(observation, self._format_action(cell)))
             outcome = env.env_step(str(cell + 1))
             observation, over = outcome.obs, outcome.terminated
         return turns
@@ -178,7 +178,7 @@ class TicTacToe(EpisodicTask):
             return rng.choice([cell for cell in range(9) if board[cell] != "."])
         return rng.choice(legal_moves(board))
 
-    def _say(self, cell: int) -> str:
+    def _format_action(self, cell: int) -> str:
         return str(cell + 1) if self.format == "moves" else f"<move>{cell_name(cell)}</move>"
 
 

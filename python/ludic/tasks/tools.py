@@ -123,7 +123,7 @@ class Tools(EpisodicTask):
         observation, _ = env.env_reset(seed=rng.getrandbits(32))
         turns = []
         for kind, key in self._plan(env, rng):
-            action = self._say(kind, key)
+            action = self._format_action(kind, key)
             turns.append(Turn(observation, action))
             observation = env.env_step(action).obs
         return turns
@@ -146,7 +146,7 @@ class Tools(EpisodicTask):
             return [("call", first), ("call", second), ("answer", guess)]
         return [("call", first), ("answer", guess)]
 
-    def _say(self, kind: str, key: str) -> str:
+    def _format_action(self, kind: str, key: str) -> str:
         if self.format == "terse":
             return f"{'?' if kind == 'call' else '='}{key}"
         return f"<get>{key}</get>" if kind == "call" else f"<answer>{key}</answer>"

@@ -54,7 +54,7 @@ def test_prompts_that_leave_no_room_are_told_once_with_their_length_and_the_limi
     with pytest.raises(EmptyBatchError, match=rf"7 batches in a row had no sample to train on.*{said}"):
         trainer.train_step_sync()
     (record,) = caplog.records
-    assert record.getMessage() == f"a batch of 1 samples has none to train on ({said}); fetching others"
+    assert record.getMessage() == f"a batch of 1 samples has none to train on ({said}); fetching the next"
 
 
 def test_a_cut_that_leaves_a_prompt_some_room_is_not_blamed(caplog):

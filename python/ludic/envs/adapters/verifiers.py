@@ -69,7 +69,7 @@ class VerifiersEnv(SingleAgentEnv):
         self._playing = asyncio.create_task(play_task(task, policy_client, self.agent, model="policy", max_turns=None))
         request = await self._next_request()
         if request is None:
-            raise self._failed("the episode ended before the model was asked")
+            raise self._failed("the episode ended before its first request to the model")
         self._obs = self._shown(request)
         return self._obs, {"task_idx": task.data.idx}
 
@@ -99,7 +99,7 @@ class VerifiersEnv(SingleAgentEnv):
         """The next request to the model; None when verifiers has finished. Raises TimeoutError
         after `timeout_s` and cancels the episode."""
         assert self._playing is not None
-        request = asyncio.ensure_future(self._caller.asked.get())
+        request = asyncio.ensure_future(self._caller.requests.get())
         try:
             done, _ = await asyncio.wait({request, self._playing}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -112,7 +112,7 @@ class VerifiersEnv(SingleAgentEnv):
             return None
         self._episode.end()
         await self._stop()
-        raise TimeoutError(f"VerifiersEnv: nothing came of the episode within {self._timeout_s} s")
+        raise TimeoutError(f"VerifiersEnv: the episode sent no request and did not end within {self._timeout_s} s")
 
     def _ended(self) -> Any:
         assert self._playing is not None
@@ -157,10 +157,10 @@ async def _cancel(task: asyncio.Future[Any]) -> None:
 
 
 class _Caller:
-    """A chat client that is answered from outside: a request waits for `answer`."""
+    """A chat client whose requests wait for `answer`, which the environment calls."""
 
     def __init__(self) -> None:
-        self.asked: asyncio.Queue[ChatCompletionRequest] = asyncio.Queue()
+        self.requests: asyncio.Queue[ChatCompletionRequest] = asyncio.Queue()
         self._answer: asyncio.Future[str] | None = None
 
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
@@ -169,7 +169,7 @@ class _Caller:
                 "the harness sent a second request before the first was answered; play the task with VerifiersProtocol"
             )
         self._answer = asyncio.get_running_loop().create_future()
-        self.asked.put_nowait(request)
+        self.requests.put_nowait(request)
         return ChatResponse(text=await self._answer, finish_reason="stop"), {}
 
     def answer(self, text: str) -> None:

@@ -10,8 +10,8 @@ from ludic.errors import DataError
 from ludic.parsers import extract_last_boxed_content
 
 READ_AT_MOST = 2_000
-"""Characters at the end of an answer without a box that are searched for an expression: the time of
-the patterns grows faster than the length of the text."""
+"""How many characters at the end of an answer without a box are searched for an expression. The
+time of the search grows faster than the length."""
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _THOUGHT_ENDS = re.compile(r"</think>", re.IGNORECASE)

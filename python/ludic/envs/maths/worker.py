@@ -24,9 +24,9 @@ def main(memory_mb: int) -> None:
     print(json.dumps({"ready": True}), file=replies, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        _die_after(request["limit_s"])
+        _exit_after(request["limit_s"])
         print(json.dumps(_reply(compare, request)), file=replies, flush=True)
-        _die_after(0)
+        _exit_after(0)
 
 
 def _reply(compare: Any, request: dict[str, Any]) -> dict[str, Any]:
@@ -60,8 +60,8 @@ def _comparison() -> Any:
     return compare
 
 
-def _die_after(seconds: float) -> None:
-    """End the process after `seconds` by SIGALRM, whatever it is doing; 0 cancels the alarm."""
+def _exit_after(seconds: float) -> None:
+    """End the process after `seconds` by SIGALRM; 0 cancels the alarm."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 

@@ -20,9 +20,9 @@ class TicTacToeEnv(SingleAgentEnv):
     and allowed none. Its reward may be higher than that of other draws. An illegal move ends the
     game with `illegal_reward`.
 
-    With the same seed the opponent uses the same random numbers at its n-th move, whatever the
-    agent did before, so the members of a group meet the same luck. No global random state is read
-    or changed.
+    With the same seed the opponent draws the same random numbers at its n-th move, regardless of
+    the agent's moves, so the games of a group have the same luck. The global random state is
+    neither read nor changed.
 
     A step's info: `agent_move` (A1 to C3, or the text if it is illegal), `gto_action` (a
     move of perfect play), `opponent_move` (or None), `board`, `illegal_move`; at the end `result`
@@ -66,8 +66,8 @@ class TicTacToeEnv(SingleAgentEnv):
         return self._system_prompt
 
     def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
-        """An empty board, or one with the opponent's first move. Without a seed the opponent's
-        luck is fresh."""
+        """An empty board, or one with the opponent's first move. Without a seed the opponent draws
+        from a random state."""
         self.board, self._perfect, self._result = EMPTY, True, None
         self._seed = Random().getrandbits(64) if seed is None else seed
         first = None if self.mark == "X" else self._let_opponent_move()

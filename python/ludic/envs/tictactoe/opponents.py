@@ -12,7 +12,7 @@ from ludic.errors import ConfigError
 
 
 class Opponent(Protocol):
-    """Chooses a move for the side whose turn it is."""
+    """Chooses a move for the side to move."""
 
     def choose(self, board: Board, rng: Random) -> int:
         """A legal move; the board has one."""

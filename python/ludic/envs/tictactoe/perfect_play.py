@@ -23,8 +23,8 @@ def optimal_moves(board: Board) -> tuple[int, ...]:
 
 @cache
 def _score(board: Board) -> int:
-    """For the side to move: 0 a draw, otherwise 1 and the number of cells that are empty at the
-    end, positive for a win."""
+    """For the side to move: 0 for a draw, else 1 + the number of empty cells at the end, positive
+    for a win and negative for a loss."""
     if winner(board):
         return -1 - board.count(".")
     return max((-_score(play(board, cell)) for cell in legal_moves(board)), default=0)

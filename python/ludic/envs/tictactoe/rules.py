@@ -1,5 +1,5 @@
-"""The rules. A board is nine characters, row by row: `X`, `O`, or `.` where nobody has played. X
-moves first.
+"""The rules. A board is nine characters, row by row: `X`, `O`, or `.` for an empty cell. X moves
+first.
 
 Cells are numbered 0 to 8. They are written A1 to C3 (the row's letter, then the column's number) or
 1 to 9.
@@ -38,8 +38,7 @@ def legal_moves(board: Board) -> tuple[int, ...]:
 
 
 def play(board: Board, cell: int) -> Board:
-    """The board after the mark whose turn it is is put into `cell`. Raises DataError for a move
-    that is not legal."""
+    """The board after the next mark is put into `cell`. Raises DataError for an illegal move."""
     if cell not in legal_moves(board):
         raise DataError(f"cell {cell} of {board} cannot be played; legal moves are {list(legal_moves(board))}")
     return board[:cell] + to_move(board) + board[cell + 1 :]

@@ -14,19 +14,18 @@ MARKS = ("X", "O")
 
 
 class TwoPlayerTicTacToeEnv(LudicEnv[str, str, str]):
-    """The agents are `X` and `O`; each sees the other's move when its own is due, and how the game
-    ended, whoever moved last.
+    """The agents are `X` and `O`. Each sees the other's move before its own, and both see how the
+    game ended.
 
-    The first `random_moves` moves of a game are drawn from its seed, so that the members of a group
-    meet the same opening; with an odd number O is the first to choose. A text that shows the last
-    move alone, as `MoveText` does, leaves out what was drawn before it: with more than one such
-    move a player cannot know the board.
+    The first `random_moves` moves of a game are drawn from its seed, so all games of a group have
+    the same opening; if their number is odd, O makes the first choice. A text that shows only the
+    last move, as `MoveText` does, hides the random moves before it: with more than one of them a
+    player cannot know the board.
 
-    A move that is not legal ends the game: its player earns `illegal_reward`, the other
-    `draw_reward`.
+    An illegal move ends the game: its player earns `illegal_reward`, the other `draw_reward`.
 
-    The info of a player's last step: `result` (win, draw, loss, illegal, or forfeit where the
-    other's move was not legal), `won`, `drawn`, `illegal_move`, `board`.
+    The info of a player's last step: `result` (win, draw, loss, illegal, or forfeit after an
+    illegal move of the other), `won`, `drawn`, `illegal_move`, `board`.
 
     >>> env = TwoPlayerTicTacToeEnv()
     >>> obs, info = env.reset(seed=0)["X"]
@@ -47,7 +46,7 @@ class TwoPlayerTicTacToeEnv(LudicEnv[str, str, str]):
         system_prompt: str | None = RULES,
     ) -> None:
         if not 0 <= random_moves <= 4:
-            raise ConfigError(f"random_moves ({random_moves}) must be from 0 to 4; from the fifth move on a game may be over")
+            raise ConfigError(f"random_moves ({random_moves}) must be from 0 to 4; the fifth move may end a game")
         self.board: Board = EMPTY
         self._text: GameText = BoardText() if text is None else text
         self._random_moves = random_moves
@@ -75,20 +74,22 @@ class TwoPlayerTicTacToeEnv(LudicEnv[str, str, str]):
         return [to_move(self.board)] if self._playing else []
 
     def reset(self, *, seed: int | None = None) -> dict[str, tuple[str, Info]]:
-        """The first observation of the agent that begins; the other gets its own after that
-        move. Without a seed the opening is fresh."""
+        """Start a game. Returns the first observation of the agent that moves first; the other gets
+        its first observation after that move. Without a seed the opening is random."""
         self.board, self._opened, self._playing = EMPTY, set(), True
         rng, last = Random(seed), None
         for _ in range(self._random_moves):
             last = rng.choice(legal_moves(self.board))
             self.board = play(self.board, last)
-        return {to_move(self.board): (self._shown(last), {"board": self.board})}
+        return {to_move(self.board): (self._observe(last), {"board": self.board})}
 
     def step(self, actions: dict[str, str]) -> dict[str, StepOutcome]:
-        """Play the move of the agent that is due. Raises RolloutError for any other, and where
-        there is no game."""
+        """Play the move of the active agent. Raises RolloutError for actions of others, and
+        outside a game."""
         if actions.keys() != set(self.active_agents):
-            raise RolloutError(f"actions of {sorted(actions)} where {self.active_agents or 'none'} is due; reset() begins a game")
+            raise RolloutError(
+                f"step() got actions of {sorted(actions)}; it is the turn of {self.active_agents or 'nobody'}, and reset() starts a game"
+            )
         mover, cell = to_move(self.board), read_cell(actions[to_move(self.board)])
         other = MARKS[1 - MARKS.index(mover)]
         if cell is None or cell not in legal_moves(self.board):
@@ -96,13 +97,16 @@ class TwoPlayerTicTacToeEnv(LudicEnv[str, str, str]):
         self.board = play(self.board, cell)
         if legal_moves(self.board):
             return {
-                other: StepOutcome(self._shown(cell), 0.0, False, False, {"opponent_move": cell_name(cell), "board": self.board})
+                other: StepOutcome(
+                    self._observe(cell), 0.0, False, False, {"opponent_move": cell_name(cell), "board": self.board}
+                )
             }
-        drawn = winner(self.board) is None
-        return self._finish({mover: "draw", other: "draw"} if drawn else {mover: "win", other: "loss"})
+        if winner(self.board) is None:
+            return self._finish({mover: "draw", other: "draw"})
+        return self._finish({mover: "win", other: "loss"})
 
-    def _shown(self, last: int | None) -> str:
-        """What the player who is due sees."""
+    def _observe(self, last: int | None) -> str:
+        """The observation of the player whose turn it is."""
         mark = to_move(self.board)
         show = self._text.after if mark in self._opened else self._text.opening
         self._opened.add(mark)

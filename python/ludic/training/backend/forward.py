@@ -46,7 +46,7 @@ class ModelPasses:
 
 
 def as_forward_passes(model: nn.Module | ForwardPasses, cfg: TrainerConfig) -> ForwardPasses:
-    """The passes of a model in this process, or of a backend that has them already."""
+    """`ForwardPasses` of a model in this process; a backend is returned as it is."""
     return ModelPasses(model, cfg) if isinstance(model, nn.Module) else model
 
 

@@ -1,4 +1,4 @@
-"""The answer of a training backend, which may still be pending.
+"""The result of an operation of a training backend, which may still be running.
 
 Await it at once, `await backend.forward_backward(batch).result()`, or keep it and await it later.
 """
@@ -25,13 +25,13 @@ class TrainFuture(Generic[T]):
 
     def __init__(self, operation: str) -> None:
         self.operation = operation
-        """What was asked for, for logs and errors."""
+        """The name of the operation, for logs and errors."""
         self._future: Future[T] = Future()
         self._future.set_running_or_notify_cancel()  # cancelling one waiter does not cancel it for the others
 
     @classmethod
     def of(cls, operation: str, compute: Callable[[], T]) -> TrainFuture[T]:
-        """Compute now; what it returns or raises is the result."""
+        """Call `compute` now. The future has its result or its exception."""
         future = cls(operation)
         try:
             future.set_result(compute())
@@ -46,7 +46,7 @@ class TrainFuture(Generic[T]):
         self._future.set_result(value)
 
     def set_exception(self, error: BaseException) -> None:
-        """`result` will raise it."""
+        """Make `result` and `wait` raise `error`."""
         self._future.set_exception(error)
 
     async def result(self) -> T:
@@ -54,7 +54,7 @@ class TrainFuture(Generic[T]):
         return self._future.result() if self.done() else await asyncio.wrap_future(self._future)
 
     def wait(self) -> T:
-        """The same from code that is not a coroutine: blocks the thread until it is done."""
+        """`result` for synchronous code: blocks the thread until the operation is done."""
         return self._future.result()
 
     def __repr__(self) -> str:

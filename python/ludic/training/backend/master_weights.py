@@ -1,5 +1,5 @@
-"""Float32 masters of half-precision parameters: what the optimizer steps, while the model computes
-in its own dtype.
+"""Float32 master copies of half-precision parameters. The optimizer steps the masters; the model
+computes in its own dtype.
 
 A bfloat16 number has 8 significant bits: an update below 1/512 of a weight rounds to nothing, and
 at the learning rates of post-training nearly every update is that small. The masters keep what
@@ -17,34 +17,34 @@ from ludic.errors import ConfigError
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 MASTER = "master"
-"""Name of a master among the values that the optimizer's state dict has of a parameter."""
+"""The key of the master in the state that the optimizer's state dict has for a parameter."""
 
 
 class MasterWeights:
-    """Puts float32 masters in the place of the half-precision parameters that `optimizer` steps;
-    float32 parameters stay.
+    """Replaces the half-precision parameters of `optimizer` by float32 masters. Float32 parameters
+    stay.
 
     >>> masters = MasterWeights(torch.optim.AdamW(model.parameters(), lr=1e-5))
     >>> loss.backward()
-    >>> masters.move_gradients()   # to the masters, in float32; the parameters' own are cleared
+    >>> masters.move_gradients()   # from the parameters to the masters, in float32
     >>> masters.optimizer.step()
-    >>> masters.write_back()       # rounded to the dtype of the parameters
+    >>> masters.write_back()       # round the masters into the parameters
 
-    The state dict of the optimizer holds the masters too, and loading one restores them. Where it
-    has none they are made of the weights. A weight that something else has set since the last step
-    is taken over into its master. Sharded parameters (DTensor) have sharded masters.
+    The state dict of the optimizer includes the masters, and loading it restores them; masters that
+    it lacks are copied from the weights. A weight that was set by other code since the last step is
+    copied into its master. Sharded parameters (DTensor) have sharded masters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, enabled: bool = True) -> None:
-        """With `enabled` off nothing is replaced, and masters in a loaded state are left out."""
+        """With `enabled=False` nothing is replaced, and masters in a loaded state are dropped."""
         self.optimizer = optimizer
         self._masters: dict[Tensor, Tensor] = {}
-        """By parameter."""
+        """Parameter -> master."""
         if enabled:
             for group in optimizer.param_groups:
                 group["params"][:] = [self._make_master(parameter) for parameter in group["params"]]
         optimizer.register_state_dict_post_hook(self._add_masters)
-        optimizer.register_load_state_dict_pre_hook(self._take_masters)
+        optimizer.register_load_state_dict_pre_hook(self._load_masters)
 
     def _make_master(self, parameter: nn.Parameter) -> Tensor:
         if parameter.dtype not in HALF_PRECISION:
@@ -53,7 +53,7 @@ class MasterWeights:
         return self._masters[parameter]
 
     def stepped_tensor(self, parameter: Tensor) -> Tensor:
-        """What the optimizer steps for `parameter`: its master, or itself."""
+        """The tensor that the optimizer steps for `parameter`: its master, or `parameter`."""
         return self._masters.get(parameter, parameter)
 
     @torch.no_grad()
@@ -69,10 +69,10 @@ class MasterWeights:
 
     @torch.no_grad()
     def copy_changed_weights(self) -> None:
-        """Copy weights that were set since `write_back` into their masters."""
+        """Copy the weights that were set since `write_back` into their masters."""
         for parameter, master in self._masters.items():
-            untouched = master.to(parameter.dtype) == parameter
-            master.copy_(torch.where(untouched, master, parameter.float()))
+            unchanged = master.to(parameter.dtype) == parameter
+            master.copy_(torch.where(unchanged, master, parameter.float()))
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -85,7 +85,7 @@ class MasterWeights:
             master.grad = None
 
     def _by_index(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """(parameter, master) by the number that the optimizer's state dict gives it."""
+        """Index in the optimizer's state dict -> (parameter, master)."""
         parameters = {master: parameter for parameter, master in self._masters.items()}
         stepped = [value for group in self.optimizer.param_groups for value in group["params"]]
         return {index: (parameters[value], value) for index, value in enumerate(stepped) if value in parameters}
@@ -97,13 +97,13 @@ class MasterWeights:
             state[index] = {**state.get(index, {}), MASTER: master.detach()}
 
     @torch.no_grad()
-    def _take_masters(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _load_masters(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         state = state_dict["state"]
         for index, (parameter, master) in self._by_index().items():
             stored = state.get(index, {}).get(MASTER)
             master.copy_(parameter if stored is None else stored)
-        # An entry of a parameter that was never stepped must be empty, or the optimizer would not
-        # begin its state.
+        # The entry of a parameter that was never stepped must be empty, else the optimizer would
+        # not initialize its state.
         without_masters = {
             index: {name: value for name, value in values.items() if name != MASTER} for index, values in state.items()
         }
@@ -111,11 +111,11 @@ class MasterWeights:
 
 
 def check_precision(model: nn.Module) -> None:
-    """Raise ConfigError where a trained parameter is float16, whose gradients underflow without
-    a scaled loss."""
+    """Raise ConfigError if a trained parameter is float16: without loss scaling its gradients
+    underflow."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float16:
             raise ConfigError(
-                f"{name} is float16, in which small gradients are zero and large activations infinite; load the model in bfloat16 "
+                f"{name} is float16, in which small gradients become zero and large activations infinite; load the model in bfloat16 "
                 "(dtype=torch.bfloat16, or dtype=bfloat16 of a recipe), or in float32"
             )

@@ -1,4 +1,4 @@
-"""Peaks of memory: of the process, and of the GPU in forward and backward passes."""
+"""Peak memory: of the process, and of the GPU in forward and backward passes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ludic.training.config import TrainerConfig
 
 MIB = 2**20
 _highest: dict[torch.device, float] = {}
-"""MiB allocated on each device at most, up to the last time that torch's counter was set back."""
+"""Peak MiB allocated on each device, up to the last reset of torch's counter."""
 
 
 def memory_peaks() -> dict[str, float]:
-    """Largest values since the process began, in MiB: `process_peak_mb` that were resident, and
-    where CUDA is used `gpu_peak_mb` that torch had allocated on the current device. Both are
-    counted anyway: asking costs microseconds."""
+    """Peaks since the process started, in MiB: `process_peak_mb`, the resident memory, and if CUDA
+    is in use `gpu_peak_mb`, what torch allocated on the current device. Takes microseconds, since
+    both are counted anyway."""
     unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
     peaks = {"process_peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -35,8 +35,8 @@ def _update_highest(device: torch.device) -> float:
 
 @dataclass
 class MemoryProfile:
-    """One micro-batch's passes. Measures nothing unless `cfg.profile_memory` is set and the
-    model is on a CUDA device."""
+    """GPU memory in the passes of one micro-batch. Measures nothing unless `cfg.profile_memory` is
+    set and the model is on a CUDA device."""
 
     device: torch.device | None
     before_mb: float = 0.0
@@ -63,8 +63,8 @@ class MemoryProfile:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def after_backward(self) -> dict[str, float]:
-        """All measured keys, empty if nothing is measured. `activation` is what a peak adds to
-        the memory before the passes."""
+        """All statistics; empty if nothing is measured. Keys with `activation` are peaks minus the
+        memory before the passes."""
         if self.device is None:
             return {}
         peak = torch.cuda.max_memory_allocated(self.device) / MIB

@@ -1,4 +1,4 @@
-"""Which samples made a loss or a gradient infinite or NaN. Slow, and only run when that has
+"""Finds the samples that made a loss or a gradient infinite or NaN. Slow; runs only after that
 happened."""
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ MAX_NAMED = 16
 
 
 def describe_nonfinite(model: nn.Module, micro_batches: Iterable[MicroBatch], backward: Callable[[MicroBatch], Tensor]) -> str:
-    """One sentence on the cause. `backward` adds a micro-batch's gradient and returns its loss;
-    gradients are cleared."""
+    """One sentence on the cause. `backward` adds the gradient of a micro-batch and returns its
+    loss. Clears all gradients."""
     if not all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters()):
-        return "weights were not finite before this step; go back to an earlier checkpoint"
+        return "weights were not finite before this step; resume from an earlier checkpoint"
     names = []
     for name in _find_offenders(model, micro_batches, backward):
         names.append(name)
         if len(names) == MAX_NAMED:
-            names.append("and perhaps more")
+            names.append("and possibly more")
             break
     if not names:
-        return "no sample alone gives a value that is not finite: their sum overflows; lower lr or max_grad_norm"
+        return "every sample alone gives finite values, but their sum overflows; lower lr or max_grad_norm"
     return f"offending samples (rollout/step): {', '.join(names)}"
 
 

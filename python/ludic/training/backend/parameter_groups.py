@@ -1,4 +1,4 @@
-"""Parameters in groups of one learning rate and one weight decay each."""
+"""Groups of parameters, each with one learning rate and one weight decay."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def parameter_groups(
     head_only_weight_decay: bool = False,
     decay_biases_and_norms: bool = True,
 ) -> list[dict[str, Any]]:
-    """Groups of the trainable parameters, as an optimizer takes them; those of the head
-    (`find_head_parts`) first.
+    """The trainable parameters in groups, as an optimizer takes them. Groups of the head
+    (`find_head_parts`) come first.
 
-    `backbone_lr_mult`: all but the head learns at `lr * backbone_lr_mult`; None: everything at
-    `lr`. `head_only_weight_decay`: all but the head decays by 0. `decay_biases_and_norms=False`:
-    neither biases nor the weights of norms decay: every parameter of fewer than two dimensions.
+    `backbone_lr_mult`: all parameters but the head have the rate `lr * backbone_lr_mult`; None: all
+    have `lr`. `head_only_weight_decay`: only the head has weight decay.
+    `decay_biases_and_norms=False`: parameters of fewer than two dimensions (biases and weights of
+    norms) have no weight decay.
 
-    Parameters that end with the same settings share a group, so that with the defaults there is
-    one.
+    Parameters with the same settings share a group. With the defaults there is one group.
     """
     heads = _require_head(model) if backbone_lr_mult is not None or head_only_weight_decay else []
     if backbone_lr_mult is not None and not (math.isfinite(backbone_lr_mult) and backbone_lr_mult >= 0):
@@ -40,11 +40,11 @@ def parameter_groups(
             continue
         backbone = bool(heads) and not any(is_in_module(name, head) for head in heads)
         rate = lr * backbone_lr_mult if backbone and backbone_lr_mult is not None else lr
-        spared = (backbone and head_only_weight_decay) or (parameter.ndim < 2 and not decay_biases_and_norms)
-        groups.setdefault((backbone, rate, 0.0 if spared else weight_decay), []).append(parameter)
+        has_no_decay = (backbone and head_only_weight_decay) or (parameter.ndim < 2 and not decay_biases_and_norms)
+        groups.setdefault((backbone, rate, 0.0 if has_no_decay else weight_decay), []).append(parameter)
     if not groups:
         raise ConfigError("the model has no parameter with requires_grad=True; there is nothing to train")
-    in_order = sorted(groups.items(), key=lambda group: group[0][0])  # the head's first: its rate is the one that is logged
+    in_order = sorted(groups.items(), key=lambda group: group[0][0])  # head first: the first group's rate is logged
     return [{"params": parameters, "lr": rate, "weight_decay": decay} for (_, rate, decay), parameters in in_order]
 
 

@@ -11,7 +11,7 @@ from ludic.training.config import TrainerConfig
 
 
 def autocast(cfg: TrainerConfig) -> AbstractContextManager[Any]:
-    """Runs the forward passes inside in bfloat16 where `mixed_precision_dtype` asks for it."""
+    """A context in which forward passes run in bfloat16 if `mixed_precision_dtype` is set."""
     if cfg.mixed_precision_dtype is None:
         return nullcontext()
     return torch.autocast(torch.device(cfg.model_device).type, dtype=torch.bfloat16)

@@ -1,8 +1,9 @@
-"""What the trainer, its checks and its evaluators ask of a model, wherever it is.
+"""The interface between the trainer, its checks and its evaluators, and the model, which may be in
+another process.
 
-Every call returns a `TrainFuture` at once; the answer may come later. The trainer mostly awaits it,
-but blocks its thread for it where checkpoints are written and read: complete futures from another
-thread than the event loop's.
+Every call returns a `TrainFuture` at once; the result may come later. The trainer awaits most
+results, but blocks its thread while it writes and reads checkpoints: complete futures from another
+thread than that of the event loop.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from ludic.training.loss.base import ScoreType
 
 
 class MicroBatches(Protocol):
-    """The micro-batches of a mini-batch: a list, or one that collates as it goes. It can be
-    iterated twice."""
+    """The micro-batches of a mini-batch: a list, or an object that collates them one by one. It can
+    be iterated twice."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[MicroBatch]: ...
@@ -31,10 +32,10 @@ class MicroBatches(Protocol):
 
 @dataclass
 class BackwardResult:
-    """What `forward_backward` measured. Tensors stay on their device."""
+    """The result of `forward_backward`. Tensors stay on their device."""
 
     loss: Tensor
-    """[] loss of all micro-batches: their scaled losses summed."""
+    """[] sum of the scaled losses of all micro-batches."""
     micro_stats: list[dict[str, Any]] = field(default_factory=list)
     """Statistics of the loss, for each micro-batch."""
     micro_sizes: list[int] = field(default_factory=list)
@@ -45,8 +46,8 @@ class ForwardPasses(Protocol):
     """Forward passes in evaluation mode and without gradient: all that an evaluator needs."""
 
     def forward_logprobs(self, batch: MicroBatch, *, temperature: float | None = None, top_p: float = 1.0) -> TrainFuture[Tensor]:
-        """[B, T - 1] log-probability of each next token: at the policy's temperature or at
-        `temperature`, renormalised over the smallest set of tokens that reaches `top_p`."""
+        """[B, T - 1] log-probability of each next token at `temperature` (None: the policy's),
+        renormalised over the smallest set of tokens that reaches `top_p`."""
 
     def forward_scores(self, batch: MicroBatch, *, score_type: ScoreType = "reward") -> TrainFuture[Tensor]:
         """[B] score of each row: the reward of a reward model, or a log-probability of the
@@ -56,34 +57,33 @@ class ForwardPasses(Protocol):
 class TrainingBackend(ForwardPasses, Protocol):
     """A model that is trained, with its optimizer.
 
-    With several ranks, all call every method. The files of `save` and the values of
-    `snapshot_weights` are the backend's own affair: nobody else reads them.
+    With several ranks, all ranks call every method. Only the backend itself reads the files of
+    `save` and the values of `snapshot_weights`.
     """
 
     def forward_backward(
         self, batch: MicroBatch | MicroBatches, *, totals: BatchTotals | None = None
     ) -> TrainFuture[BackwardResult]:
-        """Add the gradient of the micro-batches. `totals` are those of the mini-batch that they
-        belong to."""
+        """Add the gradients of the micro-batches. `totals` are those of the whole mini-batch."""
 
     def optim_step(self, *, lr_factor: float = 1.0) -> TrainFuture[dict[str, float]]:
-        """Clip, step and clear the gradient. Returns `grad_norm` (before clipping; 0 where no
-        gradient came, and nothing was learnt) and `lr`. `NonFiniteError` leaves the weights
-        unchanged."""
+        """Clip the gradient, step the optimizer and clear the gradient. Returns `grad_norm`, the
+        norm before clipping (0 without a gradient), and `lr`. Raises NonFiniteError, with
+        unchanged weights, for a loss or a norm that is not finite."""
 
     def export_weights(self, *, param_filter: ParamFilter | None = None) -> TrainFuture[dict[str, Tensor]]:
-        """What a policy server needs, by name."""
+        """The weights that a policy server needs, by name."""
 
     def save(self, path: str | Path | None, *, optimizer: bool = True) -> TrainFuture[None]:
-        """Write the weights, and with `optimizer` its state, into the folder. A rank that is given
-        None writes nothing and only takes part in collectives."""
+        """Write the weights, and with `optimizer` the optimizer's state, into the folder. A rank
+        that gets None writes nothing and only takes part in collectives."""
 
     def load(self, path: str | Path, *, optimizer: bool = True) -> TrainFuture[None]:
-        """Read what `save` wrote. A folder without optimizer state leaves the optimizer as it
-        is."""
+        """Read what `save` wrote. If the folder has no optimizer state, the optimizer keeps its
+        own."""
 
     def snapshot_weights(self) -> TrainFuture[Any]:
-        """A copy of the trained weights for `restore_weights`, which survives optimizer steps."""
+        """A copy of the trained weights, which later steps do not change, for `restore_weights`."""
 
     def restore_weights(self, snapshot: Any) -> TrainFuture[None]:
         """Set the trained weights to those of a snapshot of the same backend."""

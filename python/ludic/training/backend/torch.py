@@ -1,8 +1,8 @@
 """`TorchBackend`: a torch model in this process, on one device or as one rank of torch.distributed.
 
-The step is the same for a plain, a replicated (DDP) and a sharded (FSDP2) model. Gradients of all
-ranks add up to that of the whole mini-batch: wrappers that average are undone by a factor, and
-without a wrapper gradients are summed before clipping.
+The step is the same for a plain, a replicated (DDP) and a sharded (FSDP2) model. The gradients of
+all ranks add up to the gradient of the whole mini-batch: a factor undoes the mean that wrappers
+take, and without a wrapper gradients are summed before clipping.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ludic.training.rng import preserved_rng
 def build_optimizer(
     model: nn.Module, cfg: TrainerConfig, *, backbone_lr_mult: float | None = None, head_only_weight_decay: bool = False
 ) -> torch.optim.Optimizer:
-    """AdamW over the parameters that are trained, in groups where rates or decays differ
+    """AdamW over the trained parameters, in groups if learning rates or weight decays differ
     (`parameter_groups`)."""
     groups = parameter_groups(
         model,
@@ -56,7 +56,7 @@ def build_optimizer(
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Recompute activations in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass instead of storing them."""
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # newer and older transformers
     enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
     if enable is None:
@@ -85,7 +85,7 @@ class TorchBackend(ModelPasses):
         optimizer_factory: Callable[[], torch.optim.Optimizer] | None = None,
         enable_gradient_checkpointing: bool = False,
     ) -> None:
-        """`optimizer_factory` is called once the model is on its device; without it, AdamW."""
+        """`optimizer_factory` is called after the model is on its device; None: AdamW."""
         super().__init__(model if is_sharded(model) else model.to(cfg.model_device), cfg)
         self.algo = algo
         if enable_gradient_checkpointing:
@@ -107,7 +107,7 @@ class TorchBackend(ModelPasses):
         return TrainFuture.of("forward_backward", lambda: self._forward_backward(micro_batches, totals))
 
     def _forward_backward(self, batch: MicroBatches, totals: BatchTotals | None) -> BackwardResult:
-        if not self.model.training:  # a part in evaluation mode, inside a model in training mode, stays in it
+        if not self.model.training:  # a submodule may stay in evaluation mode
             self.model.train()
         totals = self._with_first_pass(batch, totals)
         result = BackwardResult(torch.zeros((), device=self.cfg.model_device))
@@ -125,7 +125,7 @@ class TorchBackend(ModelPasses):
 
     @torch.no_grad()
     def _with_first_pass(self, batch: MicroBatches, totals: BatchTotals | None) -> BatchTotals | None:
-        """`totals` with what the loss must measure on all samples before the gradient of the first.
+        """`totals` with the sums that the loss needs from all samples before it is computed on any.
         Dropout draws the same masks as in the pass with gradient."""
         loss = adapted_loss(self.algo)
         if totals is None or not loss.needs_first_pass or (len(batch) == 1 and not ranks.is_distributed()):
@@ -152,12 +152,12 @@ class TorchBackend(ModelPasses):
 
     @property
     def _policy(self) -> dict[str, float]:
-        """Arguments about the policy for `compute_loss`; none at temperature 1, so that an
-        algorithm without such arguments works."""
+        """The arguments of `compute_loss` about the policy. Empty at temperature 1, for algorithms
+        without such arguments."""
         return {} if self.cfg.temperature == 1.0 else {"temperature": self.cfg.temperature}
 
     def _gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Ranks exchange gradients with the last micro-batch only."""
+        """A context in which ranks exchange gradients only for the last micro-batch."""
         if is_sharded(self.model):
             set_gradient_sync(self.model, last)
         elif isinstance(self.model, DistributedDataParallel) and not last:
@@ -182,7 +182,7 @@ class TorchBackend(ModelPasses):
         return {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]}
 
     def _clip_gradient(self) -> float:
-        """L2 norm of the gradient over all ranks, before it is clipped. Waits for the device."""
+        """Clip the gradient of all ranks. Returns its L2 norm before. Waits for the device."""
         stepped = [self._masters.stepped_tensor(parameter) for parameter in self.model.parameters() if parameter.requires_grad]
         if ranks.is_distributed() and not self._averages:
             for parameter in stepped:
@@ -193,7 +193,8 @@ class TorchBackend(ModelPasses):
         return float(gather_tensor(norm))
 
     def _clear_gradients(self) -> None:
-        """Also of parameters that the optimizer does not step: theirs would accumulate."""
+        """Clear all gradients, also of parameters that the optimizer does not step: these would
+        accumulate."""
         self.model.zero_grad(set_to_none=True)
         self._masters.zero_grad()
 

@@ -40,7 +40,7 @@ class BatchSourceBase:
         """Stop what runs in the background."""
 
 
-OPTIONAL_MEMBERS = ("max_lag", "overlaps", "shards_across_ranks", "pairs_incomplete", "state_dict", "load_state_dict", "aclose")
+OPTIONAL_MEMBERS = tuple(name for name in vars(BatchSourceBase) if not name.startswith("_") and name != "next_batch")
 
 
 def as_batch_source(source: BatchSource) -> BatchSourceBase:

@@ -1,4 +1,4 @@
-"""The loss on samples that are not trained: an evaluator for supervised fine-tuning."""
+"""The loss on held-out samples: an evaluator for supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ludic.training.types import SAWItem
 
 class HeldOutLoss:
     """Mean of -log pi over all action tokens of `items`, in nats; packing does not change it.
-    Samples longer than `max_seq_len` are cut as in training. An evaluator, as `Trainer` takes one:
-    `eval/loss`, `eval/perplexity`.
+    Samples longer than `max_seq_len` are truncated as in training. As the evaluator of a `Trainer`
+    it logs `eval/loss` and `eval/perplexity`.
 
-    Of one process: a sharded model would have to be evaluated by all ranks.
+    It runs in one process. A sharded model would need all ranks.
     """
 
     def __init__(self, model: nn.Module | ForwardPasses, items: Sequence[SAWItem], cfg: TrainerConfig) -> None:
-        """`model` is in this process, or is the backend that has it."""
+        """`model`: a model in this process, or the backend that has it."""
         self._model, self._cfg, self._passes = model, cfg, as_forward_passes(model, cfg)
         self._batch = MacroBatch.ingest(items, cfg.max_seq_len)
         if not self._batch.items:
@@ -38,7 +38,7 @@ class HeldOutLoss:
             )
 
     def measure(self) -> dict[str, float]:
-        """`loss`, `perplexity`, and the `tokens` that they were measured on."""
+        """`loss`, `perplexity`, and the number of `tokens`."""
         if isinstance(self._model, nn.Module):
             self._cfg = with_supported_packing(self._cfg, self._model)
         total, tokens = self._sums()
@@ -46,8 +46,7 @@ class HeldOutLoss:
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": float(tokens)}
 
     async def eval(self, **_: Any) -> tuple[list[dict[str, Any]], dict[str, float]]:
-        """(no records, metrics). There is nothing that requests, reducers or limits would
-        change."""
+        """(no records, metrics). Reducers and limits have no effect."""
         return [], self.measure()
 
     def _sums(self) -> tuple[float, int]:

@@ -1,4 +1,4 @@
-"""The scores of held-out pairs, and the metrics of these: an evaluator for reward models."""
+"""The scores of held-out pairs and their metrics: an evaluator for reward models."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ludic.training.types import SAWItem
 
 class PreferenceEvaluator:
     """Scores every response of the pairs in `items` and computes all metrics from these scores;
-    packing does not change them. An evaluator, as `Trainer` takes one: `eval/pairwise_accuracy`,
+    packing does not change them. As the evaluator of a `Trainer` it logs `eval/pairwise_accuracy`,
     `eval/loss` and so on.
 
-    Samples longer than `max_seq_len` are cut as in training, and pairs are dropped, or refused, for
-    the same reasons. `loss` is that of Bradley-Terry at `metrics.beta`, without label smoothing and
-    regularisation, so that runs that differ in these can be compared. With several ranks each
-    scores its share, and all know the metrics.
+    Samples longer than `max_seq_len` are truncated as in training, and pairs are dropped, or raise,
+    for the same reasons. `loss` is the Bradley-Terry loss at `metrics.beta`, without label
+    smoothing and regularisation, so that runs with different ones can be compared. With several
+    ranks each scores its share, and all get the metrics.
     """
 
     on_all_ranks: bool = True
@@ -43,14 +43,14 @@ class PreferenceEvaluator:
         metrics: PreferenceMetrics | None = None,
         score_type: ScoreType = "reward",
     ) -> None:
-        """`model` is in this process, or is the backend that has it. `metrics` says which are
-        computed; what it held is forgotten with every evaluation. An incomplete pair is a
-        DataError where an `RMTrainerConfig` says so, else it is dropped with a warning."""
+        """`model`: a model in this process, or the backend that has it. `metrics` computes the
+        metrics; every evaluation resets it. An incomplete pair raises DataError if the
+        `RMTrainerConfig` requires complete pairs, else it is dropped with a warning."""
         self._passes, self._cfg, self._score_type = as_forward_passes(model, cfg), cfg, score_type
         self.metrics = metrics or PreferenceMetrics(both_orders=True, thresholds_on="responses")
-        """Holds the scores of the last evaluation, for pictures."""
-        refuses = isinstance(cfg, RMTrainerConfig) and cfg.rm_require_complete_pairs and not cfg.rm_drop_incomplete_pairs
-        self.batch = PreferenceMacroBatch.ingest_pairs(items, cfg.max_seq_len, drop_incomplete=not refuses)
+        """Has the scores of the last evaluation, for plots."""
+        requires_pairs = isinstance(cfg, RMTrainerConfig) and cfg.rm_require_complete_pairs and not cfg.rm_drop_incomplete_pairs
+        self.batch = PreferenceMacroBatch.ingest_pairs(items, cfg.max_seq_len, drop_incomplete=not requires_pairs)
         if not self.batch.num_pairs:
             raise ConfigError(
                 f"none of the {len(items)} samples to evaluate is in a complete pair within max_seq_len ({cfg.max_seq_len})"
@@ -58,12 +58,12 @@ class PreferenceEvaluator:
 
     @property
     def num_pairs(self) -> int:
-        """Pairs that are scored."""
+        """The number of scored pairs."""
         return self.batch.num_pairs
 
     def measure(self) -> dict[str, float]:
-        """`loss`, what `PreferenceMetrics.compute` gives, `num_pairs`, and how many more there
-        were, by `DROP_REASONS`."""
+        """`loss`, the metrics of `PreferenceMetrics.compute`, `num_pairs`, and the number of
+        dropped pairs by `DROP_REASONS`."""
         scores = self._scores()
         chosen, rejected = scores[::2], scores[1::2]
         labels = np.array([float(item.meta["label"]) for item in self.batch.items[::2]])
@@ -71,21 +71,20 @@ class PreferenceEvaluator:
         self.metrics.update(chosen, rejected, labels)
         loss = preference_loss(chosen, rejected, labels, self.metrics.beta)
         counts = self.batch.counts()
-        left_out = {name: counts[name] for name in DROP_REASONS}
-        return {"loss": loss, **self.metrics.compute(), "num_pairs": float(self.num_pairs), **left_out}
+        dropped = {name: counts[name] for name in DROP_REASONS}
+        return {"loss": loss, **self.metrics.compute(), "num_pairs": float(self.num_pairs), **dropped}
 
     async def eval(self, **_: Any) -> tuple[list[dict[str, Any]], dict[str, float]]:
-        """(no records, metrics). There is nothing that requests, reducers or limits would
-        change."""
+        """(no records, metrics). Reducers and limits have no effect."""
         return [], self.measure()
 
     def _scores(self) -> Floats:
-        """[N] score of each sample. All ranks must call; each computes its share."""
+        """[N] score of each sample. All ranks must call this; each computes its share."""
         own_rows = np.arange(len(self.batch.items))[ranks.rank() :: ranks.world_size()]
         mini_batch = MiniBatch(self.batch, own_rows, self._cfg)
         scores = np.zeros(len(self.batch.items))
         for index, micro_batch in enumerate(mini_batch):
             rows = mini_batch.micro_batch_rows(index)
             row_scores = self._passes.forward_scores(micro_batch, score_type=self._score_type).wait()
-            scores[rows] = row_scores[: len(rows)].double().cpu().numpy()  # rows of padding come last
+            scores[rows] = row_scores[: len(rows)].double().cpu().numpy()  # padding rows come last
         return np.array(ranks.sum_over_ranks(scores.tolist(), self._cfg.model_device))

@@ -1,4 +1,4 @@
-"""What the trainer asks of an evaluator."""
+"""The interface of evaluators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ludic.training.stats import Reducer
 
 
 class Evaluator(Protocol):
-    """Measures the policy. It runs on rank 0 alone unless it is a `RankedEvaluator`."""
+    """Measures the policy. It runs on rank 0 only, unless it is a `RankedEvaluator`."""
 
     async def eval(
         self,
@@ -19,7 +19,7 @@ class Evaluator(Protocol):
         timeout_s: float | None = None,
         concurrency: int | None = None,
     ) -> tuple[list[Any], dict[str, float]]:
-        """(records, metrics). The evaluator decides what is left None."""
+        """(records, metrics). For an argument that is None the evaluator uses its default."""
 
 
 @runtime_checkable
@@ -27,9 +27,9 @@ class RankedEvaluator(Evaluator, Protocol):
     """An evaluator that says which ranks it runs on."""
 
     on_all_ranks: bool
-    """Whether all ranks must call `eval`, each of which then knows the metrics."""
+    """Whether all ranks must call `eval`. If so, all get the metrics."""
 
 
 def runs_on_all_ranks(evaluator: Evaluator) -> bool:
-    """Whether all ranks call `evaluator`; an evaluator that does not say runs on rank 0."""
+    """Whether all ranks call `evaluator`: by default only rank 0 does."""
     return isinstance(evaluator, RankedEvaluator) and evaluator.on_all_ranks

@@ -16,10 +16,10 @@ best.json with its `step`."""
 
 
 class BestWeights:
-    """Keeps one set of weights and restores it: in a folder beside the checkpoints, or in memory if
-    there are none.
+    """Keeps one set of weights: in a folder beside the checkpoints, or in memory without
+    checkpoints.
 
-    With several ranks, all call both methods; rank 0 writes the folder.
+    With several ranks, all call both methods, and rank 0 writes the folder.
     """
 
     def __init__(self, backend: TrainingBackend, checkpoints: Path | None) -> None:
@@ -28,7 +28,7 @@ class BestWeights:
         self._in_memory: tuple[int, Any] | None = None
 
     def keep(self, step: int) -> None:
-        """Keep the present weights, those of `step`, instead of the ones kept before."""
+        """Keep the current weights, those of `step`, and drop the previous ones."""
         if self.folder is None:
             self._in_memory = step, self._backend.snapshot_weights().wait()
         elif ranks.rank() == 0:

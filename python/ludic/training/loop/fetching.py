@@ -32,10 +32,10 @@ class FetchingRun(Protocol):
 
 
 class BatchFetcher:
-    """Asks the source for batches, drops stale samples, preprocesses and cuts the rest.
+    """Gets batches from the source, drops stale samples, and preprocesses and truncates the rest.
 
-    An empty batch is followed by the next, `max_empty_batches` in all. `ingest` makes a macro-batch
-    of samples. A run that publishes weights gets `policy_lag` in the batch's meta.
+    After an empty batch it fetches the next, up to `max_empty_batches` in all. `ingest` makes a
+    macro-batch of samples. If the run publishes weights, the meta of the batch gets `policy_lag`.
     """
 
     def __init__(self, run: FetchingRun, ingest: Callable[[Sequence[SAWItem]], MacroBatch]) -> None:
@@ -43,8 +43,8 @@ class BatchFetcher:
         self._signal = SignalWatch()
 
     async def fetch(self, step: int, timer: PhaseTimer) -> tuple[SAWBatch, MacroBatch]:
-        """A batch with something to train on in step `step`. Raises EmptyBatchError where
-        `max_empty_batches` in a row have nothing."""
+        """The next batch with samples to train on in step `step`. Raises EmptyBatchError after
+        `max_empty_batches` empty ones in a row."""
         fetched = stale = 0
         for attempt in range(self._run.cfg.max_empty_batches):
             with timer.phase("rollout"):
@@ -63,17 +63,19 @@ class BatchFetcher:
                 batch.meta.update(self._measure_lag(macro.items, step))
                 return batch, macro
             too_long = self._describe_long_prompts(source_batch.items)
-            if attempt == 0:  # the error has the number of those that follow
-                logger.warning("a batch of %d samples has none to train on%s; fetching others", len(source_batch.items), too_long)
+            if attempt == 0:  # the error has the number of the following ones
+                logger.warning(
+                    "a batch of %d samples has none to train on%s; fetching the next", len(source_batch.items), too_long
+                )
         cfg = self._run.cfg
         raise EmptyBatchError(
-            f"{cfg.max_empty_batches} batches in a row had no sample to train on: {fetched} samples came, {stale} were older "
+            f"{cfg.max_empty_batches} batches in a row had no sample to train on: of {fetched} samples, {stale} were older "
             f"than max_lag ({cfg.max_lag}), preprocessing and truncation dropped the rest{too_long}; check the source and the "
             "filters, or raise max_empty_batches"
         )
 
     def _describe_long_prompts(self, items: Sequence[SAWItem]) -> str:
-        """A hint where every prompt alone is longer than what is trained.
+        """A hint if every prompt alone is longer than what is trained, else "".
 
         Example: `action_mask` [0, 0, 1] is a prompt of 2 tokens; `max_seq_len` 2 leaves no answer.
         """
@@ -87,7 +89,7 @@ class BatchFetcher:
         return self._run.cfg.max_lag is not None and version is not None and step - version > self._run.cfg.max_lag
 
     def _measure_lag(self, items: Sequence[SAWItem], step: int) -> dict[str, float]:
-        """How many versions the samples are behind the weights, on average; nothing where
-        versions are not published or unknown."""
+        """The mean number of versions between the samples and the weights; empty if no versions are
+        published or known."""
         versions = [item.meta["policy_version"] for item in items if item.meta.get("policy_version") is not None]
         return {"policy_lag": step - sum(versions) / len(versions)} if versions and self._run.sync_every_steps else {}

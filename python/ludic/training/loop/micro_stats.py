@@ -1,9 +1,10 @@
-"""Combines statistics of parts (micro-batches, ranks) into those of the whole, whatever the split.
+"""Combines the statistics of parts (micro-batches, ranks) into those of the whole. The result does
+not depend on the split.
 
-A mean is weighted by what it is a mean over: action tokens for `TOKEN_KEYS` where the part says
-`avg_action_tokens`, pairs for `PAIR_MEAN_KEYS` where it says `num_pairs`, samples for the rest. A
-standard deviation `x_std` beside `x_mean` is that of all values together: the mean of the parts'
-variances and the variance of their means. `gpu_*` is a maximum, counts are sums. A key of a
+A mean is weighted by what it is a mean over: action tokens for `TOKEN_KEYS` if the part has
+`avg_action_tokens`, pairs for `PAIR_MEAN_KEYS` if it has `num_pairs`, else samples. A standard
+deviation `x_std` beside `x_mean` is that of all values together: the variance is the mean of the
+parts' variances plus the variance of their means. `gpu_*` is a maximum, counts are sums. A key of a
 composite loss, `term/key`, follows the rule of `key`.
 """
 
@@ -22,23 +23,23 @@ from ludic.training.loss.mismatch import LARGEST, PREFIX, compute_mismatch, is_m
 
 COUNT_KEYS = frozenset({"num_samples", "target_rollouts", "effective_rollouts", "total_completion_tokens", "num_pairs"})
 PAIR_MEAN_KEYS = frozenset({"accuracy", "chosen_score", "rejected_score", "margin", "score_reg"})
-"""Means over the pairs of a micro-batch, where it counts them as `num_pairs`: samples without a
-partner have no part in them."""
+"""Means over the pairs of a micro-batch, if it has `num_pairs`: samples without a partner do not
+count."""
 TOKEN_KEYS = frozenset(
     {
         *("ratio_mean", "ratio_std", "kl_actor_policy", "clip_frac", "ratio_clip_frac"),
         *("grad_weight_mean", "grad_weight_std", "nll_mean"),
     }
 )
-"""Means over the action tokens of a micro-batch, where it says their number as
-`avg_action_tokens`; a loss of whole sequences does not, and its means are over samples."""
+"""Means over the action tokens of a micro-batch, if it has `avg_action_tokens`. A loss on whole
+sequences does not report it, and its means are over samples."""
 
 Rule = Literal["mean", "std", "sum", "max", "min"]
 
 
 @dataclass(frozen=True)
 class Stat:
-    """A statistic of some of the samples, and the rule that combines it with that of others.
+    """A statistic of some samples, and the rule that combines it with that of other samples.
 
     >>> combine_stats([Stat(1.0, weight=3.0), Stat(5.0, weight=1.0)])
     Stat(value=2.0, weight=4.0, rule='mean', mean=0.0)
@@ -46,15 +47,15 @@ class Stat:
 
     value: float
     weight: float = 1.0
-    """Samples, tokens, pairs or rollouts that a `mean` or `std` is over; 0: nothing was
+    """How many samples, tokens, pairs or rollouts a `mean` or `std` is over; 0: nothing was
     measured."""
     rule: Rule = "mean"
     mean: float = 0.0
-    """Of the values that a `std` is over."""
+    """The mean of the values that a `std` is over."""
 
 
 def combine_stats(parts: Sequence[Stat]) -> Stat:
-    """The statistic of all samples from those of at least one part of them."""
+    """The statistic of all samples, from those of one or more parts."""
     rule = parts[0].rule
     values = [part.value for part in parts]
     if rule == "sum":
@@ -73,7 +74,7 @@ def combine_stats(parts: Sequence[Stat]) -> Stat:
 
 
 def combine_micro_stats(micro_stats: Sequence[Mapping[str, float]], sizes: Sequence[float]) -> dict[str, Stat]:
-    """One statistic for each key, of all micro-batches that have it. `sizes`: their samples."""
+    """One statistic per key, of all micro-batches that have it. `sizes`: samples of each."""
     columns: dict[str, list[Stat]] = {}
     for stats, size in zip(micro_stats, sizes, strict=True):
         for key, value in stats.items():
@@ -100,8 +101,7 @@ def _make_stat(key: str, value: float, stats: Mapping[str, float], size: float) 
 
 
 def copy_to_host(dictionaries: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """The same dictionaries with Python floats. All tensors are copied to the host in one
-    transfer."""
+    """The dictionaries with Python floats. All tensors are copied to the host in one transfer."""
     tensors = [value.detach() for each in dictionaries for value in each.values() if isinstance(value, Tensor)]
     packed: list[float] = []
     if tensors:
@@ -114,14 +114,15 @@ def copy_to_host(dictionaries: Sequence[Mapping[str, Any]]) -> list[dict[str, fl
 
 
 def final_values(stats: Mapping[str, Stat]) -> dict[str, float]:
-    """The values that were measured; the sums of `loss.mismatch` become its statistics."""
+    """The measured values; the sums of `loss.mismatch` become its statistics."""
     sums = {key: stat.value for key, stat in stats.items() if is_mismatch_sum(key)}
     plain = {key: stat.value for key, stat in stats.items() if key not in sums and stat.weight > 0}
     return {**plain, **compute_mismatch(sums)}
 
 
 def reduce_over_ranks(stats: Mapping[str, Stat], device: torch.device | str) -> dict[str, Stat]:
-    """The statistics of all ranks, as if one rank had all samples. A rank may lack keys."""
+    """The statistics of all ranks together, as if one rank had all samples. A rank may lack
+    keys."""
     if not ranks.is_distributed():
         return dict(stats)
     names = ranks.union_over_ranks([f"{stat.rule} {key}" for key, stat in stats.items()], device)
@@ -145,7 +146,7 @@ def _rule_and_key(name: str) -> tuple[Any, str]:
 
 
 def _moments(keys: Iterable[tuple[Rule, str]], stats: Mapping[str, Stat]) -> Iterable[float]:
-    """Of each key that is summed: its weight, the weighted sum of values, and that of squares."""
+    """For each summed key: weight, weighted sum of values, weighted sum of squares."""
     for rule, key in keys:
         if rule in ("max", "min"):
             continue

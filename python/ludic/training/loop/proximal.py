@@ -1,10 +1,9 @@
-"""The trainer's own log-probabilities at the beginning of a step, for corrections in later
-optimizer steps.
+"""The trainer's log-probabilities at the start of a step, for corrections in later optimizer steps.
 
-In the first optimizer step of a batch the weights are still those of the beginning. From the second
-on (`minibatches_per_batch`, `epochs_per_batch`) the ratio of policy to sampler mixes what was
-learnt since with the difference between the engines, and only the latter is to be corrected. One
-more forward pass separates them.
+In the first optimizer step of a batch the weights are still those of the start. From the second on
+(`minibatches_per_batch`, `epochs_per_batch`) the ratio of policy to sampler includes the updates
+since then, and a correction must not correct for these. One more forward pass separates them from
+the difference between the engines.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ ForwardLogps = Callable[[MicroBatch], Awaitable[Tensor]]
 async def add_proximal_logps(
     batch: MacroBatch, cfg: TrainerConfig, forward: ForwardLogps, *, skip_zero_weight: bool
 ) -> MacroBatch:
-    """The batch with the log-probabilities of every sample that will be trained, by `forward`."""
+    """The batch with the log-probabilities of every sample to train on, computed by `forward`."""
     whole = MiniBatch(batch, np.arange(len(batch.items)), cfg, skip_zero_weight=skip_zero_weight)
     logps_by_row: dict[int, Tensor] = {}
     for index, micro_batch in enumerate(whole):

@@ -1,5 +1,5 @@
-"""What a checkpoint keeps of a run besides weights and optimizer, so that a resumed run goes on as
-if it had not ended."""
+"""The state of a run that a checkpoint has besides weights and optimizer, so that a resumed run
+continues as if it had not ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ludic.training.rng import rng_state, set_rng_state
 
 
 class ResumableRun(Protocol):
-    """The members of a trainer that a checkpoint keeps."""
+    """The members of a trainer that a checkpoint saves."""
 
     schedule: RunSchedule
     evaluations: Evaluations
@@ -23,7 +23,7 @@ class ResumableRun(Protocol):
 
 
 def run_state(run: ResumableRun, source: BatchSourceBase) -> dict[str, Any]:
-    """Schedule, early stopping, last evaluation and its step, random generators, and the state of
+    """The state of the schedule, early stopping, the last evaluation, the random generators, and of
     the batch source if it has one."""
     state: dict[str, Any] = {
         "scheduler_state_dict": run.schedule.state_dict(run.current_step),
@@ -35,7 +35,8 @@ def run_state(run: ResumableRun, source: BatchSourceBase) -> dict[str, Any]:
 
 
 def restore_run(run: ResumableRun, source: BatchSourceBase, metadata: Mapping[str, Any]) -> None:
-    """Go back to where `run_state` was taken. What an older checkpoint lacks stays as it is."""
+    """Restore the state in `metadata`. What a checkpoint of an older version lacks stays as it
+    is."""
     if "scheduler_state_dict" in metadata:
         run.schedule.resume(int(metadata["scheduler_state_dict"]["total_steps"]))
     run.evaluations.load_state_dict(metadata)

@@ -1,4 +1,4 @@
-"""The learning rate over a run: a pure function of the step, so that there is no state to lose.
+"""The learning rate over a run: a pure function of the step, without state.
 
 A step is a macro-batch: all optimizer steps over one batch use the same rate.
 """
@@ -28,10 +28,10 @@ def depends_on_total(cfg: TrainerConfig) -> bool:
 class LearningRateSchedule:
     """Factor of the learning rate at each step, 0-based.
 
-    Warm-up: `(step + 1) / warmup_steps`, so that the first step is not lost at a rate of 0. Then,
-    with `p` the share of the steps after the warm-up that are done: `linear` is `1 - p`, `cosine`
-    is `(1 + cos(pi p)) / 2`, both stretched to end at `min_ratio`; `constant_with_warmup`, and no
-    kind at all, stay at 1.
+    Warm-up: `(step + 1) / warmup_steps`, so that the rate of the first step is not 0. Afterwards,
+    with `p` the finished share of the remaining steps: `linear` is `1 - p`, `cosine` is
+    `(1 + cos(pi p)) / 2`, both scaled to end at `min_ratio`. `constant_with_warmup` and None stay
+    at 1.
 
     >>> LearningRateSchedule("linear", warmup_steps=2, total_steps=6).factor(3)
     0.75
@@ -40,7 +40,7 @@ class LearningRateSchedule:
     kind: SchedulerType | None = None
     warmup_steps: int = 0
     total_steps: int = DEFAULT_TOTAL_STEPS
-    """Where the decay ends; the rate stays at its floor afterwards."""
+    """The step at which the decay ends. The rate stays at its minimum afterwards."""
     min_ratio: float = 0.0
 
     def __post_init__(self) -> None:
@@ -51,13 +51,14 @@ class LearningRateSchedule:
 
     @classmethod
     def from_config(cls, cfg: TrainerConfig, total_steps: int | None) -> LearningRateSchedule:
-        """`warmup_steps` outranks `warmup_ratio`; without `total_steps`, 1,000,000."""
+        """The schedule of the config. `warmup_steps` takes precedence over `warmup_ratio`;
+        `total_steps` None: 1,000,000."""
         total = DEFAULT_TOTAL_STEPS if total_steps is None else total_steps
         warmup = cfg.warmup_steps or int((cfg.warmup_ratio or 0.0) * total)
         return cls(cfg.lr_scheduler_type, warmup, total, cfg.lr_min_ratio)
 
     def factor(self, step: int) -> float:
-        """What `lr` is multiplied by at `step`."""
+        """The factor of `lr` at `step`."""
         if self.kind is None:
             return 1.0
         if step < self.warmup_steps:
@@ -71,31 +72,32 @@ class LearningRateSchedule:
         return 1 - done if self.kind == "linear" else 0.5 * (1 + math.cos(math.pi * done))
 
     def state_dict(self, step: int) -> dict[str, int]:
-        """What a checkpoint keeps: where the run stands in its schedule."""
+        """What checkpoints save: the position in the schedule."""
         return {"last_step": step, "total_steps": self.total_steps, "warmup_steps": self.warmup_steps}
 
 
 class RunSchedule:
-    """The schedule of a run, whose length may only be known when it begins."""
+    """The schedule of a run. The length of the run may be unknown until the run begins."""
 
     def __init__(self, cfg: TrainerConfig, total_steps: int | None) -> None:
-        """`total_steps` None: that of the first `begin`, or a default far beyond any run."""
+        """`total_steps` None: that of the first `begin`, or else `DEFAULT_TOTAL_STEPS`."""
         self._cfg, self._is_open, self._is_guessed = cfg, total_steps is None, total_steps is None
         self._schedule = LearningRateSchedule.from_config(cfg, total_steps)
 
     def begin(self, last_step: int | None) -> None:
-        """The first call sets the length of a run that has none yet; None leaves the default."""
+        """Set the length of the run, if this is the first call and it has none yet. None: the
+        default."""
         if last_step is not None and self._is_open and self._cfg.lr_scheduler_type is not None:
             self._schedule, self._is_guessed = LearningRateSchedule.from_config(self._cfg, last_step), False
         self._is_open = False
 
     def resume(self, total_steps: int) -> None:
-        """Go on with the schedule of a run that is resumed; `begin` does not change it."""
+        """Continue the schedule of a resumed run. `begin` does not change it afterwards."""
         self._schedule = LearningRateSchedule.from_config(self._cfg, total_steps)
         self._is_open = self._is_guessed = False
 
     def warn_once_if_guessed(self) -> None:
-        """Warn of a decay that is stretched over the default length."""
+        """Warn if the decay is stretched over the default length."""
         is_guessed, self._is_guessed = self._is_guessed, False
         if is_guessed and depends_on_total(self._cfg):
             logger.warning(
@@ -106,7 +108,7 @@ class RunSchedule:
             )
 
     def factor(self, step: int) -> float:
-        """What `lr` is multiplied by at `step`."""
+        """The factor of `lr` at `step`."""
         return self._schedule.factor(step)
 
     def state_dict(self, step: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Checks that the parts of a trainer go together, before a model is built or a sample is played."""
+"""Checks that the parts of a trainer fit together, before a model is built or a rollout played."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_setup(
 
 
 def check_backend(cfg: TrainerConfig, backend: object, *, checkpoints: bool) -> None:
-    """Raise ConfigError for a backend that lacks a method which this run will call."""
+    """Raise ConfigError if the backend lacks a method that this run will call."""
     needed = ["forward_backward", "optim_step"]
     if checkpoints:
         needed += ["save", "load"]
@@ -46,8 +46,8 @@ def check_backend(cfg: TrainerConfig, backend: object, *, checkpoints: bool) -> 
 
 
 def check_publisher(cfg: TrainerConfig, publisher: object) -> None:
-    """Refuse a cadence without a publisher. `sync_every_steps=1` is the default, and only warned
-    of."""
+    """Raise ConfigError for `sync_every_steps` > 1 without a publisher. 1, the default, only
+    gives a warning."""
     if publisher is not None or not cfg.was_set("sync_every_steps") or cfg.sync_every_steps == 0:
         return
     if cfg.sync_every_steps > 1:
@@ -58,13 +58,13 @@ def check_publisher(cfg: TrainerConfig, publisher: object) -> None:
 
 
 def check_evaluator(cfg: TrainerConfig, evaluator: object) -> None:
-    """Warn of evaluations that nothing makes. Training needs none."""
+    """Warn if evaluations are configured and there is no evaluator. Training does not need one."""
     if evaluator is None and (cfg.eval_at_start or cfg.eval_every_n_steps):
         logger.warning("eval_at_start and eval_every_n_steps without an evaluator: nothing is evaluated; pass evaluator=")
 
 
 def check_lag(cfg: TrainerConfig, ahead: int) -> None:
-    """Refuse a `max_lag` that would drop the batches which the source begins `ahead` of need.
+    """Raise ConfigError for a `max_lag` that would drop the batches that the source begins `ahead`.
 
     Example: 1 batch ahead, published every 2 steps: a batch is up to 1 + 2 - 1 = 2 versions old.
     """
@@ -77,22 +77,22 @@ def check_lag(cfg: TrainerConfig, ahead: int) -> None:
 
 
 def check_ranks(source: BatchSource) -> None:
-    """Refuse a source that gives all ranks the same samples: they would compute one gradient
-    several times. Warn of a source that does not say."""
+    """Raise ConfigError for a source that gives all ranks the same samples, which would compute the
+    same gradient several times. Warn if the source does not say."""
     if not ranks.is_distributed():
         return
     name, world = type(source).__name__, ranks.world_size()
     shared = as_batch_source(source).shards_across_ranks
     if shared is False:
         raise ConfigError(
-            f"batch_source ({name}) gives each of {world} ranks the same prompts; let requests_fn give each rank prompts and seeds of its "
-            "own and say so with shards_across_ranks=True, play on one rank, or train on recorded rollouts (OfflineBatchSource), which "
-            "ranks share out"
+            f"batch_source ({name}) gives each of {world} ranks the same prompts; give each rank its own prompts and seeds in requests_fn "
+            "and set shards_across_ranks=True, play on one rank, or train on recorded rollouts (OfflineBatchSource), which are split "
+            "between the ranks"
         )
     if shared is None and ranks.rank() == 0:
         logger.warning(
-            "%s does not say whether each of the %d ranks gets samples of its own; if all get the same, each gradient is computed %d "
-            "times for nothing. Set shards_across_ranks = True on it once it shares them out",
+            "%s does not say whether each of the %d ranks gets its own samples; if all get the same, each gradient is computed %d "
+            "times in vain. Set shards_across_ranks = True on it if ranks get different samples",
             name,
             world,
             world,
@@ -100,7 +100,7 @@ def check_ranks(source: BatchSource) -> None:
 
 
 def require_model(model: nn.Module | None) -> nn.Module:
-    """`model`, where something needs it in this process."""
+    """`model`. Raises ConfigError if there is none in this process."""
     if model is None:
         raise ConfigError("the trainer has no model in this process; pass model=, or leave what needs it to the backend")
     return model

@@ -1,4 +1,4 @@
-"""Warns once where the rewards teach nothing."""
+"""Warns once if the rewards give no training signal."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from ludic.training.types import SAWItem
 logger = logging.getLogger(__name__)
 
 PATIENCE = 10
-"""Batches in a row without a signal before the warning: easy and hard problems give some."""
+"""Batches without a signal in a row before the warning. A few are normal: problems may be too
+easy or too hard."""
 
 
 class SignalWatch:
-    """Counts the batches in a row whose samples all have weight 0, and warns once of `PATIENCE`
-    of them."""
+    """Counts batches in a row in which all samples have weight 0, and warns once, after
+    `PATIENCE` of them."""
 
     def __init__(self) -> None:
         self.in_a_row = 0
 
     def count_batch(self, items: Sequence[SAWItem]) -> None:
-        """Count a batch that is about to be trained."""
+        """Count a batch to train on."""
         self.in_a_row = 0 if any(item.weight for item in items) else self.in_a_row + 1
         if self.in_a_row == PATIENCE:
             logger.warning(

@@ -1,4 +1,4 @@
-"""What one training step measured, and the statistics that it logs."""
+"""The measurements of one training step, and the statistics that it logs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ludic.training.types import SAWBatch
 logger = logging.getLogger(__name__)
 
 EPISODE_KEYS = ("num_retried_episodes", "num_failed_episodes", "num_cancelled_episodes", "num_dropped_groups")
-"""What a rollout engine counts of episodes that went wrong."""
+"""The rollout engine's counts of episodes that went wrong."""
 
 
 class StepRecord:
-    """Collects results while a step runs. Tensors stay on the device until `stats` brings them
-    over together."""
+    """Collects results while a step runs. Tensors stay on the device until `stats` copies them
+    together."""
 
     def __init__(self, batch: SAWBatch, macro: MacroBatch, timer: PhaseTimer) -> None:
         self.batch, self.macro, self.timer = batch, macro, timer
@@ -39,9 +39,9 @@ class StepRecord:
         self._padding = dict.fromkeys(PADDING_KEYS, 0.0)
 
     def add(self, result: BackwardResult, step: dict[str, float], *, at_step_start: bool = True) -> None:
-        """One optimizer step. `at_step_start`: its log-probabilities are those of the weights
-        that the training step began with; only they say how far trainer and sampler are apart,
-        the others also hold what was learnt since."""
+        """Add one optimizer step. `at_step_start`: its log-probabilities are those of the
+        weights at the start of the training step. Only these measure the difference between
+        trainer and sampler; later ones include the updates since."""
         self._losses.append(result.loss)
         self._steps.append(step)
         self._micro_stats.extend(stats if at_step_start else _without_mismatch(stats) for stats in result.micro_stats)
@@ -53,8 +53,8 @@ class StepRecord:
         return len(self._steps)
 
     def add_padding(self, mini_batch: MiniBatch) -> None:
-        """Add its token counts and the samples that no pass had. Its collation ran between the
-        passes, and is counted as batching."""
+        """Add its token counts and its skipped samples. Collation ran between the passes, and is
+        counted as batching."""
         for key, value in mini_batch.padding().items():
             self._padding[key] += value
         self._skipped.append((mini_batch.num_skipped, mini_batch.skipped_tokens))
@@ -62,8 +62,8 @@ class StepRecord:
         self.timer.add("forward_backward", -mini_batch.collate_s)
 
     def stats(self, reducers: Mapping[str, Reducer], cfg: TrainerConfig) -> dict[str, float]:
-        """All statistics of the step, by the keys of docs/metrics.md without their prefix. What
-        was not measured has no key."""
+        """All statistics of the step, by the keys of docs/metrics.md without their prefix. A
+        statistic that was not measured has no key."""
         measured = {**self._loss_stats(), **batch_stats([self.batch]), **self._rollout_stats()}
         everyone = [*self.batch.items, *self.macro.dropped]
         reduced = reducer_stats(everyone, reducers, int(measured["target_rollouts"].value))
@@ -76,11 +76,11 @@ class StepRecord:
         return {**mark_percents(final_values(stats), percents), **self._padding, **self.timer.stats()}
 
     def _loss_stats(self) -> dict[str, Stat]:
-        """Of the passes and the optimizer steps. `loss` and `grad_norm` are means over optimizer
-        steps. Losses of ranks add up; the gradient norm is the same on all."""
+        """Statistics of the passes and the optimizer steps. `loss` and `grad_norm` are means over
+        optimizer steps. The losses of ranks add up; the gradient norm is the same on all."""
         whole = {"loss": torch.stack(self._losses).mean()} if self._losses else {}
         *micro_stats, host = copy_to_host([*self._micro_stats, whole])
-        left_out = [_zero_weight_stats(micro_stats, tokens / count) for count, tokens in self._skipped if count]
+        skipped_stats = [_zero_weight_stats(micro_stats, tokens / count) for count, tokens in self._skipped if count]
         sizes = [*self._micro_sizes, *(count for count, _ in self._skipped if count)]
         steps = {
             "loss": Stat(host.get("loss", 0.0), rule="sum"),
@@ -89,10 +89,10 @@ class StepRecord:
         }
         if self._steps:
             steps["lr"] = Stat(self._steps[-1]["lr"])
-        return {**combine_micro_stats([*micro_stats, *left_out], sizes), **steps}
+        return {**combine_micro_stats([*micro_stats, *skipped_stats], sizes), **steps}
 
     def _rollout_stats(self) -> dict[str, Stat]:
-        """What the batch says about its rollouts, and what was dropped of it."""
+        """Statistics of the batch: its rollouts, and what was dropped."""
         meta = self.batch.meta
         counts = {**self.macro.counts(), "zero_weight_skipped": float(sum(count for count, _ in self._skipped))}
         counts |= {key: float(meta[key]) for key in ("played_rollouts", *EPISODE_KEYS) if key in meta}
@@ -115,8 +115,8 @@ class StepRecord:
 
 
 def _zero_weight_stats(micro_stats: Sequence[Mapping[str, float]], tokens: float) -> dict[str, float]:
-    """Statistics of samples of weight 0 that need no forward pass, of the keys that the loss
-    reports. `tokens`: action tokens of each sample."""
+    """Statistics of samples of weight 0, which need no forward pass, for the keys that the loss
+    reports. `tokens`: action tokens per sample."""
     values = {"adv_mean": 0.0, "adv_std": 0.0, "avg_action_tokens": tokens}
     reported = {key for stats in micro_stats for key in stats}
     return {key: values[name] for key in reported if (name := key.rpartition("/")[2]) in values}
@@ -124,7 +124,7 @@ def _zero_weight_stats(micro_stats: Sequence[Mapping[str, float]], tokens: float
 
 @cache
 def _warn_of_name(name: str) -> None:
-    """Warn once a process."""
+    """Warn, once per process."""
     logger.warning("the reducer %s has the name of a statistic of the loss, which is logged instead; give it another name", name)
 
 

@@ -1,4 +1,4 @@
-"""Seconds by phase of a step."""
+"""Seconds of each phase of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PhaseTimer:
     """
 
     def __init__(self, seconds: dict[str, float] | None = None) -> None:
-        """`seconds`: where to add to, such as the totals of a run that is resumed."""
+        """`seconds`: the totals to add to, such as those of a resumed run."""
         self._started = time.perf_counter()
         self._seconds = {} if seconds is None else seconds
 
@@ -38,6 +38,6 @@ class PhaseTimer:
         return self._seconds.get(name, 0.0)
 
     def stats(self) -> dict[str, float]:
-        """`perf/<phase>_s` for each phase, and `perf/step_s` since the timer was made."""
+        """`perf/<phase>_s` of each phase, and `perf/step_s` since the timer was created."""
         whole = time.perf_counter() - self._started
         return {**{f"perf/{name}_s": seconds for name, seconds in self._seconds.items()}, "perf/step_s": whole}
