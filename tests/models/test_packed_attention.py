@@ -204,7 +204,7 @@ def eager():
     ("make", "reason"),
     [
         (Bigram, "is not a model of transformers"),
-        (mamba, "MambaForCausalLM does not (keep the sequences|take sequences)"),
+        (mamba, "MambaForCausalLM does not (separate the sequences|accept concatenated)"),
         (eager, 'attn_implementation="eager" would build a mask'),
     ],
 )

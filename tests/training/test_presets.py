@@ -127,7 +127,7 @@ def test_every_preset_can_be_imported_from_the_package_and_the_algorithm_module(
     ("make", "said"),
     [
         *[
-            (partial(make, group_size=1), r"group_size \(1\) must be at least 2: an answer is compared with the others")
+            (partial(make, group_size=1), r"group_size \(1\) must be at least 2: an answer is compared with the other answers")
             for make in (make_rloo, make_grpo, make_dr_grpo, make_dapo, make_gspo, make_sapo, make_gmpo, make_cispo, make_scalerl)
         ],
         (lambda: make_grpo(group_size=0), "group_size must be positive"),

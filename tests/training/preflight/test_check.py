@@ -178,10 +178,10 @@ async def test_the_table_shows_the_worst_tokens_with_both_numbers():
     error = await caught((model, tokenizer), client_of(byte_policy(1)[0], tokenizer), sampling())
     worst = error.report.worst
     assert len(worst) == 8
-    gaps = [abs(w.sampler - w.trainer) for w in worst]
+    gaps = [abs(w.sampler_logp - w.trainer_logp) for w in worst]
     assert gaps == sorted(gaps, reverse=True)
     assert gaps[0] == pytest.approx(error.report.max)
-    assert f"{worst[0].sampler:.4f}" in str(error)
+    assert f"{worst[0].sampler_logp:.4f}" in str(error)
     assert str(worst[0].token_id) in str(error)
 
 

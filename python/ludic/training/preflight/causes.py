@@ -1,10 +1,11 @@
-"""Finds why the trainer and the sampler disagree, by trial: computes what the log-probabilities
-would be under each suspected cause. The causes' texts are in `known_causes`.
+"""Finds the cause if trainer and sampler disagree: recomputes the trainer's log-probabilities as
+they would be under each possible cause, and compares them with the sampler's. `known_causes` has
+the texts of the causes.
 
-The suspects, in order of precedence where several fit: the sampler's log-probabilities before
-temperature, or at a temperature that the trainer was not told; renormalised over top-p;
-log-probabilities or ids off by one; a prompt rendered in another way; text that was tokenised
-again; and, if nothing else fits, other weights.
+The possible causes, in order of precedence: the sampler's log-probabilities are from before
+temperature scaling, or at another temperature; they are renormalised over top-p; log-probabilities
+or ids are shifted by one; the prompt was rendered in another way; text was tokenised again; and, if
+nothing else fits, the weights differ.
 """
 
 from __future__ import annotations
@@ -29,20 +30,18 @@ from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
 from ludic.types import TokenTrace
 
 MAX_REMAINDER = 0.5
-"""A suspect must make the mean difference smaller by this factor, and no other may make it
-smaller still."""
+"""A cause is accepted if it reduces the mean difference to less than this fraction, and if no other
+cause reduces it more."""
 EQUAL_WITHIN = 0.01
-"""Nats within which one token's log-probabilities are the same."""
+"""Largest difference, in nats, at which two log-probabilities of a token count as equal."""
 NUM_PROBES = 8
-"""Prompts that the sampler is asked to continue."""
+"""Number of prompts that the sampler is asked to continue."""
 PROBES_NAME = "samples drawn from token ids"
 
 
 async def find_cause(finder: CauseFinder, comparison: Comparison, threshold: float, tried: dict[str, float]) -> Cause | None:
-    """The suspect that explains the difference best. `tried` gets the mean difference under each.
-
-    None where the difference is below the threshold and no suspect explains it.
-    """
+    """Return the cause that explains the difference best; None if the difference is at most
+    `threshold` and no cause explains it. Writes the mean difference under each cause to `tried`."""
     causes = {cause.name: cause for cause in await finder.try_causes(comparison, tried)}
     best = min(causes, key=lambda name: tried[name], default=None)
     if best is not None and tried[best] < MAX_REMAINDER * comparison.mean:
@@ -58,7 +57,7 @@ async def find_cause(finder: CauseFinder, comparison: Comparison, threshold: flo
 
 @dataclass(frozen=True)
 class CauseFinder:
-    """Tries one cause after another, with everything that is known of how the samples were made."""
+    """Tries one cause after another, with the facts about how the samples were drawn."""
 
     backend: TrainingBackend
     cfg: TrainerConfig
@@ -67,13 +66,13 @@ class CauseFinder:
     client: Any | None
 
     async def try_causes(self, comparison: Comparison, tried: dict[str, float]) -> list[Cause]:
-        """The causes under which the log-probabilities can be computed. `tried` gets the mean
-        difference of each."""
+        """Compute the log-probabilities under each cause for which this is possible. Returns these
+        causes, and writes the mean difference under each to `tried`."""
         causes = []
         for cause, mean in _try_shifts(comparison):
             causes.append(cause)
             tried[cause.name] = mean
-        if ranks.is_distributed():  # another rank may have other suspects, and a pass of one alone would hang
+        if ranks.is_distributed():  # ranks may try different causes, and a forward pass on one rank alone would hang
             return causes
         for cause, shaping in self._other_distributions():
             causes.append(cause)
@@ -84,7 +83,8 @@ class CauseFinder:
         return causes
 
     def _other_distributions(self) -> list[tuple[Cause, dict[str, Any]]]:
-        """Other distributions that the sampler's log-probabilities may be of."""
+        """The other distributions that the sampler's log-probabilities may come from, as arguments
+        of `compare`, each with its cause."""
         configured, sampling = self.cfg.temperature, self.sampling
         shapings: list[tuple[Cause, dict[str, Any]]] = []
         if configured != 1.0:
@@ -103,7 +103,8 @@ class CauseFinder:
         return shapings
 
     def _rewrite_samples(self, comparison: Comparison) -> list[tuple[Cause, list[SAWItem]]]:
-        """Other tokens that the sampler may have read and drawn."""
+        """The samples with other tokens that the sampler may have read or drawn, each with its
+        cause."""
         largest = max(int(np.max(item.input_ids)) for item in comparison.items)
         rewritten = [
             (known_causes.SHIFTED_IDS(by=by), [_with_shifted_ids(item, -by, largest) for item in comparison.items])
@@ -122,8 +123,8 @@ class CauseFinder:
         return max(len(item.input_ids) for item in items) * len(items) <= 2 * self.cfg.micro_token_budget
 
     def _render_other_prompts(self, comparison: Comparison) -> dict[str, list[list[int]]]:
-        """Prompts of all samples, by how they may have been rendered; only where that differs
-        from what the samples have."""
+        """The prompts of all samples under each other rendering. Renderings that give the samples'
+        own prompts are left out."""
         if self.tokenizer is None:
             return {}
         ways: dict[str, list[list[int]]] = {}
@@ -155,10 +156,10 @@ class CauseFinder:
         return ways
 
     def check_prompts(self, comparison: Comparison) -> Cause | None:
-        """The cause where first prompts have other tokens than the policy's tokenizer makes of
-        their messages, however small the difference is."""
-        clipped = isinstance(self.client, ClipsPrompts) and self.client.prompts_clipped > 0
-        if self.tokenizer is None or clipped:  # a clipped prompt has other messages than the sample
+        """Return the cause if a first prompt has other tokens than the policy's tokenizer makes
+        from its messages; None if all are equal. The size of the difference does not matter."""
+        has_clipped_prompts = isinstance(self.client, ClipsPrompts) and self.client.prompts_clipped > 0
+        if self.tokenizer is None or has_clipped_prompts:  # a clipped prompt has other messages than the sample
             return None
         for item in comparison.items:
             messages = item.meta.get("chat_prompt_messages")
@@ -173,11 +174,12 @@ class CauseFinder:
         return None
 
     def check_completions(self, comparison: Comparison) -> Cause | None:
-        """Completions that agree up to some token and not after it, and are exactly what the
-        tokenizer makes of their text.
+        """Return the cause if the completions seem to have been tokenised again from their text:
+        their first tokens agree with the sampler, and nearly all completions are exactly what the
+        tokenizer makes from their text.
 
-        Sampled tokens are sometimes others than those; where they are, the sampler's
-        log-probabilities belong to other tokens.
+        Sampled tokens are not always what the tokenizer would make from the text. Where they are
+        not, the sampler's log-probabilities belong to other tokens.
         """
         if self.tokenizer is None:
             return None
@@ -188,15 +190,16 @@ class CauseFinder:
         return None
 
     def _is_canonical(self, item: SAWItem) -> bool:
-        """Whether the completion is what the tokenizer makes of its text, its end tokens aside."""
+        """Whether the completion, without special tokens, is what the tokenizer makes from its
+        text."""
         assert self.tokenizer is not None
         special = set(self.tokenizer.all_special_ids)
         ids = [i for i in _completion(item) if i not in special]
         return _encode(self.tokenizer, self.tokenizer.decode(ids)) == ids
 
     async def probe_sampler(self, comparison: Comparison, tried: dict[str, float], threshold: float) -> Cause:
-        """Ask the sampler to continue token ids, if it can. No template and no text is involved,
-        so that a difference that stays is one of weights."""
+        """Ask the sampler, if it can, to continue token ids. This needs no template and no text, so
+        a remaining difference is one of weights."""
         if not isinstance(self.client, CompletesTokens) or ranks.is_distributed():
             return known_causes.OTHER_WEIGHTS(where="")
         probes = await self._sample_probes(self.client, comparison)
@@ -204,11 +207,11 @@ class CauseFinder:
         return (
             known_causes.OTHER_PROMPTS()
             if tried[PROBES_NAME] < max(EQUAL_WITHIN, threshold)
-            else known_causes.OTHER_WEIGHTS(where=", not even where it goes on from ids")
+            else known_causes.OTHER_WEIGHTS(where=", not even when it continues token ids")
         )
 
     async def _sample_probes(self, client: CompletesTokens, comparison: Comparison) -> list[SAWItem]:
-        """New completions of the samples' prompts."""
+        """Sample new completions of the samples' prompts, from token ids."""
         sampling = self.sampling or SamplingParams(temperature=self.cfg.temperature)
         sampling = replace(
             sampling, max_tokens=min(sampling.max_tokens, max(len(_completion(item)) for item in comparison.items))
@@ -228,25 +231,28 @@ def _item_from_trace(trace: TokenTrace) -> SAWItem:
 
 
 def _try_shifts(comparison: Comparison) -> list[tuple[Cause, float]]:
-    """Mean differences if each log-probability belonged to the token before or after.
+    """Return the mean difference if each log-probability belonged to the token after, and if it
+    belonged to the token before.
 
-    Example: `rows` [a, b, c] are for ids 1 to 3, so that the id at place 2 has row 1 (b); shifted
-    by 1 it has row 2 (c), by -1 row 0 (a).
+    Example: `all_trainer_logps` [a, b, c] are those of positions 1 to 3, so position 2 has index 1
+    (b); shifted by 1 it has index 2 (c), shifted by -1 index 0 (a).
     """
     shifts = []
     for by in (1, -1):
         parts = []
-        for row, places, sampler in zip(comparison.rows, comparison.places, comparison.sampler, strict=True):
-            moved = places - 1 + by
-            inside = (moved >= 0) & (moved < len(row))
-            parts.append(row[moved[inside]] - sampler[inside])
+        for logps, positions, sampler_logps in zip(
+            comparison.all_trainer_logps, comparison.positions, comparison.sampler_logps, strict=True
+        ):
+            indices = positions - 1 + by
+            inside = (indices >= 0) & (indices < len(logps))
+            parts.append(logps[indices[inside]] - sampler_logps[inside])
         if sum(map(len, parts)):
             shifts.append((known_causes.SHIFTED_LOGPROBS(where="after" if by > 0 else "before"), mean_absolute(parts)))
     return shifts
 
 
 def _prompt(item: SAWItem) -> list[int]:
-    """Ids before the first action."""
+    """The ids before the first action token."""
     first = int(np.flatnonzero(np.asarray(item.action_mask))[0])
     return [int(i) for i in item.input_ids[:first]]
 
@@ -260,7 +266,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def _with_prompt(item: SAWItem, prompt: list[int]) -> SAWItem:
-    """The sample behind another prompt."""
+    """Return the sample with another prompt before its completion."""
     completion = _completion(item)
     old = len(_prompt(item))
     mask = [int(value) for value in np.asarray(item.action_mask)[old:]]
@@ -274,7 +280,8 @@ def _with_prompt(item: SAWItem, prompt: list[int]) -> SAWItem:
 
 
 def _with_shifted_ids(item: SAWItem, by: int, largest: int) -> SAWItem:
-    """The sample with `by` added to the ids of its action tokens, within [0, largest]."""
+    """Return the sample with `by` added to the ids of its action tokens, clipped to
+    [0, largest]."""
     ids = np.asarray(item.input_ids).copy()
     action = np.asarray(item.action_mask) != 0
     ids[action] = np.clip(ids[action] + by, 0, largest)
@@ -282,7 +289,8 @@ def _with_shifted_ids(item: SAWItem, by: int, largest: int) -> SAWItem:
 
 
 def _other_template(text: str, expected: str) -> Cause:
-    """The cause, with 10 characters before and 30 after the first that differs."""
+    """Return the cause, which quotes both texts from 10 characters before the first difference to
+    30 after it."""
     at = next((i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), min(len(text), len(expected)))
     shown = slice(max(0, at - 10), at + 30)
     return known_causes.OTHER_TEMPLATE(at=at, prompt=text[shown], expected=expected[shown])

@@ -1,13 +1,12 @@
-"""Before the first step: do the trainer and the sampler compute the same distribution?
+"""Checks before the first step whether trainer and sampler compute the same distribution.
 
-The log-probabilities that came with the first samples are compared with the trainer's own for the
-same tokens, at the temperature that the trainer was told. Where they differ, every ratio of the run
-would be wrong from its first step on, and nothing else would show it: the loss goes down either
-way. `causes` then finds the reason: it computes what the numbers would be under each.
+The sampled log-probabilities of the first samples are compared with the trainer's, for the same
+tokens and at `TrainerConfig.temperature`. If they differ, every ratio of the run would be wrong,
+and nothing else would show it: the loss decreases anyway. `causes` then finds the cause.
 
 Both engines compute in finite precision. At the same weights the mean absolute difference is about
-1e-6 nats in float32 and below 0.01 in bfloat16; a wrong temperature, template or set of weights
-gives tenths.
+1e-6 nats in float32 and below 0.01 in bfloat16; with a wrong temperature, template or set of
+weights it is a few tenths.
 """
 
 from __future__ import annotations
@@ -33,29 +32,28 @@ logger = logging.getLogger(__name__)
 
 WORST_SHOWN = 8
 MIN_DIFFERENCE = 1e-3
-"""Mean difference in nats from which explanations are tried: below it there is nothing to
-explain."""
+"""Mean difference, in nats, above which causes are tried. A smaller one needs no explanation."""
 MIN_REDUCTION = 4.0
-"""A cause counts if it makes the difference smaller by this factor, even where the difference is
-below the threshold."""
+"""If the difference is below the threshold, a cause is reported only if it reduces the
+difference by this factor."""
 
 
 @dataclass(frozen=True)
 class WorstToken:
-    """A token whose log-probabilities differ most between trainer and sampler."""
+    """A token with a large difference between the log-probabilities of trainer and sampler."""
 
     sample: str
     position: int
-    """Among the sample's action tokens."""
+    """Index among the sample's compared action tokens."""
     token_id: int
     text: str
-    sampler: float
-    trainer: float
+    sampler_logp: float
+    trainer_logp: float
 
 
 @dataclass
 class PreflightReport:
-    """What was compared, and the result."""
+    """The result of a comparison."""
 
     mean: float
     """Mean absolute difference of log-probabilities, in nats."""
@@ -64,9 +62,9 @@ class PreflightReport:
     num_samples: int
     threshold: float
     tried: dict[str, float] = field(default_factory=dict)
-    """Mean difference under each explanation that was tried, by its name."""
+    """Mean difference under each cause that was tried, by name."""
     cause: Cause | None = None
-    """The likely one; None where all is well."""
+    """The likely cause; None if trainer and sampler agree."""
     worst: list[WorstToken] = field(default_factory=list)
 
     @property
@@ -74,12 +72,12 @@ class PreflightReport:
         return self.cause is None
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers, for a summary."""
+        """Return the numbers, for a summary."""
         named = {} if self.cause is None else {"cause": self.cause.name}
         return {"mean": self.mean, "max": self.max, "num_tokens": self.num_tokens, "num_samples": self.num_samples, **named}
 
     def table(self) -> str:
-        """Cause, remedy, explanations and worst tokens, as text."""
+        """Return cause, remedy, the causes that were tried, and the worst tokens, as text."""
         assert self.cause is not None
         lines = [
             f"the trainer and the sampler disagree before the first step: the mean difference of log-probabilities is {self.mean:.4g} "
@@ -93,7 +91,7 @@ class PreflightReport:
             "",
             f"{'sample':<24} {'at':>4} {'id':>7}  {'token':<14} {'sampler':>9} {'trainer':>9}",
             *(
-                f"{w.sample[:24]:<24} {w.position:>4} {w.token_id:>7}  {w.text[:14]:<14} {w.sampler:>9.4f} {w.trainer:>9.4f}"
+                f"{w.sample[:24]:<24} {w.position:>4} {w.token_id:>7}  {w.text[:14]:<14} {w.sampler_logp:>9.4f} {w.trainer_logp:>9.4f}"
                 for w in self.worst
             ),
         ]
@@ -102,30 +100,30 @@ class PreflightReport:
 
 @dataclass
 class Preflight:
-    """Compares the first samples of a run with the trainer, and stops it where they disagree.
+    """Compares the first samples of a run with the trainer, and raises if they disagree.
 
     >>> preflight = Preflight(sampling=inference.sampling, tokenizer=tokenizer)
     >>> trainer = Trainer(..., preflight=preflight)
 
-    Everything but the threshold only helps to name the cause. With several ranks each looks at its
-    own samples, all stop where one must, and explanations that need another forward pass are not
-    tried.
+    `sampling`, `tokenizer` and `client` only help to name the cause. With several ranks, each rank
+    compares its own samples, all ranks raise if one does, and causes that need another forward pass
+    are not tried.
     """
 
     sampling: SamplingParams | None = None
-    """What the samples were drawn with."""
+    """The sampling settings of the samples."""
     tokenizer: Any | None = None
-    """Of the policy. With it, prompts are also compared with its chat template; leave it out for
-    agents whose prompts show tools."""
+    """The policy's tokenizer. With it, prompts are also compared with its chat template; leave it
+    out if the prompts of the agents include tools."""
     client: Any | None = None
-    """The sampler. If it has `complete_tokens`, it is asked to continue token ids, without
-    templates and text."""
+    """The sampler. If it has `complete_tokens`, it is asked to continue token ids, without template
+    or text."""
     threshold: float = 0.02
-    """Largest healthy mean absolute difference, in nats."""
+    """Largest mean absolute difference, in nats, that counts as agreement."""
     num_samples: int = 32
-    """Samples compared, as far as they fit into one micro-batch."""
+    """Maximum number of samples to compare; they must also fit into one micro-batch."""
     report: PreflightReport | None = field(default=None, init=False)
-    """What the last comparison gave."""
+    """The result of the last comparison."""
 
     def __post_init__(self) -> None:
         if not self.threshold > 0:
@@ -134,11 +132,11 @@ class Preflight:
             raise ConfigError(f"num_samples ({self.num_samples}) must be >= 1")
 
     async def __call__(self, backend: TrainingBackend, cfg: TrainerConfig, items: Sequence[SAWItem]) -> PreflightReport | None:
-        """The report; None where no sample has log-probabilities to compare. Raises
-        MismatchError, whose `report` says more."""
+        """Compare and return the report; None if no sample has sampled log-probabilities. Raises
+        MismatchError, with the report as `report`, if trainer and sampler disagree."""
         selected = _select_samples(items, self.num_samples, cfg.micro_token_budget)
         if not selected:
-            logger.warning("no sample carries log-probabilities of its sampler; the trainer cannot be compared with it")
+            logger.warning("no sample has the sampler's log-probabilities; the trainer cannot be compared with the sampler")
             return None
         comparison = await compare(backend, cfg, selected)
         report = self.report = self._report(comparison)
@@ -153,8 +151,8 @@ class Preflight:
         return report
 
     def _confirm_cause(self, cause: Cause | None, report: PreflightReport) -> Cause | None:
-        """A difference below the threshold counts only where an explanation makes nearly all of
-        it go away."""
+        """Return the cause, or None if the difference is below the threshold and the cause does not
+        explain nearly all of it."""
         if cause is None or report.mean > self.threshold:
             return cause
         explained = report.tried.get(cause.name)
@@ -172,7 +170,7 @@ class Preflight:
 
     def _worst_token(self, comparison: Comparison, sample: int, position: int) -> WorstToken:
         item = comparison.items[sample]
-        token_id = int(np.asarray(item.input_ids)[comparison.places[sample][position]])
+        token_id = int(np.asarray(item.input_ids)[comparison.positions[sample][position]])
         text = "" if self.tokenizer is None else repr(self.tokenizer.decode([token_id]))
         name = f"{item.meta.get('rollout_id', sample)}/{item.meta.get('step_index', 0)}"
         return WorstToken(
@@ -180,18 +178,22 @@ class Preflight:
             position,
             token_id,
             text,
-            float(comparison.sampler[sample][position]),
-            float(comparison.trainer[sample][position]),
+            float(comparison.sampler_logps[sample][position]),
+            float(comparison.trainer_logps[sample][position]),
         )
 
 
 def _select_samples(items: Sequence[SAWItem], count: int, budget: int) -> list[SAWItem]:
-    """Up to `count` samples from all over the batch that fit into one micro-batch."""
-    able = [item for item in items if item.actor_logps is not None and len(item.input_ids) > 1]
-    spread = able[:: max(1, len(able) // count)][:count]
+    """Select up to `count` samples, at regular intervals in the batch, that fit into one
+    micro-batch.
+
+    Example: 7 usable samples and count 3 give a stride of 7 // 3 = 2: samples 0, 2 and 4.
+    """
+    usable = [item for item in items if item.actor_logps is not None and len(item.input_ids) > 1]
+    candidates = usable[:: max(1, len(usable) // count)][:count]
     selected: list[SAWItem] = []
     longest = 0
-    for item in spread:
+    for item in candidates:
         widest = max(longest, len(item.input_ids))
         if widest * (len(selected) + 1) <= budget:
             selected.append(item)

@@ -1,4 +1,4 @@
-"""The trainer's log-probabilities of samples beside those of the sampler."""
+"""Compares the trainer's log-probabilities of samples with those of the sampler."""
 
 from __future__ import annotations
 
@@ -21,28 +21,34 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Log-probabilities of the same action tokens, sample by sample."""
+    """Log-probabilities of the same action tokens from sampler and trainer; one array per sample.
+
+    Example: ids [a b c] with action mask [0, 1, 1] have `positions` [1, 2] and
+    `all_trainer_logps` of b and c, at indices 1 - 1 = 0 and 2 - 1 = 1.
+    """
 
     items: list[SAWItem]
-    places: list[NDArray[np.int64]]
-    """Of each sample: where in its ids the compared tokens are. The first id of a sample is
-    predicted by none."""
-    sampler: list[Floats]
-    trainer: list[Floats]
-    rows: list[Floats]
-    """Of each sample: the trainer's log-probabilities of all its tokens but the first."""
+    positions: list[NDArray[np.int64]]
+    """Positions of the compared tokens in the ids of each sample. Never 0: the first token has no
+    prediction."""
+    sampler_logps: list[Floats]
+    trainer_logps: list[Floats]
+    all_trainer_logps: list[Floats]
+    """The trainer's log-probabilities of all tokens of a sample except the first."""
 
     @cached_property
     def differences(self) -> list[Floats]:
-        return [trainer - sampler for trainer, sampler in zip(self.trainer, self.sampler, strict=True)]
+        pairs = zip(self.trainer_logps, self.sampler_logps, strict=True)
+        return [trainer_logps - sampler_logps for trainer_logps, sampler_logps in pairs]
 
     @property
     def num_tokens(self) -> int:
-        return sum(map(len, self.places))
+        return sum(map(len, self.positions))
 
     @property
     def mean(self) -> float:
-        """Mean absolute difference; infinite where the trainer finds a token impossible."""
+        """Mean absolute difference, in nats; infinite if the trainer gives a token probability
+        0."""
         return mean_absolute(self.differences)
 
     @property
@@ -50,7 +56,8 @@ class Comparison:
         return max((float(np.abs(part).max()) for part in self.differences if len(part)), default=0.0)
 
     def worst(self, count: int) -> list[tuple[int, int]]:
-        """(sample, position) of the largest differences, largest first."""
+        """Return (sample, index of the compared token) of the `count` largest differences, largest
+        first."""
         ordered = sorted(
             ((float(abs(value)), i, j) for i, part in enumerate(self.differences) for j, value in enumerate(part)), reverse=True
         )
@@ -65,8 +72,8 @@ async def compare(
     temperature: float | None = None,
     top_p: float = 1.0,
 ) -> Comparison:
-    """The trainer's log-probabilities of the samples, beside those that came with them. One
-    forward pass."""
+    """Compute the trainer's log-probabilities of the samples, in one forward pass. `temperature`
+    and `top_p`: those of `forward_logprobs`."""
     shaping: dict[str, Any] = {} if temperature is None and top_p == 1.0 else {"temperature": temperature, "top_p": top_p}
     tensors = collate_saw_items(items, pad_token_id=cfg.pad_token_id, device=cfg.model_device)
     logps = await backend.forward_logprobs(MicroBatch(tensors, len(items)), **shaping).result()
@@ -76,10 +83,10 @@ async def compare(
     sampler_logps = [np.asarray(read_sampler_logps(item), dtype=np.float64) for item in items]
     return Comparison(
         items=list(items),
-        places=[places[places > 0] for places in actions],
-        sampler=[values[places > 0] for values, places in zip(sampler_logps, actions, strict=True)],
-        trainer=[row[places[places > 0] - 1] for row, places in zip(rows, actions, strict=True)],
-        rows=rows,
+        positions=[positions[positions > 0] for positions in actions],
+        sampler_logps=[values[positions > 0] for values, positions in zip(sampler_logps, actions, strict=True)],
+        trainer_logps=[row[positions[positions > 0] - 1] for row, positions in zip(rows, actions, strict=True)],
+        all_trainer_logps=rows,
     )
 
 

@@ -1,4 +1,4 @@
-"""Why a trainer and a sampler may disagree: the name of each cause, what happens, what to do."""
+"""The known causes of a disagreement between trainer and sampler: name, description and remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cause:
-    """Why, and what to do."""
+    """A cause, with what was measured, and its remedy."""
 
     name: str
     description: str
@@ -16,7 +16,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class KnownCause:
-    """A cause whose texts have places for what was measured.
+    """A template of a cause; its texts have placeholders for what was measured.
 
     >>> RAW(configured=0.7).description
     "the sampler returns log-probabilities before temperature (raw); the trainer's are of logits /
@@ -43,7 +43,7 @@ RAW = KnownCause(
 )
 OTHER_TEMPERATURE = KnownCause(
     name="the sampler's log-probabilities are at temperature {drawn:g}",
-    description="the sampler returns log-probabilities of the distribution drawn from, at temperature {drawn:g}; the trainer was told "
+    description="the sampler returns log-probabilities at temperature {drawn:g}, the sampling temperature; the trainer uses "
     "{configured:g}",
     remedy="set TrainerConfig.temperature to {drawn:g}",
 )
@@ -57,18 +57,18 @@ NUCLEUS = KnownCause(
 SHIFTED_LOGPROBS = KnownCause(
     name="log-probabilities of the token {where}",
     description="log-probabilities and ids are shifted by one: each value is that of the token {where}",
-    remedy="align them where the client reads the server's answer: one log-probability for each sampled id, the first beside the first, "
-    "and an action mask that begins at the first sampled id",
+    remedy="align them where the client reads the server's answer: one log-probability for each sampled id, in the same order, and an "
+    "action mask that begins at the first sampled id",
 )
 SHIFTED_IDS = KnownCause(
     name="completion ids {by:+d}",
     description="the ids of the completions are the sampler's {by:+d}: ids are shifted by one",
-    remedy="use the ids as the server returns them; a vocabulary with an added token on one side only shifts them",
+    remedy="use the ids as the server returns them; an added token in the vocabulary of one side also shifts ids",
 )
 OTHER_PROMPT_FITS = KnownCause(
     name="prompt: {way:.49s}",
-    description="the sampler read another prompt than the samples have: its numbers fit {way} (another chat template, or text tokenised "
-    "again)",
+    description="the sampler read another prompt than the samples have: its log-probabilities fit this prompt: {way} (another chat "
+    "template, or text tokenised again)",
     remedy=SEND_IDS,
 )
 OTHER_TEMPLATE = KnownCause(
@@ -79,25 +79,25 @@ OTHER_TEMPLATE = KnownCause(
 )
 RETOKENISED_PROMPT = KnownCause(
     name="prompt tokenised in another way",
-    description="the prompts have the right text and other token ids than the policy's tokenizer makes of it: text was tokenised again, "
-    "or by another tokenizer",
+    description="the prompts have the right text but other token ids than the policy's tokenizer makes from it: the text was tokenised "
+    "again, or by another tokenizer",
     remedy=SEND_IDS,
 )
 RETOKENISED_COMPLETION = KnownCause(
     name="completions tokenised again",
-    description="the completions are what the tokenizer makes of their text, and agree with the sampler only up to some token: text was "
-    "tokenised again, and the ids are not those that were sampled",
-    remedy="train on the ids that the server returns (return_token_ids), never on ids made of its text",
+    description="the completions are what the tokenizer makes from their text, and agree with the sampler only up to some token: the text "
+    "was tokenised again, and the ids are not those that were sampled",
+    remedy="train on the ids that the server returns (return_token_ids), never on ids made from its text",
 )
 OTHER_PROMPTS = KnownCause(
     name="another prompt on the sampler's side",
-    description="the sampler agrees with the trainer where it goes on from token ids, and not on these samples: it read another prompt "
-    "than they have (another chat template), or their ids were made of text",
+    description="the sampler agrees with the trainer when it continues token ids, but not on these samples: it read another prompt than "
+    "they have (another chat template), or their ids were made from text",
     remedy="send the prompt as token ids, keep the prompt ids that the server echoes, and train on the ids that it returns",
 )
 OTHER_WEIGHTS = KnownCause(
     name="other weights",
-    description="nothing else explains it, and the sampler agrees nowhere{where}: it serves stale weights, or another model",
+    description="no other cause explains the difference, and the sampler never agrees{where}: it serves stale weights, or another model",
     remedy="publish the trainer's weights before the first batch, reset the server's prefix cache with them, and check that both "
     "load the same model",
 )

@@ -1,4 +1,5 @@
-"""Whether a model can be trained on padding-free batches, and cheaply: else they are padded."""
+"""Checks whether a model can be trained on padding-free batches at linear cost; if not, batches are
+padded."""
 
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ from ludic.training.config import TrainerConfig
 logger = logging.getLogger(__name__)
 
 LEAK = 0.05
-"""How much a sequence's place may change its logits, as a share of what its own first token
-changes. Rounding stays below it."""
+"""How much the position of a sequence in the row may change its logits, as a fraction of the change
+by its own first token. Rounding errors are smaller."""
 _warned: WeakSet[nn.Module] = WeakSet()
-"""Models that were warned of."""
+"""Models for which the warning has been logged."""
 
 
 def with_supported_packing(cfg: TrainerConfig, model: nn.Module) -> TrainerConfig:
-    """`cfg`, whose `packing` is "optimal" instead of "padding_free" where the model could not be
-    trained on that, or only at a cost quadratic in the tokens of a micro-batch; one warning says
-    why. A model with sdpa is given an attention that takes the sequences one by one
-    (`packed_attention`)."""
+    """Return `cfg`, with "optimal" instead of "padding_free" as `packing` if the model cannot be
+    trained on padding-free batches, or only at a cost that is quadratic in the tokens of a
+    micro-batch. One warning says why. A model with sdpa gets an attention function that processes
+    sequences one by one (`packed_attention`)."""
     if cfg.packing != "padding_free":
         return cfg
     reason = _prepare(model, cfg)
@@ -41,10 +42,11 @@ def with_supported_packing(cfg: TrainerConfig, model: nn.Module) -> TrainerConfi
 
 
 def _prepare(model: nn.Module, cfg: TrainerConfig) -> str | None:
-    """Make the model keep the sequences of a row apart. Returns why it cannot; None if it can."""
+    """Make the model separate the sequences of a row. Returns the reason if it cannot, else
+    None."""
     name, kind = get_attention(model), type(model).__name__
     if name is None:
-        return f"{kind} is not a model of transformers, and nothing says that it keeps the sequences of a row apart"
+        return f"{kind} is not a transformers model, so it is unknown whether it separates the sequences of a row"
     if name not in ("sdpa", PACKED) and "flash" not in name:
         return (
             f'attn_implementation="{name}" would build a mask of [tokens, tokens]; load the model with "sdpa" or flash attention'
@@ -52,20 +54,23 @@ def _prepare(model: nn.Module, cfg: TrainerConfig) -> str | None:
     if name == "sdpa":
         set_attention(model, PACKED)
     try:
-        moved, own = _influences(model, cfg)
+        leak, own = _measure_influences(model, cfg)
     except Exception as error:
         set_attention(model, name)
-        return f"{kind} does not take sequences one behind another ({type(error).__name__}: {error})"
-    if moved > LEAK * own:
+        return f"{kind} does not accept concatenated sequences ({type(error).__name__}: {error})"
+    if leak > LEAK * own:
         set_attention(model, name)
-        return f"{kind} does not keep the sequences of a row apart: the logits of one depend on what stands before it"
+        return f"{kind} does not separate the sequences of a row: the logits of one depend on the sequence before it"
     return None
 
 
 @torch.no_grad()
-def _influences(model: nn.Module, cfg: TrainerConfig) -> tuple[float, float]:
-    """How much the logits of a sequence change with its place in the row and with what stands
-    before it, and how much with its own first token."""
+def _measure_influences(model: nn.Module, cfg: TrainerConfig) -> tuple[float, float]:
+    """Return how much the logits of a sequence change with its position in the row and with the
+    sequence before it, and how much they change with its own first token.
+
+    The rows have two sequences of 3 tokens; `logits(1, 2, 1, 1, 2, 1)` are those of [1 2 1] twice.
+    """
 
     def logits(*ids: int) -> Tensor:
         row = torch.tensor([ids], device=cfg.model_device)
@@ -75,5 +80,5 @@ def _influences(model: nn.Module, cfg: TrainerConfig) -> tuple[float, float]:
 
     with evaluation_mode(model), autocast(cfg):
         twice, behind_another, other_first = logits(1, 2, 1, 1, 2, 1), logits(2, 1, 2, 1, 2, 1), logits(1, 2, 1, 2, 2, 1)
-    moved = max((twice[3:] - twice[:3]).abs().max(), (behind_another[3:] - twice[3:]).abs().max())
-    return float(moved), float((other_first[4:] - twice[4:]).abs().max())
+    leak = max((twice[3:] - twice[:3]).abs().max(), (behind_another[3:] - twice[3:]).abs().max())
+    return float(leak), float((other_first[4:] - twice[4:]).abs().max())
