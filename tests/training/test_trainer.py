@@ -383,7 +383,7 @@ def test_a_reducer_named_as_a_statistic_of_the_loss_does_not_replace_it(caplog):
     plain = trainer_of(sorting_items(4)).train_step_sync()
     named = trainer_of(sorting_items(4), reducers={"clip_frac": Reducer("sum", "completion_length")}).train_step_sync()
     assert named["train/clip_frac"] == plain["train/clip_frac"]
-    assert "the reducer clip_frac has the name of a statistic of the loss" in caplog.text
+    assert "reducer clip_frac has the name of a statistic of the loss" in caplog.text
 
 
 def test_a_loss_that_reports_another_loss_is_logged_beside_what_was_differentiated():

@@ -1,5 +1,4 @@
-"""Samples to batches: sources of batches, packing, micro-batches. A name is imported when it is
-first read; some are re-exported from `training.rollouts`."""
+"""Batch sources and micro-batches. A name is imported on first access."""
 
 from ludic._lazy import lazy_exports
 

@@ -1,4 +1,4 @@
-"""Batches of samples that exist already, epoch after epoch."""
+"""Batches of existing samples, epoch after epoch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ludic.training.types import SAWBatch, SAWItem
 
 
 class ItemBatchSource(BatchSourceBase):
-    """Goes through `items` again and again. The order of pass k follows from `seed` and k, so that
-    the position is the whole state and a resumed run continues with the next sample.
+    """Returns batches of `items`, pass after pass. The order of pass k depends only on `seed` and
+    k, so the position is the whole state, and a resumed run continues with the next sample.
 
-    Over several ranks, each takes its share of every pass. All shares have the same number of
-    samples: the first samples of the pass are repeated for that, or the last ones left out with
-    `drop_last`. `batch_size` is that of one rank.
+    With several ranks, the samples of a pass are divided among them. All ranks get the same number
+    of samples: to this end the first samples of the pass are repeated, or with `drop_last` the last
+    ones left out. `batch_size` is per rank.
 
     Example: 5 samples on 2 ranks, not shuffled. The order 0 1 2 3 4 is extended to 0 1 2 3 4 0;
     rank 0 gets 0 2 4, rank 1 gets 1 3 0. With `drop_last` they get 0 2 and 1 3.
@@ -41,12 +41,12 @@ class ItemBatchSource(BatchSourceBase):
         name: str = "offline",
         unit: int | Sequence[int] = 1,
     ) -> None:
-        """`drop_last` leaves out the last batch of a pass unless it is full. `name` is the `source`
-        in the batches' meta. `unit` is how many neighbouring items form one sample, which is never
-        divided: 2 for preference pairs; a sequence has one number for each sample. Example: units
-        [2, 1] are samples of items 0..1 and of item 2."""
+        """`drop_last`: leave out the last batch of a pass unless it is full. `name`: the value of
+        `source` in the batches' meta. `unit`: how many consecutive items form one sample, which is
+        never divided, for example 2 for preference pairs; a sequence has one number per sample.
+        Example: units [2, 1] are a sample of items 0 and 1, and a sample of item 2."""
         if not items:
-            raise ConfigError("there are no samples to make batches of")
+            raise ConfigError("items is empty; a batch source needs at least one sample")
         sizes = [unit] * -(-len(items) // unit) if isinstance(unit, int) else unit
         if sum(sizes) != len(items) or min(sizes) < 1:
             raise ConfigError(f"{len(items)} items cannot be divided into whole samples of {unit} items each")
@@ -66,33 +66,33 @@ class ItemBatchSource(BatchSourceBase):
         """Number of batches returned so far."""
 
     async def next_batch(self) -> SAWBatch:
-        """The next batch; the last one of a pass is followed by the first of the next pass."""
+        """Return the next batch. After the last batch of a pass, the next pass begins."""
         return self._next()
 
     def iter_epoch(self) -> Iterator[SAWBatch]:
-        """The remaining batches of the current pass."""
+        """Iterate over the remaining batches of the current pass."""
         last = (self.epoch + 1) * self.num_batches_per_epoch
         while self.batches < last:
             yield self._next()
 
     def __len__(self) -> int:
-        """Samples of one pass, over all ranks."""
+        """Number of samples in a pass, over all ranks."""
         return len(self._ends)
 
     @property
     def num_batches_per_epoch(self) -> int:
-        """Batches of one pass on each rank."""
+        """Number of batches in a pass, on each rank."""
         return self._samples_per_rank // self.batch_size if self.drop_last else -(-self._samples_per_rank // self.batch_size)
 
     @property
     def epoch(self) -> int:
-        """The pass that the next batch belongs to, from 0."""
+        """Index of the pass that the next batch belongs to, from 0."""
         return self.batches // self.num_batches_per_epoch
 
     @property
     def _samples_per_rank(self) -> int:
-        """Samples of each rank in one pass. Example: 5 samples on 2 ranks are 3 each, or 2 with
-        `drop_last`."""
+        """Number of samples of each rank in a pass. Example: 5 samples on 2 ranks are 3 each, or 2
+        with `drop_last`."""
         return len(self) // self._world if self.drop_last else -(-len(self) // self._world)
 
     def _next(self) -> SAWBatch:
@@ -106,29 +106,30 @@ class ItemBatchSource(BatchSourceBase):
         return SAWBatch(items, _batch_meta(items, epoch=number, source=self._name))
 
     def _item_rows(self, sample: int) -> range:
-        """Rows of a sample in `items`. Example: units [2, 1, 1] end at [2, 3, 4]; sample 1 is row
-        2."""
+        """Return the indices of a sample in `items`. Example: units [2, 1, 1] end at [2, 3, 4];
+        sample 1 is index 2."""
         return range(self._ends[sample - 1] if sample else 0, self._ends[sample])
 
     def _draw_order(self, number: int) -> Any:
-        """[share] this rank's samples of a pass. Example: order [2, 0, 1] on 2 ranks has shares of
-        2, is extended to [2, 0, 1, 2], and gives rank 1 every second from 1 on: [0, 2]."""
+        """Return this rank's samples of a pass, in order. Example: order [2, 0, 1] on 2 ranks, 2
+        samples each, is extended to [2, 0, 1, 2]; rank 1 gets every second from index 1 on:
+        [0, 2]."""
         count = len(self)
         order = np.random.default_rng([self.seed, number]).permutation(count) if self.shuffle else np.arange(count)
         return np.resize(order, self._samples_per_rank * self._world)[self._rank :: self._world]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what identifies the data and settings it belongs to."""
+        """Return the position, and the settings and data digest that it is valid for."""
         return {"batches": self.batches, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position in `state`. Raises ConfigError for other samples, settings or
-        number of ranks, since the batches would differ."""
+        """Continue at the position in `state`. Raises ConfigError if the samples, the settings
+        or the number of ranks differ, since the batches would differ."""
         for name, own in self._identity().items():
             if state.get(name, own) != own:
                 raise ConfigError(
-                    f"the saved position belongs to {name}={state[name]}, here it is {own}: the batches would not be those of the run "
-                    "that is resumed; give the same data and settings, or begin a new run"
+                    f"the saved position belongs to {name}={state[name]}, here it is {own}: the batches would not be those of the "
+                    "run that is resumed; use the same data and settings, or start a new run"
                 )
         self.batches = int(state["batches"])
 
@@ -140,7 +141,8 @@ class ItemBatchSource(BatchSourceBase):
 
 
 def _digest(items: Sequence[SAWItem]) -> str:
-    """16 hex digits that depend on the tokens, masks, weights and pair metadata of all samples."""
+    """Return 16 hex digits that depend on the tokens, masks, weights and pair metadata of all
+    samples."""
     digest = hashlib.blake2b(digest_size=8)
     for item in items:
         digest.update(np.asarray(item.input_ids, dtype=np.int64).tobytes())
@@ -152,8 +154,8 @@ def _digest(items: Sequence[SAWItem]) -> str:
 
 
 def _batch_meta(items: Sequence[SAWItem], *, epoch: int, source: str) -> dict[str, Any]:
-    """Statistics of a batch. `target_rollouts` counts its distinct rollouts; the mean reward is
-    included if every rollout has one."""
+    """Return statistics of a batch. `target_rollouts` is its number of distinct rollouts; the mean
+    reward is included only if every rollout has a reward."""
     rewards = {item.meta.get("rollout_id", row): item.meta.get("total_reward") for row, item in enumerate(items)}
     meta: dict[str, Any] = {
         "num_samples": len(items),

@@ -1,8 +1,8 @@
-"""Samples to micro-batches: truncate, pack, pad. `ludic._core` does the work; this module has the
-samples and the tensors.
+"""Turns samples into micro-batches: truncates, packs and pads them. `ludic._core` does the work;
+this module converts samples and tensors.
 
-`mini_batches` is what the trainer runs. These functions are its parts, for code with a training
-loop of its own.
+The trainer uses `mini_batches`. The functions of this module are for code with its own training
+loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples that go through the model together.
+    """Samples that go through the model in one forward pass.
 
     >>> tensors = {"input_ids": ids_BT, "attention_mask": ..., "action_mask": ..., "weight": w_B}
     >>> MicroBatch(tensors, num_items=4)
@@ -40,14 +40,15 @@ class MicroBatch:
     """`rollout_id/step_index` of each sample, for error messages; may be empty."""
 
     def parts(self) -> Iterator[MicroBatch]:
-        """The smallest parts that a loss can be computed on, one after another: single samples."""
+        """Iterate over the smallest parts that a loss can be computed on: single samples."""
         return (self.row(index) for index in range(self.num_items))
 
     def row(self, index: int) -> MicroBatch:
-        """The sample at `index` alone.
+        """Return a micro-batch of only the sample at `index`.
 
-        Example with shared rows: `turns` [[0, 2, 3], [0, 4, 5]] are two samples in row 0. Sample 1
-        is row 0 with an action mask that is zero outside tokens 4..5, and `turns` [[0, 4, 5]].
+        Example with shared rows: `turns` [[0, 1, 2], [0, 2, 3]] are two samples in row 0 of three
+        tokens. Sample 1 is row 0 with `turns` [[0, 2, 3]] and an action mask that is zero except at
+        token 2.
         """
         names = self.sample_names[index : index + 1]
         if "turns" not in self.tensors:
@@ -61,11 +62,11 @@ class MicroBatch:
 
 
 def _select_row(tensors: Mapping[str, Any], row: int, sample: int) -> dict[str, Any]:
-    """Row `row` of the tensors with a value per token, entry `sample` of those with a value per
-    sample.
+    """Select row `row` from tensors with a value per token, and entry `sample` from tensors with a
+    value per sample.
 
-    Padding-free example: `cu_seqlens` [0, 3, 5] are rows of 3 and 2 tokens. Row 1 is tokens 3..5 of
-    `[1, 5]`, with `cu_seqlens` [0, 2] and `max_seqlen` 2.
+    Padding-free example: `cu_seqlens` [0, 3, 5] are rows of 3 and 2 tokens. Row 1 is the slice 3:5
+    of `[1, 5]`, with `cu_seqlens` [0, 2] and `max_seqlen` 2.
     """
     if "cu_seqlens" not in tensors:
         return {name: value[row : row + 1] if value.ndim == 2 else value[sample : sample + 1] for name, value in tensors.items()}
@@ -80,8 +81,8 @@ def _select_row(tensors: Mapping[str, Any], row: int, sample: int) -> dict[str, 
 
 
 def to_tensors(columns: Mapping[str, NDArray[Any] | int], device: torch.device | str) -> dict[str, Any]:
-    """The core's arrays as tensors. They share the arrays' memory on the CPU and are copied to any
-    other `device`; an `int` stays an `int`."""
+    """Convert the core's arrays to tensors: on the CPU they share memory, to another `device` they
+    are copied. An `int` stays an `int`."""
     on_cpu = torch.device(device).type == "cpu"
 
     def to_tensor(column: NDArray[Any] | int) -> Tensor | int:
@@ -94,17 +95,17 @@ def to_tensors(columns: Mapping[str, NDArray[Any] | int], device: torch.device |
 
 
 def token_lengths(items: Sequence[SAWItem]) -> NDArray[np.int32]:
-    """[N] tokens of each sample."""
+    """[N] number of tokens of each sample."""
     return np.fromiter((len(item.input_ids) for item in items), dtype=np.int32, count=len(items))
 
 
 def collate_saw_items(items: Sequence[SAWItem], *, pad_token_id: int, device: torch.device | str) -> dict[str, Tensor]:
-    """Right-padded `input_ids`, `attention_mask` int64, `action_mask` float32 `[B, T]`, `weight`
-    float32 `[B]`.
+    """Return right-padded `input_ids` and `attention_mask` int64 `[B, T]`, `action_mask` float32
+    `[B, T]`, and `weight` float32 `[B]`.
 
-    If the items carry log-probabilities, also `actor_logps` float32 `[B, T]`, 0 outside the
-    actions, and `old_logp_action` `[B]`, their sums. Raises DataError if only some items carry
-    them, or if an item does not have one for each action token.
+    If the items have sampled log-probabilities, also `actor_logps` float32 `[B, T]`, 0 outside the
+    action tokens, and their sums `old_logp_action` `[B]`. Raises DataError if only some items have
+    them, or if an item does not have exactly one per action token.
     """
     if not items:
         raise DataError("cannot collate an empty list of items")
@@ -113,11 +114,11 @@ def collate_saw_items(items: Sequence[SAWItem], *, pad_token_id: int, device: to
 
 
 def truncate_item(item: SAWItem, max_seq_len: int) -> SAWItem:
-    """The item cut on the right to `max_seq_len` tokens, with the cut recorded in its metadata; the
-    same object if it is short enough.
+    """Cut the item on the right to `max_seq_len` tokens, and record the cut in its metadata.
+    Returns the same object if it is short enough.
 
     Example, `max_seq_len=3`: ids [5, 6, 7, 8] with action mask [0, 1, 1, 1] become [5, 6, 7] and
-    [0, 1, 1]; two actions remain, so only the first two of the three log-probabilities do.
+    [0, 1, 1]; of the three log-probabilities, those of the two remaining action tokens are kept.
     """
     total = len(item.input_ids)
     _check_mask_length("attention_mask", item.attention_mask, total)
@@ -140,8 +141,8 @@ _truncate_item = truncate_item  # its documented name
 
 
 def truncate_and_flag(item: SAWItem, max_seq_len: int) -> SAWItem:
-    """`truncate_item`, with `seq_len_truncated` in the metadata of every sample: False if it was
-    not cut. `item` itself is not changed."""
+    """`truncate_item`, and set `seq_len_truncated` in the metadata, to False if the item was not
+    cut. Does not change `item`."""
     truncated = truncate_item(item, max_seq_len)
     if "seq_len_truncated" in truncated.meta:
         return truncated
@@ -179,8 +180,8 @@ def _truncated_attachments(attachments: SampleAttachments, num_actions: int) -> 
 
 
 def split_items_by_token_budget(items: Sequence[SAWItem], *, micro_token_budget: int, max_seq_len: int) -> list[list[SAWItem]]:
-    """Greedy micro-batches: cut to `max_seq_len`, sort by length (stable), start a new one when
-    `longest * rows` would exceed the budget.
+    """Split items greedily into micro-batches: cut to `max_seq_len`, sort by length (stable), and
+    start a new micro-batch when `longest * rows` would exceed the budget.
 
     Example: lengths 4, 1, 2 and a budget of 4 give [[1, 2], [4]], with 2*2 and 4*1 tokens.
     """
@@ -200,7 +201,8 @@ def collate_micro_batches(
     micro_token_budget: int,
     max_seq_len: int,
 ) -> list[MicroBatch]:
-    """`split_items_by_token_budget`, collated. The items are read once."""
+    """Split items as `split_items_by_token_budget` does, and collate each micro-batch. Reads the
+    items only once."""
     check_limits(micro_token_budget, max_seq_len)
     if not items:
         return []

@@ -1,10 +1,12 @@
-"""A macro-batch as the trainer runs it: read once, truncated, divided into mini-batches, each
-planned into micro-batches.
+"""Divides a macro-batch into mini-batches, and each mini-batch into micro-batches.
 
-A **mini-batch** is what one optimizer step sees; a group or pair is never divided between two. A
-**micro-batch** is what goes through the model at once; it is collated when the loop reaches it, so
-that only one exists at a time. A **line** is one sequence of a micro-batch: a sample, or the turns
-of one episode that share their prefix (`merge_turns`). **Rows** are indices of samples.
+- A **macro-batch** has the samples of one training step. They are read once and truncated.
+- A **mini-batch** has the samples of one optimizer step. A group or pair is never divided.
+- A **micro-batch** has the samples of one forward pass (gradient accumulation). It is collated when
+  the loop reaches it, so only one is in memory at a time.
+- A **line** is one sequence in a micro-batch: a sample, or the turns of one episode that share
+  their prefix (`merge_turns`).
+- **Rows** are indices of samples.
 """
 
 from __future__ import annotations
@@ -31,33 +33,32 @@ from ludic.types import group_of
 
 @dataclass(frozen=True)
 class MacroBatch:
-    """The samples of a batch that have something to train: as items for the metadata, as columns
-    for the numbers.
+    """The samples of a batch with at least one token to train on: as items for their metadata, and
+    as a table for their numbers.
 
     >>> batch = MacroBatch.ingest(items, max_seq_len=1024)
     >>> [rows] = batch.divide(1, seed=0, step=0, epoch=0)
     """
 
     items: list[SAWItem]
-    """Truncated; `seq_len_truncated` in their metadata says whether they were cut."""
+    """The truncated samples; `seq_len_truncated` in their metadata says whether they were cut."""
     table: _core.SampleTable
-    """The same samples, row by row."""
+    """The same samples in the same order."""
     truncated_empty: int
-    """Samples dropped because the cut left no action token to predict."""
+    """Number of samples dropped because no predicted action token was left after truncation."""
     without_actions: int
-    """Samples dropped because they had none from the start."""
+    """Number of samples dropped because they had no predicted action token before truncation."""
     dropped: list[SAWItem] = field(default_factory=list)
     """The dropped samples, truncated. Reducers count them too, for example in the rate of truncated
     samples."""
     proximal_logps: Mapping[int, Tensor] | None = None
-    """Log-probabilities [A] of each sample's action tokens under the weights at the start of the
-    step, by row. Set only if a correction needs them in more than one optimizer step."""
+    """Row -> [A] log-probabilities of the sample's action tokens under the weights at the start of
+    the step. Set only if a correction needs them in more than one optimizer step."""
 
     @classmethod
     def ingest(cls, items: Sequence[SAWItem], max_seq_len: int, *, merge_turns: bool = False) -> MacroBatch:
-        """Read the items once, truncate them, and drop those without an action token that a model
-        could predict. With `merge_turns`, items that continue the item before them share its
-        line."""
+        """Read the items once, truncate them, and drop those without a predicted action token. With
+        `merge_turns`, an item that continues the item before it shares its line."""
         table = _core.SampleTable.from_items(items)
         table = (table.chained() if merge_turns else table).truncate(max_seq_len)
         truncated = np.asarray(table.original_lengths > table.lengths)
@@ -71,23 +72,23 @@ class MacroBatch:
         return cls(retained, table, int((truncated & ~trained).sum()), int((~truncated & ~trained).sum()), dropped)
 
     def counts(self) -> dict[str, float]:
-        """How many samples `ingest` dropped, by the key under which it is logged."""
+        """Return the numbers of samples that `ingest` dropped, by the key in the log."""
         return {"seq_len_truncated_empty": float(self.truncated_empty), "samples_without_actions": float(self.without_actions)}
 
     def groups(self) -> list[list[int]]:
-        """Rows that must stay together (a group, a pair, or the steps of one rollout), in order of
-        first appearance."""
+        """Return the rows that must stay together (a group, a pair, or the steps of one
+        rollout), in order of first appearance."""
         return rows_by_key(unit_key(item, row) for row, item in enumerate(self.items))
 
     def divide(self, count: int, *, seed: int, step: int, epoch: int) -> list[Rows]:
-        """Rows of each of `count` mini-batches, as equal in size as whole groups allow.
+        """Return the rows of `count` mini-batches of nearly equal size; groups are not divided.
 
-        The order of groups is drawn from (seed, step, epoch) alone; a single mini-batch keeps the
-        order of the batch. With fewer groups than mini-batches, some are empty.
+        The order of groups depends only on (seed, step, epoch); a single mini-batch keeps the order
+        of the batch. With fewer groups than mini-batches, some mini-batches are empty.
 
-        Example, `count=2`: groups [0, 1], [2], [3] drawn in the order [2], [0, 1], [3] begin after
-        0, 1 and 3 of 4 samples, and go to parts 0*2//4 = 0, 1*2//4 = 0 and 3*2//4 = 1: the
-        mini-batches are [2, 0, 1] and [3].
+        Example, `count=2`: groups [0, 1], [2], [3] of 4 samples in the random order [2], [0, 1],
+        [3]. Before each of them, 0, 1 and 3 samples have been placed, so they go to mini-batches
+        0*2//4 = 0, 1*2//4 = 0 and 3*2//4 = 1: [2, 0, 1] and [3].
         """
         if count == 1:
             return [np.arange(len(self.items))]
@@ -107,7 +108,7 @@ class MacroBatch:
 
 
 def rows_by_key(keys: Iterable[Hashable]) -> list[list[int]]:
-    """The rows that have the same key, in order of first appearance. Example: keys a b a give
+    """Group the rows with the same key, in order of first appearance. Example: keys a b a give
     [[0, 2], [1]]."""
     groups: dict[Hashable, list[int]] = {}
     for row, key in enumerate(keys):
@@ -116,8 +117,8 @@ def rows_by_key(keys: Iterable[Hashable]) -> list[list[int]]:
 
 
 def unit_key(item: SAWItem, row: int) -> tuple[str, Any]:
-    """The unit that `item` belongs to, which no mini-batch divides: its group, pair or rollout, or
-    the sample itself."""
+    """Return the key of the unit that `item` belongs to and that must not be divided: its group,
+    pair or rollout, or the sample itself."""
     group = group_of(item.meta)
     if group is not None:
         return "group", group
@@ -128,7 +129,8 @@ def unit_key(item: SAWItem, row: int) -> tuple[str, Any]:
 
 
 class MiniBatch:
-    """The micro-batches of one optimizer step, the costliest first. Can be iterated more than once.
+    """The micro-batches of one optimizer step, the most expensive first. It can be iterated more
+    than once.
 
     >>> for micro_batch in MiniBatch(batch, rows, cfg):
     ...     loss, stats = algo.compute_loss(model, micro_batch.tensors, totals=mini_batch.totals)
@@ -139,23 +141,24 @@ class MiniBatch:
         self.rows = rows[batch.table.weights[rows] != 0] if skip_zero_weight else rows
         """Samples that go through the model."""
         self.num_skipped = len(rows) - len(self.rows)
-        """Samples of weight zero, which do not."""
+        """Number of samples with weight 0 that do not go through the model."""
         self.skipped_tokens = int(batch.table.target_counts[rows].sum() - batch.table.target_counts[self.rows].sum())
         """Action tokens of the skipped samples."""
         self.totals = self._totals(rows)
-        """Over all samples, including the skipped ones and those of other ranks."""
+        """Totals over all samples, including skipped ones and those of other ranks."""
         self.collate_s = 0.0
         """Seconds spent on collation so far."""
         self.line_bounds = find_line_bounds(batch.table.chains[self.rows])
-        """[L + 1] where each line begins in `rows`, and where the last one ends."""
+        """[L + 1] index in `rows` at which each line begins, and the end of the last line. Example:
+        two lines of 2 samples and 1 sample have [0, 2, 3]."""
         self.lengths = np.ascontiguousarray(batch.table.lengths[self.rows[self.line_bounds[1:] - 1]])
-        """[L] tokens of each line: those of its last sample, which contains the others."""
+        """[L] number of tokens of each line: that of its last sample, which contains the others."""
         self.plan: Packing | None = self._sort_by_cost(self._plan_lines()) if len(self.rows) else None
-        # If every sample has weight zero and is skipped, one weightless row stands for them, so
+        # If all samples have weight 0 and are skipped, one row without weight replaces them, so
         # that the optimizer still takes its step.
         own = len(self.plan) if self.plan is not None else min(1, len(rows))
         self.num_micro_batches = int(ranks.max_over_ranks([own], cfg.model_device)[0])
-        """The same on every rank; a rank with fewer runs weightless rows in the others."""
+        """The same on all ranks: a rank with fewer micro-batches adds some without weight."""
 
     def __len__(self) -> int:
         return self.num_micro_batches
@@ -168,12 +171,11 @@ class MiniBatch:
             yield micro_batch
 
     def micro_batch_rows(self, index: int) -> Rows:
-        """The samples of a micro-batch, in its order; none for a weightless one that only keeps
-        this rank in step.
+        """Return the rows of a micro-batch, in its order; none for a micro-batch without weight.
 
-        Example: `rows` [7, 8, 9] with `line_bounds` [0, 2, 3] are the lines [7, 8] and [9]. A
-        micro-batch of lines 1 and 0 has begins [2, 0] and counts [1, 2], so that positions
-        [0, 1, 2] are shifted by [2 - 0, 0 - 1, 0 - 1] to [2, 0, 1]: samples [9, 7, 8].
+        Example: `rows` [7, 8, 9] with `line_bounds` [0, 2, 3] have the lines [7, 8] and [9]. A
+        micro-batch of lines 1 and 0 has begins [2, 0] and counts [1, 2]. Indices [0, 1, 2] shifted
+        by [2 - 0, 0 - 1, 0 - 1] are [2, 0, 1], so the result is [9, 7, 8].
         """
         if self.plan is None or index >= len(self.plan):
             return np.zeros(0, dtype=np.int64)
@@ -185,8 +187,9 @@ class MiniBatch:
         return batch_totals(self.batch.table, rows, self.cfg.model_device)
 
     def _sort_by_cost(self, plan: Packing) -> CostliestFirst:
-        """By computed tokens, then by the longest line, in which attention is quadratic. Example:
-        lines of 2 and 3 tokens compute 3*2 = 6 tokens padded, 2+3 = 5 padding-free."""
+        """Sort the micro-batches by computed tokens, then by the longest line (attention is
+        quadratic in its length). Example: lines of 2 and 3 tokens compute 3*2 = 6 tokens with
+        padding, 2+3 = 5 without."""
         lengths = [self.lengths[plan[index]] for index in range(len(plan))]
         padded = self.cfg.packing != "padding_free"
         computed = [int(each.max()) * len(each) if padded else int(each.sum()) for each in lengths]
@@ -196,7 +199,7 @@ class MiniBatch:
         return plan_lines(self.lengths, self.cfg)
 
     def _plan_lines_greedily(self) -> Packing:
-        """The greedy plan, which statistics compare the configured one with."""
+        """Return the greedy plan; statistics compare it with the configured one."""
         return _core.plan_greedy(self.lengths, self.cfg.micro_token_budget)
 
     def _collate(self, index: int) -> MicroBatch:
@@ -216,8 +219,9 @@ class MiniBatch:
         return MicroBatch(tensors, len(rows), names)
 
     def padding(self) -> dict[str, float]:
-        """`PADDING_KEYS`: tokens that are real, are computed, would be computed by the greedy plan,
-        and would be by padding all samples to the longest; and the number of micro-batches."""
+        """Return `PADDING_KEYS`: real tokens; computed tokens, padding included; computed tokens
+        under the greedy plan; computed tokens with all samples padded to the longest; and the
+        number of micro-batches."""
         if self.plan is None:
             return dict.fromkeys(PADDING_KEYS, 0.0)
         greedy = self._plan_lines_greedily()
@@ -238,8 +242,8 @@ PADDING_KEYS = (
 def batch_totals(
     table: _core.SampleTable, rows: Rows, device: torch.device | str, *, num_pairs: float | None = None
 ) -> BatchTotals:
-    """Totals over the samples at `rows`, summed over ranks. Without `num_pairs`, two samples count
-    as a pair."""
+    """Return the totals of the samples at `rows`, over all ranks. Without `num_pairs`, the
+    number of pairs is half the number of samples."""
     pairs = len(rows) / 2 if num_pairs is None else num_pairs
     weights, targets = table.weights[rows], table.target_counts[rows]
     if not ranks.is_distributed():
@@ -253,8 +257,8 @@ def batch_totals(
 
 
 def _make_weightless(micro_batch: MicroBatch) -> MicroBatch:
-    """The micro-batch without actions, weights and items: it keeps this rank in step and adds
-    nothing to losses and counts."""
+    """Return the micro-batch with zero action mask and weight, and with no items. A rank runs it
+    when other ranks have more micro-batches; it adds nothing to losses and counts."""
     zeroed = {"action_mask", "weight", "actor_logps", "old_logp_action"}
     tensors: dict[str, Any] = {
         name: torch.zeros_like(value) if name in zeroed else value for name, value in micro_batch.tensors.items()

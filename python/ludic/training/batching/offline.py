@@ -17,20 +17,20 @@ from ludic.training.types import CreditAssigner, SampleFilter, SAWBatch, SAWItem
 from ludic.types import TRACE_KEYS, Rollout, Step
 
 StepToItem = Callable[[Rollout, Step, float], SAWItem]
-"""(rollout, step, weight) -> sample. `rollouts.to_samples.sample_from_step` uses the tokens of the
-trace, so that no text is tokenised again."""
+"""(rollout, step, weight) -> sample. `rollouts.to_samples.sample_from_step` uses the token
+trace, so no text is tokenised again."""
 
 
 @dataclass
 class OfflineBatchSource(BatchSourceBase):
-    """Goes through the steps of recorded rollouts again and again.
+    """Returns batches of the steps of recorded rollouts, pass after pass.
 
     >>> credit = ConstantCredit(1.0)
     >>> source = OfflineBatchSource(["good.jsonl"], sample_from_step, credit, batch_size=64)
 
-    The files are those that `RolloutEngine` writes. They are read when the source is made, and only
-    the samples stay in memory. Its state is its position: a resumed run continues with the next
-    sample and refuses other data. Over several ranks, each takes its share of every pass.
+    `RolloutEngine` writes such files. They are read in the constructor, and only the samples stay
+    in memory. The state is the position: a resumed run continues with the next sample, and other
+    data is an error. With several ranks, the samples of a pass are divided among them.
     """
 
     shards_across_ranks = True
@@ -47,13 +47,13 @@ class OfflineBatchSource(BatchSourceBase):
     sample_filter: SampleFilter | None = None
     seed: int = 42
     num_workers: int = 0
-    """A documented setting without effect: all samples are made when the source is."""
+    """Accepted for compatibility; has no effect, since the constructor makes all samples."""
     drop_last: bool = False
     """Leave out the last batch of a pass unless it is full."""
     num_rollouts: int = field(init=False)
     """Number of rollouts read."""
     num_samples_filtered: int = field(init=False)
-    """Number of samples that `sample_filter` refused."""
+    """Number of samples that `sample_filter` dropped."""
 
     def __post_init__(self) -> None:
         if isinstance(self.jsonl_paths, str | Path):
@@ -72,7 +72,7 @@ class OfflineBatchSource(BatchSourceBase):
         retained = items if self.sample_filter is None else [item for item in items if self.sample_filter(item)]
         if not retained:
             raise DataError(
-                f"sample_filter refused all {len(items)} samples of {len(rollouts)} rollouts; there is nothing to train on"
+                f"sample_filter dropped all {len(items)} samples of {len(rollouts)} rollouts; nothing is left to train on"
             )
         self.num_rollouts, self.num_samples_filtered = len(rollouts), len(items) - len(retained)
         self._source = ItemBatchSource(
@@ -80,11 +80,11 @@ class OfflineBatchSource(BatchSourceBase):
         )
 
     async def next_batch(self) -> SAWBatch:
-        """The next batch; the last one of a pass is followed by the first of the next pass."""
+        """Return the next batch. After the last batch of a pass, the next pass begins."""
         return await self._source.next_batch()
 
     def iter_epoch(self) -> Iterator[SAWBatch]:
-        """The remaining batches of the current pass."""
+        """Iterate over the remaining batches of the current pass."""
         return self._source.iter_epoch()
 
     def __len__(self) -> int:
@@ -93,31 +93,31 @@ class OfflineBatchSource(BatchSourceBase):
 
     @property
     def num_batches_per_epoch(self) -> int:
-        """Batches of one pass on each rank."""
+        """Number of batches in a pass, on each rank."""
         return self._source.num_batches_per_epoch
 
     @property
     def epoch(self) -> int:
-        """The pass that the next batch belongs to, from 0."""
+        """Index of the pass that the next batch belongs to, from 0."""
         return self._source.epoch
 
     @property
     def target_rollouts(self) -> int:
-        """`batch_size`. The meta of a batch has its number of rollouts."""
+        """`batch_size`. The exact number of rollouts of a batch is in its meta."""
         return self.batch_size
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what identifies the data and settings it belongs to."""
+        """Return the position, and the settings and data digest that it is valid for."""
         return self._source.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position in `state`. Raises ConfigError for other data or settings."""
+        """Continue at the position in `state`. Raises ConfigError if data or settings differ."""
         self._source.load_state_dict(state)
 
 
 def make_ids_unique(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The rollouts with distinct ids, by which credit is given. Example: ids a, b, a become a, b,
-    a#2."""
+    """Return the rollouts with distinct ids, since weights are assigned by id. Example: ids a, b, a
+    become a, b, a#2."""
     seen: dict[str, int] = {}
     result = []
     for rollout in rollouts:
@@ -127,8 +127,9 @@ def make_ids_unique(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 
 def make_chat_template_step_to_item(tokenizer: Any) -> StepToItem:
-    """Samples from messages, for rollouts without token traces. The chat template renders the
-    prompt, and the prompt with the answer; the extra tokens up to the end token are the action.
+    """Return a function that makes samples from messages, for rollouts without token traces. The
+    chat template renders the prompt alone and the prompt with the answer; the additional tokens up
+    to the end token are the action.
 
     Example: the prompt renders to [1, 2, 3], and with the answer to [1, 2, 3, 7, 0, 9], where 0 is
     the end token and 9 a line break: the action mask is [0, 0, 0, 1, 1, 0].
@@ -151,8 +152,8 @@ def make_chat_template_step_to_item(tokenizer: Any) -> StepToItem:
         full = apply_template(tokenizer, [*messages, answer], prompt=False, where=where)
         if full[: len(prompt)] != prompt:
             raise DataError(
-                f"{where}: the rendered prompt is not a prefix of prompt and completion on token ids, so that no mask would be "
-                "correct; train on the token trace (step_to_item=sample_from_step), or use a template that does not rewrite the prompt"
+                f"{where}: the token ids of the prompt are not a prefix of those of prompt and completion, so no mask would be correct; "
+                "train on the token trace (step_to_item=sample_from_step), or use a template that does not rewrite the prompt"
             )
         end = find_end_of_turn(tokenizer, full, len(prompt))
         if end == len(prompt):
@@ -170,8 +171,8 @@ def make_chat_template_step_to_item(tokenizer: Any) -> StepToItem:
 
 
 def _sample_meta(rollout: Rollout, step: Step, *, prompt_length: int, completion_length: int) -> dict[str, Any]:
-    """The step's facts, then the rollout's meta; the step's info only for keys that neither
-    has."""
+    """Merge the step's info, the step's facts and the rollout's meta; later ones take
+    precedence."""
     return {
         **{key: value for key, value in step.info.items() if key not in TRACE_KEYS},
         **step_facts(rollout, step),

@@ -1,17 +1,17 @@
 """Generates the next batches while the trainer trains on the current one.
 
-With `max_lag=1`, generation of batch k + 1 starts when the trainer gets batch k, with the weights
-that the trainer is about to change; the batch is one version old when it is trained. With
-`max_lag=2` two batches are in progress. No batch is older than `max_lag` versions, since no more
-than that many are started ahead. A step saves at most the shorter of its generation and training
-times, and only if sampler and trainer do not share cores or a device.
+With `max_lag=1`, generation of batch k + 1 starts when the trainer receives batch k, with the
+weights that the trainer is about to change; the batch is one version old when it is trained on.
+With `max_lag=2`, two batches are in progress. At most `max_lag` batches are started ahead, so no
+batch is older than `max_lag` versions. A step saves at most the shorter of its generation and
+training times, and only if sampler and trainer do not share cores or a device.
 
     max_lag=1   sampler   0 1 2 3          batch k + 1 is sampled while batch k is trained
                 trainer     0 1 2 3
 
-The samples are off-policy by `max_lag` steps. `mismatch/*` then contains both the policy's change
-and the difference between the engines; the clip of the loss acts on it, or a correction does
-(`loss.correction`).
+The samples are off-policy by `max_lag` steps. `mismatch/*` then includes both the change of the
+policy and the difference between the engines. The clip of the loss bounds their effect, or a
+correction does (`loss.correction`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ludic.training.batching.source import BatchSourceBase, as_batch_source
 from ludic.training.types import BatchSource, SAWBatch
 
 GENERATION_S = "generation_s"
-"""Key in the batch's meta: seconds that its generation took."""
+"""Key in the batch's meta: duration of its generation in seconds."""
 
 
 @dataclass
 class _PendingBatch:
-    """A batch that is being generated or waits for the trainer."""
+    """A batch that is being generated, or that is waiting for the trainer."""
 
     task: asyncio.Task[SAWBatch] | None = None
     state_before: dict[str, Any] | None = None
@@ -42,28 +42,29 @@ class _PendingBatch:
 
 
 class OverlappedSource(BatchSourceBase):
-    """Generates the batches of `inner`, one after another, up to `max_lag` batches before the
-    trainer asks for them.
+    """Generates the batches of `inner`, one after another, up to `max_lag` batches ahead of the
+    trainer.
 
     >>> source = OverlappedSource(RolloutBatchSource(...), max_lag=1)
     >>> await Trainer(batch_source=source, ...).train(100)
     >>> await source.aclose()
 
-    **Resuming.** A checkpoint holds the state of `inner` before the oldest batch that the trainer
-    has not received, so that every prompt is trained exactly once, however the run ends. Pending
-    batches are generated again, with the newer weights. For this, `inner` must draw its prompts
-    from its `state_dict`, which is read before each batch. Example: the trainer has batch 3, and
-    4 and 5 are pending; the checkpoint holds the state before 4.
+    **Resuming.** A checkpoint has the state of `inner` before the oldest batch that the trainer has
+    not received, so every prompt is trained on exactly once, even if the run is interrupted.
+    Pending batches are generated again, with the newer weights. For this, the state that `inner`
+    returns from `state_dict` must determine its next prompts. Example: the trainer has batch 3, and
+    4 and 5 are pending; the checkpoint has the state before 4.
 
-    **Errors.** The error of a batch is raised when the trainer asks for that batch. The batches
-    after it are stopped, and the failed one is next again. Cancelling `next_batch` stops
-    generation.
+    **Errors.** The error of a batch is raised when the trainer requests that batch. The generation
+    of later batches is stopped, and the failed batch comes next again. Cancelling `next_batch`
+    stops all generation.
 
     **Weights.** While batches overlap, the trainer computes in a thread. A client in this process
     must have its own copy of the weights (`LocalChatClient(copy_model=True)`), since the trainer's
     weights change while it samples.
 
-    `num_batches` is how many batches the run still needs; more are generated only on request.
+    `num_batches`: how many more batches the run needs. Batches beyond it are generated only on
+    request.
     """
 
     def __init__(self, inner: BatchSource, *, max_lag: int = 1, num_batches: int | None = None) -> None:
@@ -76,11 +77,11 @@ class OverlappedSource(BatchSourceBase):
         self._remaining = num_batches
         self._pending: deque[_PendingBatch] = deque()
         self._turn = asyncio.Lock()
-        """Held while a batch is generated, so that batches draw from the source one at a time, in
+        """Held during the generation of a batch, so that batches are generated one at a time and in
         order."""
 
     async def next_batch(self) -> SAWBatch:
-        """The oldest pending batch; generation of the next ones starts before it is returned."""
+        """Return the oldest pending batch, after starting the generation of the next ones."""
         if not self._pending:
             self._start_next()
         oldest = self._pending[0].task
@@ -105,15 +106,15 @@ class OverlappedSource(BatchSourceBase):
         """Continue from `state`. Raises ConfigError while batches are pending, since they belong to
         the previous state."""
         if self._pending:
-            raise ConfigError("batches are pending; close the source (`aclose`) before its state is set")
+            raise ConfigError("batches are pending; close the source (`aclose`) before you set its state")
         self._inner.load_state_dict(state)
 
     def limit(self, num_batches: int) -> None:
-        """Set how many batches the run still needs."""
+        """Set how many more batches the run needs."""
         self._remaining = num_batches
 
     async def aclose(self) -> None:
-        """Stop generation, and set the inner source back to its state before the oldest pending
+        """Stop generation, and reset the inner source to its state before the oldest pending
         batch."""
         before = self._pending[0].state_before if self._pending else None
         tasks = [entry.task for entry in self._pending if entry.task is not None]

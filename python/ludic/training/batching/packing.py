@@ -1,8 +1,8 @@
-"""Packing: which lines go through the model together, within the token budget.
+"""Packing: divides lines into micro-batches within the token budget.
 
-The Rust core computes plans (`crates/ludic-core/src/plan`); `TrainerConfig.packing` selects one.
-A **line** is one sequence of a micro-batch: a sample, or the turns of one episode that share
-their prefix.
+The Rust core computes the plans (`crates/ludic-core/src/plan`); `TrainerConfig.packing` selects the
+algorithm. A **line** is one sequence in a micro-batch: a sample, or the turns of one episode that
+share their prefix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Rows = NDArray[np.int64]
 
 
 def plan_lines(lengths: NDArray[np.int32], cfg: TrainerConfig) -> _core.Plan:
-    """Pack lines of these lengths as `cfg.packing` says."""
+    """Plan micro-batches for lines of these lengths with the algorithm `cfg.packing`."""
     if cfg.packing == "padding_free":
         return _core.plan_padding_free(lengths, cfg.micro_token_budget)
     if cfg.packing == "greedy":
@@ -30,15 +30,15 @@ def plan_lines(lengths: NDArray[np.int32], cfg: TrainerConfig) -> _core.Plan:
 
 
 def find_line_bounds(chains: NDArray[np.int32]) -> Rows:
-    """[L + 1] bounds of the runs of equal chain numbers; a sample outside any chain (-1) is a run
-    of its own. Example: chains [4, 4, -1, -1] give [0, 2, 3, 4]."""
+    """[L + 1] bounds of the lines: consecutive samples with the same chain number form a line; a
+    sample without a chain (-1) is a line by itself. Example: chains [4, 4, -1, -1] give
+    [0, 2, 3, 4]."""
     begins = np.flatnonzero((chains[1:] != chains[:-1]) | (chains[1:] < 0)) + 1
     return np.concatenate([[0], begins, [len(chains)]]) if len(chains) else np.zeros(1, dtype=np.int64)
 
 
 class Packing(Protocol):
-    """Which lines go through the model together, micro-batch by micro-batch. `_core.Plan` is
-    one."""
+    """A plan: the lines of each micro-batch. `_core.Plan` implements it."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Rows: ...
@@ -49,10 +49,10 @@ class Packing(Protocol):
 
 
 class CostliestFirst:
-    """The micro-batches of a plan by falling `costs`; of equal costs, the earlier first.
+    """The micro-batches of a plan, sorted by decreasing cost; equal costs keep their order.
 
-    A micro-batch that does not fit into memory then fails in the first pass, and ranks that wait
-    for each other after every pass run similar ones at the same time.
+    A micro-batch that does not fit into memory then fails in the first pass, and ranks that
+    synchronise after every pass run micro-batches of similar cost at the same time.
     """
 
     def __init__(self, plan: Packing, costs: Sequence[tuple[int, ...]]) -> None:

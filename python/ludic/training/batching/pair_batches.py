@@ -1,5 +1,5 @@
-"""A macro-batch of preference pairs as the reward-model trainer runs it: no mini-batch and no
-micro-batch divides a pair."""
+"""Macro-batches, mini-batches and micro-batches of preference pairs, for the reward-model trainer.
+A pair is never divided."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from ludic.training.types import SAWItem
 logger = logging.getLogger(__name__)
 
 DROP_REASONS = ("pairs_incomplete", "pairs_truncated_empty", "pairs_truncated_equal")
-"""Why pairs are dropped."""
+"""The reasons why pairs are dropped, as keys in the log."""
 PAIR_COUNT_KEYS = ("total_pairs", *DROP_REASONS, "pairs_identical")
-"""What a step counts: the pairs trained, the pairs dropped for each reason, and those of the
-trained pairs whose two samples are identical and so teach nothing."""
+"""The counts of a step: pairs trained on, pairs dropped for each reason, and trained pairs with two
+identical samples, which have no learning signal."""
 
 
 @dataclass(frozen=True)
 class PreferenceMacroBatch(MacroBatch):
-    """The pairs of one batch: (chosen, rejected) at rows (0, 1), (2, 3) and so on, then the lone
-    samples. Example: 2 pairs and 1 lone sample are rows 0..3 and row 4, with `num_pairs` 2.
+    """The pairs of one batch: (chosen, rejected) at rows (0, 1), (2, 3) and so on, then the samples
+    without a partner. Example: 1 pair and 1 lone sample are rows 0, 1 and row 2, with `num_pairs`
+    1.
 
     >>> batch = PreferenceMacroBatch.ingest_pairs(items, max_seq_len=1024)
     """
@@ -48,10 +49,12 @@ class PreferenceMacroBatch(MacroBatch):
     def ingest_pairs(
         cls, items: Sequence[SAWItem], max_seq_len: int, *, require_complete: bool = True, drop_incomplete: bool = True
     ) -> PreferenceMacroBatch:
-        """Read the items once, pair them (see `group_preference_pairs`), truncate them, and drop
-        the pairs that truncation leaves without information: one sample lost its whole answer
-        (without `require_complete` the other sample stays), or both now have the same tokens. Pairs
-        that were identical from the start stay and are counted."""
+        """Read the items once, pair them (see `group_preference_pairs`), and truncate them.
+
+        Drops the pairs without information after truncation: one sample lost its whole answer (with
+        `require_complete=False` the other sample stays), or both samples became equal. Pairs that
+        were identical before are kept and counted.
+        """
         validate_preference_batch(items)
         pairs, lone = find_pair_rows(items, require_complete=require_complete, drop_incomplete=drop_incomplete)
         full = _core.SampleTable.from_items(items)
@@ -91,8 +94,8 @@ class PreferenceMacroBatch(MacroBatch):
         return {"total_pairs": float(self.num_pairs), **reasons}
 
     def groups(self) -> list[list[int]]:
-        """Both rows of a pair belong to the unit of its chosen sample. Example: one pair and one
-        lone sample look up rows 0, 0 and 2."""
+        """Group the rows; both rows of a pair belong to the unit of its chosen sample. Example: one
+        pair and one lone sample use the units of rows 0, 0 and 2."""
         firsts = (row - row % 2 if row < 2 * self.num_pairs else row for row in range(len(self.items)))
         return rows_by_key(unit_key(self.items[first], first) for first in firsts)
 
@@ -115,11 +118,12 @@ def _equal_after_cut(items: Sequence[SAWItem], pairs: NDArray[np.int64], table: 
 
 
 def _warn_of_dropped(counts: Mapping[str, int], items: Sequence[SAWItem], dropped: NDArray[np.int64], max_seq_len: int) -> None:
-    """Log why pairs were dropped; `find_pair_rows` has already warned of incomplete ones."""
+    """Log why pairs were dropped; `find_pair_rows` has already warned about incomplete ones."""
     if len(dropped):
         names = shorten_names([items[chosen].meta["pair_id"] for chosen, _ in dropped])
         logger.warning(
-            "dropped %d preference pairs: max_seq_len (%d) cut the whole answer of %d and all that tells the samples apart of %d: %s",
+            "dropped %d preference pairs: max_seq_len (%d) cut off the whole answer of %d, and the only difference between the samples "
+            "of %d: %s",
             len(dropped),
             max_seq_len,
             counts["pairs_truncated_empty"],
@@ -132,7 +136,7 @@ class SampleMiniBatch(MiniBatch):
     """The micro-batches of one optimizer step, of single samples with their metadata."""
 
     def __init__(self, batch: MacroBatch, rows: Rows, cfg: TrainerConfig, *, meta_keys: Sequence[str] = PREFERENCE_KEYS) -> None:
-        """`meta_keys`: the metadata that the loss gets."""
+        """`meta_keys`: the keys of the metadata that the loss reads."""
         self._meta_keys = meta_keys
         super().__init__(batch, rows, cfg)
 
@@ -165,8 +169,8 @@ class PreferenceMiniBatch(SampleMiniBatch):
         return self._plan_pairs(None)
 
     def _plan_pairs(self, overhead_tokens: int | None) -> Packing:
-        """Pairs first, then lone samples in micro-batches without pairs. Positions [True, True,
-        False] of `_in_pairs` are the pair [[0, 1]] and the lone position [2]."""
+        """Plan pairs first, then lone samples in micro-batches without pairs. Example: `_in_pairs`
+        [True, True, False] has the pair [[0, 1]] and the lone index [2]."""
         pairs, lone = np.flatnonzero(self._in_pairs), np.flatnonzero(~self._in_pairs)
         budget = self.cfg.micro_token_budget
         plan = _core.plan_pairs(self.lengths, pairs.reshape(-1, 2), budget, overhead_tokens)
@@ -192,7 +196,7 @@ class _PairsThenLone:
     pairs: _core.Plan
     lone_plan: _core.Plan
     lone: Rows
-    """[L] positions of the lone samples in the mini-batch."""
+    """[L] indices of the lone samples in the mini-batch."""
 
     def __len__(self) -> int:
         return len(self.pairs) + len(self.lone_plan)
@@ -213,7 +217,8 @@ class PreferenceMicroBatch(MicroBatch):
     """Samples with their `meta`: pairs as neighbouring rows (chosen, rejected), or lone samples."""
 
     def parts(self) -> Iterator[MicroBatch]:
-        """Each pair, or each lone sample. Example: two pairs are rows 0..1 and 2..3."""
+        """Iterate over the pairs, or over the lone samples. Example: two pairs are the slices 0:2
+        and 2:4."""
         meta = self.tensors["meta"]
         ids, roles = meta.get("pair_id", []), meta.get("role", [])
         paired = roles[:2] == ["chosen", "rejected"] and ids[0] == ids[1]
@@ -230,10 +235,10 @@ class PreferenceMicroBatch(MicroBatch):
 
 
 class PreferenceBatchSource(ItemBatchSource):
-    """Batches of whole pairs, and of samples that are kept without their partner."""
+    """Batches of whole pairs, and of samples that are kept without a partner."""
 
     pairs_incomplete: int = 0
-    """Pairs dropped because one of their samples is missing."""
+    """Number of pairs dropped because one of their samples is missing."""
 
 
 def preference_batches(
@@ -246,11 +251,12 @@ def preference_batches(
     require_complete: bool = True,
     drop_incomplete: bool = True,
 ) -> PreferenceBatchSource:
-    """A batch source of `batch_size` whole pairs at a time, pass after pass; see `ItemBatchSource`.
+    """Return a batch source with `batch_size` whole pairs per batch, epoch after epoch; see
+    `ItemBatchSource`.
 
-    Incomplete pairs are dropped, refused or kept as in `group_preference_pairs`. Pairs dropped here
-    never reach the trainer; it says so if its `rm_drop_incomplete_pairs` or
-    `rm_require_complete_pairs` asks for something else.
+    Incomplete pairs are dropped, kept or an error as in `group_preference_pairs`. The trainer never
+    sees pairs that are dropped here; it raises if its `rm_drop_incomplete_pairs` or
+    `rm_require_complete_pairs` contradicts that.
     """
     pairs, lone = find_pair_rows(items, require_complete=require_complete, drop_incomplete=drop_incomplete)
     retained = [items[int(row)] for row in [*pairs.reshape(-1), *lone]]  # pairs [[2, 0]], lone [1]: items 2, 0, 1

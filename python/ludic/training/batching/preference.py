@@ -1,11 +1,11 @@
-"""Preference pairs: find them by their metadata, check, split into micro-batches and collate.
+"""Preference pairs: find them by their metadata, check them, split them into micro-batches, and
+collate.
 
-`samples.pair_facts` says what each sample has in its `meta`. A pair goes through the model
-together, as two rows that are padded to the longer sample: a micro-batch of P pairs computes
-`2 * longest * P` tokens.
+`samples.pair_facts` describes the `meta` of the samples. The two samples of a pair are in the same
+micro-batch, as two padded rows: a micro-batch of P pairs computes `2 * longest * P` tokens.
 
-`pair_batches` is what the trainer runs. These functions are its parts, for code with a training
-loop of its own.
+The trainer uses `pair_batches`. The functions of this module are for code with its own training
+loop.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ludic.training.types import SAWItem
 logger = logging.getLogger(__name__)
 
 PreferencePair = tuple[SAWItem | None, SAWItem | None]
-"""(chosen, rejected). One is None only if the caller asked to keep incomplete pairs."""
+"""(chosen, rejected). One is None only with `require_complete=False`."""
 
 
 def group_preference_pairs(
     items: Sequence[SAWItem], *, require_complete: bool = True, drop_incomplete: bool = True
 ) -> list[PreferencePair]:
-    """(chosen, rejected) of each pair, in order of first appearance.
+    """Return (chosen, rejected) for each pair, in order of first appearance.
 
-    A pair with only one sample is dropped with a warning, or refused if not `drop_incomplete`.
-    Without `require_complete` it is kept, after the complete pairs, with None for the missing
-    sample. Raises DataKeyError for a sample without `pair_id` or `role`; DataError for any other
-    role, for two samples of one role, and for a refused pair.
+    An incomplete pair is dropped with a warning, or is an error with `drop_incomplete=False`. With
+    `require_complete=False` it is kept, after the complete pairs, with None for the missing sample.
+    Raises DataKeyError for a sample without `pair_id` or `role`; DataError for an unknown role, for
+    two samples of a pair with the same role, and for an incomplete pair as above.
     """
     pairs, lone = find_pair_rows(items, require_complete=require_complete, drop_incomplete=drop_incomplete)
     complete: list[PreferencePair] = [(items[chosen], items[rejected]) for chosen, rejected in pairs]
@@ -49,11 +49,11 @@ def group_preference_pairs(
 def find_pair_rows(
     items: Sequence[SAWItem], *, require_complete: bool = True, drop_incomplete: bool = True
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """`group_preference_pairs` as indices: [P, 2] rows of (chosen, rejected), and [L] rows of
+    """`group_preference_pairs` with indices: [P, 2] rows of (chosen, rejected), and [L] rows of the
     samples without a partner that are kept.
 
-    Example: items of pairs a b a, the last and the second being `chosen`, give pairs [[2, 0]] and,
-    without `require_complete`, lone rows [1].
+    Example: three items with pair ids [a, b, a] and roles [rejected, chosen, chosen] give pairs
+    [[2, 0]] and, with `require_complete=False`, lone rows [1].
     """
     ids = [meta_value(item, row, "pair_id") for row, item in enumerate(items)]
     roles = [meta_value(item, row, "role") for row, item in enumerate(items)]
@@ -69,16 +69,17 @@ def find_pair_rows(
 def split_preference_pairs_by_token_budget(
     pairs: Sequence[PreferencePair], *, micro_token_budget: int, max_seq_len: int
 ) -> list[list[SAWItem]]:
-    """Greedy micro-batches of whole pairs, chosen and rejected side by side.
+    """Split pairs greedily into micro-batches of whole pairs, chosen and rejected in neighbouring
+    rows.
 
-    Samples are cut to `max_seq_len` and pairs sorted by their longer sample (stable); a new
-    micro-batch starts when `2 * longest * pairs` would exceed the budget. Example: pairs of lengths
-    (1, 3), (2, 2), (1, 1) and a budget of 8 give [(1, 1), (2, 2)] at 2*2*2 = 8 tokens and [(1, 3)]
-    at 2*3*1 = 6.
+    Samples are cut to `max_seq_len`, and pairs are sorted by the length of their longer sample
+    (stable). A new micro-batch starts when `2 * longest * pairs` would exceed the budget. Example:
+    pairs of lengths (1, 3), (2, 2), (1, 1) and a budget of 8 give [(1, 1), (2, 2)] with
+    2*2*2 = 8 tokens, and [(1, 3)] with 2*3*1 = 6.
 
-    Pairs that the cut makes equal are dropped with a warning. A sample without its partner counts
-    as one row and goes into a micro-batch without pairs. Raises BudgetError if the longest pair
-    alone exceeds the budget.
+    Pairs whose two samples become equal by the cut are dropped with a warning. A sample without a
+    partner counts as one row, in a micro-batch without pairs. Raises BudgetError if the longest
+    pair alone exceeds the budget.
     """
     check_limits(micro_token_budget, max_seq_len)
     full = [[item for item in pair if item is not None] for pair in pairs]
@@ -105,20 +106,21 @@ def collate_preference_items(
     device: torch.device | str,
     meta_keys: Sequence[str] = PREFERENCE_KEYS,
 ) -> dict[str, Any]:
-    """`collate_saw_items`, and `meta`: a list of the items' values for each key. Raises
-    DataKeyError if an item lacks one."""
+    """Return the tensors of `collate_saw_items`, and `meta`: for each key the list of the items'
+    values. Raises DataKeyError if an item lacks a key."""
     meta = collate_meta(items, meta_keys)
     return {**collate_saw_items(items, pad_token_id=pad_token_id, device=device), "meta": meta}
 
 
 def collate_meta(items: Sequence[SAWItem], meta_keys: Sequence[str] = PREFERENCE_KEYS) -> dict[str, list[Any]]:
-    """[B] values of each key."""
+    """Return for each key the list of the B items' values."""
     return {key: [meta_value(item, row, key) for row, item in enumerate(items)] for key in meta_keys}
 
 
 def compute_pair_loss_scale(num_pairs_in_micro: float, total_pairs: float) -> float:
-    """What a micro-batch's mean loss is multiplied by so that the sum over micro-batches is the
-    mean over all pairs; 0.0 if there are no pairs. Example: 1 of 4 pairs gives 0.25."""
+    """Return the factor for the mean loss of a micro-batch, with which the sum over
+    micro-batches is the mean over all pairs; 0.0 if there are no pairs. Example: 1 of 4 pairs
+    gives 0.25."""
     return num_pairs_in_micro / total_pairs if total_pairs > 0 else 0.0
 
 
@@ -127,7 +129,7 @@ def validate_preference_batch(items: Sequence[SAWItem], *, required_keys: Sequen
 
     Raises DataKeyError for a missing key; DataError for a role that is neither `chosen` nor
     `rejected`, a label outside [0, 1], and a pair whose samples have different labels. Incomplete
-    pairs pass: `group_preference_pairs` decides about them.
+    pairs are no error here; `group_preference_pairs` handles them.
     """
     meta = collate_meta(items, required_keys)
     if "label" in meta:

@@ -1,7 +1,7 @@
-"""All members of a batch source that the library reads, with their defaults.
+"""`BatchSourceBase`: all members of a batch source that the library reads, with their defaults.
 
 A user's source needs only `next_batch` (`training.types.BatchSource`); `as_batch_source` adds the
-others once, when the source is passed in.
+other members.
 """
 
 from __future__ import annotations
@@ -17,34 +17,36 @@ class BatchSourceBase:
     """Returns macro-batches. A subclass overrides `next_batch`, and other members as needed."""
 
     max_lag: int = 0
-    """How many batches are begun before the trainer asks for them."""
+    """How many batches are started before the trainer requests them."""
     overlaps: bool = False
-    """Whether batches are generated while the trainer computes, which it then does in a thread."""
+    """Whether batches are generated while the trainer computes. The trainer then computes in a
+    thread."""
     shards_across_ranks: bool | None = None
     """Whether each rank gets different samples. False: all ranks get the same. None: unknown."""
     pairs_incomplete: int = 0
-    """Incomplete preference pairs that the source has dropped."""
+    """Number of incomplete preference pairs that the source has dropped."""
 
     async def next_batch(self) -> SAWBatch:
         """The next macro-batch. Raises RequestsExhausted or StopAsyncIteration if there is none."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What checkpoints save, as plain JSON values; None for a source without state."""
+        """Return the state for checkpoints, as plain JSON values; None for a source without
+        state."""
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position in `state`."""
 
     async def aclose(self) -> None:
-        """Stop what runs in the background."""
+        """Stop all background work."""
 
 
 OPTIONAL_MEMBERS = tuple(name for name in vars(BatchSourceBase) if not name.startswith("_") and name != "next_batch")
 
 
 def as_batch_source(source: BatchSource) -> BatchSourceBase:
-    """`source` itself if it is a BatchSourceBase, else an adapter around it."""
+    """Return `source` if it is a BatchSourceBase, else an adapter around it."""
     return source if isinstance(source, BatchSourceBase) else _AdaptedSource(source)
 
 

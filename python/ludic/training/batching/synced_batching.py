@@ -1,4 +1,4 @@
-"""Batches on demand: rollouts are played when the trainer asks for a batch."""
+"""Batches on demand: rollouts are played when the trainer requests a batch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ludic.training.types import CreditAssigner, RequestsFn, SampleFilter, SAWBa
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An engine or a `requests_fn` whose position checkpoints keep."""
+    """An engine or a `requests_fn` with a position that checkpoints save."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position."""
+        """Return the position."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
@@ -29,18 +29,18 @@ class Stateful(Protocol):
 class RolloutBatchSource(BatchSourceBase):
     """Plays the requests of `requests_fn` with an engine and returns the batch.
 
-    `orchestrator` and `engine` are two names of one parameter, as are `requests_fn` and
-    `request_fn`. Credit comes from `credit_assigner`, or else from `algorithm`.
+    `orchestrator` is an alias of `engine`, and `request_fn` of `requests_fn`. Credit comes from
+    `credit_assigner`, or else from `algorithm`.
 
-    `max_steps` is how many turns an episode may have; 1 is a question and an answer. An episode cut
-    off there ends as truncated, and the engine warns once if all of them are.
+    `max_steps`: maximum turns of an episode; 1 is a question and an answer. A longer episode is cut
+    off and marked as truncated; the engine warns once if this happens to all of them.
 
-    The source knows nothing about ranks: the same `requests_fn` on every rank plays the same
-    prompts with the same seeds. If it returns different prompts on each rank, say so with
-    `shards_across_ranks`; a trainer on several ranks refuses a source that does not.
+    The source does not divide prompts among ranks: the same `requests_fn` on every rank plays the
+    same prompts with the same seeds. If `requests_fn` returns different prompts on each rank, set
+    `shards_across_ranks=True`; with several ranks, the trainer raises otherwise.
 
-    Its state is that of the engine and, if it has one, of `requests_fn`. A batch counts once it is
-    returned: a run that resumes plays a failed or unfinished batch again.
+    The state is that of the engine and, if it has one, of `requests_fn`. It advances when a batch
+    is returned: a resumed run plays a failed or unfinished batch again.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RolloutBatchSource(BatchSourceBase):
         """The state before the batch that is being played or that failed."""
 
     async def next_batch(self) -> SAWBatch:
-        """Play the next requests. Raises RequestsExhausted when `requests_fn` has none left."""
+        """Play the next requests. Raises RequestsExhausted if `requests_fn` has none left."""
         self._state_before = self._current_state()
         requests = await await_if_needed(self.requests_fn())
         batch = await self.engine.generate_batch(
@@ -85,7 +85,7 @@ class RolloutBatchSource(BatchSourceBase):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The state before the batch in progress, or else the current one."""
+        """Return the state before the batch in progress; without one, the current state."""
         return self._current_state() if self._state_before is None else self._state_before
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -96,7 +96,7 @@ class RolloutBatchSource(BatchSourceBase):
                 part.load_state_dict(state[name])
 
     def _stateful(self) -> dict[str, Stateful]:
-        """The parts that have a position, as they are now."""
+        """Return the parts that have a position, by name."""
         parts = {"engine": self.engine, "requests": self.requests_fn}
         return {name: part for name, part in parts.items() if isinstance(part, Stateful)}
 
@@ -105,7 +105,7 @@ class RolloutBatchSource(BatchSourceBase):
 
 
 def _pick_argument(first: Any, second: Any, first_name: str, second_name: str) -> Any:
-    """The argument that was passed under one of its two names."""
+    """Return the argument, which was passed under one of its two names."""
     if (first is None) == (second is None):
-        raise ConfigError(f"give either {first_name} or {second_name}: they are two names of one parameter")
+        raise ConfigError(f"pass either {first_name} or {second_name}: they are two names of one parameter")
     return second if first is None else first

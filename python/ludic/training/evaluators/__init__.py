@@ -1,2 +1,1 @@
-"""Evaluation during training, on held-out data: the loss, preference metrics, and the interface of
-evaluators."""
+"""Evaluations during training, on held-out data."""

@@ -1,2 +1,1 @@
-"""The parts of `Trainer`'s loop: fetching, schedule, early stopping, statistics, the state of a
-run."""
+"""The parts of `Trainer`'s loop, one concept per module."""
