@@ -116,7 +116,7 @@ def test_other_tokens_are_other_data():
 
 
 def test_wrong_settings_are_refused():
-    with pytest.raises(ConfigError, match="no samples"):
+    with pytest.raises(ConfigError, match="at least one sample"):
         ItemBatchSource([], batch_size=2)
     with pytest.raises(ConfigError, match="batch_size"):
         ItemBatchSource(items_of(2), batch_size=0)

@@ -147,7 +147,7 @@ def test_a_filter_drops_and_counts(recorded):
     path = recorded(*(parse_rollout(f"r{i}", float(i % 2)) for i in range(6)))
     source = OfflineBatchSource(path, sample_from_step, ConstantCredit(1.0), sample_filter=lambda item: item.meta["reward"] > 0)
     assert (len(source), source.num_rollouts, source.num_samples_filtered) == (3, 6, 3)
-    with pytest.raises(DataError, match="refused all 6 samples"):
+    with pytest.raises(DataError, match="dropped all 6 samples"):
         OfflineBatchSource(path, sample_from_step, ConstantCredit(1.0), sample_filter=lambda item: False)
 
 
@@ -256,7 +256,7 @@ def test_any_object_with_a_chat_template_will_do():
 @pytest.mark.parametrize(
     ("tokenizer", "step", "message"),
     [
-        (ListTokenizer([1, 2], [1, 3, 4]), chat_step(), "not a prefix of prompt and completion on token ids"),
+        (ListTokenizer([1, 2], [1, 3, 4]), chat_step(), "not a prefix of those of prompt and completion"),
         (ListTokenizer([1, 2], [1, 2]), chat_step(), "empty completion"),
         (ListTokenizer([1, 2], [1, 2, 3]), Step(0, "o", "a", None, 1.0, False, True), "no chat_prompt_messages"),
     ],

@@ -115,7 +115,7 @@ def test_a_limit_that_no_episode_fits_into_is_told_once(caplog):
     rollouts(eng, [request(goal=2, episodes=3)], max_steps=1)
     rollouts(eng, [request(goal=2, episodes=3)], max_steps=1)
     assert cut(caplog.records) == [
-        "all 3 episodes were cut after max_steps (1), and none had been ended by its environment (Counting); raise max_steps if episodes "
+        "all 3 episodes were cut off after max_steps (1) before the environment (Counting) ended them; raise max_steps if episodes "
         "have more turns"
     ]
 

@@ -178,7 +178,7 @@ def test_blocks_that_touch_are_one_and_others_must_be_one_a_message():
     apart = twice.replace("{% endgeneration %}{% generation %}", "{% endgeneration %} {% generation %}")
     [tokens] = tokenized(apart, TALK)
     assert trained_text(chat_tokenizer(apart), tokens) == "4|<|im_end|>|six|<|im_end|>"
-    with pytest.raises(DataError, match="marks 4 spans of 2 assistant messages"):
+    with pytest.raises(DataError, match="marks 4 spans for 2 assistant messages"):
         tokenized(apart, TALK, "last")
 
 

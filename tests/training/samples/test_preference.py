@@ -194,7 +194,7 @@ def test_no_sample_is_longer_than_allowed_and_each_keeps_a_response(prompt, answ
         ({"chosen": "a", "rejected": [GOOD]}, "not str and list"),
         ({"prompt": [PROMPT], "chosen": "a", "rejected": "b"}, "prompt must be text where the responses are, not list"),
         ({"prompt": "a", "chosen": "", "rejected": "b"}, "empty completion"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same; such a pair says nothing"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same; such a pair has no learning signal"),
         ({"chosen": "b", "rejected": "b"}, "are the same"),
         ({"prompt": [PROMPT], "chosen": [chat_message("user", "x")], "rejected": [BAD]}, "must end with an assistant message"),
         ({"chosen": [], "rejected": []}, "not list and list"),

@@ -1,4 +1,4 @@
-"""Checks what a protocol returned for an episode."""
+"""Checks the rollouts that a protocol returned for an episode."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from ludic.types import Rollout, Step, TokenTrace
 
 
 class GarbageError(RolloutError, DataError):
-    """An episode ended without valid rollouts; it counts as failed."""
+    """An episode returned invalid rollouts; it counts as failed."""
 
 
 def check_rollouts(returned: Any) -> list[Rollout]:
-    """The rollouts of one episode. Raises GarbageError unless they are rollouts with text and
-    finite rewards."""
+    """Return the rollouts of one episode. Raises GarbageError unless they are a list of valid
+    rollouts, with text as observations and actions and with finite rewards."""
     if not isinstance(returned, Sequence) or isinstance(returned, str):
         raise GarbageError(f"the protocol returned {type(returned).__name__} (TypeError); it must return a list of Rollout")
     for rollout in returned:
         if not isinstance(rollout, Rollout):
-            raise GarbageError(f"the protocol returned a list that holds {type(rollout).__name__}; it must hold Rollout")
+            raise GarbageError(
+                f"the protocol returned a list with an element of type {type(rollout).__name__}; it must be Rollout"
+            )
         _check_rollout(rollout)
     return list(returned)
 
@@ -36,7 +38,7 @@ def _check_rollout(rollout: Rollout) -> None:
     indices = [step.index for step in rollout.steps]
     if len(set(indices)) < len(indices):
         raise GarbageError(
-            f"the steps of a rollout have the indices {indices}; each needs its own, since credit is given by index"
+            f"the steps of a rollout have the indices {indices}; they must be distinct, since weights are assigned by index"
         )
 
 
@@ -64,7 +66,7 @@ def _check_step(step: Step) -> None:
 
 
 def _is_finite_number(value: Any) -> bool:
-    """Whether `value` is a finite number, of Python, numpy or torch; text never is."""
+    """Whether `value` is a finite number of Python, numpy or torch. Text is not a number."""
     try:
         return math.isfinite(0.0 + value)
     except (TypeError, ValueError):

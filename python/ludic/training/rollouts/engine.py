@@ -29,35 +29,35 @@ logger = logging.getLogger(__name__)
 EnvFactory = Callable[..., LudicEnv[str, str, str]]
 ProtocolFactory = Callable[..., InteractionProtocol]
 CLOSE_TIMEOUT_S = 30.0
-"""How long an environment may take to close."""
+"""Time limit for closing an environment."""
 
 
 class RolloutEngine:
     """Plays requests with the environments and protocols of its registries (kind -> factory).
 
-    **Failures.** An episode that raises, times out or returns something other than rollouts is
-    played again in a new environment, up to `max_retries` times. If it still fails, its whole group
-    is dropped, counted, and logged with the error: one episode never loses a batch, and a failure
-    never counts as a reward. The other members of the group are cancelled; with
-    `cancel_siblings=False` they are played to the end, so that every failure is reported. If no
-    group is left, RolloutError names the first cause.
+    **Failures.** An episode that raises, times out or returns anything but rollouts is played again
+    in a new environment, up to `max_retries` times. If it still fails, its whole group is dropped,
+    counted, and logged with the error: a failed episode does not fail the batch, and does not count
+    as a reward of 0. The other members of the group are cancelled; with `cancel_siblings=False`
+    they are played to the end, so that every failure is reported. If no group is left, RolloutError
+    names the first error.
 
-    Anything that an environment, agent or protocol raises is such a failure, including SystemExit
-    and every BaseException except KeyboardInterrupt, which ends the run. The engine cannot contain
-    the end of the process, nor errors of tasks and threads that an environment starts itself.
+    Every exception of an environment, agent or protocol is such a failure, including SystemExit and
+    every BaseException except KeyboardInterrupt, which ends the run. The engine cannot contain a
+    crash of the process, nor errors in tasks and threads that an environment starts itself.
 
-    **Deadlines.** `episode_timeout_s` bounds a whole episode, including its environment; the
-    `timeout_s` of a call bounds each model call. An environment that blocks the event loop cannot
-    be interrupted. One that swallows its cancellation is closed by force after `STOP_TIMEOUT_S`
-    (`interaction.containment`). An environment with a `close` method is always closed, within
-    `CLOSE_TIMEOUT_S`.
+    **Deadlines.** `episode_timeout_s` limits a whole episode, including its environment; the
+    `timeout_s` of a call limits each model call. An environment that blocks the event loop cannot
+    be interrupted. An environment that ignores its cancellation is closed by force after
+    `STOP_TIMEOUT_S` (`interaction.containment`). An environment with a `close` method is always
+    closed, within `CLOSE_TIMEOUT_S`.
 
-    **Scoring.** `scorer` gets all rollouts of a call once, before credit is assigned, and adds to
-    their rewards. An episode with a rollout that it cannot reward has failed; it is not played
+    **Scoring.** `scorer` gets all rollouts of a call at once, before credit is assigned, and
+    changes their rewards. If it cannot reward a rollout, the episode has failed and is not played
     again.
 
     `jsonl_path`: every rollout is appended to this file, with its token traces. `on_episode` is
-    called when an episode is over, however it ended.
+    called when an episode ends, with or without success.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class RolloutEngine:
         concurrency: int = 8,
         timeout_s: float | None = None,
     ) -> PlayedRollouts:
-        """Play `num_episodes` episodes of every request, at most `concurrency` at once. Rollouts
-        are in the order of the requests.
+        """Play `num_episodes` episodes of every request, at most `concurrency` at a time. Returns
+        the rollouts in the order of the requests.
 
-        A seed that a request leaves open is the episode's number since the engine was made, so that
-        no batch repeats another.
+        A seed that is None in a request is set to the episode number. Episodes are numbered over
+        all calls of the engine, so no batch repeats another.
         """
         return await self._play_all(requests, max_steps, timeout_s, concurrency)
 
@@ -117,8 +117,8 @@ class RolloutEngine:
         timeout_s: float | None = None,
         concurrency: int = 8,
     ) -> SAWBatch:
-        """Play the requests and make one sample of each step, with the credit of
-        `credit_assigner`, or else of `algorithm`."""
+        """Play the requests and return one sample per step, with credit from `credit_assigner`, or
+        else from `algorithm`."""
         assigner = select_credit_assigner(algorithm, credit_assigner)
         rollouts = await self._play_all(requests, max_steps, timeout_s, concurrency, for_training=True)
         batch = batch_from_rollouts(rollouts, assigner, sample_filter)
@@ -126,11 +126,11 @@ class RolloutEngine:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """The number of episodes begun so far, which open seeds are drawn from."""
+        """Return the number of episodes started so far, which seeds that are None depend on."""
         return {"episodes": self._episodes}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue the count of episodes from `state`."""
+        """Continue the numbering of episodes from `state`."""
         self._episodes = int(state["episodes"])
 
     async def _play_all(
@@ -163,13 +163,13 @@ class RolloutEngine:
         return played
 
     def _warn_of_max_steps(self, played: PlayedRollouts, max_steps: int) -> None:
-        """Warn once if no episode fits into `max_steps`: the limit was more likely forgotten than
-        intended."""
+        """Warn once if all episodes are cut off by `max_steps`: the limit is probably too low by
+        mistake."""
         if not self._warned_of_max_steps and ran_out_of_steps(played):
             self._warned_of_max_steps = True
             logger.warning(
-                "all %d episodes were cut after max_steps (%d), and none had been ended by its environment (%s); raise max_steps if "
-                "episodes have more turns",
+                "all %d episodes were cut off after max_steps (%d) before the environment (%s) ended them; raise max_steps if episodes "
+                "have more turns",
                 len(played),
                 max_steps,
                 played[0].meta.get("env_name", "of its own"),
@@ -180,8 +180,9 @@ class RolloutEngine:
             self._on_episode()
 
     def _expand(self, requests: Sequence[RolloutRequest]) -> list[Episode]:
-        """The episodes of the requests, numbered on from the last call. Example: after 5 episodes,
-        requests a (2 episodes) and b (1) give episodes 5 and 6 of a and 7 of b."""
+        """Return the episodes of the requests; numbers continue from the last call. Example:
+        after 5 episodes, requests a (2 episodes) and b (1) give episodes 5 and 6 of a and 7 of
+        b."""
         for request in requests:  # an unknown name fails before any episode is played
             _look_up(self._protocols, request.protocol.kind, "protocol")
             _look_up(self._envs, request.env.kind, "env")
@@ -193,7 +194,7 @@ class RolloutEngine:
     async def _play(
         self, episode: Episode, siblings: Sequence[Episode], gate: asyncio.Semaphore, max_steps: int, timeout_s: float | None
     ) -> None:
-        """Play an episode, again if it fails; fill in its `rollouts` or its `error`."""
+        """Play an episode, and play it again if it fails. Sets its `rollouts` or its `error`."""
         async with gate:
             while True:
                 try:
@@ -201,7 +202,7 @@ class RolloutEngine:
                         episode.rollouts = await self._play_once(episode, max_steps, timeout_s)
                     return
                 except Exception as error:
-                    if is_being_cancelled():  # the code that ran turned the cancellation into another error
+                    if is_being_cancelled():  # users' code turned the cancellation into another error
                         raise asyncio.CancelledError from error
                     if episode.retries == self._max_retries:
                         episode.error = error
@@ -221,8 +222,8 @@ class RolloutEngine:
                 await _close(env)
 
     async def _run(self, episode: Episode, envs: list[Any], max_steps: int, timeout_s: float | None) -> list[Rollout]:
-        """The part of an episode that runs users' code. The environment is put into `envs`, so that
-        the caller closes it however this ends."""
+        """Run users' code for an episode. Appends the environment to `envs`, so that the caller
+        closes it in all cases."""
         request = episode.request
         protocol = _look_up(self._protocols, request.protocol.kind, "protocol")(**request.protocol.kwargs)
         env = _look_up(self._envs, request.env.kind, "env")(**request.env.kwargs)
@@ -245,17 +246,19 @@ class RolloutEngine:
 
 
 def select_credit_assigner(algorithm: RLAlgorithm | None, credit_assigner: CreditAssigner | None) -> CreditAssigner:
-    """`credit_assigner`, or else that of the algorithm. Raises ConfigError without either."""
+    """Return `credit_assigner`, or else that of the algorithm. Raises ConfigError if both are
+    None."""
     if credit_assigner is not None:
         return credit_assigner
     if algorithm is None:
-        raise ConfigError("credit_assigner or algorithm must be given; credit turns rewards into weights")
+        raise ConfigError(
+            "pass credit_assigner or algorithm; the weights of samples are computed from rewards by a credit assigner"
+        )
     return algorithm.credit_assigner
 
 
 def _cancel_unfinished(siblings: Sequence[Episode]) -> None:
-    """Stop the episodes of a failed group that are not over yet; their rollouts would not be
-    used."""
+    """Cancel the unfinished episodes of a failed group; their rollouts would not be used."""
     for sibling in siblings:
         if sibling.cancelled or sibling.task is None or sibling.task.done() or sibling.task is asyncio.current_task():
             continue
@@ -291,7 +294,7 @@ def _engine_facts(
 
 
 def _add_meta(rollout: Rollout, episode: Episode, facts: dict[str, Any]) -> None:
-    """Record in the rollout's meta which request it belongs to and how it was played."""
+    """Add to the rollout's meta its request's meta and the settings that it was played with."""
     rollout.meta.setdefault("episode_idx", episode.index)
     rollout.meta.update(episode.request.meta)
     rollout.meta["request_meta"] = {**rollout.meta.get("request_meta", {}), **episode.request.meta}
@@ -302,8 +305,8 @@ def _add_meta(rollout: Rollout, episode: Episode, facts: dict[str, Any]) -> None
 
 
 async def _close(env: Any) -> None:
-    """Close the environment if it has `close`. An error there does not undo the episode, and a
-    cancellation waits until it is closed."""
+    """Close the environment if it has `close`. An error in `close` is logged and does not fail the
+    episode. A cancellation takes effect after the environment is closed."""
     name = type(env).__name__
     try:
         close = getattr(env, "close", None)
@@ -319,8 +322,8 @@ async def _call(function: Callable[[], Any]) -> Any:
 
 
 def _fail_untrainable(episodes: Sequence[Episode]) -> None:
-    """Fail the episodes without the sampled tokens that training needs. They are not played again:
-    the server would not return tokens then either."""
+    """Mark the episodes without the token traces that training needs as failed. They are not played
+    again, since the server would return no tokens again."""
     for episode in episodes:
         if episode.error is not None:
             continue
@@ -333,8 +336,8 @@ def _fail_untrainable(episodes: Sequence[Episode]) -> None:
 
 
 async def _score_episodes(scorer: RolloutScorer, episodes: Sequence[Episode]) -> None:
-    """Reward the rollouts of groups in which no episode failed. An episode with a rollout that gets
-    no reward fails."""
+    """Reward the rollouts of the groups in which no episode failed. An episode with a rollout that
+    cannot be rewarded fails."""
     failed_groups = {episode.group for episode in episodes if episode.error is not None}
     played = [episode for episode in episodes if episode.group not in failed_groups]
     if not played:

@@ -1,4 +1,4 @@
-"""The episodes of one call of the engine: what to play, what became of it, and the report."""
+"""The episodes of one call of the engine, their outcomes, and the report of failures."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Episode:
     retries: int = 0
     task: asyncio.Task[None] | None = None
     cancelled: bool = False
-    """Stopped before its end because another episode of its group had failed."""
+    """Whether it was cancelled because another episode of its group failed."""
 
     @property
     def group(self) -> object:
-        """Key of its group; an episode without a `group_id` is its own group."""
+        """Key of its group; an episode without a `group_id` is a group by itself."""
         group = self.request.meta.get("group_id")
         return ("episode", self.index) if group is None else ("group", group)
 
 
 def group_episodes(episodes: Sequence[Episode]) -> dict[object, list[Episode]]:
-    """The episodes of each group, in order of first appearance."""
+    """Return the episodes of each group, in order of first appearance."""
     groups: dict[object, list[Episode]] = {}
     for episode in episodes:
         groups.setdefault(episode.group, []).append(episode)
@@ -50,7 +50,7 @@ def group_episodes(episodes: Sequence[Episode]) -> dict[object, list[Episode]]:
 
 
 def count_episodes(episodes: Sequence[Episode]) -> RolloutCounts:
-    """How the episodes ended."""
+    """Count the outcomes of the episodes."""
     failed = [episode for episode in episodes if episode.error is not None]
     return RolloutCounts(
         num_episodes=len(episodes),
@@ -62,11 +62,11 @@ def count_episodes(episodes: Sequence[Episode]) -> RolloutCounts:
 
 
 def drop_failed_groups(episodes: Sequence[Episode], counts: RolloutCounts) -> PlayedRollouts:
-    """The rollouts of the groups in which no episode failed; failures are logged. Raises
+    """Return the rollouts of the groups in which no episode failed, and log the failures. Raises
     RolloutError if all groups failed.
 
-    Example: 4 episodes in groups a a b b, of which the last failed, and 2 agents each. The 4
-    rollouts of group a are returned; `num_requested` is 4 / 2 * 4 = 8.
+    Example: 4 episodes in groups a a b b with 2 agents each; the last episode failed. The result
+    has the 4 rollouts of group a, which are 4 / 2 = 2 per episode; `num_requested` is 2 * 4 = 8.
     """
     failed = [episode for episode in episodes if episode.error is not None]
     failed_groups = {episode.group for episode in failed}
@@ -74,8 +74,8 @@ def drop_failed_groups(episodes: Sequence[Episode], counts: RolloutCounts) -> Pl
     _log_failures(failed)
     first = failed[0].error if failed else None
     failures = [_describe_failure(episode) for episode in failed]
-    # An error refers to its frames, and they to the episode: a circle that would keep environments
-    # alive.
+    # An error refers to its frames, and these refer to the episode: a reference cycle that would
+    # keep environments alive.
     for episode in episodes:
         episode.error = episode.task = None
     if first is not None and not retained:
@@ -89,7 +89,8 @@ def drop_failed_groups(episodes: Sequence[Episode], counts: RolloutCounts) -> Pl
 
 
 def _log_failures(failed: Sequence[Episode]) -> None:
-    """Log each error, with the traceback of an error from users' code when it first occurs."""
+    """Log the first `SHOWN_FAILURES` errors. An error from users' code has its traceback when it
+    first occurs."""
     seen: set[str] = set()
     for episode in failed[:SHOWN_FAILURES]:
         error = episode.error
@@ -99,7 +100,7 @@ def _log_failures(failed: Sequence[Episode]) -> None:
         is_known = foreign is None or isinstance(foreign, LudicError) or message_of(foreign) in seen
         trace = None if is_known else foreign
         seen.add(message_of(foreign))
-        logger.error("episode %d failed %s; its group is left out: %s", episode.index, times, message, exc_info=trace)
+        logger.error("episode %d failed %s; its group is dropped: %s", episode.index, times, message, exc_info=trace)
     if len(failed) > SHOWN_FAILURES:
         logger.error("%d more episodes failed", len(failed) - SHOWN_FAILURES)
 

@@ -1,4 +1,4 @@
-"""The rollout log: one rollout per line of JSON."""
+"""The rollout log: a JSONL file with one rollout per line."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ludic.types import Rollout, Step, TokenTrace
 
 def append_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
     """Append one line per rollout: `id`, `meta`, `steps` (with token traces), `total_reward`,
-    `length`, `duration_ns`. Half a line of a killed process is cut off first."""
+    `length`, `duration_ns`. An incomplete last line, left by a killed process, is removed first."""
     append_jsonl(path, map(rollout_record, rollouts))
 
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
-    """What the log holds of a rollout."""
+    """Return the fields of a rollout that the log has."""
     return {
         "id": rollout.id,
         "meta": rollout.meta,
@@ -30,16 +30,16 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
 
 
 def read_rollouts(path: str | Path) -> list[Rollout]:
-    """The rollouts of a file that `append_rollouts` wrote, with their token traces.
+    """Read the rollouts of a file that `append_rollouts` wrote, with their token traces.
 
-    A rollout without an id gets its line as id: `file:line`. Raises DataError, naming the line, if
-    it does not hold a rollout.
+    A rollout without an id gets `file:line` as its id. Raises DataError, naming the line, if a line
+    is not a rollout.
     """
     return [parse_rollout(row, where) for where, row in read_jsonl(path)]
 
 
 def parse_rollout(row: Mapping[str, Any], where: str) -> Rollout:
-    """The rollout of a line; `where` names the line in errors."""
+    """Return the rollout of a line; `where` names the line in errors."""
     steps = row.get("steps")
     if not isinstance(steps, list) or not steps:
         raise DataError(f"{where} has no steps; a rollout is a line with id, meta and steps")

@@ -1,4 +1,4 @@
-"""What a rollout engine returns: the usable rollouts, and what became of the other episodes."""
+"""The result of a rollout engine: the usable rollouts, and the outcomes of all episodes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class RolloutCounts:
     num_retried_episodes: int = 0
     """Episodes that failed at least once and were played again."""
     num_failed_episodes: int = 0
-    """Episodes that failed for good."""
+    """Episodes that failed after all retries."""
     num_cancelled_episodes: int = 0
-    """Episodes stopped before their end, because another of their group failed for good."""
+    """Episodes cancelled because another episode of their group failed after all retries."""
     num_dropped_groups: int = 0
-    """Groups dropped because one of their episodes failed for good."""
+    """Groups dropped because one of their episodes failed after all retries."""
 
     def __add__(self, other: RolloutCounts) -> RolloutCounts:
         return RolloutCounts(*(left + right for left, right in zip(astuple(self), astuple(other), strict=True)))
@@ -29,7 +29,7 @@ class RolloutCounts:
 
 @dataclass(frozen=True)
 class EpisodeFailure:
-    """An episode that failed for good."""
+    """An episode that failed after all retries."""
 
     episode_idx: int
     env_kind: str
@@ -43,8 +43,8 @@ class EpisodeFailure:
 
 
 def ran_out_of_steps(rollouts: Sequence[Rollout]) -> bool:
-    """Whether `max_steps` cut off every episode whose last action reached its environment. Episodes
-    that ended with a parse error do not count; False if there are no others."""
+    """Whether `max_steps` cut off all episodes, except those that ended with a parse error.
+    False if there are no others."""
     answered = [rollout for rollout in rollouts if rollout.steps and not rollout.steps[-1].info.get("parse_error")]
     return bool(answered) and all(rollout.meta.get("truncation_reason") == "max_steps" for rollout in answered)
 
@@ -60,8 +60,8 @@ class PlayedRollouts(list[Rollout]):
         *,
         num_requested: int | None = None,
     ) -> None:
-        """`num_requested`: rollouts asked for, where an episode that gave none counts as many as
-        the others gave on average. None: as many as `rollouts`."""
+        """`num_requested`: number of rollouts that were requested; a failed episode counts as many
+        as the others returned on average. None: the number of `rollouts`."""
         super().__init__(rollouts)
         self.counts, self.failures = counts, list(failures)
         self.num_requested = len(rollouts) if num_requested is None else num_requested

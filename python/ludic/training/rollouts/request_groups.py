@@ -1,4 +1,4 @@
-"""How a list of requests is expanded before it is played: as it is, or into groups."""
+"""Request strategies: expand a list of requests into groups, or leave it unchanged."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ class RequestStrategy(Protocol):
     """Expands requests."""
 
     def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
-        """The requests to play."""
+        """Return the requests to play."""
         ...
 
 
 @dataclass
 class IdentityStrategy:
-    """Plays the requests as they are."""
+    """Leaves the requests unchanged."""
 
     def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
-        """The requests, unchanged."""
+        """Return the requests unchanged."""
         return list(requests)
 
 
 @dataclass
 class GRPORequestStrategy:
-    """Plays every request `group_size` times on the same problem: one environment seed, consecutive
-    sampling seeds, one `group_id`.
+    """Expands every request to `group_size` requests for the same problem: the same environment
+    seed, consecutive sampling seeds, the same `group_id`.
 
     Example, `group_size=3`: a request with `env_seed` 7 and `sampling_seed` 100 becomes three with
     `env_seed` 7 and `sampling_seed` 100, 101, 102.
 
-    Seeds that a request leaves open, and the group's id, are drawn from Python's global random
-    state, which checkpoints save.
+    Seeds that are None in a request, and the group's id, are drawn from Python's global random
+    generator, whose state checkpoints save.
     """
 
     group_size: int
@@ -48,7 +48,7 @@ class GRPORequestStrategy:
             raise ConfigError(f"group_size must be positive, got {self.group_size}")
 
     def expand(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
-        """The members of each request's group, group after group."""
+        """Return the members of each request's group, group after group."""
         return [member for request in requests for member in self._group(request)]
 
     def _group(self, request: RolloutRequest) -> list[RolloutRequest]:

@@ -1,4 +1,5 @@
-"""Requests from data: from a queue until it is empty, or from a sequence without end."""
+"""Makes requests from data: from a queue until it is empty, or from a sequence in an endless
+loop."""
 
 from __future__ import annotations
 
@@ -25,10 +26,11 @@ def make_requests_fn_from_queue(
     strategy: RequestStrategy | None = None,
     on_empty: OnEmpty = "raise",
 ) -> Callable[[], list[RolloutRequest]]:
-    """Requests of up to `batch_size` entries of the queue for each call; the last batch may be
-    smaller.
+    """Return a function that makes the requests of the next `batch_size` entries of the queue; the
+    last batch may be smaller.
 
-    Raises RequestsExhausted when the queue is empty, or returns [] with `on_empty="return_empty"`.
+    If the queue is empty, the function raises RequestsExhausted, or with `on_empty="return_empty"`
+    returns [].
     """
     _check_batch_size(batch_size)
     if on_empty not in ("raise", "return_empty"):
@@ -64,10 +66,10 @@ def make_dataset_queue_requests_fn(
     group_size: int = 1,
     on_empty: OnEmpty = "raise",
 ) -> Callable[[], list[RolloutRequest]]:
-    """Requests from a queue of `(index, sample)`. Each sample becomes a group of `group_size`
-    requests.
+    """Return a function that makes requests from a queue of `(index, sample)`. Each sample becomes
+    a group of `group_size` requests.
 
-    By default the environment gets `sample=...`, and both seeds are the index.
+    By default the environment gets the keyword `sample`, and both seeds are the index.
     """
     _check_groups_differ(group_size, inference)
     build = _request_builder(
@@ -94,11 +96,11 @@ def make_dataset_sequence_requests_fn(
     shuffle: bool = False,
     rng_seed: int = 0,
 ) -> SequenceRequests:
-    """Requests from a sequence, without end: the last sample is followed by the first again, in a
-    new order if `shuffle`.
+    """Return a function that makes requests from a sequence in an endless loop. After the last
+    sample a new pass begins, with `shuffle` in a new order.
 
-    The result has `state_dict` and `load_state_dict`, so that a resumed run continues with the next
-    sample.
+    The function has `state_dict` and `load_state_dict`, so a resumed run continues with the next
+    sample. The other arguments are those of `make_dataset_queue_requests_fn`.
     """
     _check_groups_differ(group_size, inference)
     build = _request_builder(
@@ -110,8 +112,8 @@ def make_dataset_sequence_requests_fn(
 
 
 class SequenceRequests:
-    """Goes through samples again and again. Its position is its whole state, since the order of
-    pass k follows from the seed and k."""
+    """Makes requests from samples, pass after pass. The position is the whole state, since the
+    order of pass k depends only on the seed and k."""
 
     def __init__(
         self,
@@ -124,7 +126,7 @@ class SequenceRequests:
         rng_seed: int,
     ) -> None:
         if len(samples) == 0:
-            raise ConfigError("samples is empty; there is nothing to make requests of")
+            raise ConfigError("samples is empty; at least one sample is needed to make requests")
         _check_batch_size(batch_size)
         self._samples, self._batch_size, self._build = samples, batch_size, build
         self._strategy, self._rng_seed = strategy, rng_seed
@@ -146,12 +148,12 @@ class SequenceRequests:
         return shuffle_range(len(self._samples), f"{self._rng_seed}/{number}")
 
     def state_dict(self) -> dict[str, int]:
-        """The position, and what its order depends on."""
+        """Return the position, and the facts that determine the order."""
         return {"position": self.position, "num_samples": len(self._samples), "rng_seed": self._rng_seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at the position in `state`. Raises ConfigError for another number of samples or
-        another seed, since the order would differ."""
+        """Continue at the position in `state`. Raises ConfigError if the number of samples or the
+        seed differs, since the order would differ."""
         for name, own in (("num_samples", len(self._samples)), ("rng_seed", self._rng_seed)):
             if state.get(name, own) != own:
                 raise ConfigError(
@@ -171,7 +173,7 @@ def _request_builder(
     env_seed_fn: Callable[[int, Any], int] | None,
     sampling_seed_fn: Callable[[int, Any], int] | None,
 ) -> Callable[[Row], RolloutRequest]:
-    """A function that makes the request of a row, with the documented defaults."""
+    """Return a function that makes the request of a row, with the documented defaults."""
 
     def build(row: Row) -> RolloutRequest:
         index, sample = row
@@ -192,12 +194,12 @@ def _strategy_for(group_size: int) -> RequestStrategy:
 
 
 def _check_groups_differ(group_size: int, inference: InferenceSpec | None) -> None:
-    """Refuse groups at temperature 0: members differ only by their sampling seed, which greedy
-    decoding ignores."""
+    """Raise ConfigError for groups at temperature 0: members differ only in their sampling seed,
+    which greedy decoding ignores."""
     if group_size > 1 and inference is not None and inference.sampling.temperature == 0:
         raise ConfigError(
-            f"group_size ({group_size}) at temperature 0 is one answer {group_size} times, and nothing is learnt from a group of equal "
-            "members; raise inference.sampling.temperature, or set group_size=1"
+            f"group_size ({group_size}) at temperature 0 gives {group_size} equal answers, so all advantages are 0; raise "
+            "inference.sampling.temperature, or set group_size=1"
         )
 
 

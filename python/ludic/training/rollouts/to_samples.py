@@ -1,4 +1,4 @@
-"""Turns the steps of rollouts into samples: the sampled tokens, with their credit."""
+"""Converts the steps of rollouts to samples: the sampled tokens with their credit."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from ludic.types import TRACE_KEYS, Rollout, Step, TokenTrace, group_of
 def batch_from_rollouts(
     rollouts: Sequence[Rollout], credit_assigner: CreditAssigner, sample_filter: SampleFilter | None = None
 ) -> SAWBatch:
-    """One sample for each step that passes the filter, and statistics of the batch.
+    """Return a batch with one sample for each step that passes the filter, and with statistics in
+    its meta.
 
     Raises KeyError for a step without a weight; DataError for a weight or reward that is not
-    finite, for a step without a token trace, and for one without the requested log-probabilities.
+    finite, and for a step without a token trace or without the requested log-probabilities.
     """
     weights = credit_assigner.compute(rollouts)
     items = [
@@ -48,9 +49,9 @@ def batch_from_rollouts(
 
 
 def reward_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Mean and population standard deviation of the rewards of all rollouts. If there are groups of
-    several, also the fraction of these in which all rewards are equal: group-relative credit learns
-    nothing from them."""
+    """Return mean and population standard deviation of the rewards of all rollouts. If there are
+    groups of at least 2, also the fraction of them in which all rewards are equal: in these,
+    group-relative advantages are 0."""
     rewards = [rollout.total_reward for rollout in rollouts]
     groups: dict[Any, list[float]] = {}
     for rollout in rollouts:
@@ -65,8 +66,8 @@ def reward_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
-    """The sampled tokens of a step. Its meta is the step's facts, then the rollout's meta, then the
-    step's info; later keys replace earlier ones.
+    """Return the sample of a step, from its sampled tokens. The meta merges the step's facts, the
+    rollout's meta and the step's info; later ones take precedence.
 
     Example: prompt [5, 6] and completion [7] give ids [5, 6, 7] and action mask [0, 0, 1].
     """
@@ -91,7 +92,7 @@ def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
 
 
 def step_facts(rollout: Rollout, step: Step) -> dict[str, Any]:
-    """Facts of a step in the meta of samples and in evaluation records."""
+    """Return the facts about a step that the meta of samples and evaluation records have."""
     return {
         "rollout_id": rollout.id,
         "step_index": step.index,
@@ -105,14 +106,14 @@ def step_facts(rollout: Rollout, step: Step) -> dict[str, Any]:
 
 
 def require_trace(rollout: Rollout, step: Step) -> TokenTrace:
-    """The step's tokens. Raises DataError for a step that cannot be trained on: without tokens,
-    without the requested log-probabilities, or with a reward that is not finite."""
+    """Return the step's token trace. Raises DataError for a step that cannot be trained on: without
+    tokens, without the requested log-probabilities, or with a reward that is not finite."""
     where = f"rollout {rollout.id}, step {step.index}"
     if not math.isfinite(step.reward):
         raise DataError(f"the reward of {where} is {step.reward}; rewards must be finite")
     if step.trace is None:
         raise DataError(
-            f"Missing rollout-time token trace: {where}; sample with ReturnSpec.for_rl() so that token ids come back with the text"
+            f"Missing rollout-time token trace: {where}; sample with ReturnSpec.for_rl() so that the server returns token ids"
         )
     requested = rollout.meta.get("engine", {}).get("return_spec", {}).get("return_chosen_logprobs", False)
     if requested and step.trace.completion_logprobs is None:
@@ -130,7 +131,7 @@ def _require_weight(weights: Mapping[RolloutStepKey, float], rollout: Rollout, s
 
 
 def check_weight(weight: float, rollout: Rollout, step: Step) -> float:
-    """The weight of a step as a float. Raises DataError unless it is finite."""
+    """Return the weight of a step as a float. Raises DataError unless it is finite."""
     weight = float(weight)
     if not math.isfinite(weight):
         raise DataError(f"the weight of rollout {rollout.id}, step {step.index} is {weight}; weights must be finite")

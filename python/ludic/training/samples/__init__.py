@@ -1,6 +1,6 @@
-"""Text to samples: conversations, completions and preference pairs as token ids with a mask of what
-is trained.
+"""From text to samples: conversations, prompts with completions, and preference pairs as token ids
+with an action mask.
 
-Recorded rollouts become samples in `training.rollouts`, which this package imports;
+`training.rollouts` makes samples from recorded rollouts; this package imports it.
 `training.batching` imports both.
 """

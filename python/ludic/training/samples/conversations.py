@@ -1,13 +1,14 @@
-"""Conversations as token ids, with a mask over what the assistant says.
+"""Tokenises conversations, with a mask on the assistant's tokens.
 
 There are two ways to find the assistant's tokens:
 
 - A template with `{% generation %}` marks them. The conversation is rendered once, and the marked
   spans of characters are mapped to tokens by the tokenizer's offsets, each up to its end token.
-- Any other template is rendered twice for each assistant message, up to it and including it: the
-  extra tokens are the message. Each rendering must begin with the one before, on token ids. If it
-  does not (a tokenizer that merges across the border, a template that renders earlier turns
-  differently once later ones follow), a `DataError` says where, and no mask is made.
+- Any other template is rendered twice for each assistant message, without and with the message: the
+  additional tokens are the message. The ids of each rendering must begin with those of the previous
+  one. If they do not (because the tokenizer merges characters of two messages into one token, or
+  because the template renders earlier turns differently when later ones follow), a `DataError` says
+  where.
 
     tokens   <user> hi <assistant> yo <eos> \\n
     mask        0    0      0       1   1    0
@@ -31,7 +32,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class ChatTokens:
-    """One tokenised conversation. Of `<user>hi<assistant>yo<eos>`, `yo<eos>` is trained."""
+    """One tokenised conversation. In `<user>hi<assistant>yo<eos>` the mask is 1 on `yo<eos>`."""
 
     input_ids: list[int]
     """[T] ids of the rendered conversation."""
@@ -41,7 +42,7 @@ class ChatTokens:
 
 @dataclass(frozen=True)
 class ChatTokenizer:
-    """Renders conversations with the chat template of a tokenizer.
+    """Tokenises conversations with the chat template of a tokenizer.
 
     >>> messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     >>> [tokens] = ChatTokenizer(tokenizer).tokenize(messages)
@@ -62,8 +63,8 @@ class ChatTokenizer:
     def tokenize(
         self, messages: Sequence[Message], *, tools: Any = None, first: int = 0, where: str = "the conversation"
     ) -> list[ChatTokens]:
-        """One sample, or with `turns="each"` one for every assistant message. Messages before
-        index `first` are not trained. `where` names the row in errors.
+        """Return one sample, or with `turns="each"` one sample per assistant message. Messages
+        before index `first` are not trained. `where` names the row in errors.
 
         Raises DataError for a conversation without an assistant message to train.
 
@@ -90,19 +91,20 @@ class _Rendering:
     where: str
 
     def tokenize(self, messages: Sequence[Message], trained: Sequence[int]) -> ChatTokens:
-        """The rendered messages, with a mask over those at the indices `trained`."""
+        """Tokenise the messages, with a mask on those at the indices `trained`."""
         marks_generation = _GENERATION.search(read_template(self.tokenizer))
         return self._mask_by_marks(messages, trained) if marks_generation else self._mask_by_prefixes(messages, trained)
 
     def _ids(self, messages: Sequence[Message], *, prompt: bool) -> list[int]:
-        """Ids of `messages`; with `prompt`, also of the header of the assistant's next message."""
+        """Return the ids of `messages`; with `prompt`, followed by the header of the assistant's
+        next message."""
         return apply_template(self.tokenizer, messages, prompt=prompt, where=self.where, **self.template_args)
 
     def _mask_by_prefixes(self, messages: Sequence[Message], trained: Sequence[int]) -> ChatTokens:
-        """The mask from renderings that each begin with the one before.
+        """Compute the mask from renderings, each a prefix of the next.
 
         Example: the prompt renders to [1, 2, 3] and the conversation to [1, 2, 3, 7, 0, 9] with end
-        token 0: the message is tokens 3..5, and the 9 behind its end token is not trained.
+        token 0. The message is the slice 3:5, [7, 0]; the 9 after its end token is not trained.
         """
         full = self._ids(messages, prompt=False)
         mask = [0] * len(full)
@@ -121,10 +123,10 @@ class _Rendering:
         return ChatTokens(full, mask)
 
     def _mask_by_marks(self, messages: Sequence[Message], trained: Sequence[int]) -> ChatTokens:
-        """The mask from the spans of characters that the template marks.
+        """Compute the mask from the spans of characters that the template marks.
 
         Example: `<u>hi<a>yo!` with the span (8, 11) and tokens at (0, 5), (5, 8), (8, 10), (10, 11)
-        trains tokens 2 and 3.
+        has the mask [0, 0, 1, 1].
         """
         text, spans = _render_marked(self.tokenizer, messages, self.template_args, self.where)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -142,8 +144,8 @@ class _Rendering:
     def _select_spans(
         self, messages: Sequence[Message], trained: Sequence[int], spans: Sequence[tuple[int, int]]
     ) -> Sequence[tuple[int, int]]:
-        """The spans of the trained messages. If only some of the assistant's messages are trained,
-        the template must mark each message once; spans that touch count as one.
+        """Return the spans of the trained messages. If only some of the assistant's messages are
+        trained, the template must mark each message once; adjacent spans count as one.
 
         Example: assistant messages 1 and 3 with the spans (5, 7) and (12, 14); `trained` [3] gives
         [(12, 14)].
@@ -154,15 +156,15 @@ class _Rendering:
         one_each = spans if len(spans) == len(assistant) else _join_touching(spans)
         if len(one_each) != len(assistant):
             raise DataError(
-                f"{self.where}: the template marks {len(one_each)} spans of {len(assistant)} assistant messages, which does not say "
-                "which are to be trained; train all (assistant_turns=all), or mark each message once with {% generation %}"
+                f"{self.where}: the template marks {len(one_each)} spans for {len(assistant)} assistant messages, so it is unknown "
+                "which spans to train; train all (assistant_turns=all), or mark each message once with {% generation %}"
             )
         return [span for index, span in zip(assistant, one_each, strict=True) if index in trained]
 
     def _tokens_in_span(self, span: tuple[int, int], offsets: Sequence[tuple[int, int]], text: str) -> list[int]:
-        """Indices of the tokens in a span of characters. Raises DataError if one lies across its
-        border. Example: span (2, 5) and offsets (0, 2), (2, 4), (4, 5) give [1, 2]; offsets (1, 3)
-        would lie across."""
+        """Return the indices of the tokens in a span of characters. Raises DataError if a token
+        crosses a border of the span. Example: span (2, 5) and offsets (0, 2), (2, 4), (4, 5) give
+        [1, 2]; a token at (1, 3) would cross the border."""
         start, end = span
         tokens = [token for token, (a, b) in enumerate(offsets) if a < end and b > start]
         for token in tokens:
@@ -175,16 +177,16 @@ class _Rendering:
         return tokens
 
     def _check_is_prefix(self, prefix: list[int], full: list[int], what: str, *, rewrites: bool) -> None:
-        """Raise DataError at the first token that differs. Example: [1, 2, 3] in [1, 2, 4, 5] is
-        not a prefix from token 2 on."""
+        """Raise DataError, naming the first token that differs, unless `prefix` is a prefix of
+        `full`. Example: [1, 2, 3] differs from [1, 2, 4, 5] at token 2."""
         if full[: len(prefix)] == prefix:
             return
         at = next((i for i, (a, b) in enumerate(zip(full, prefix, strict=False)) if a != b), len(full))
         remedy = (
-            "the template renders earlier turns differently once later ones follow; set assistant_turns=each or last, or mark what the "
+            "the template renders earlier turns differently when later ones follow; set assistant_turns=each or last, or mark what the "
             "assistant says with {% generation %} in the template"
             if rewrites
-            else "the template or the tokenizer renders it differently once the answer follows; mark what the assistant says with "
+            else "the template or the tokenizer renders it differently when the answer follows; mark what the assistant says with "
             "{% generation %} in the template"
         )
         raise DataError(
@@ -193,14 +195,14 @@ class _Rendering:
         )
 
     def _excerpt(self, ids: Sequence[int], at: int) -> str:
-        """Eight tokens from `at` on, as text if the tokenizer decodes."""
+        """Return eight tokens from `at` on, as text if the tokenizer can decode."""
         excerpt = list(ids[at : at + 8])
         decode = getattr(self.tokenizer, "decode", None)
         return repr(decode(excerpt)) if decode is not None else str(excerpt)
 
 
 def _join_touching(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The spans, with those that touch joined: (0, 2), (2, 5), (6, 7) give (0, 5), (6, 7)."""
+    """Join adjacent spans. Example: (0, 2), (2, 5), (6, 7) give (0, 5), (6, 7)."""
     result: list[tuple[int, int]] = []
     for start, end in spans:
         if result and result[-1][1] == start:
@@ -211,8 +213,8 @@ def _join_touching(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def read_template(tokenizer: Any) -> str:
-    """The tokenizer's chat template; of several, the one named `default`. Empty if the tokenizer
-    does not show it."""
+    """Return the tokenizer's chat template; if there are several, the one named `default`. Empty if
+    the tokenizer has no such attribute."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, Mapping):
         template = template.get("default")
@@ -220,8 +222,8 @@ def read_template(tokenizer: Any) -> str:
 
 
 def apply_template(tokenizer: Any, messages: Sequence[Message], *, prompt: bool, where: str, **template_args: Any) -> list[int]:
-    """Token ids of the rendered messages. Errors of the template become a DataError that names the
-    row."""
+    """Return the token ids of the rendered messages. Raises DataError, naming the row, if the
+    template raises."""
     try:
         rendered = tokenizer.apply_chat_template(list(messages), add_generation_prompt=prompt, tokenize=True, **template_args)
     except Exception as error:  # a template is a program: it may raise anything
@@ -230,9 +232,10 @@ def apply_template(tokenizer: Any, messages: Sequence[Message], *, prompt: bool,
 
 
 def find_end_of_turn(tokenizer: Any, ids: Sequence[int], start: int) -> int:
-    """Where the assistant's message that begins at `start` ends: behind its last end token. What
-    templates put behind it, such as a line break, is never sampled. Without an end token, the end
-    of `ids`. Example: ids [1, 2, 7, 0, 9] with end token 0 and `start` 2 give 4."""
+    """Return the end of the assistant's message that begins at `start`: the index after its last
+    end token. What templates add after it, such as a line break, is never sampled. Without an
+    end token, the length of `ids`. Example: ids [1, 2, 7, 0, 9] with end token 0 and `start` 2
+    give 4."""
     eos = getattr(tokenizer, "eos_token_id", None)
     return next((index + 1 for index in range(len(ids) - 1, start - 1, -1) if ids[index] == eos), len(ids))
 
@@ -240,7 +243,7 @@ def find_end_of_turn(tokenizer: Any, ids: Sequence[int], start: int) -> int:
 def _render_marked(
     tokenizer: Any, messages: Sequence[Message], template_args: Mapping[str, Any], where: str
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text, and the spans of characters in `{% generation %}` blocks."""
+    """Return the text, and the spans of characters in `{% generation %}` blocks."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     if not getattr(tokenizer, "is_fast", False):
@@ -264,7 +267,7 @@ def _render_marked(
 def _template_error(tokenizer: Any, error: Exception, where: str) -> DataError | ConfigError:
     if not getattr(tokenizer, "chat_template", True):
         return ConfigError(
-            f"{where} is a conversation, and the tokenizer has no chat template; set chat_template=FILE.jinja, or give rows of prompt "
-            "and completion"
+            f"{where} is a conversation, but the tokenizer has no chat template; set chat_template=FILE.jinja, or use rows of prompt and "
+            "completion"
         )
     return DataError(f"{where}: the chat template refuses this conversation: {type(error).__name__}: {error}")

@@ -1,16 +1,16 @@
-"""Rows of preference data as pairs of samples.
+"""Makes pairs of samples from rows of preference data.
 
 A row has a `chosen` and a `rejected` response, in one of TRL's formats:
 
     {"prompt": "2+2=", "chosen": "4", "rejected": "5"}          plain text, no chat template
     {"chosen": "2+2=4", "rejected": "2+2=5"}                    the common prefix is the prompt
     {"prompt": [...], "chosen": [...], "rejected": [...]}       lists of messages, chat template
-    {"chosen": [...], "rejected": [...]}                        likewise
+    {"chosen": [...], "rejected": [...]}                        the prefix is the prompt
 
-If `prompt` is text and the responses are conversations, the text only repeats how they begin,
-unless they begin with the assistant. Conversations may also have `tools` and
+If `prompt` is text and the responses are conversations, the text is ignored because they repeat it,
+unless they begin with the assistant. Conversations can also have `tools` and
 `chat_template_kwargs`, which are passed to the template. Both samples end with the end token of the
-response: what a template puts behind it is never sampled, and a reward model reads its score at the
+response: what a template adds after it is never sampled, and a reward model reads its score at the
 last token.
 """
 
@@ -44,25 +44,27 @@ class PreferenceItems:
 
     tokenizer: Any
     use_chat_template: bool = False
-    """Render text with the template, too: the prompt as a user message, the response as the
-    assistant's."""
+    """Render plain text with the template too: the prompt as a user message, the response as an
+    assistant message."""
     system_prompt: str | None = None
-    """Put before conversations that have no system message."""
+    """System message for conversations without one."""
     max_length: int | None = None
-    """Cut longer samples to this many tokens: text at the beginning of its prompt, conversations at
-    the end of their response."""
+    """Truncate samples to this many tokens: plain text at the start of its prompt, conversations at
+    the end of the response."""
     as_arrays: bool = False
-    """Tokens and masks are int32 arrays instead of lists, which take seven times the memory."""
+    """Store tokens and masks as int32 arrays instead of lists, which take seven times the
+    memory."""
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 1:
             raise ConfigError(f"max_length ({self.max_length}) must be >= 1")
 
     def of_row(self, row: Row, where: str, *, pair_id: str | int, label: float = 1.0) -> tuple[SAWItem, SAWItem]:
-        """(chosen, rejected) samples with `pair_id`, `role` and `label` in their `meta`.
+        """Return the (chosen, rejected) samples of a row, with `pair_id`, `role` and `label` in
+        their `meta`.
 
         Raises DataError, naming the row, if it has none of the formats above; RowError for an empty
-        response, for two responses with the same tokens, and for a prompt that leaves no room for a
+        response, for two responses with equal tokens, and for a prompt that leaves no room for a
         response.
         """
         label = check_label(label, where)
@@ -82,7 +84,7 @@ class PreferenceItems:
         if same_tokens(first, second):
             was_cut = "truncation" in first.meta or "truncation" in second.meta
             within = f" within max_length ({self.max_length})" if was_cut else ""
-            message = f"{where}: chosen and rejected are the same{within}; such a pair says nothing"
+            message = f"{where}: chosen and rejected are the same{within}; such a pair has no learning signal"
             raise RowError(message, reason="same_responses_when_cut" if was_cut else "same_responses")
         return first, second
 
@@ -93,7 +95,7 @@ class PreferenceItems:
         if self.use_chat_template:
             if not prompt:
                 raise DataError(
-                    f"{where} has no prompt, which use_chat_template needs: without it, nothing says where in the text the prompt ends"
+                    f"{where} has no prompt, which use_chat_template needs: without it, the end of the prompt in the text is unknown"
                 )
             answers = [_assistant_message(text, role, where) for text, role in ((chosen, "chosen"), (rejected, "rejected"))]
             return [
@@ -127,8 +129,8 @@ class PreferenceItems:
 
 
 def _prompt_digest(prompt: object) -> dict[str, str]:
-    """`prompt_digest`: the same for all pairs of a prompt, even if their samples were truncated
-    differently. Empty for a row without a prompt."""
+    """Return `prompt_digest`, which is equal for all pairs of a prompt, even if their samples were
+    truncated differently; {} for a row without a prompt."""
     if not prompt:
         return {}
     encoded = json.dumps(prompt, sort_keys=True, default=str).encode()
@@ -137,21 +139,21 @@ def _prompt_digest(prompt: object) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class TruncatedTokens:
-    """Tokens that fit `max_length`."""
+    """Tokens that fit into `max_length`."""
 
     tokens: ChatTokens
     cut: dict[str, Any]
-    """What a sample's `meta` says about the cut; empty if nothing was cut."""
+    """The entries of a sample's `meta` about the truncation; empty if nothing was truncated."""
 
 
 def conversation_tokens(
     tokenizer: Any, prompt: Sequence[Message], answer: Sequence[Message], where: str, *, tools: Any = None, **template_args: Any
 ) -> ChatTokens:
-    """Prompt and answer rendered with the chat template, up to the end token of the last message of
-    `answer`; the action is the assistant's part of `answer`.
+    """Tokenise prompt and answer with the chat template, up to the end token of the last message of
+    `answer`. The assistant's tokens in `answer` are the action.
 
-    Example: mask [0, 0, 1, 1, 0], the last token being a line break of the template, is cut to
-    5 - 1 = 4 tokens: [0, 0, 1, 1].
+    Example: mask [0, 1, 0], whose last token is a line break of the template, is cut to 3 - 1 = 2
+    tokens: [0, 1].
     """
     if not answer or answer[-1].get("role") != "assistant":
         raise DataError(f"{where}: a response must end with an assistant message")
@@ -162,23 +164,23 @@ def conversation_tokens(
 
 
 def add_system_prompt(prompt: Sequence[Message], system_prompt: str | None) -> list[Message]:
-    """`prompt` with the system prompt before it, unless it begins with one."""
+    """Return `prompt` with the system message before it, unless it begins with one."""
     if system_prompt is None or (prompt and prompt[0].get("role") == "system"):
         return list(prompt)
     return [{"role": "system", "content": system_prompt}, *prompt]
 
 
 def count_common_messages(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
-    """Number of messages that both begin with, leaving each at least one. Example: [u, a1] and
-    [u, a2] have 1 in common, and so have [u, a1] and [u, a1]."""
+    """Return the length of the common prefix of messages; each conversation keeps at least one
+    message after it. Example: 1 for [u, a1] and [u, a2], and also for [u, a1] and [u, a1]."""
     limit = min(len(chosen), len(rejected)) - 1
     return next((index for index in range(limit) if chosen[index] != rejected[index]), limit)
 
 
 def truncate_left(tokens: ChatTokens, max_length: int | None) -> TruncatedTokens:
-    """The last `max_length` tokens: the prompt loses its beginning first, and the completion only
-    if it is too long by itself. Example: [1, 2, 3, 4] with mask [0, 0, 1, 1] cut to 3 is [2, 3, 4]
-    with [0, 1, 1]."""
+    """Keep the last `max_length` tokens: this cuts the start of the prompt first, and the
+    completion only if it is too long by itself. Example: [1, 2, 3, 4] with mask [0, 0, 1, 1] cut
+    to 3 is [2, 3, 4] with [0, 1, 1]."""
     total, num_actions = len(tokens.input_ids), sum(tokens.action_mask)
     if max_length is None or total <= max_length:
         return TruncatedTokens(tokens, {})
@@ -188,8 +190,9 @@ def truncate_left(tokens: ChatTokens, max_length: int | None) -> TruncatedTokens
 
 
 def truncate_right(tokens: ChatTokens, max_length: int | None, where: str) -> TruncatedTokens:
-    """The first `max_length` tokens. Raises RowError if none of them belongs to the completion.
-    Example: mask [0, 0, 1, 1] has a prompt of 2 tokens and can be cut to 3 tokens, not to 2."""
+    """Keep the first `max_length` tokens. Raises RowError if none of them belongs to the
+    completion. Example: mask [0, 0, 1, 1] has a prompt of 2 tokens and can be cut to 3 tokens,
+    but not to 2."""
     total, prompt_length = len(tokens.input_ids), tokens.action_mask.index(1)
     if max_length is None or total <= max_length:
         return TruncatedTokens(tokens, {})
@@ -221,8 +224,8 @@ def _truncation_facts(total: int, retained: int, *, prompt: bool, completion: bo
 
 
 def _split_common_prefix(both: list[list[int]]) -> list[ChatTokens]:
-    """The prompt is the common prefix of the token ids, leaving each response at least one token.
-    Example: [5, 6, 7] and [5, 6, 8, 2] have the masks [0, 0, 1] and [0, 0, 1, 1]."""
+    """Take the common prefix of the token ids as the prompt; each response keeps at least one token
+    after it. Example: [5, 6, 7] and [5, 6, 8, 2] have the masks [0, 0, 1] and [0, 0, 1, 1]."""
     limit = max(0, min(map(len, both)) - 1)
     shared = next((index for index in range(limit) if both[0][index] != both[1][index]), limit)
     return [ChatTokens(ids, [0] * shared + [1] * (len(ids) - shared)) for ids in both]

@@ -1,4 +1,4 @@
-"""Preference data as samples, from rows, files and data sets. `samples.preference` lists the
+"""Makes samples from preference data: rows, files and data sets. `samples.preference` lists the
 formats of a row."""
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def create_preference_saw_items(
     use_chat_template: bool = False,
     system_prompt: str | None = None,
 ) -> tuple[SAWItem, SAWItem]:
-    """(chosen, rejected) samples of one pair.
+    """Return the (chosen, rejected) samples of one pair.
 
     >>> chosen, rejected = create_preference_saw_items("2+2=", "4", "5", tokenizer, pair_id="sum")
 
-    `label` is the probability that the chosen response is the better one. Without `pair_id` the
-    pair gets a unique one. Raises DataError for an empty response and for two equal responses; see
+    `label` is the probability that the chosen response is better. Without `pair_id` the pair gets a
+    unique id. Raises DataError for an empty response and for two equal responses; see
     `PreferenceItems`.
     """
     pair_maker = PreferenceItems(tokenizer, use_chat_template, system_prompt, max_length)
@@ -64,13 +64,13 @@ def preference_dataset_to_saw_items(
     strict: bool = False,
     left_out: Counter[str] | None = None,
 ) -> list[SAWItem]:
-    """The samples of all rows: chosen and rejected of row 0, then of row 1 and so on. Row i is pair
-    `pref_i`.
+    """Return the samples of all rows: chosen and rejected of row 0, then of row 1 and so on. The id
+    of row i is `pref_i`.
 
-    A row that makes no pair (an empty response, two equal responses, a prompt that fills
-    `max_length`) is skipped; a warning counts such rows and shows the first, and `left_out` gets
-    their number for each reason (`RowFault`, or `malformed`). Raises DataError if no row is left,
-    and with `strict` for the first such row.
+    A row that gives no pair (an empty response, two equal responses, a prompt that fills
+    `max_length`) is skipped. A warning has the number of such rows and shows the first ones;
+    `left_out` gets the number for each reason (`RowFault`, or `malformed`). Raises DataError if no
+    row is left, and with `strict` for the first such row.
     """
     pair_maker = PreferenceItems(tokenizer, use_chat_template, system_prompt, max_length)
     names = {"prompt": prompt_col, "chosen": chosen_col, "rejected": rejected_col}
@@ -127,16 +127,17 @@ def load_preference_items(
     system_prompt: str | None = None,
     left_out: Counter[str] | None = None,
 ) -> list[SAWItem]:
-    """The samples of a JSONL, JSON, CSV or parquet file, a folder, or an id for the `datasets`
-    library, in one of TRL's preference formats or with two scored responses per row, as in SHP.
+    """Return the samples of a JSONL, JSON, CSV or parquet file, of a folder, or of a data set id
+    for the `datasets` library. Rows are in one of TRL's preference formats, or have two scored
+    responses as in SHP.
 
     `columns` maps names to columns (`{"chosen": "better"}`); `config` and `split` are for ids and
-    folders. At most `limit` rows are read: drawn at random by `seed`, since data sets are often
-    sorted, and left in their order.
+    folders. At most `limit` rows are read; they are drawn at random with `seed`, since data sets
+    are often sorted, and keep their order.
 
     Raises DataError, naming file and row, for a row of another format and for a label that is not a
-    probability. A row that makes no pair is skipped with a warning and counted in `left_out`
-    (`preference_dataset_to_saw_items`), as is a row with two equal scores (`equal_scores`).
+    probability. A row that gives no pair is skipped with a warning and counted in `left_out`
+    (`preference_dataset_to_saw_items`), and so is a row with two equal scores (`equal_scores`).
     """
     data = load_data(source, kind="preference", columns=columns, config=config, split=split, limit=limit, seed=seed)
     pair_maker = PreferenceItems(tokenizer, use_chat_template, system_prompt, max_length, as_arrays=True)
@@ -146,8 +147,8 @@ def load_preference_items(
 
 
 def shuffle_preference_pairs(items: Sequence[SAWItem], seed: int | None = None) -> list[SAWItem]:
-    """The pairs in an order drawn from the seed. The samples of a pair become neighbours and keep
-    their order.
+    """Return the pairs in a random order that depends on the seed. The samples of a pair become
+    neighbours and keep their order.
 
     Example: pairs a b a b shuffled to the order (b, a) are b b a a.
     """

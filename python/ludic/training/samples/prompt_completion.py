@@ -1,4 +1,4 @@
-"""One prompt and one completion through a chat template. `samples.conversations` takes
+"""One prompt and one completion, rendered with a chat template. `samples.conversations` is for
 conversations of any length."""
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ class ChatTemplateResult:
     byte-level tokenizer whose roles are one token each."""
 
     tokens: list[int]
-    """Ids up to the end token of the completion."""
+    """Ids, up to the end token of the completion."""
     text: str
-    """The rendered text up to the same end token; never cut."""
+    """The rendered text up to the same end token; never truncated."""
     prompt_len: int
-    """Tokens before the completion."""
+    """Number of tokens before the completion."""
     truncation_meta: dict[str, Any] | None
-    """What a sample's `meta` says about the cut; None if nothing was cut."""
+    """The entries of a sample's `meta` about the truncation; None if nothing was truncated."""
 
 
 def tokenize_with_chat_template(
     tokenizer: Any, prompt: str, completion: str, *, system_prompt: str | None = None, max_length: int | None = None
 ) -> ChatTemplateResult:
-    """Ids of the conversation in which the user says `prompt` and the assistant `completion`, cut
-    on the right to `max_length`. Raises DataError for an empty completion, and for a prompt that
-    fills `max_length` by itself."""
+    """Tokenise the conversation of the user message `prompt` and the assistant message
+    `completion`, truncated on the right to `max_length`. Raises DataError for an empty
+    completion, and for a prompt that fills `max_length` by itself."""
     question, answer = _turns(prompt, completion, system_prompt)
     full = conversation_tokens(tokenizer, question, answer, "the conversation")
     truncated = truncate_right(full, max_length, "the conversation")
@@ -40,11 +40,11 @@ def tokenize_with_chat_template(
 
 
 def format_chat_template_text(tokenizer: Any, prompt: str, completion: str, *, system_prompt: str | None = None) -> str:
-    """The conversation as text, up to the end token of the completion: what to send to a server
-    that tokenises by itself.
+    """Return the conversation as text, up to the end token of the completion, for a server that
+    tokenises text itself.
 
-    Example: `<user>hi<assistant>yo<eos>\\n` ends after `<eos>`. An `<eos>` that only the prompt
-    contains is not an end.
+    Example: `<user>hi<assistant>yo<eos>\\n` is cut after `<eos>`. An `<eos>` in the prompt does not
+    count.
     """
     question, answer = _turns(prompt, completion, system_prompt)
     text: str = tokenizer.apply_chat_template([*question, *answer], tokenize=False, add_generation_prompt=False)

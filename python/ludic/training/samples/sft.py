@@ -1,4 +1,5 @@
-"""Rows of a data file as samples for supervised fine-tuning. Only the model's answers are trained.
+"""Makes samples for supervised fine-tuning from rows of a data file. Only the model's answers are
+trained.
 
 A row has one of these forms:
 
@@ -9,11 +10,11 @@ A row has one of these forms:
     {"prompt": [...], "completion": [...]}
         Lists of messages: the loss is on the assistant's messages in the completion.
     {"id": "r0", "steps": [{..., "trace": {...}}]}
-        A rollout: the loss is on the tokens as they were sampled.
+        A rollout: the loss is on the sampled tokens.
     {"input_ids": [...], "action_mask": [...]}
-        Tokens and their mask, used as they are.
+        Tokens and their mask, used unchanged.
 
-Conversations may also have `tools` and `chat_template_kwargs`, which are passed to the template.
+Conversations can also have `tools` and `chat_template_kwargs`, which are passed to the template.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class SFTItems:
 
     >>> items = SFTItems(tokenizer).of(read_jsonl("chats.jsonl"))
 
-    A sample is named by its row (`rollout_id`), has its tokens in int32 arrays, and weight 1.
+    The `rollout_id` of a sample is the name of its row; tokens are int32 arrays; the weight is 1.
     """
 
     tokenizer: Any
@@ -49,12 +50,12 @@ class SFTItems:
     """Which assistant messages of a conversation are trained; see `ChatTokenizer`."""
 
     def of(self, rows: Iterable[tuple[str, Row]]) -> list[SAWItem]:
-        """The samples of all `(name, row)` pairs. Raises DataError, naming the row, if it has none
-        of the forms above."""
+        """Return the samples of all `(name, row)` pairs. Raises DataError, naming the row, for a
+        row of another form."""
         return [item for where, row in rows for item in self.of_row(row, where)]
 
     def of_row(self, row: Row, where: str) -> list[SAWItem]:
-        """The samples of one row, which `where` names."""
+        """Return the samples of one row; `where` is its name."""
         tokenizers: dict[str, Callable[[Row, str], list[ChatTokens]]] = {
             "messages": self._tokenize_messages,
             "prompt": self._tokenize_prompt_completion,
@@ -73,7 +74,7 @@ class SFTItems:
         return self._tokenize_conversation(row["messages"], row, where)
 
     def _tokenize_conversation(self, messages: Any, row: Row, where: str, first: int = 0) -> list[ChatTokens]:
-        """Tokens of a conversation; messages before index `first` are not trained."""
+        """Tokenise a conversation; messages before index `first` are not trained."""
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise DataError(f'{where}: messages must be a list of {{"role": ..., "content": ...}}')
         chat = ChatTokenizer(self.tokenizer, self.assistant_turns, row.get("chat_template_kwargs") or {})

@@ -9,26 +9,28 @@ from ludic.training.samples.conversations import ChatTokens
 
 
 def tokenize_text(tokenizer: Any, text: str) -> list[int]:
-    """Ids of the text, without special tokens."""
+    """Return the ids of the text, without special tokens."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def append_eos(tokenizer: Any, ids: list[int]) -> list[int]:
-    """`ids` ending with the end token: appended unless it is there; unchanged if the tokenizer has
-    none. Example: with end token 2, [5, 6] and [5, 6, 2] both give [5, 6, 2]."""
+    """Return `ids` with the end token at the end, appended if it is missing; unchanged if the
+    tokenizer has no end token. Example: with end token 2, [5, 6] and [5, 6, 2] both give
+    [5, 6, 2]."""
     eos = getattr(tokenizer, "eos_token_id", None)
     return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
 
 
 def tokenize_prompt_completion(tokenizer: Any, prompt: str, completion: str, where: str) -> ChatTokens:
-    """Prompt, completion and end token; the completion and the end token are the action.
+    """Return the ids of prompt, completion and end token; completion and end token are the action.
 
-    If the tokenizer merges across the border, the two are tokenised separately, as the policy sees
-    the prompt by itself. Raises RowError, naming the row `where`, for an empty completion.
+    If the tokenizer merges characters of prompt and completion into one token, the two are
+    tokenised separately: the policy reads the prompt by itself. Raises RowError, naming the row
+    `where`, for an empty completion.
 
-    Example with end token 2: `2+` is [5, 6] and `2+2` is [5, 6, 5], so that the completion is [5]:
-    ids [5, 6, 5, 2], mask [0, 0, 1, 1]. Were `2+2` the single token [8], the completion `2` would
-    be tokenised by itself.
+    Example with end token 2: `2+` is [5, 6] and `2+2` is [5, 6, 5], so the completion is [5]: ids
+    [5, 6, 5, 2], mask [0, 0, 1, 1]. If `2+2` were the single token [8], the completion `2` would be
+    tokenised by itself.
     """
     prompt_ids, joint_ids = tokenize_text(tokenizer, prompt), tokenize_text(tokenizer, prompt + completion)
     is_prefix = joint_ids[: len(prompt_ids)] == prompt_ids
