@@ -176,7 +176,7 @@ def test_path_outranks_step_outranks_latest_outranks_newest(tmp_path):
 
 
 def test_nothing_to_load_is_a_file_not_found_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+    with pytest.raises(FileNotFoundError, match="has no checkpoint"):
         manager(tmp_path).load(nn.Linear(2, 2))
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
         manager(tmp_path).load(nn.Linear(2, 2), step=4)

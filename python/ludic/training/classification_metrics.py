@@ -1,15 +1,14 @@
-"""How well scores identify the preferred response of a pair: accuracy, margins, calibration, and
-errors at a threshold.
+"""Metrics of preference scores: accuracy, margins, calibration, and error rates at a threshold.
 
-P pairs, each with a score of the chosen and one of the rejected response and a label y, the
-probability that the chosen one is better; the margin m is chosen minus rejected. Everything is
-computed in float64 from the scores of single responses.
+There are P pairs. Each has the scores of the chosen and of the rejected response, and a label y,
+the probability that the chosen response is better. The margin m is the chosen score minus the
+rejected score. Everything is computed in float64 from the scores of single responses.
 
-A pair stands for two: (chosen, rejected) with weight y and (rejected, chosen) with weight 1 - y. So
-label 1 is the pair as it is, 0 the pair reversed, and 0.75 three such pairs of four. Margins, the
-area under the curve, calibration and rates of responses are means with these weights, as
-scikit-learn computes them with `sample_weight`. Decisions on a pair (accuracy, and rates of pairs)
-are compared with the likelier order: the chosen response if y > 1/2, else the rejected one.
+A pair counts as two: (chosen, rejected) with weight y and (rejected, chosen) with weight 1 - y. So
+label 1 is the pair itself, label 0 the reversed pair, and label 0.75 is three pairs and one
+reversed pair, each with weight 1/4. Margins, ROC AUC, calibration and rates of responses are means
+with these weights, as in scikit-learn with `sample_weight`. Decisions on a pair (accuracy, and
+rates of pairs) are compared with the more likely order: chosen is better if y > 1/2, else rejected.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ PERCENTILES = (5, 25, 50, 75, 95)
 
 @dataclass
 class PreferenceMetrics:
-    """Collects scores, and computes the metrics of all of them.
+    """Collects scores and computes their metrics.
 
     >>> metrics = PreferenceMetrics()
     >>> metrics.update(chosen_scores=[2.0, 0.5], rejected_scores=[1.0, 1.0], labels=[1.0, 1.0])
@@ -42,17 +41,16 @@ class PreferenceMetrics:
     calibration_bins: int = 10
     """Bins of equal width over [0, 1]."""
     thresholds: Sequence[float] | None = field(default_factory=lambda: [0.5])
-    """Where `fpr@t` and `fnr@t` are computed; None for nowhere."""
+    """Thresholds t of `fpr@t` and `fnr@t`; None: no thresholds."""
     beta: float = 1.0
     """sigma(beta m) is the probability that the chosen response is better."""
     thresholds_on: Literal["pairs", "responses"] = field(default="pairs", kw_only=True)
-    """What a threshold divides. `pairs`: sigma(beta m) > t, compared with y > 1/2. `responses`:
-    score > t, where the preferred responses are the positives and the others the negatives; this
-    adds `tpr@t`."""
+    """What a threshold classifies. `pairs`: sigma(beta m) > t, compared with y > 1/2. `responses`:
+    score > t; preferred responses are the positives, the others the negatives. This adds
+    `tpr@t`."""
     both_orders: bool = field(default=False, kw_only=True)
-    """Calibrate over each pair in both orders, p against y and 1 - p against 1 - y. Without it,
-    data whose chosen response is always the preferred one have no negatives, and their `ece` is the
-    mean of 1 - p."""
+    """Compute the calibration over each pair in both orders: p with y, and 1 - p with 1 - y.
+    Without it, data with only labels 1 has no negatives, and `ece` is the mean of 1 - p."""
 
     def __post_init__(self) -> None:
         if self.calibration_bins < 1:
@@ -68,9 +66,9 @@ class PreferenceMetrics:
         self._columns: list[tuple[Floats, Floats, Floats]] = []
 
     def update(self, chosen_scores: Any, rejected_scores: Any, labels: Any = None) -> None:
-        """Add pairs: tensors, arrays or lists [P] of numbers. Without labels the chosen responses
-        are the better ones. Raises DataError for different lengths, for scores that are not finite,
-        and for labels outside [0, 1]."""
+        """Add pairs: tensors, arrays or lists [P] of numbers. Without labels, all labels are 1.
+        Raises DataError for different lengths, for scores that are not finite, and for labels
+        outside [0, 1]."""
         chosen, rejected = as_floats(chosen_scores), as_floats(rejected_scores)
         label = np.ones_like(chosen) if labels is None else as_floats(labels)
         if not len(chosen) == len(rejected) == len(label):
@@ -80,13 +78,13 @@ class PreferenceMetrics:
         for name, values in (("chosen_scores", chosen), ("rejected_scores", rejected), ("labels", label)):
             if not np.isfinite(values).all():
                 raise DataError(
-                    f"{int((~np.isfinite(values)).sum())} of {len(values)} {name} are not finite; nothing can be said of them"
+                    f"{int((~np.isfinite(values)).sum())} of {len(values)} {name} are not finite; metrics need finite numbers"
                 )
         outside = (label < 0) | (label > 1)
         if outside.any():
             raise DataError(
                 f"{int(outside.sum())} of {len(label)} labels are outside [0, 1]; a label is the probability that the chosen response is "
-                "the better"
+                "better"
             )
         self._columns.append((chosen, rejected, label))
 
@@ -106,18 +104,18 @@ class PreferenceMetrics:
         `ece`, then `margin_p5` to `margin_p95`, and `fpr@t` and `fnr@t` of each threshold. Without
         any pair, the first six, each 0.
 
-        - `pairwise_accuracy`: share of pairs with m > 0 where y > 1/2, m < 0 where it is not; a tie
+        - `pairwise_accuracy`: fraction of pairs with m > 0 if y > 1/2, with m < 0 otherwise; a tie
           is wrong.
         - `mean_margin`, `margin_std` (population), `negative_margin_rate` (margins below 0): of the
           margins m with weight y and -m with weight 1 - y.
         - `margin_pQ`: the Q-th percentile of these; see `percentiles`.
-        - `roc_auc`: over all responses of all pairs, chosen ones being positives with weight y and
-          negatives with weight 1 - y, rejected ones the contrary; see `roc_auc`.
-        - `ece`: of the predictions sigma(beta m), which come true with frequency y; see
+        - `roc_auc`: over all responses of all pairs. Chosen responses are positives with weight y
+          and negatives with weight 1 - y, rejected responses the reverse; see `roc_auc`.
+        - `ece`: calibration error of the predictions sigma(beta m) for the outcomes y; see
           `calibration_error`.
-        - `fpr@t`, `fnr@t`, `tpr@t`: shares of the negatives above t, and of the positives that are
-          not and that are. Of pairs, or of responses with the weights of `roc_auc`, as
-          `thresholds_on` says; 0 where there are none.
+        - `fpr@t`, `fnr@t`, `tpr@t`: fraction of negatives above t, of positives not above t, and of
+          positives above t. Over pairs, or over responses with the weights of `roc_auc`, depending
+          on `thresholds_on`; 0 if there are none.
         """
         chosen, rejected, labels = self.scores
         metrics = {
@@ -133,7 +131,7 @@ class PreferenceMetrics:
         return metrics
 
     def calibration(self) -> CalibrationBins:
-        """What a reliability diagram shows."""
+        """Return the data of a reliability diagram."""
         chosen, rejected, labels = self.scores
         probability = preference_probability(chosen, rejected, self.beta)
         if self.both_orders:
@@ -158,21 +156,22 @@ class PreferenceMetrics:
 
 
 def compute_pairwise_accuracy(chosen_scores: Any, rejected_scores: Any) -> float:
-    """Share of pairs whose chosen response scores higher; a tie is wrong. 0.0 without pairs."""
+    """Fraction of pairs with a higher score of the chosen response; a tie is wrong. 0.0 without
+    pairs."""
     chosen, rejected = as_floats(chosen_scores), as_floats(rejected_scores)
     return pairwise_accuracy(chosen, rejected, np.ones(len(chosen), dtype=bool))
 
 
 def compute_margin_stats(chosen_scores: Any, rejected_scores: Any, labels: Any = None) -> dict[str, float]:
-    """`mean_margin`, `margin_std` (population), `negative_margin_rate`, and the percentiles.
-    Without labels the chosen responses are the better ones."""
+    """Return `mean_margin`, `margin_std` (population), `negative_margin_rate`, and the percentiles.
+    Without labels, all labels are 1."""
     margins = as_floats(chosen_scores) - as_floats(rejected_scores)
     label = np.ones_like(margins) if labels is None else as_floats(labels)
     return {**_margin_moments(*margins_in_both_orders(margins, label)), **percentiles(margins, label)}
 
 
 def pairwise_accuracy(chosen: Floats, rejected: Floats, better: NDArray[np.bool]) -> float:
-    """Share of pairs with m > 0 if the chosen response is better, m < 0 if it is not."""
+    """Fraction of pairs with m > 0 if the chosen response is better, with m < 0 if it is not."""
     margins = chosen - rejected
     return array_mean_or_zero(np.where(better, margins > 0, margins < 0))
 
@@ -191,7 +190,8 @@ def preference_loss(chosen: Floats, rejected: Floats, labels: Floats, beta: floa
 
 def margins_in_both_orders(margins: Floats, labels: Floats) -> tuple[Floats, Floats]:
     """[N] margins of the preferred response minus the other, and [N] weights: m with weight y and
-    -m with weight 1 - y; entries of weight 0 are left out. The weights sum to the number of pairs.
+    -m with weight 1 - y. Entries with weight 0 are left out; the weights add up to the number of
+    pairs.
 
     Example: margins [2, 1] with labels [1, 0.75] give [2, 1, -1] with weights [1, 0.75, 0.25].
     """
@@ -200,27 +200,34 @@ def margins_in_both_orders(margins: Floats, labels: Floats) -> tuple[Floats, Flo
 
 
 def _pool_responses(chosen: Floats, rejected: Floats, labels: Floats) -> tuple[Floats, Floats, Floats]:
-    """[2P] scores, and [2P] weights of each as a positive and as a negative; the two weights of a
-    response sum to 1."""
+    """[2P] scores, [2P] weights as positives and [2P] weights as negatives; the two weights of a
+    response add up to 1.
+
+    Example: scores 2 (chosen) and 1 (rejected) with label 0.75 give [2, 1], [0.75, 0.25] and
+    [0.25, 0.75].
+    """
     positive = np.concatenate([labels, 1.0 - labels])
     return np.concatenate([chosen, rejected]), positive, 1.0 - positive
 
 
 def roc_auc(scores: Floats, positive: Floats, negative: Floats) -> float:
-    """Area under the ROC curve: the probability that a positive scores higher than a negative, half
-    of ties included (the Mann-Whitney statistic; Hanley and McNeil 1982), where score i is drawn as
-    positive in proportion to `positive[i]`, as negative to `negative[i]`.
+    """Area under the ROC curve: the probability that a positive has a higher score than a negative,
+    with ties counted as one half (the Mann-Whitney statistic; Hanley and McNeil 1982). Score i is a
+    positive with weight `positive[i]` and a negative with weight `negative[i]`.
 
         sum_ij positive_i negative_j ([s_i > s_j] + [s_i = s_j] / 2) / (sum positive * sum negative)
 
-    0.0 where either sum is 0.
+    0.0 if one of the sums is 0.
+
+    Example: scores [2, 1, 1] with positives [1, 1, 0] and negatives [0, 0, 1]: the pairs (2, 1) and
+    (1, 1) give (1 + 1/2) / 2 = 0.75.
     """
     if not positive.sum() or not negative.sum():
         return 0.0
-    values, place = np.unique(scores, return_inverse=True)
-    at, against = (np.bincount(place, weights, len(values)) for weights in (positive, negative))
-    below = np.cumsum(against) - against
-    return float((at * (below + against / 2)).sum() / (positive.sum() * negative.sum()))
+    values, index = np.unique(scores, return_inverse=True)
+    positives, negatives = (np.bincount(index, weights, len(values)) for weights in (positive, negative))
+    negatives_below = np.cumsum(negatives) - negatives
+    return float((positives * (negatives_below + negatives / 2)).sum() / (positive.sum() * negative.sum()))
 
 
 @dataclass(frozen=True)
@@ -230,25 +237,29 @@ class CalibrationBins:
     edges: Floats
     """[K + 1] from 0 to 1."""
     counts: NDArray[np.int64]
-    """[K] numbers of predictions."""
+    """[K] number of predictions."""
     confidence: Floats
-    """[K] mean predictions; 0 for an empty bin."""
+    """[K] mean prediction; 0 for an empty bin."""
     frequency: Floats
-    """[K] how often the predictions came true; 0 for an empty bin."""
+    """[K] mean outcome; 0 for an empty bin."""
 
 
 def calibration_bins(probability: Floats, outcomes: NDArray[Any], bins: int = 10) -> CalibrationBins:
-    """[N] predictions in [0, 1], and [N] how often each came true: booleans, or shares in [0,
-    1]."""
+    """Sort [N] predictions in [0, 1] into bins. `outcomes` [N]: whether each came true, as a
+    boolean or a frequency in [0, 1].
+
+    Example: predictions [0.2, 0.5, 1.0] and 2 bins with edges [0, 0.5, 1] have the bin indices
+    [0, 1, 1].
+    """
     edges = np.linspace(0.0, 1.0, bins + 1)
-    place = np.clip(np.searchsorted(edges, probability, "right") - 1, 0, bins - 1)
-    counts = np.bincount(place, minlength=bins)
+    bin_index = np.clip(np.searchsorted(edges, probability, "right") - 1, 0, bins - 1)
+    counts = np.bincount(bin_index, minlength=bins)
     filled = np.maximum(counts, 1)
     return CalibrationBins(
         edges,
         counts,
-        np.bincount(place, probability, bins) / filled,
-        np.bincount(place, outcomes.astype(np.float64), bins) / filled,
+        np.bincount(bin_index, probability, bins) / filled,
+        np.bincount(bin_index, outcomes.astype(np.float64), bins) / filled,
     )
 
 
@@ -260,15 +271,15 @@ def calibration_error(bins: CalibrationBins) -> float:
 
 
 def percentiles(margins: Floats, labels: Floats) -> dict[str, float]:
-    """`margin_p5` to `margin_p95` of P margins in both orders, interpolated between neighbours; 0
+    """Return `margin_p5` to `margin_p95` of P margins in both orders, linearly interpolated; 0
     without margins.
 
-    The sorted margins, laid end to end with their weights as lengths, reach from 0 to P; the k-th
-    smallest margin is the mean from k - 1 to k. If every label is 0 or 1 that is the k-th of the
-    margins.
+    The sorted margins, concatenated as segments with their weights as lengths, cover [0, P]. The
+    k-th smallest value is the mean over [k - 1, k]. If every label is 0 or 1, this is the k-th
+    smallest margin.
 
-    Example: margins [-1, 1, 2] with weights [0.25, 0.75, 1] and P = 2: the first is 0.25 * -1 +
-    0.75 * 1 = 0.5, the second 2.
+    Example: margins [-1, 1, 2] with weights [0.25, 0.75, 1] and P = 2. The first value is
+    0.25 * -1 + 0.75 * 1 = 0.5, the second is 2.
     """
     signed, weights = margins_in_both_orders(margins, labels)
     order = np.argsort(signed, kind="stable")
@@ -281,7 +292,7 @@ def percentiles(margins: Floats, labels: Floats) -> dict[str, float]:
 
 
 def as_floats(values: Any) -> Floats:
-    """float64 [N] from a tensor, an array or a list of numbers."""
+    """Convert a tensor, an array or a list of numbers to float64 [N]."""
     if hasattr(values, "detach"):
         values = values.detach().double().cpu().numpy()
     return np.asarray(values, dtype=np.float64).reshape(-1)

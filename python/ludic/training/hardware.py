@@ -1,5 +1,4 @@
-"""The GPU's architecture, and the attention implementation that suits it. A CPU needs none of
-this."""
+"""Detects the GPU's architecture and selects the attention implementation for it."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ FLASH_3 = frozenset({"hopper"})
 
 
 def detect_gpu_architecture() -> str | None:
-    """The architecture of the current GPU; None without CUDA. An unlisted capability counts as its
-    nearest predecessor, or as `older` below 8.0."""
+    """Return the architecture of the current GPU; None without CUDA. An unlisted compute capability
+    counts as the next lower listed one; below 8.0 it is `older`."""
     if not torch.cuda.is_available():
         return None
     capability = torch.cuda.get_device_capability()
@@ -44,7 +43,7 @@ def detect_gpu_architecture() -> str | None:
 
 
 def get_cuda_version() -> tuple[int, int] | None:
-    """(major, minor) of the CUDA that torch was built with; None without."""
+    """Return (major, minor) of the CUDA version that torch was built with; None without CUDA."""
     if not torch.cuda.is_available() or not torch.version.cuda:
         return None
     major, minor, *_ = [*torch.version.cuda.split("."), "0"]
@@ -52,7 +51,7 @@ def get_cuda_version() -> tuple[int, int] | None:
 
 
 def get_optimal_attention_impl(*, disable_flash_attn: bool = False) -> str:
-    """The value for `attn_implementation`: `flash_attention_3` on Hopper (CUDA >= 12.3),
+    """Return the value for `attn_implementation`: `flash_attention_3` on Hopper (CUDA >= 12.3),
     `flash_attention_2` on Ampere and later (CUDA >= 11.6), each if its package is installed; else
     `sdpa`."""
     architecture, version = detect_gpu_architecture(), get_cuda_version()
@@ -70,8 +69,8 @@ def _is_installed(package: str) -> bool:
 
 
 def configure_flash_attention(device: str | torch.device = "cuda", *, disable_flash_attn: bool = False) -> str:
-    """The attention implementation for a device, with torch's flash kernels switched on; `eager` if
-    the device is no GPU of this machine."""
+    """Enable torch's flash kernels and return the attention implementation for a device; `eager` if
+    the device is not a GPU of this machine."""
     if torch.device(device).type != "cuda" or not torch.cuda.is_available():
         return "eager"
     if not disable_flash_attn:

@@ -1,4 +1,4 @@
-"""Reductions over ranks. Without `torch.distributed` there is one rank, and each is the
+"""Reductions over ranks. Without `torch.distributed` there is one rank and each reduction is the
 identity."""
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def rank() -> int:
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device | str) -> list[float]:
-    """Each value summed over the ranks, in float64."""
+    """Sum each value over the ranks, in float64."""
     return _reduce(values, device, dist.ReduceOp.SUM) if is_distributed() else list(values)
 
 
 def max_over_ranks(values: Sequence[float], device: torch.device | str) -> list[float]:
-    """The largest of each value over the ranks."""
+    """Return the maximum of each value over the ranks."""
     return _reduce(values, device, dist.ReduceOp.MAX) if is_distributed() else list(values)
 
 
@@ -46,7 +46,8 @@ def _reduce(values: Sequence[float], device: torch.device | str, operation: dist
 
 
 def union_over_ranks(names: Sequence[str], device: torch.device | str) -> list[str]:
-    """The names that any rank has, each once and in the same order on all ranks.
+    """Return the names that at least one rank has, without duplicates and in the same order on all
+    ranks.
 
     Example: rank 0 has a, b and rank 1 has c, b: both get a, b, c.
     """

@@ -1,4 +1,4 @@
-"""Credit computed from a reward model's scores."""
+"""Credit from the scores of a reward model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ludic.training.types import CreditAssigner, RolloutStepKey
 from ludic.types import Rollout
 
 CombineMode = Literal["replace", "add", "multiply", "weighted", "bonus"]
-"""How a score and a base, a reward or a weight, become one number; see `combine_score`."""
+"""How a score is combined with a base, which is a reward or a weight; see `combine_score`."""
 
 
 def combine_score(mode: CombineMode, base: float, score: float, *, rm_coeff: float = 1.0, alpha: float = 0.5) -> float:
-    """One number from a base and a score:
+    """Combine a base and a score:
 
     - `replace`: score
     - `add`: base + score
@@ -30,7 +30,7 @@ def combine_score(mode: CombineMode, base: float, score: float, *, rm_coeff: flo
 
 
 def score_coefficients(mode: CombineMode, score: float, *, rm_coeff: float = 1.0, alpha: float = 0.5) -> tuple[float, float]:
-    """(scale, offset) such that `combine_score` is scale * base + offset."""
+    """Return (scale, offset) such that `combine_score` is scale * base + offset."""
     match check_mode(mode):
         case "replace":
             return 0.0, score
@@ -45,15 +45,15 @@ def score_coefficients(mode: CombineMode, score: float, *, rm_coeff: float = 1.0
 
 
 def check_mode(mode: CombineMode) -> CombineMode:
-    """`mode`. Raises ConfigError for an unknown one."""
+    """Return `mode`. Raises ConfigError if it is unknown."""
     if mode not in get_args(CombineMode):
         raise ConfigError(f"unknown mode {mode!r}; it must be one of {', '.join(get_args(CombineMode))}")
     return mode
 
 
 def read_score(rollout: Rollout, key: str) -> float:
-    """The score that a `RewardModelScorer` left in the rollout's meta. Raises DataError if there is
-    none, or none that is finite."""
+    """Return the score that a `RewardModelScorer` wrote to the rollout's meta. Raises DataError
+    unless it is a finite number."""
     score = rollout.meta.get(key)
     if isinstance(score, bool) or not isinstance(score, Real) or not math.isfinite(score):
         raise DataError(
@@ -65,13 +65,13 @@ def read_score(rollout: Rollout, key: str) -> float:
 
 @dataclass
 class RewardModelCreditAssigner:
-    """The weights of `inner_assigner`, each combined with the score of its rollout; without an
-    inner assigner the base is 1 at every step.
+    """Combines the weights of `inner_assigner` with the score of each rollout; without an inner
+    assigner the base is 1 at every step.
 
-    The score is `rollout.meta[rm_score_key]`, used unchanged at every step of the rollout. It has
-    no baseline: in the modes that add it, a model whose scores are all positive raises the
-    probability of everything. To compare scores within their group instead, make them the reward
-    (`RewardModelReward`) and leave the credit to `GroupNormalizedReturn`.
+    The score is `rollout.meta[rm_score_key]`, used unchanged at every step of the rollout. There is
+    no baseline: if all scores are positive, the modes that add them increase the probability of
+    every answer. To compare scores within their group instead, use them as rewards
+    (`RewardModelReward`) with `GroupNormalizedReturn`.
     """
 
     mode: CombineMode = "bonus"
@@ -84,7 +84,7 @@ class RewardModelCreditAssigner:
         check_mode(self.mode)
 
     def compute(self, rollouts: Sequence[Rollout]) -> dict[RolloutStepKey, float]:
-        """Raises DataError for a rollout without a score; it does not count as a score of 0."""
+        """Return the weights. Raises DataError for a rollout without a score."""
         inner = self.inner_assigner.compute(rollouts) if self.inner_assigner is not None else None
         weights: dict[RolloutStepKey, float] = {}
         for rollout in rollouts:

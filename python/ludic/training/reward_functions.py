@@ -1,11 +1,11 @@
-"""Reward functions as TRL's trainers take them, called once for all completions of a batch.
+"""Reward functions with the signature of TRL's, called once for all completions of a batch.
 
-`fn(prompts, completions, **columns) -> list[float]`, one element for each completion. `prompts` and
-`completions` are text, or lists of messages if the data set has messages. Every other column of the
-data set is a keyword with a list; so are `completion_ids`, `trainer_state`, `log_extra` and
-`log_metric`. A function gets those that its signature names, or all if it has `**kwargs`. It may be
-a coroutine function; the coroutines of one call run concurrently. None as an element: the function
-does not apply to this completion.
+`fn(prompts, completions, **columns) -> list[float | None]`, one element per completion; None means
+that the function does not apply to this completion. `prompts` and `completions` are lists of text,
+or of lists of messages if the data set has messages. Further keywords are the other columns of the
+data set, as lists, and `completion_ids`, `trainer_state`, `log_extra` and `log_metric`. A function
+gets the keywords in its signature, or all if it has `**kwargs`. It can be a coroutine function; all
+coroutine functions of a batch run concurrently.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ludic.types import Message, Rollout, group_of
 
 RewardFunction = Callable[..., Any]
 Reward = float | None | Exception
-"""Result of one function for one completion: a number, None if it does not apply, or the error."""
+"""Result of one function for one completion: a number, None if it does not apply, or an error."""
 
 SHOWN_PROMPT = 80
-"""Characters of a prompt that an error shows."""
+"""Maximum characters of a prompt in an error message."""
 _PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 @dataclass
 class TrainerState:
-    """The state of the run that a reward function may read."""
+    """The state of the run that a reward function can read."""
 
     global_step: int = 0
-    """Batches trained before the one that is rewarded."""
+    """Number of batches trained on before this one."""
 
 
 class RewardFunctions:
@@ -45,14 +45,15 @@ class RewardFunctions:
     of each rollout's last step.
 
     A function that returns None for a completion is left out of its sum. The info of the last step
-    has `rewards/NAME` for each function that applied, and in `reward_log` what was passed to
+    has `rewards/NAME` for each function that applied, and `reward_log` with the values passed to
     `log_extra` and `log_metric`.
 
-    A missing reward is an error of its rollout, never a 0: no function applied; an element is not
-    finite or is an exception; a function raised. A function that raises is called again group by
-    group, so that it costs only the groups it fails on; one that exceeds `timeout_s` is not called
-    again. The deadline stops coroutine functions only. Plain functions run in the thread of the
-    event loop, where they may use signals, as math-verify's own deadline does.
+    A missing reward is an error of its rollout and never counts as 0: if no function applied, if an
+    element is not finite or is an exception, or if a function raised. A function that raises is
+    called again for each group, so only the groups on which it fails are lost. A function that
+    exceeds `timeout_s` is not called again. The deadline applies only to coroutine functions: plain
+    functions run in the thread of the event loop, where they can use signals, as the timeout of
+    math-verify does.
     """
 
     def __init__(
@@ -75,12 +76,11 @@ class RewardFunctions:
             raise ConfigError(f"the weights of reward functions must be finite, got {self.weights}")
         self.names = _names(self.functions)
         self.trainer_state = trainer_state or TrainerState()
-        """Passed to functions that ask for it."""
+        """Passed to functions with this argument."""
         self._timeout_s = timeout_s
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Raise ConfigError for a function whose signature needs a column that is not in
-        `columns`."""
+        """Raise ConfigError if a function has a required argument that is not in `columns`."""
         available = {*_PROVIDED, *columns}
         for name, function in zip(self.names, self.functions, strict=True):
             missing = [needed for needed in _required_arguments(function) if needed not in available]
@@ -91,8 +91,8 @@ class RewardFunctions:
                 )
 
     async def score(self, rollouts: Sequence[Rollout]) -> dict[str, Exception]:
-        """Reward the rollouts in place. Returns the errors of those that could not be rewarded, by
-        id."""
+        """Reward the rollouts in place. Returns rollout id -> error for those that could not be
+        rewarded."""
         errors: dict[str, Exception] = {}
         inputs: list[_FunctionInput] = []
         for rollout in rollouts:
@@ -109,7 +109,7 @@ class RewardFunctions:
         return errors
 
     async def _all_rewards(self, inputs: Sequence[_FunctionInput]) -> list[list[Reward]]:
-        """[function][completion] rewards."""
+        """Return the rewards, indexed by function and completion."""
         results = [self._start(function, inputs) for function in self.functions]
         first = await asyncio.gather(*results)
         return [
@@ -118,7 +118,7 @@ class RewardFunctions:
         ]
 
     def _start(self, function: RewardFunction, inputs: Sequence[_FunctionInput]) -> Awaitable[list[Reward] | Exception]:
-        """Call the function now; awaiting the result gives its rewards or its error."""
+        """Call the function now. Awaiting the result returns its rewards or its error."""
         try:
             returned = function(**self._arguments(function, inputs))
         except Exception as error:
@@ -140,8 +140,8 @@ class RewardFunctions:
             return _exit(error)
 
     async def _await_result(self, returned: Awaitable[Any]) -> Any:
-        """The coroutine's result. Raises _DeadlineExceeded at the deadline; a TimeoutError of the
-        function itself is an error like any other."""
+        """Return the coroutine's result. Raises _DeadlineExceeded at the deadline; a
+        TimeoutError that the function itself raises is an ordinary error."""
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
@@ -154,7 +154,7 @@ class RewardFunctions:
     async def _retry_by_group(
         self, name: str, function: RewardFunction, inputs: Sequence[_FunctionInput], error: Exception
     ) -> list[Reward]:
-        """One call for each group, after the call for all has failed."""
+        """Call the function once per group, after the call for all completions has failed."""
         groups: dict[object, list[int]] = {}
         for index, entry in enumerate(inputs):
             groups.setdefault(entry.group, []).append(index)
@@ -182,7 +182,8 @@ class RewardFunctions:
         return {name: value for name, value in arguments.items() if _accepts(function, name)}
 
     def _add_reward(self, rollout: Rollout, rewards: Sequence[Reward]) -> Exception | None:
-        """Add the sum to the last step. Returns the error if there is no reward."""
+        """Add the weighted sum to the reward of the last step. Returns an error if there is no
+        reward."""
         for name, reward in zip(self.names, rewards, strict=True):
             if isinstance(reward, _NoReward):
                 return GradingError(f"reward function {name} returned {reward} for {_shown_prompt(rollout)}")
@@ -199,20 +200,19 @@ class RewardFunctions:
 
 
 class _DeadlineExceeded(TimeoutError):
-    """The deadline of this module has passed."""
+    """A coroutine function exceeded `timeout_s`."""
 
 
 class _NoReward(GradingError):
-    """An element that is neither a number nor None. The message says what it is and what it must
-    be."""
+    """An element that is neither a finite number nor None."""
 
 
 class _WrongLength(DataError):
-    """The number of rewards is not that of the completions."""
+    """The number of rewards differs from the number of completions."""
 
 
 class _FunctionInput:
-    """A rollout in the form that reward functions read."""
+    """A rollout in the format of reward functions."""
 
     def __init__(self, rollout: Rollout) -> None:
         self.rollout = rollout
@@ -225,8 +225,8 @@ class _FunctionInput:
 
 
 def find_row(rollout: Rollout) -> Mapping[str, Any]:
-    """The data set's row that a rollout was played on: `row` in the info of a step (see
-    `PromptEnv`), or in the request's meta. Raises DataError if there is none."""
+    """Return the data set's row of a rollout: `row` in the info of a step (see `PromptEnv`), or
+    in the request's meta. Raises DataError if there is none."""
     places = [step.info for step in reversed(rollout.steps)] + [rollout.meta.get("request_meta") or {}]
     row = next((place["row"] for place in places if "row" in place), None)
     if row is None or "prompt" not in row:
@@ -238,8 +238,8 @@ def find_row(rollout: Rollout) -> Mapping[str, Any]:
 
 
 def build_completion(rollout: Rollout, *, conversational: bool) -> str | list[Message]:
-    """What the model wrote. An episode of several steps is a list of messages, whatever the form of
-    the data set."""
+    """Return the model's text: a string, or messages if `conversational` or if the episode has
+    several steps."""
     if not conversational and len(rollout.steps) == 1:
         return rollout.steps[0].action
     messages: list[Message] = []
@@ -273,8 +273,8 @@ def _reward(element: Any) -> Reward:
 
 
 def _failure(name: str, function: RewardFunction, error: Exception, first: Exception | None = None) -> Exception:
-    """The error of a function. `first` is the error of the call for the whole batch, if a different
-    one; it may say more."""
+    """Return the error of a function for a rollout. `first` is the error of the call for the whole
+    batch, if that was another call; it may be more informative."""
     if isinstance(error, _WrongLength) and isinstance(first, _WrongLength) and str(first) != str(error):
         reason = f"{first}, and called again for one group alone {error}"
     else:
@@ -309,7 +309,8 @@ def _log_each(inputs: Sequence[_FunctionInput], column: str, values: Sequence[An
 
 
 def _names(functions: Sequence[RewardFunction]) -> list[str]:
-    """Names of the functions: `exact`, and `exact_2` for a second function of that name."""
+    """Return distinct names of the functions: `exact`, and `exact_2` for a second function with
+    that name."""
     seen: Counter[str] = Counter()
     names: list[str] = []
     for function in functions:

@@ -1,5 +1,5 @@
-"""Scores of a reward model for rollouts: kept beside the reward, for credit, or used as the reward
-itself."""
+"""Scores rollouts with a reward model. A score is stored in the rollout's meta for credit
+assignment (`RewardModelScorer`), or used as the reward (`RewardModelReward`)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ TASK_REWARD_INFO = "rewards/task"
 
 
 class RewardModelClient(Protocol):
-    """A reward model. A client that also reads token ids declares it as `ReadsTokenIds`."""
+    """A client of a reward model. A client that can also score token ids implements
+    `ReadsTokenIds`."""
 
     async def score_batch(self, inputs: list[Any], *, normalize: bool = True) -> list[float]:
-        """[N] one score for each input. A DataError rejects an input; the others are then scored
-        without it."""
+        """Return [N] scores, one per input. A DataError means that an input is invalid; the other
+        inputs are then scored without it."""
         ...
 
 
@@ -44,29 +45,30 @@ class ReadsTokenIds(Protocol):
 
 @dataclass
 class RewardModelScorer:
-    """Writes a reward model's score of each rollout to `rollout.meta[score_key]`; rewards do not
+    """Writes the reward model's score of each rollout to `rollout.meta[score_key]`. Rewards do not
     change.
 
-    It is a scorer for `RolloutEngine(scorer=...)`, where a rollout that cannot be scored counts as
-    a failed episode, never as one with a score of 0. Called directly it returns the errors by
-    rollout id; a rollout without a score is then rejected when credit is assigned.
+    Use it as `RolloutEngine(scorer=...)`: a rollout that cannot be scored is a failed episode and
+    does not count as a score of 0. Called directly, it returns the errors by rollout id; the credit
+    assigner then raises for a rollout without a score.
 
-    What is scored, in this order:
+    The input of the reward model is the first of these that applies:
 
-    1. the text of `render_fn`;
-    2. with `use_chat_template` the conversation as `tokenizer` renders it: the messages that the
-       last step's agent saw and its answer, else the observations and actions in turn, after
-       `system_prompt` if they have none;
-    3. the tokens of the last step as they were sampled, prompt and completion, if
-       `policy_tokenizer` made them and the client says that it reads the same ids;
-    4. observations and actions, one a line.
+    1. the text of `render_fn`, if set;
+    2. with `use_chat_template`, the conversation as rendered by `tokenizer`: the messages of the
+       last step's prompt and its answer, or else observations and actions in turn, after
+       `system_prompt` if they have no system message;
+    3. the sampled tokens of the last step, prompt and completion, if `policy_tokenizer` is set and
+       the client can score its token ids;
+    4. observations and actions as text, one per line.
 
     `meta[score_key + "_from"]` is `tokens` or `text`. Text is an approximation: it is tokenised
-    again and has no end token, so a model trained on tokens judges something else than what was
+    again and has no end token, so the reward model may score other tokens than those that were
     sampled.
 
-    Equal inputs of a call are scored once, so equal answers have exactly equal scores. One call of
-    the client scores `batch_size` inputs; all calls run concurrently, and each has `timeout_s`.
+    Equal inputs are scored once per call, so equal answers have exactly equal scores. The client is
+    called with `batch_size` inputs at a time; all calls run concurrently, each limited to
+    `timeout_s` seconds.
     """
 
     client: RewardModelClient
@@ -78,8 +80,8 @@ class RewardModelScorer:
     render_fn: RenderFn | None = None
     policy_tokenizer: Any = None
     normalize: bool = True
-    """Passed to the client. True: scores in (0, 1). False: scores as the model gives them, for
-    modes that take differences of scores."""
+    """Passed to the client. True: scores in (0, 1). False: the model's raw scores, for modes
+    that use differences of scores."""
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -88,11 +90,11 @@ class RewardModelScorer:
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s ({self.timeout_s}) must be > 0")
         if self.use_chat_template and not (hasattr(self.tokenizer, "apply_chat_template") and _has_template(self.tokenizer)):
-            raise ConfigError("use_chat_template needs a tokenizer that has a chat template; give one as tokenizer")
+            raise ConfigError("use_chat_template needs a tokenizer with a chat template; pass it as tokenizer")
         self._takes_ids: bool | None = None
 
     async def score(self, rollouts: Sequence[Rollout]) -> dict[str, Exception]:
-        """Score the rollouts in place. Returns why a rollout has no score, by its id."""
+        """Score the rollouts in place. Returns rollout id -> error for rollouts without a score."""
         errors: dict[str, Exception] = {}
         inputs: dict[str, ScoringInput] = {}
         for rollout in rollouts:
@@ -120,8 +122,8 @@ class RewardModelScorer:
         return dict(zip(inputs, (score for result in results for score in result), strict=True))
 
     async def _score_batch(self, inputs: Sequence[ScoringInput]) -> list[float | Exception]:
-        """A score or an error for each input. If the client rejects the batch, its halves are
-        tried, down to the input it rejects."""
+        """Return a score or an error for each input. If the client raises DataError for the
+        batch, its halves are scored separately, down to the invalid input."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 batch = [each if isinstance(each, str) else list(each) for each in inputs]
@@ -155,23 +157,23 @@ class RewardModelScorer:
             reads_ids = isinstance(self.client, ReadsTokenIds) and self.client.reads_ids_of
             self._takes_ids = bool(self.policy_tokenizer is not None and reads_ids and reads_ids(self.policy_tokenizer))
             if self.policy_tokenizer is not None and not self._takes_ids:
-                logger.warning("the reward model does not read the policy's token ids; what it scores is text, tokenised again")
+                logger.warning("the reward model cannot score the policy's token ids; it scores text, which is tokenised again")
         return self._takes_ids
 
 
 @dataclass
 class RewardModelReward:
-    """Makes the score the reward, so that what compares returns within a group compares scores. A
-    scorer for `RolloutEngine`.
+    """Uses the score as the reward, so that group-relative credit compares scores. A scorer for
+    `RolloutEngine`.
 
     The return becomes `combine_score(mode, return, score)`: every step's reward is scaled, and the
-    offset is added to the last step. `before` runs first, for example reward functions, whose sum
-    is then the return that is combined. The info of the last step has both parts: `rewards/task`
-    and `rewards/reward_model`.
+    offset is added to the last step. `before` is a scorer that runs first, such as
+    `RewardFunctions`; its rewards are part of the return that is combined. The info of the last
+    step has both parts: `rewards/task` and `rewards/reward_model`.
 
-    `unfinished_penalty` is subtracted from the score of a rollout whose last answer reached the
-    token limit. A reward model is trained on finished answers and scores others at random: policies
-    found such a score within twenty steps and then never ended an answer.
+    `unfinished_penalty` is subtracted from the score of a rollout with a last answer that reached
+    the token limit. A reward model is trained on finished answers, and its scores of other answers
+    are arbitrary: policies exploited this within twenty steps and then never ended an answer.
     """
 
     scorer: RewardModelScorer
@@ -187,7 +189,8 @@ class RewardModelReward:
             raise ConfigError(f"unfinished_penalty ({self.unfinished_penalty}) must be a finite number >= 0; it is subtracted")
 
     async def score(self, rollouts: Sequence[Rollout]) -> Mapping[str, Exception]:
-        """Reward the rollouts in place. Returns why a rollout could not be rewarded, by its id."""
+        """Reward the rollouts in place. Returns rollout id -> error for rollouts that could not be
+        rewarded."""
         errors: dict[str, Exception] = {} if self.before is None else dict(await self.before.score(rollouts))
         errors |= await self.scorer.score([rollout for rollout in rollouts if rollout.id not in errors])
         for rollout in rollouts:
@@ -213,8 +216,8 @@ def _is_unfinished(rollout: Rollout) -> bool:
 
 
 def build_conversation(rollout: Rollout, system_prompt: str | None = None) -> list[Message]:
-    """The conversation as messages: what the last agent that recorded its prompt saw, and its
-    answer; else observations and actions in turn."""
+    """Return the conversation as messages: the recorded prompt of the last step that has one,
+    and its answer; without a recorded prompt, observations and actions in turn."""
     messages: list[Message] = []
     for step in reversed(rollout.steps):
         if step.info.get("chat_prompt_messages"):
@@ -230,7 +233,7 @@ def build_conversation(rollout: Rollout, system_prompt: str | None = None) -> li
 
 def _check_scores(scores: Any, expected: int) -> list[float | Exception]:
     if len(scores) != expected:
-        raise GradingError(f"the reward model gave {len(scores)} scores for {expected} inputs; there must be one for each")
+        raise GradingError(f"the reward model returned {len(scores)} scores for {expected} inputs; there must be one for each")
     return [_score_or_error(float(score)) for score in scores]
 
 
@@ -239,8 +242,8 @@ def _score_or_error(score: float) -> float | Exception:
 
 
 def _failure(error: Exception) -> Exception:
-    """The error of one rollout. Rollouts do not share an error object, because raising it adds to
-    its traceback."""
+    """Return the error of one rollout. Each rollout gets its own error object, because raising an
+    error changes its traceback."""
     if isinstance(error, GradingError):
         return error
     reason = "it took too long" if isinstance(error, TimeoutError) and not str(error) else str(error)
@@ -250,6 +253,6 @@ def _failure(error: Exception) -> Exception:
 
 
 def _has_template(tokenizer: Any) -> bool:
-    """Whether the tokenizer can render. An object without `chat_template`, which is no tokenizer of
-    transformers, is assumed to."""
+    """Whether the tokenizer has a chat template. An object without the attribute `chat_template`,
+    which is not a transformers tokenizer, is assumed to have one."""
     return getattr(tokenizer, "chat_template", True) is not None

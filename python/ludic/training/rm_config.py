@@ -1,4 +1,4 @@
-"""`RMTrainerConfig`: every setting of the reward-model trainer, checked when it is built."""
+"""`RMTrainerConfig`: all settings of the reward-model trainer, checked in the constructor."""
 
 from __future__ import annotations
 
@@ -18,35 +18,37 @@ class RMTrainerConfig(TrainerConfig):
     """
 
     rm_pair_aware: bool = True
-    """The two samples of a pair go through the model together, and two rows of `max_seq_len`
-    must fit into `micro_token_budget`. Off: each sample stands alone, for a loss that does not
-    compare."""
+    """The two samples of a pair are in the same micro-batch; two rows of `max_seq_len` must fit
+    into `micro_token_budget`. False: samples are independent, for a loss that does not compare
+    them."""
     rm_require_complete_pairs: bool = True
-    """Off: a sample without its partner is trained too, for losses that can use it. An
-    evaluation drops it."""
+    """False: train also on samples without a partner, for losses that can use them. An evaluation
+    drops them."""
     rm_drop_incomplete_pairs: bool = True
-    """Incomplete pairs are dropped, counted and warned of, in training and in evaluation. Off:
-    they are an error."""
+    """Drop incomplete pairs, in training and in evaluation, with a count and a warning. False: they
+    are an error."""
     rm_calibration_bins: int = 10
+    """Number of bins of the calibration error in evaluations."""
     rm_eval_thresholds: Sequence[float] | None = (0.5,)
-    """Where the evaluation computes FPR and FNR; None: nowhere."""
+    """Thresholds at which the evaluation computes FPR and FNR; None: no thresholds."""
     rm_log_per_response_metrics: bool = True
-    """Thresholds classify the scores of single responses, chosen against rejected. Off: the
-    probability of each pair, against its label."""
+    """Thresholds classify the scores of single responses as chosen or rejected. False: they
+    classify the probability of each pair, compared with its label."""
     rm_meta_keys: Sequence[str] = PREFERENCE_KEYS
-    """Keys of the samples' metadata that the loss is given."""
+    """Keys of the samples' metadata that the loss reads."""
     use_differential_lr: bool = False
-    """The head learns at `lr`, everything else at `backbone_lr_mult` times that."""
+    """Train the head at `lr` and all other parameters at `backbone_lr_mult * lr`."""
     backbone_lr_mult: float = 0.1
+    """Factor of the learning rate for all parameters but the head; see `use_differential_lr`."""
     head_only_weight_decay: bool = False
-    """`weight_decay` holds for the head alone."""
+    """Apply `weight_decay` only to the head."""
 
     def validate(self) -> None:
-        """Raise `ConfigError` where a value or a combination is wrong."""
+        """Raise `ConfigError` for an invalid value or combination."""
         super().validate()
         if self.rm_pair_aware and self.micro_token_budget < 2 * self.max_seq_len:
             raise BudgetError(
-                f"micro_token_budget ({self.micro_token_budget}) must be >= 2 * max_seq_len ({self.max_seq_len}): a pair is two rows; "
+                f"micro_token_budget ({self.micro_token_budget}) must be >= 2 * max_seq_len ({self.max_seq_len}): a pair has two rows; "
                 "raise the budget or lower max_seq_len"
             )
         if self.packing == "padding_free":

@@ -1,8 +1,7 @@
-"""Reward models from preference pairs: a `Trainer` whose batches are made of pairs and whose
-evaluation is of scores.
+"""`RMTrainer`: trains reward models on preference pairs.
 
-It overrides ingestion, splitting and collation (`batching.pair_batches`) and evaluation
-(`evaluators.preferences`). The rest is `Trainer`'s.
+It overrides the ingestion, splitting and collation of `Trainer` (`batching.pair_batches`) and the
+evaluation (`evaluators.preferences`).
 """
 
 from __future__ import annotations
@@ -74,9 +73,9 @@ class RMTrainer(Trainer):
         backend: TrainingBackend | None = None,
         **options: Any,
     ) -> None:
-        """`eval_items` are the pairs that `evaluate` and `eval_every_n_steps` measure.
-        `lora_config`, `LoraSettings` or peft's, puts adapters into the model (`apply_lora`); the
-        reward head stays trained. `options` are those of `Trainer`."""
+        """`eval_items`: the pairs for `evaluate` and `eval_every_n_steps`. `lora_config`
+        (`LoraSettings`, or peft's) adds adapters to the model (`apply_lora`); the reward head is
+        trained too. `options`: other arguments of `Trainer`."""
         cfg = RMTrainerConfig() if cfg is None else cfg
         if not isinstance(cfg, RMTrainerConfig):
             raise ConfigTypeError(
@@ -92,7 +91,7 @@ class RMTrainer(Trainer):
             model = apply_lora(require_model(model), lora_config)
         self._padding_was_seen = False
         self.eval_metrics = _metrics(adapted_loss(algo), cfg)
-        """What `update_eval_metrics` collects."""
+        """Has the scores that `update_eval_metrics` adds."""
         if eval_items is not None:
             evaluator = self._evaluator_of(backend or require_model(model), adapted_loss(algo), cfg, eval_items)
         super().__init__(
@@ -100,8 +99,8 @@ class RMTrainer(Trainer):
         )
 
     def initialize_optimizer(self) -> torch.optim.Optimizer:
-        """With `use_differential_lr` and `head_only_weight_decay` the head is in a group of its
-        own."""
+        """Return AdamW; with `use_differential_lr` or `head_only_weight_decay` the head has its own
+        parameter group."""
         return build_optimizer(
             self.model,
             self.cfg,
@@ -122,18 +121,19 @@ class RMTrainer(Trainer):
         return macro
 
     def _warn_of_padding(self, macro: MacroBatch) -> None:
-        """Warn once if a classifier would take the end of a sample for padding."""
+        """Warn once if samples end with the padding token, which a classifier would take for
+        padding."""
         ends_as_padding = any(item.input_ids[-1] == self.cfg.pad_token_id for item in macro.items)
         if ends_as_padding and not self._padding_was_seen and self._model is not None and is_classifier(self._model):
             self._padding_was_seen = True
             logger.warning(
                 "samples end with the padding token (%d), so the model reads their score one token earlier, and a server that reads the "
-                "last token will find another one; pad with a token that no sample ends with, or end samples otherwise",
+                "last token returns another score; pad with a token that no sample ends with, or end samples with another token",
                 self.cfg.pad_token_id,
             )
 
     def _group_pairs(self, items: Sequence[SAWItem]) -> list[PreferencePair]:
-        """`group_preference_pairs` as the config says."""
+        """`group_preference_pairs` with the settings of the config."""
         return group_preference_pairs(
             items,
             require_complete=self.cfg.rm_require_complete_pairs,
@@ -143,7 +143,7 @@ class RMTrainer(Trainer):
     def _split_pairs_by_token_budget(
         self, pairs: Sequence[PreferencePair], micro_token_budget: int | None = None, max_seq_len: int | None = None
     ) -> list[list[SAWItem]]:
-        """`split_preference_pairs_by_token_budget`, by default with the config's settings."""
+        """`split_preference_pairs_by_token_budget`, by default with the settings of the config."""
         return split_preference_pairs_by_token_budget(
             pairs,
             micro_token_budget=self.cfg.micro_token_budget if micro_token_budget is None else micro_token_budget,
@@ -159,12 +159,12 @@ class RMTrainer(Trainer):
         """Score the pairs of `items`, or of `eval_items`, one response at a time: `eval_loss`,
         `eval_pairwise_accuracy`, `eval_mean_margin`, `eval_margin_std`,
         `eval_negative_margin_rate`, `eval_roc_auc`, `eval_ece`, `eval_margin_p5` to
-        `eval_margin_p95`, `eval_fpr@t`, `eval_fnr@t`, `eval_tpr@t`, `eval_num_pairs`, and
-        `eval_pairs_incomplete` and the like, of pairs that were left out. `PreferenceEvaluator` and
-        `PreferenceMetrics` say what they are.
+        `eval_margin_p95`, `eval_fpr@t`, `eval_fnr@t`, `eval_tpr@t`, `eval_num_pairs`, and the
+        numbers of dropped pairs, such as `eval_pairs_incomplete`. `PreferenceEvaluator` and
+        `PreferenceMetrics` define them.
 
-        Calibration counts each pair in both orders. The scores stay in `evaluator.metrics` where
-        `items` was left out.
+        Calibration counts each pair in both orders. Without `items`, the scores remain available in
+        `evaluator.metrics`.
         """
         evaluator = (
             self.evaluator if items is None else self._evaluator_of(self.backend, adapted_loss(self.algo), self.cfg, items)
@@ -178,8 +178,8 @@ class RMTrainer(Trainer):
         self.eval_metrics.update(chosen_scores, rejected_scores, labels)
 
     def compute_eval_metrics(self) -> dict[str, float]:
-        """The metrics of the collected scores, by the names of `PreferenceMetrics`. The scores
-        are then dropped."""
+        """Return the metrics of the collected scores, by the names of `PreferenceMetrics`, and
+        discard the scores."""
         metrics = self.eval_metrics.compute()
         self.eval_metrics.reset()
         return metrics
@@ -204,13 +204,14 @@ def _metrics(loss: Loss, cfg: RMTrainerConfig) -> PreferenceMetrics:
 def _check_loss(loss: Loss, cfg: RMTrainerConfig) -> None:
     if not cfg.rm_pair_aware and loss.normalizer == "pairs":
         raise ConfigError(
-            f"{loss_name(loss)} compares the two samples of a pair, which must go through the model together; leave rm_pair_aware "
-            "on, or pass a loss of single samples"
+            f"{loss_name(loss)} compares the two samples of a pair, which must be in the same micro-batch; leave rm_pair_aware on, or "
+            "pass a loss of single samples"
         )
 
 
 def _check_source(source: BatchSource, cfg: RMTrainerConfig) -> None:
-    """The trainer cannot refuse or train pairs that `preference_batches` has dropped already."""
+    """Raise ConfigError if the source has already dropped incomplete pairs that, by the config, the
+    trainer should train on or report as an error."""
     dropped = as_batch_source(source).pairs_incomplete
     if not dropped or (cfg.rm_require_complete_pairs and cfg.rm_drop_incomplete_pairs):
         return
@@ -225,7 +226,8 @@ def _check_source(source: BatchSource, cfg: RMTrainerConfig) -> None:
 
 
 def _check_model(wrapped: nn.Module, loss: Loss, cfg: RMTrainerConfig) -> None:
-    """A classifier of transformers reads its score at the last token that is not its padding."""
+    """Raise ConfigError if the model's config does not suit a reward model: a transformers
+    classifier reads its score at the last token that is not padding."""
     model = unwrap_model(wrapped)
     if loss.score_type != "reward" or not is_classifier(model):
         return
@@ -235,6 +237,6 @@ def _check_model(wrapped: nn.Module, loss: Loss, cfg: RMTrainerConfig) -> None:
     pad = getattr(config, "pad_token_id", None)
     if pad != cfg.pad_token_id:
         raise ConfigError(
-            f"pad_token_id ({cfg.pad_token_id}) must be that of the model's config ({pad}), by which it finds the last token of a sample; "
-            "set both to the tokenizer's"
+            f"pad_token_id ({cfg.pad_token_id}) must be that of the model's config ({pad}), with which it finds the last token of a "
+            "sample; set both to the tokenizer's"
         )

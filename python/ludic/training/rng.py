@@ -1,4 +1,4 @@
-"""The states of the random generators of Python, numpy and torch, as values that JSON can hold."""
+"""States of the random generators of Python, numpy and torch, as JSON values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def rng_state() -> dict[str, Any]:
-    """The present states."""
+    """Return the current states."""
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -28,7 +28,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Go back to the states of `rng_state`."""
+    """Restore the states from `rng_state`."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
@@ -41,8 +41,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Restore the generators afterwards: what is drawn inside does not change what is drawn
-    later."""
+    """Restore the generators afterwards, so that draws inside do not change later draws."""
     state = rng_state()
     try:
         yield

@@ -1,4 +1,4 @@
-"""The training loop, and nothing else.
+"""The training loop.
 
 A step: fetch a macro-batch (`loop.fetching`), plan it (`batching.mini_batches`), run it and step
 the optimizer (`backend`), publish the weights, log (`loop.outputs`), save (`checkpoint`). Between
@@ -65,13 +65,12 @@ LogFn = Callable[[Stats], Any]  # or a coroutine function
 class Trainer:
     """Trains a model on the batches of a source.
 
-    `model` is None if `backend` has it elsewhere. Without `publisher` nothing is published, and
-    `sync_every_steps` above 1 is an error; without `evaluator` nothing is evaluated. `lora_config`
-    adds adapters (`apply_lora`): only these and the head of a scoring model are trained.
-    `preflight` compares the first samples with their sampler before the first step, and raises if
-    they disagree. `total_training_steps` is the end of the learning-rate schedule; without it, the
-    `num_steps` of the first `train`. With several ranks, the source must give each rank its own
-    samples (`shards_across_ranks`).
+    `model` is None if `backend` has the model elsewhere. Without `publisher` nothing is published,
+    and `sync_every_steps` above 1 is an error. `lora_config` adds adapters (`apply_lora`): only
+    these and the head of a scoring model are trained. `preflight` checks before the first step
+    whether trainer and sampler agree, and raises if not. `total_training_steps`: length of the
+    learning-rate schedule; None: `num_steps` of the first `train`. With several ranks, the source
+    must return different samples on each rank (`shards_across_ranks`).
 
     >>> trainer = Trainer(model=model, algo=make_grpo(group_size=8), batch_source=source, cfg=cfg)
     >>> trainer.train_sync(num_steps=100)
@@ -124,7 +123,7 @@ class Trainer:
             optimizer_factory=self.initialize_optimizer,
             enable_gradient_checkpointing=gradient_checkpointing,
         )
-        self.cfg = with_supported_packing(self.cfg, self.model)  # another backend has its own way to keep sequences apart
+        self.cfg = with_supported_packing(self.cfg, self.model)  # another backend decides itself
         return backend
 
     def _begin(self, total_training_steps: int | None) -> None:
@@ -139,12 +138,12 @@ class Trainer:
         self._event_loop = EventLoop()
 
     def initialize_optimizer(self) -> torch.optim.Optimizer:
-        """Make the optimizer for the model on its device. A subclass may group parameters."""
+        """Return the optimizer for the model on its device. A subclass can override this."""
         return build_optimizer(self.model, self.cfg)
 
     @property
     def model(self) -> nn.Module:
-        """The model in this process. Raises ConfigError where the backend has it elsewhere."""
+        """The model in this process. Raises ConfigError if the backend has it elsewhere."""
         return require_model(self._model)
 
     @model.setter
@@ -174,7 +173,7 @@ class Trainer:
 
     @property
     def current_step(self) -> int:
-        """Steps done, which is also the version of the weights."""
+        """Number of steps taken; also the version of the weights."""
         return self._step
 
     async def train(
@@ -215,8 +214,8 @@ class Trainer:
         return self.early_stopping.update(metric)
 
     async def train_step(self) -> Stats:
-        """Train on one macro-batch, with as many optimizer steps as the config asks for. Returns
-        its statistics, grouped by prefix."""
+        """Train on one macro-batch, in one or more optimizer steps. Returns its statistics, with
+        prefixed keys."""
         timer = PhaseTimer()
         if self._checkpoint_s:
             timer.add("checkpoint", self._checkpoint_s)
@@ -292,7 +291,7 @@ class Trainer:
                 await check(self.backend, self.cfg, macro.items)
 
     async def publish(self, timer: PhaseTimer | None = None) -> None:
-        """Hand the weights to the publisher as version `current_step`."""
+        """Publish the weights as version `current_step`."""
         if self.publisher is None:
             raise ConfigError("there is no PolicyPublisher to publish with; pass publisher= to Trainer")
         with (timer or PhaseTimer()).phase("publish"):
@@ -314,8 +313,8 @@ class Trainer:
             self._checkpoint_s = time.perf_counter() - started
 
     def save_checkpoint(self, *, metadata: Mapping[str, Any] | None = None) -> Path | None:
-        """Write weights, optimizer and the state of the run. Returns the folder; None on ranks
-        other than 0."""
+        """Write weights, optimizer and the state of the run. Returns the folder on rank 0, None on
+        other ranks."""
         if self.checkpointer is None:
             raise CheckpointError("the trainer has no checkpointer; pass checkpointer= or checkpoint_config=")
         if self.evaluations.has_best_weights and self.checkpointer.holds(self._step):
