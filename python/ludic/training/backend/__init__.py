@@ -1,5 +1,5 @@
-"""The training backend: owns model, optimizer and device, and runs forward and backward passes,
-optimizer steps, save and load. A name is imported on first access."""
+"""Backends: they have the model and its optimizer, and do forward, backward, optimizer steps,
+saving and loading. A name is imported when it is first read."""
 
 from ludic._lazy import lazy_exports
 

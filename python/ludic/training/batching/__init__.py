@@ -1,4 +1,5 @@
-"""Batch sources and micro-batches. A name is imported on first access."""
+"""Samples to batches: sources of batches, packing, micro-batches. A name is imported when it is
+first read; some are re-exported from `training.rollouts`."""
 
 from ludic._lazy import lazy_exports
 

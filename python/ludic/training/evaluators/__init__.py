@@ -1,1 +1,2 @@
-"""Evaluations during training, on held-out data."""
+"""Evaluation during training, on held-out data: the loss, preference metrics, and the interface of
+evaluators."""

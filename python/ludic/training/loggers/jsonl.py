@@ -1,4 +1,4 @@
-"""One JSON object for each step, a line each."""
+"""Logs to a JSONL file: one line with a JSON object per step."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class JSONLLogger:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             is_cut_short = self.path.is_file() and not _ends_with_a_line(self.path)
             self._file = self.path.open("a", encoding="utf-8")
-            self._file.write("\n" if is_cut_short else "")  # a line cut short by a full disk stays a line of its own
+            self._file.write("\n" if is_cut_short else "")  # an incomplete last line, left by a full disk, gets its line break
         record = {"step": step, **{key: _null_if_not_finite(value) for key, value in stats.items()}}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
 
     def sync(self) -> None:
-        """Bring every line to disk."""
+        """Flush all lines to disk."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 

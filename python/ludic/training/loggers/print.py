@@ -1,4 +1,4 @@
-"""Statistics as plain lines on standard output."""
+"""Prints statistics as plain lines on standard output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ludic.training.loggers.percent import Percent
 
 
 class PrintLogger:
-    """Prints `[trainer] step=3 train/loss=0.1235 ...`, a few statistics a line.
+    """Prints `[trainer] step=3 train/loss=0.1235 ...`, a few statistics per line.
 
     >>> PrintLogger(keys=["loss"], precision=2).log(3, {"train/loss": 0.125})
     [trainer] step=3 train/loss=0.12
@@ -23,8 +23,8 @@ class PrintLogger:
         precision: int = 4,
         max_items_per_line: int = 6,
     ) -> None:
-        """`keys`: the statistics to show, in that order, with or without their prefix; None: all,
-        sorted. `precision`: decimal places; percentages have two less."""
+        """`keys`: the statistics to print, in this order, with or without prefix; None: all,
+        sorted. `precision`: number of decimals; percentages have two fewer."""
         self.prefix, self.keys = prefix, keys
         self.precision, self.max_items_per_line = precision, max(1, max_items_per_line)
 

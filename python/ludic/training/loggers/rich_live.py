@@ -1,5 +1,5 @@
-"""A dashboard in the terminal: train, eval and perf side by side (one below another if it is
-narrow), and the course of one metric."""
+"""A live dashboard in the terminal: panels for train, eval and perf statistics, side by side or
+stacked in a narrow terminal, and a sparkline of one metric."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ SECTIONS = {"train": "green", "eval": "magenta", "perf": "cyan"}
 HIDDEN = frozenset({"phase", "train_step", "eval_step", "train/step", "eval/step"})
 BARS = "▁▂▃▄▅▆▇█"
 NARROW = 72
-"""Width in columns below which the panels are stacked: side by side their names would not fit."""
+"""Terminal width, in columns, below which the panels are stacked, since keys would not fit side by
+side."""
 
 
 class RichLiveLogger:
@@ -46,8 +47,9 @@ class RichLiveLogger:
         console: Console | None = None,
         live: Live | None = None,
     ) -> None:
-        """`keys` filters what is shown, by full or bare name. `spark_key` is the metric of the
-        sparkline: its last `history` values are kept, the last `spark_window` drawn."""
+        """`keys`: the statistics to display, with or without prefix; None: all. `spark_key`: the
+        metric of the sparkline; the last `history` values are stored, the last `spark_window`
+        drawn."""
         self.keys, self.spark_key = keys, spark_key
         self.spark_window, self.precision = spark_window, precision
         self.history_vals: deque[float] = deque(maxlen=history)
@@ -78,7 +80,7 @@ class RichLiveLogger:
                 self._step = step if section == "train" else self._step or step
 
     def start(self) -> None:
-        """Start the live display, unless a running one was passed in."""
+        """Start the live display, unless it is already running."""
         if self._live is None:
             self._live = Live(console=self.console, auto_refresh=False, transient=False)
             self._owns_live = True
@@ -88,19 +90,19 @@ class RichLiveLogger:
         self._disable_bars()
 
     def _disable_bars(self) -> None:
-        """Switch off the progress bars of transformers, which would break the display."""
+        """Disable the progress bars of transformers, which would break the display."""
         bars = sys.modules.get("transformers.utils.logging")
         if bars is not None and not self._bars_disabled and bars.is_progress_bar_enabled():
             bars.disable_progress_bar()
             self._bars_disabled = True
 
     def close(self) -> None:
-        """Stop the live display; its last frame stays."""
+        """Stop the live display; its last frame remains visible."""
         if self._live is not None and self._owns_live:
             self._live.stop()
             self._live, self._owns_live = None, False
         if self._bars_disabled:
-            with warnings.catch_warnings():  # where the environment forbids bars altogether
+            with warnings.catch_warnings():  # transformers warns if an environment variable disables the bars
                 warnings.simplefilter("ignore")
                 sys.modules["transformers.utils.logging"].enable_progress_bar()
             self._bars_disabled = False
@@ -113,7 +115,7 @@ class RichLiveLogger:
         self.close()
 
     def render(self, step: int, stats: Mapping[str, float]) -> RenderableType:
-        """The dashboard as rich draws it."""
+        """Return the dashboard as a rich renderable."""
         shown = self._by_section(stats)
         titles = {name: self._title(name, step, stats) for name in shown}
         if self.console.width < NARROW:
@@ -127,7 +129,7 @@ class RichLiveLogger:
         return Group(columns, self._sparkline_panel())
 
     def _by_section(self, stats: Mapping[str, float]) -> dict[str, list[tuple[str, float]]]:
-        """The statistics of each column."""
+        """Return the statistics to display in each section, without prefix."""
         shown = list(stats.items()) if self.keys is None else select_stats(stats, self.keys)
         return {
             section: [(without_prefix(key), value) for key, value in shown if key not in HIDDEN and section_of(key) == section]
@@ -174,7 +176,7 @@ class RichLiveLogger:
 
 
 def section_of(key: str) -> str:
-    """The column of a statistic; one without a prefix is the trainer's."""
+    """Return the section of a statistic; without a prefix it is `train`."""
     prefix = key.partition("/")[0]
     if prefix in SECTIONS:
         return prefix
@@ -182,8 +184,8 @@ def section_of(key: str) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One bar for each value, from the lowest to the highest. Equal values give a line at half
-    height.
+    """Return one bar per value, scaled from the minimum to the maximum. If all values are equal,
+    the bars have half height.
 
     >>> sparkline([0.0, 0.5, 1.0])
     '▁▅█'

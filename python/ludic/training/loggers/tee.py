@@ -1,4 +1,4 @@
-"""Several loggers as one."""
+"""Combines several loggers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 class TeeLogger:
-    """Passes the statistics to each of its loggers. If one fails, the error is logged and the
-    others still get theirs.
+    """Passes the statistics to each of its loggers. If one raises, the error is logged and the
+    others still get the statistics.
 
-    As a context manager it enters and leaves those that are context managers.
+    As a context manager, it enters and exits the loggers that are context managers.
     """
 
     def __init__(self, *loggers: TrainingLogger | None) -> None:

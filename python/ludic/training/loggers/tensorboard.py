@@ -1,4 +1,4 @@
-"""TensorBoard's event files."""
+"""Logs to TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ludic.training.loggers.base import plain_values
 
 
 class TensorboardLogger:
-    """Writes each statistic as a scalar into `log_dir`, for `tensorboard --logdir`. The first
-    statistics create the file; values are flushed within `flush_secs` seconds and at `close`.
+    """Writes each statistic as a scalar to `log_dir`, for `tensorboard --logdir`. The first `log`
+    creates the file; values are flushed within `flush_secs` seconds and at `close`.
 
     >>> with TensorboardLogger("runs/a/tensorboard") as logger:
     ...     logger.log(1, {"train/loss": 0.5})
@@ -30,7 +30,7 @@ class TensorboardLogger:
         self._writer: Any = None
 
     def start(self) -> None:
-        """Create the file; otherwise the first `log` does."""
+        """Create the file, if the first `log` has not done so."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 

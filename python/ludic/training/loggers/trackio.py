@@ -1,4 +1,4 @@
-"""Trackio: experiments in a local database, on your own server or on the hub."""
+"""Logs to Trackio: a local database, your own server, or the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_PROJECT = "Ludic"
 
 
 class TrackioLogger:
-    """Logs to a new run, which the first statistics start. Without `space_id` or `server_url` it
+    """Logs to a new run, which the first `log` starts. Without `space_id` and `server_url` the data
     stays on this machine; `trackio show` displays it.
 
     Named arguments take precedence over `init_kwargs`, the other arguments of `trackio.init`. The
@@ -34,8 +34,8 @@ class TrackioLogger:
         server_url: str | None = None,
         resume: str | None = None,
     ) -> None:
-        """Raises MissingExtraError without the package trackio. `resume`: never (the default),
-        allow or must, for a run of this name."""
+        """Raises MissingExtraError without the package trackio. `resume`: whether to continue a run
+        with this name: never (the default), allow or must."""
         try:
             self._trackio = importlib.import_module("trackio")
         except ImportError as error:
@@ -54,7 +54,7 @@ class TrackioLogger:
         self._run: Any = None
 
     def start(self) -> None:
-        """Start the run; otherwise the first `log` does."""
+        """Start the run, if the first `log` has not done so."""
         if self._run is None:
             self._run = self._trackio.init(**self.init_kwargs)
 
@@ -63,7 +63,7 @@ class TrackioLogger:
         self._run.log(plain_values(stats), step=step)
 
     def close(self) -> None:
-        """End the run; everything logged is then in the database."""
+        """End the run. All values are in the database afterwards."""
         if self._run is not None:
             self._run.finish()
             self._run = None

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Logs to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ DEFAULT_PROJECT = "Ludic"
 
 
 class WandbLogger:
-    """Logs to the run that is open when the first statistics arrive (`wandb.run`) and leaves it
-    open. Without one it starts a run, which `close` ends.
+    """Logs to the run that is open at the first `log` (`wandb.run`) and leaves it open. If no run
+    is open, it starts a run, which `close` ends.
 
-    The arguments are those of a run that it starts; named ones take precedence over `init_kwargs`.
-    The project is `Ludic` unless it is passed or `WANDB_PROJECT` is set. `init_kwargs={"reinit":
-    ...}` always starts a run.
+    The arguments are used for a run that it starts; named ones take precedence over `init_kwargs`.
+    The project is `Ludic` unless it is passed or `WANDB_PROJECT` is set. With
+    `init_kwargs={"reinit": ...}` it always starts a run.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class WandbLogger:
         self._owns_run = False
 
     def start(self) -> None:
-        """Find the open run, or start one; otherwise the first `log` does."""
+        """Use the open run, or start one, if the first `log` has not done so."""
         if self._run is not None:
             return
         open_run = getattr(self._wandb, "run", None)
@@ -69,13 +69,11 @@ class WandbLogger:
             return
         self._run, self._owns_run = open_run, False
         if set(self.init_kwargs) - {"project"}:
-            logger.warning(
-                "wandb: a run is open already and is logged to; %s would be those of a new run", sorted(self.init_kwargs)
-            )
+            logger.warning("wandb: logging to the run that is already open; %s have no effect on it", sorted(self.init_kwargs))
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
         self.start()
-        log = getattr(self._run, "log", self._wandb.log)  # of this run, should another be begun later
+        log = getattr(self._run, "log", self._wandb.log)  # the run's own method: another run may be started later
         log(plain_values(stats), step=step)
 
     def close(self) -> None:

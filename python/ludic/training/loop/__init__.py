@@ -1,1 +1,2 @@
-"""The parts of `Trainer`'s loop, one concept per module."""
+"""The parts of `Trainer`'s loop: fetching, schedule, early stopping, statistics, the state of a
+run."""

@@ -1,2 +1,2 @@
-"""Checks before the first step: whether the trainer's log-probabilities equal those of the sampler,
-and the likely cause if they do not."""
+"""The check before the first step: do trainer and sampler compute the same log-probabilities, and
+if not, why not?"""

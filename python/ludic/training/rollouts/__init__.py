@@ -1,5 +1,4 @@
-"""From requests to samples: requests, the engine that plays them, the rollout log, and the
-conversion of steps to samples.
+"""Requests to rollouts, and rollouts to samples: the requests, the engine that plays them, its log.
 
 Imports go `rollouts` <- `samples` <- `batching`; this package imports neither of the other two.
 """

@@ -1,6 +1,6 @@
-"""From text to samples: conversations, prompts with completions, and preference pairs as token ids
-with an action mask.
+"""Text to samples: conversations, completions and preference pairs as token ids with a mask of what
+is trained.
 
-`training.rollouts` makes samples from recorded rollouts; this package imports it.
+Recorded rollouts become samples in `training.rollouts`, which this package imports;
 `training.batching` imports both.
 """
