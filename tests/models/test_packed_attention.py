@@ -203,7 +203,7 @@ def eager():
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (Bigram, "is not a model of transformers"),
+        (Bigram, "is not a transformers model"),
         (mamba, "MambaForCausalLM does not (separate the sequences|accept concatenated)"),
         (eager, 'attn_implementation="eager" would build a mask'),
     ],

@@ -69,7 +69,7 @@ class WandbLogger:
             return
         self._run, self._owns_run = open_run, False
         if set(self.init_kwargs) - {"project"}:
-            logger.warning("wandb: logging to the run that is already open; %s have no effect on it", sorted(self.init_kwargs))
+            logger.warning("wandb: a run is open already and gets the values; %s have no effect on it", sorted(self.init_kwargs))
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
         self.start()
