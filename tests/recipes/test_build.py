@@ -11,11 +11,12 @@ from ludic.cli import app as cli
 from ludic.errors import ConfigError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.build import build_algorithm, build_task, build_trainer_config, check_numbers
-from ludic.recipes.compose import compose
+from ludic.recipes.compose import compose, to_yaml
 from ludic.recipes.model import build_policy, make_small_model
 from ludic.recipes.schema import TaskSection
 from ludic.runs.reinforce import RLParts
 from ludic.tasks import DigitSort
+from ludic.training.config import TrainerConfig
 from ludic.training.credit_assignment import GroupNormalizedReturn, MonteCarloReturn, OverlongPenalty
 from ludic.training.presets.registry import REGISTRY
 
@@ -64,6 +65,17 @@ def test_the_trainer_can_tell_what_the_recipe_asked_for() -> None:
     assert (cfg.pad_token_id, cfg.seed, cfg.eval_max_steps) == (7, 5, 3)
     assert cfg.was_set("eval_max_steps")
     assert not cfg.was_set("eval_concurrency")
+
+
+def test_a_setting_that_is_set_to_its_default_counts_as_set(tmp_path: Path) -> None:
+    default = TrainerConfig().eval_concurrency
+    recipe = compose([f"trainer.eval_concurrency={default}"])
+    cfg = build_trainer_config(recipe.trainer, pad_token_id=7, seed=5)
+    assert cfg.eval_limits(max_steps=None, timeout_s=None, concurrency=None)["concurrency"] == default
+    (tmp_path / "config.yaml").write_text(to_yaml(recipe))  # a resumed run reads its settings from a file
+    again = build_trainer_config(compose([str(tmp_path / "config.yaml")]).trainer, pad_token_id=7, seed=5)
+    assert again.was_set("eval_concurrency")
+    assert not again.was_set("eval_max_steps")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +132,7 @@ def test_the_small_model_reads_the_tokens_of_the_tokenizer_that_is_named(tmp_pat
     ("overrides", "said"),
     [
         (["rollout.group_size=1"], r"group_size \(1\) must be at least 2"),
-        (["rollout.temperature=0"], r"rollout\.temperature \(0\) gives all members of a group one answer, and grpo learns"),
+        (["rollout.temperature=0"], r"rollout\.temperature \(0\) gives all members of a group the same answer, and grpo learns"),
         (["rollout.temperature=0", "algorithm=cispo"], "and cispo learns from the differences"),
     ],
 )

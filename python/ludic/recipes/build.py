@@ -12,7 +12,7 @@ import torch
 
 from ludic.errors import ConfigError
 from ludic.recipes.compose import check_minimums
-from ludic.recipes.schema import Recipe, TaskSection
+from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
 from ludic.tasks import Addition, DigitSort, EpisodicTask, Task, TicTacToe, Tools, as_episodic
 from ludic.tasks.data_task import DataTask
 from ludic.tasks.importing import import_named
@@ -70,17 +70,17 @@ def build_named(registry: dict[str, Callable[..., Any]], section: TaskSection) -
 
 
 def build_episodic_task(recipe: Recipe) -> EpisodicTask:
-    """The task of a recipe, whatever it is, as one of episodes."""
+    """The task of a recipe, of any kind, as an `EpisodicTask`."""
     settings = {"data": recipe.data, "reward": recipe.reward, "reward_weights": recipe.reward_weights}
     return as_episodic(build_task(recipe.task, **settings, judged=recipe.reward_model is not None))
 
 
 def add_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> EpisodicTask:
-    """The task, whose training the recipe's reward model rewards if there is one. `tokenizer` is
-    the policy's."""
+    """The task, with the recipe's reward model, if there is one, as its reward in training.
+    `tokenizer` is that of the policy."""
     if recipe.reward_model is None:
         if recipe.reward_model_args:
-            raise ConfigError("reward_model_args are those of a reward model; set reward_model=DIRECTORY")
+            raise ConfigError("reward_model_args need a reward model; set reward_model=DIRECTORY")
         return task
     derived = {
         "task": task,
@@ -111,8 +111,8 @@ def _check_groups_differ(recipe: Recipe, make: Callable[..., RLAlgorithm]) -> No
     compares = group_size is not None and group_size.default is group_size.empty
     if compares and recipe.rollout.temperature == 0 and recipe.steps > 0:
         raise ConfigError(
-            f"rollout.temperature (0) gives all members of a group one answer, and {recipe.algorithm} learns from the differences between "
-            "them; raise it, or take an algorithm without groups, such as algorithm=reinforce_baseline"
+            f"rollout.temperature (0) gives all members of a group the same answer, and {recipe.algorithm} learns from the differences "
+            "between them; raise it, or use an algorithm without groups, such as algorithm=reinforce_baseline"
         )
 
 
@@ -128,7 +128,7 @@ def check_device(name: str) -> None:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"trainer.model_device ({name}) must be a device of torch, such as cpu, cuda or cuda:1") from error
+        raise ConfigError(f"trainer.model_device ({name}) must be a torch device, such as cpu, cuda or cuda:1") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             f"trainer.model_device ({name}): torch finds no GPU here; set trainer.model_device=cpu, or see `ludic doctor`"
@@ -140,11 +140,11 @@ def check_device(name: str) -> None:
 
 
 def build_config(config: type[C], section: Any, **derived: Any) -> C:
-    """Make the config from a section. Fields at their default are not passed: the config notes
-    which settings are explicit."""
+    """Make the config from a section. Fields at the section's default are not passed, since the
+    config records which settings are explicit (`was_set`)."""
     check_device(section.model_device)
-    defaults = config()
-    explicit = {name: value for name, value in asdict(section).items() if value != getattr(defaults, name)}
+    defaults = asdict(config()) | dict.fromkeys(NULL_UNLESS_SET)
+    explicit = {name: value for name, value in asdict(section).items() if value != defaults[name]}
     return config(**explicit, **derived)
 
 

@@ -181,13 +181,16 @@ class Recipe:
 
 DERIVED = ("pad_token_id", "seed", "temperature")
 """Fields of `TrainerConfig` that are derived from the recipe: its tokenizer, seed and sampling."""
+NULL_UNLESS_SET = ("eval_concurrency", "eval_max_steps")
+"""Fields that override the evaluator's own settings if they are set. They are null in a recipe by
+default, so that a value equal to the default of `TrainerConfig` counts as set."""
 
 
 @cache
 def make_trainer_section(config: type[TrainerConfig] = TrainerConfig) -> type[Any]:
-    """`config` as a dataclass for OmegaConf: the same fields and defaults without `DERIVED`,
-    with plain types for literals."""
-    hints = get_type_hints(config)
+    """`config` as a dataclass for OmegaConf: the same fields and defaults, with plain types for
+    literals. `DERIVED` are left out, and `NULL_UNLESS_SET` are null."""
+    hints = get_type_hints(config) | dict.fromkeys(NULL_UNLESS_SET, Optional[int])  # noqa: UP045
     included = [item for item in fields(config) if item.init and item.name not in DERIVED]
     made = [(item.name, _simplify_type(hints[item.name]), _copy_field(item)) for item in included]
     return make_dataclass("TrainerSection", made, namespace={"config_class": config})
@@ -206,4 +209,5 @@ def _simplify_type(hint: Any) -> Any:
 def _copy_field(item: Field[Any]) -> Field[Any]:
     if item.default_factory is not NO_DEFAULT:
         return field(default_factory=item.default_factory)
-    return field(default=item.default)
+    default: Any = None if item.name in NULL_UNLESS_SET else item.default
+    return field(default=default)
