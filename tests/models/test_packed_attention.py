@@ -107,10 +107,10 @@ def test_no_mask_of_the_whole_row_is_built(monkeypatch):
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=30))
 def test_what_is_put_into_groups_comes_back_in_its_place(lengths):
     row = torch.arange(float(sum(lengths)))[None, None, :, None].expand(1, 2, -1, 3)
-    groups = SequenceGroups.of(lengths, torch.device("cpu"))
-    parts = groups.padded(row)
+    groups = SequenceGroups.from_lengths(lengths, torch.device("cpu"))
+    parts = groups.pad(row)
     assert [(part.shape[0], part.shape[2]) for part in parts] == list(groups.shapes)
-    assert torch.equal(groups.joined([part.transpose(1, 2) for part in parts]), row.transpose(1, 2))
+    assert torch.equal(groups.join([part.transpose(1, 2) for part in parts]), row.transpose(1, 2))
     for part in parts:  # each padded row is one sequence, in order, then its last token again
         assert ((part[:, 0, 1:, 0] - part[:, 0, :-1, 0]) <= 1).all()
 

@@ -257,7 +257,7 @@ def test_a_reward_that_fails_everywhere_ends_the_run_and_says_why(here: Path, mo
         (
             [{"prompt": letter * 30} for letter in "abcdefghij"],
             ["trainer.max_seq_len=20"],
-            "trainer.max_seq_len (20) leaves none of 7 prompts room for an answer: the shortest has 30 tokens; raise it",
+            "trainer.max_seq_len (20) leaves no room for an answer to any of 7 prompts: the shortest has 30 tokens; raise it",
         ),
         (
             [

@@ -63,7 +63,7 @@ def test_a_run_killed_before_it_is_begun_leaves_its_name_free(tmp_path: Path, mo
 def test_a_folder_without_a_run_is_not_said_to_be_one_to_go_on_with(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     said = refused("sft", *SFT, "steps=1", f"output={tmp_path}", "name=run")
-    assert "holds no run that --resume could go on with" in said
+    assert "holds no run that --resume could continue" in said
 
 
 @pytest.mark.parametrize("name", ["../other", "/tmp/other", "a/../../b", "..", ".", "''"])

@@ -62,7 +62,7 @@ def test_a_run_leaves_everything_it_promises(tiny: list[str], tmp_path: Path) ->
         "heldout.jsonl",
     ):
         assert (run / name).stat().st_size > 0, name
-    for said in ("Held-out accuracy", "negative margins", "The best there is", "Padding", "Seconds", "40 pairs"):
+    for said in ("Held-out accuracy", "negative margins", "Best possible accuracy", "Padding", "Seconds", "40 pairs"):
         assert said in " ".join(shown.split()), said
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(line["phase"], line["step"], line["train/total_pairs"]) for line in lines] == [("rm", n, 8) for n in range(1, 6)]

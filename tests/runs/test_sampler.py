@@ -62,7 +62,7 @@ def test_a_recipe_file_may_say_it_in_one_word(tmp_path):
     [
         (["inference=tgi"], "local or vllm"),
         (["inference=local", "inference.url=http://127.0.0.1:1"], "leave inference.python and inference.url out"),
-        (["inference.url=http://127.0.0.1:1", "inference.python=python"], "give one of them"),
+        (["inference.url=http://127.0.0.1:1", "inference.python=python"], "set only one of them"),
         (["inference.batches_ahead=-1"], "batches_ahead"),
         (["inference.timeout_s=0"], "deadline"),
     ],
@@ -93,7 +93,7 @@ def test_a_server_that_does_not_answer_is_refused_before_anything_is_done(state,
         else:
             server.healthy = False
         recipe = compose([f"inference.url=[{alive.url},{server.url}]"])
-        with pytest.raises(ConfigError, match=rf"inference.url \({server.url}\) names no server that answers.*`ludic serve`"):
+        with pytest.raises(ConfigError, match=rf"inference.url \({server.url}\) does not answer.*`ludic serve`"):
             check_inference(recipe, None)
 
 

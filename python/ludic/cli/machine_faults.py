@@ -20,7 +20,7 @@ _REMEDIES = {
     errno.EISDIR: "this is a folder, where a file is needed",
     errno.ENAMETOOLONG: "the name is too long; choose a shorter name=",
     errno.EMFILE: "too many files are open; raise the limit (ulimit -n)",
-    errno.EIO: "the disk could not be read or written",
+    errno.EIO: "the disk reported a read or write error",
 }
 
 

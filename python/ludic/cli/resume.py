@@ -82,7 +82,7 @@ def _check_more(recipe: Any, progress: Progress, directory: RunDirectory, steps:
 
 
 def _extend(recipe: Any, progress: Progress, directory: RunDirectory) -> None:
-    """Put a finished run back into its last phase."""
+    """Save the new number of steps; a finished run returns to its last phase."""
     if progress.phase == DONE:
         progress.phase, progress.after = directory.last_phase, None
     progress.recipe = None if progress.recipe is None else to_plain_values(recipe)

@@ -1,5 +1,5 @@
-"""The common course of `ludic train`, `ludic sft` and `ludic train-rm`: resolve the settings, set
-up, run, report; and the reaction to Ctrl-C."""
+"""What `ludic train`, `ludic sft` and `ludic train-rm` share: resolve the settings, set up, run,
+report, and handle Ctrl-C."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run_command(
     if print_config:
         if resume is not None:
             parse_resume_steps(arguments, command.directory.command)
-        sources = arguments if resume is None else [str(command.directory.open(resume).config), *arguments]
+        sources = arguments if resume is None else [str(command.directory.open_to_read(resume).config), *arguments]
         print(format_recipe(command.compose(sources)), end="")
         return 0
     return run_with_console(lambda console: _train(command, arguments, resume, console, started), json_only=json_only)

@@ -68,9 +68,7 @@ def _first_is_better(row: Row, where: str) -> bool | None:
         return None if scores[0] == scores[1] else bool(scores[0] > scores[1])
     label = _get_value(row, "label_a")
     if label not in (0, 1):
-        raise DataError(
-            f"{where}: its label ({label!r}) must be 1 where the first response is the better, else 0; or give scores"
-        )
+        raise DataError(f"{where}: its label ({label!r}) must be 1 if the first response is better, else 0; or give scores")
     return bool(label)
 
 

@@ -48,7 +48,7 @@ class Draw:
     seed: int = 0
 
     def of(self, count: int) -> Sequence[int]:
-        """The positions to read of `count` rows."""
+        """The indices of the rows to read, of `count` rows."""
         if self.limit is None or self.limit >= count:
             return range(count)
         return sorted(Random(self.seed).sample(range(count), self.limit))

@@ -80,7 +80,7 @@ class Measurement:
         return flat | {f"pass@{k}": interval.value for k, interval in self.pass_at_k.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything except the results by problem, in types of JSON; the keys of `pass_at_k` are
+        """Everything except the results by problem, as JSON values; the keys of `pass_at_k` are
         strings."""
         content = {name: value for name, value in asdict(self).items() if name != "problems"}
         return {

@@ -1,4 +1,4 @@
-"""Evaluation mode for a while."""
+"""Evaluation mode inside a `with` block."""
 
 from __future__ import annotations
 

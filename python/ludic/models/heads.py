@@ -44,7 +44,7 @@ def find_head_parts(model: nn.Module) -> list[str]:
 
 
 def find_layers_outside_backbone(model: nn.Module) -> list[str]:
-    """Names of the children that have weights, without the backbone of a transformers model."""
+    """Names of the direct children with weights, except the backbone of a transformers model."""
     backbone = getattr(model, "base_model_prefix", None)
     return [name for name, child in model.named_children() if name != backbone and any(True for _ in child.parameters())]
 

@@ -79,7 +79,7 @@ class LoraSettings:
             raise ConfigError(f"lora dropout ({self.dropout}) must be in [0, 1)")
         for name in ("target_modules", "modules_to_save"):
             if isinstance(getattr(self, name), str):
-                raise ConfigError(f"lora {name} ({getattr(self, name)!r}) must be a list of names")
+                raise ConfigError(f"lora {name} ({getattr(self, name)!r}) must be a list of names, not text")
 
     def config(self) -> LoraConfig:
         """The settings as PEFT's config."""
@@ -121,8 +121,8 @@ def apply_lora(model: nn.Module, settings: LoraSettings | LoraConfig | None = No
 
 @contextmanager
 def _silence_peft() -> Iterator[None]:
-    """Suppress the warning that PEFT uses a deprecated attribute of transformers; users cannot
-    fix it."""
+    """Suppress the warning about a deprecated attribute of transformers that PEFT uses; users
+    cannot fix it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
         yield
@@ -146,8 +146,8 @@ def _fill_in(config: LoraConfig, model: nn.Module) -> None:
 def _describe_headless(model: Any) -> str:
     outside = ", ".join(find_layers_outside_backbone(model)) or "nothing"
     return (
-        f"{type(model).__name__} is a classifier without a head of a known name ({', '.join(HEAD_NAMES)}), and its own would stay as it "
-        f"was made; set modules_to_save to the layers that make its scores: outside of {model.base_model_prefix} it has {outside}"
+        f"{type(model).__name__} is a classifier without a head of a known name ({', '.join(HEAD_NAMES)}), and its head would not "
+        f"be trained; set modules_to_save to the layers that make its scores: outside of {model.base_model_prefix} it has {outside}"
     )
 
 

@@ -2,8 +2,8 @@
 
 transformers builds such a mask for sdpa, and its time and memory are quadratic in the whole row.
 Here attention stays within each sequence: on CUDA in half precision by torch's `varlen_attn`,
-elsewhere by one sdpa call per group of sequences of similar length. Anything but a padding-free
-batch goes to transformers' own sdpa, so that a model can keep this attention.
+elsewhere by one sdpa call per group of sequences of similar length. Batches that are not
+padding-free go to transformers' own sdpa, so that a model can keep this attention for both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 PACKED = "ludic_packed"
-"""Its name among transformers' attention implementations."""
+"""The name under which transformers knows this attention."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SequenceGroups:
     """[S] the place of each token of the row."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> SequenceGroups:
+    def from_lengths(cls, lengths: Sequence[int], device: torch.device) -> SequenceGroups:
         """Group sequences from the longest down. A sequence that would be padded by more than 16
         tokens and more than a quarter of the group's longest starts a new group."""
         sizes = torch.tensor(lengths)
@@ -48,22 +48,22 @@ class SequenceGroups:
             groups[-1].append(index)
         gathered, places, end = [], torch.empty(int(sizes.sum()), dtype=torch.int64), 0
         for group in groups:
-            own, longest = sizes[group, None], lengths[group[0]]
+            group_sizes, longest = sizes[group, None], lengths[group[0]]
             columns = torch.arange(longest)[None]
-            tokens = begins[group, None] + columns.minimum(own - 1)
-            there = columns < own
-            places[tokens[there]] = end + there.flatten().nonzero()[:, 0]
+            tokens = begins[group, None] + columns.minimum(group_sizes - 1)
+            is_token = columns < group_sizes
+            places[tokens[is_token]] = end + is_token.flatten().nonzero()[:, 0]
             gathered.append(tokens.flatten())
             end += tokens.numel()
         shapes = tuple((len(group), lengths[group[0]]) for group in groups)
         return cls(torch.cat(gathered).to(device), shapes, places.to(device))
 
-    def padded(self, tensor: Tensor) -> list[Tensor]:
-        """[1, H, S, D] as [B, H, T, D] for each group."""
+    def pad(self, tensor: Tensor) -> list[Tensor]:
+        """[1, H, S, D] as one [B, H, T, D] per group."""
         rows = tensor[0].transpose(0, 1).index_select(0, self.gather).split([count * longest for count, longest in self.shapes])
         return [row.unflatten(0, shape).transpose(1, 2) for row, shape in zip(rows, self.shapes, strict=True)]
 
-    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
         """[B, T, H, D] of each group as [1, S, H, D]."""
         return torch.cat([part.flatten(0, 1) for part in parts]).index_select(0, self.scatter)[None]
 
@@ -106,7 +106,7 @@ def make_packed_keywords(model: nn.Module, batch: Mapping[str, Any]) -> dict[str
     if name == PACKED:
         # transformers passes a 4D mask on unchanged; an empty one cannot be used by mistake.
         keywords["attention_mask"] = bounds.new_empty(1, 1, 0, 0, dtype=torch.bool)
-        keywords["sequence_groups"] = SequenceGroups.of(bounds.diff().tolist(), bounds.device)
+        keywords["sequence_groups"] = SequenceGroups.from_lengths(bounds.diff().tolist(), bounds.device)
     return keywords
 
 
@@ -122,8 +122,8 @@ def packed_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence: [1, S, H, D] from `query` [1, H, S, D] and `key`,
-    `value` [1, H_kv, S, D]. With `sliding_window` over that many last tokens. Without
-    `sequence_groups` it is transformers' sdpa."""
+    `value` [1, H_kv, S, D]. With `sliding_window` each token sees that many tokens, itself
+    included. Without `sequence_groups` it is transformers' sdpa."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if sequence_groups is None:
@@ -131,10 +131,10 @@ def packed_attention(
         return attended, None
     if _has_kernel(query, value, options):
         return _attend_varlen(query, key, value, sliding_window, options), None
-    parts = zip(*(sequence_groups.padded(tensor) for tensor in (query, key, value)), strict=True)
+    parts = zip(*(sequence_groups.pad(tensor) for tensor in (query, key, value)), strict=True)
     bounds = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
     rest = {name: option for name, option in options.items() if name not in bounds}
-    return sequence_groups.joined(
+    return sequence_groups.join(
         [sdpa_attention_forward(module, q, k, v, _make_window(q, sliding_window), **rest)[0] for q, k, v in parts]
     ), None
 
@@ -153,7 +153,7 @@ def _make_window(query: Tensor, size: int | None) -> Tensor | None:
 
 
 def _has_kernel(query: Tensor, value: Tensor, options: Mapping[str, Any]) -> bool:
-    """Whether torch's kernel for sequences of different lengths supports this."""
+    """Whether `varlen_attn`, torch's kernel for sequences of different lengths, supports this."""
     half = _find_compute_dtype(query) in (torch.bfloat16, torch.float16)
     plain = not options.get("dropout") and options.get("position_bias") is None and options.get("softcap") is None
     return query.is_cuda and half and plain and query.shape[-1] == value.shape[-1] <= 256

@@ -1,4 +1,4 @@
-"""Models sharded by FSDP2: the one place that knows how such a model, and a tensor of it, looks.
+"""Models sharded by FSDP2. Only this module depends on how such models and their tensors look.
 
 `fully_shard` gives a module the methods of `FSDPModule` and makes its parameters DTensors. Every
 function here that moves tensors between ranks is a collective: all ranks call it.
@@ -25,7 +25,7 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
 
 
 def gather_state(model: nn.Module) -> dict[str, Tensor]:
-    """The whole state dict of `model`, on the CPU where it is gathered from shards."""
+    """The whole state dict of `model`; on the CPU if it is gathered from shards."""
     if not is_sharded(model):
         return model.state_dict()
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -35,8 +35,8 @@ def gather_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def scatter_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load whole tensors by name into `model`, on each rank its shards. Names that `state` lacks
-    keep their values."""
+    """Load whole tensors by name into `model`; each rank loads its shards. Parameters that are not
+    in `state` keep their values."""
     if not is_sharded(model):
         model.load_state_dict(state, strict=False)
         return
@@ -46,13 +46,13 @@ def scatter_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def gather_tensor(tensor: Tensor) -> Tensor:
-    """All of `tensor`, which may be sharded."""
+    """The whole tensor, gathered if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, where it belongs to a sharded parameter. A tensor of
-    another shape, such as a step count, belongs to all ranks and stays whole."""
+    """This rank's shard of a whole tensor that belongs to a sharded parameter. A tensor of another
+    shape, such as a step count, stays whole."""
     if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
         return tensor
     return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)

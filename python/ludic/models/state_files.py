@@ -28,8 +28,8 @@ PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model.p
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. Raises CheckpointError, with its name, for one that is
-    cut short or none."""
+    """The tensors of a safetensors file. Raises CheckpointError, which names the file, for one that
+    is truncated or in another format."""
     try:
         return load_file(path)
     except SafetensorError as error:
@@ -37,9 +37,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def write_model(model: nn.Module, folder: Path | None) -> None:
-    """As `save_pretrained` does, which for a model with adapters writes them alone; a module
-    without it as model.safetensors with a config.json that names its class. Without a folder
-    only the collectives of a sharded model are taken."""
+    """Write the weights with `save_pretrained`, which writes only the adapters of a model that has
+    some. A module without that method becomes model.safetensors, with a config.json that names its
+    class. Without a folder, only take part in the collectives of a sharded model."""
     inner: Any = unwrap_model(model)
     state = gather_state(inner)
     if folder is None:
@@ -65,8 +65,8 @@ def _drop_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_model(model: nn.Module, folder: Path) -> None:
-    """Copy the weights in the folder into the model. All names must be there; tied weights count
-    as one."""
+    """Copy the weights in the folder into the model. Every name must be present, one for each group
+    of tied weights."""
     model = unwrap_model(model)
     if (folder / ADAPTER).exists():
         _read_adapter(model, folder)
@@ -78,7 +78,8 @@ def read_model(model: nn.Module, folder: Path) -> None:
 
 
 def _read_stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the folder. Order: index of shards, then the single file."""
+    """(name, tensor) of all weights in the folder, from the shards of an index or else from the
+    single file."""
     if (folder / INDEX).exists():
         yield from _read_shards(folder)
     elif (folder / MODEL).exists():
@@ -93,8 +94,7 @@ def _read_stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def holds_whole_weights(folder: Path) -> bool:
-    """Whether a model's files are all in the folder, none of them cut short. Tensors are not
-    read."""
+    """Whether all files of a model are in the folder, none of them truncated. Reads no tensors."""
     try:
         read_json(folder / "config.json")
         names = set(_read_weight_map(folder).values()) if (folder / INDEX).exists() else {MODEL}
@@ -159,8 +159,8 @@ def _map_adapter_names(model: nn.Module) -> dict[str, str]:
 
 
 def _make_adapter_options(model: Any) -> dict[str, bool]:
-    """Whether embeddings are stored with the adapters: where they have some. PEFT would ask the
-    hub."""
+    """PEFT's option for storing embeddings with the adapters: True if they are adapted. Without it
+    PEFT would query the hub."""
     if not hasattr(model, "get_base_model"):
         return {}
     targets = getattr(model.peft_config.get("default"), "target_modules", None)
@@ -172,7 +172,7 @@ def _check_adapter(model: nn.Module, stored: Mapping[str, Tensor], places: Mappi
     missing, unknown = sorted(set(places) - set(stored)), sorted(set(stored) - set(places))
     if missing or unknown:
         raise CheckpointError(
-            f"the adapters in {folder} are not the model's: missing {missing[:4]} ({len(missing)} in all), unknown {unknown[:4]} "
+            f"the adapters in {folder} do not fit the model: missing {missing[:4]} ({len(missing)} in all), unknown {unknown[:4]} "
             f"({len(unknown)} in all); wrap the model with the same LoRA config"
         )
     own = model.state_dict()
@@ -185,9 +185,9 @@ def _check_adapter(model: nn.Module, stored: Mapping[str, Tensor], places: Mappi
 
 
 def write_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path | None) -> None:
-    """Tensors to optimizer.safetensors under `<number of the parameter>/<value>`, everything
-    else to optimizer.json. State of sharded parameters is gathered, by all ranks together;
-    without a folder only the collectives are taken."""
+    """Write tensors to optimizer.safetensors under `<number of the parameter>/<name>`, everything
+    else to optimizer.json. All ranks call it together to gather the state of sharded parameters;
+    without a folder a rank only takes part in the collectives."""
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
@@ -218,7 +218,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: P
             f"{folder} holds the state of {stored['class']}, the optimizer is {type(optimizer).__name__}; use the same, or load without it"
         )
     _check_groups(stored["param_groups"], optimizer.param_groups, folder)
-    # Their place among the groups: sharded runs used to write names here.
+    # Position among all groups. Older versions wrote the names of sharded parameters as keys.
     numbers = {str(key): number for number, key in enumerate(key for group in stored["param_groups"] for key in group["params"])}
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Any]] = {}
@@ -236,8 +236,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: P
 
 
 def read_optimizer_if_stored(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path) -> None:
-    """`read_optimizer`; a folder that has no state leaves the optimizer as it is, with a
-    warning."""
+    """`read_optimizer`. If the folder has no state, warn and leave the optimizer as it is."""
     if (folder / "optimizer.json").exists():
         read_optimizer(optimizer, model, folder)
     else:

@@ -28,13 +28,18 @@ from ludic.errors import ConfigError
 from ludic.recipes.plain_yaml import check_plain, check_yaml
 from ludic.recipes.schema import Recipe, make_trainer_section
 
-_OPEN_SECTIONS = ("task.args", "algorithm_args", "reward", "reward_model_args")  # whatever takes their values checks their keys
+_OPEN_SECTIONS = (
+    "task.args",
+    "algorithm_args",
+    "reward",
+    "reward_model_args",
+)  # their keys are checked by what takes them as arguments
 _PER_ALGORITHM, LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys
 
 _SECTIONS_BY_NAME = {"inference": "kind"}
 """Sections that can be set to one word, which is the value of this field: `inference=vllm`."""
 
-_EXPLAINED = {
+_OTHER_NAMES = {
     **dict.fromkeys(
         ("grad_accum_steps", "gradient_accumulation_steps", "micro_batch_size"),
         "micro-batches follow from tokens: set trainer.max_seq_len and trainer.micro_token_budget",
@@ -42,10 +47,10 @@ _EXPLAINED = {
     "learning_rate": "it is called trainer.lr",
     "pad_token_id": "it is the tokenizer's",
 }
-"""Names of other libraries for which the nearest of ours would mislead."""
+"""Names in other libraries for which the nearest of our names would be misleading."""
 
 RENAMED = {"inference.max_lag": "inference.batches_ahead"}
-"""Former name of a setting to its name. A run's own config.yaml is read by both."""
+"""Former name of a setting -> its name. The config.yaml of a run may have either."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +115,8 @@ def check_minimums(recipe: Any, least: Mapping[str, int]) -> None:
 
 
 def parse_override(text: str) -> Override:
-    """Parse one override of the command line. Sweeps and deletions are refused: they belong to
-    programs that start many runs."""
+    """Parse one override of the command line. Sweeps and deletions are rejected: one command starts
+    one run."""
     try:
         text.encode()
         parsed = OverridesParser.create().parse_override(text)
@@ -122,7 +127,7 @@ def parse_override(text: str) -> Override:
             raise ConfigError(f"override {text[:60]!r} cannot be read: {_first_line(error)}") from error
         raise ConfigError(f"override {text!r} is not key=value as Hydra writes it: {error}; quote special characters") from error
     if parsed.is_sweep_override() or parsed.is_delete() or parsed.package is not None:
-        raise ConfigError(f"override {text!r} is a sweep or a deletion; give one value, a list as [1,2], nothing as null")
+        raise ConfigError(f"override {text!r} is a sweep or a deletion; give a single value, a list as [1,2], or null")
     key, value = parsed.key_or_group, parsed.value()
     if key in _SECTIONS_BY_NAME and not isinstance(value, Mapping):
         key = f"{key}.{_SECTIONS_BY_NAME[key]}"
@@ -164,13 +169,13 @@ def list_settings() -> list[str]:
 
 
 def suggest(key: str, known: Sequence[str]) -> str:
-    """The end of an error about an unknown key: what it is called here, the nearest names, or
-    the full path of a key without its section."""
+    """The end of an error about an unknown key: its name in this library, the nearest names, or the
+    full path of a key that lacks its section."""
     leaf = key.rsplit(".", 1)[-1]
     if key in RENAMED:
         return f"; it is now called {RENAMED[key]}"
-    if leaf in _EXPLAINED:
-        return f"; {_EXPLAINED[leaf]}"
+    if leaf in _OTHER_NAMES:
+        return f"; {_OTHER_NAMES[leaf]}"
     same_leaf = [name for name in known if name.rsplit(".", 1)[-1] == leaf]
     siblings = [name for name in known if name.rsplit(".", 1)[0] == key.rsplit(".", 1)[0]] if "." in key else []
     near = same_leaf or get_close_matches(key, siblings, n=2, cutoff=0.75) or get_close_matches(key, known, n=3, cutoff=0.6)
@@ -253,9 +258,9 @@ def _rename_settings(content: DictConfig) -> None:
 
 
 def _merge(tree: DictConfig, layer: DictConfig, where: str) -> None:
-    for name, chosen in _SECTIONS_BY_NAME.items():
+    for name, field in _SECTIONS_BY_NAME.items():
         if isinstance(layer.get(name), str):
-            layer[name] = {chosen: layer[name]}
+            layer[name] = {field: layer[name]}
     known = _list_paths(tree)
     for key in _list_paths(layer):
         if key not in known and not key.startswith(tuple(f"{section}." for section in _OPEN_SECTIONS)):

@@ -92,7 +92,7 @@ def compose_epochs(
 def _read_layers(package: str, source: str | None, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:
     if source is not None and not source.endswith((".yaml", ".yml")):
         raise ConfigError(
-            f"{source!r} is no setting and no file of settings; write data={source} for a data file, FILE.yaml for one of settings"
+            f"{source!r} is neither a setting nor a settings file; write data={source} for a data file, FILE.yaml for a settings file"
         )
     base = cast(DictConfig, OmegaConf.create((files(package) / "defaults.yaml").read_text(encoding="utf-8")))
     user = read_yaml(Path(source).expanduser()) if source else OmegaConf.create({})

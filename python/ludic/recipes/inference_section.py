@@ -33,7 +33,7 @@ class InferenceSection:
     for a trainer and a server on one GPU; ludic_nccl needs separate GPUs. A server that runs
     already chooses between these two itself; disk needs a server that can read the run's folder."""
     trainer_address: str = "127.0.0.1"
-    """The address at which servers reach this process to receive weights; set it for servers on
+    """The address of this process for the servers that receive its weights; set it for servers on
     other machines."""
     timeout_s: float = 600.0
     """Deadline in seconds for the start of a server and for each of its answers."""
@@ -48,7 +48,7 @@ class InferenceSection:
 
 
 def choose_kind(section: InferenceSection) -> Literal["local", "vllm"]:
-    """The engine that the settings ask for. Raises ConfigError for settings that contradict each
+    """The engine that the settings select. Raises ConfigError for settings that contradict each
     other."""
     names_server = section.python is not None or section.url is not None
     kind = section.kind or ("vllm" if names_server else "local")
@@ -57,7 +57,7 @@ def choose_kind(section: InferenceSection) -> Literal["local", "vllm"]:
     if kind == "local" and names_server:
         raise ConfigError("inference=local samples in this process; leave inference.python and inference.url out, or use vllm")
     if section.python is not None and section.url is not None:
-        raise ConfigError("inference.python starts a server and inference.url names one that runs; give one of them")
+        raise ConfigError("inference.python starts a server and inference.url names a running one; set only one of them")
     if section.weights not in (None, "gloo", "ludic_nccl", "disk"):
         raise ConfigError(f"inference.weights ({section.weights}) must be gloo, ludic_nccl or disk")
     if section.device not in ("auto", "cpu", "cuda"):
@@ -71,22 +71,22 @@ def choose_kind(section: InferenceSection) -> Literal["local", "vllm"]:
 
 @dataclass(frozen=True)
 class LogprobConvention:
-    """Of which distribution sampler and trainer speak: of the same one, or every ratio is wrong."""
+    """The distribution whose log-probabilities sampler and trainer compute. It must be the same one
+    in both, or every ratio is wrong."""
 
     processed: bool
-    """The sampler returns log-probabilities of the distribution drawn from; else those of the
-    model as it is."""
+    """The sampler returns log-probabilities of the distribution that it samples from; if False,
+    those of the model's raw logits."""
     temperature: float
     """The trainer's policy is that of logits / temperature."""
 
 
 def choose_logprob_convention(temperature: float, top_p: float) -> LogprobConvention:
-    """What fits these sampling settings.
+    """The convention for these sampling settings.
 
-    Without top-p the distribution drawn from is the policy at `temperature`, and that is trained.
-    With top-p, the sampler's processed numbers are renormalised over the tokens that were kept,
-    which a trainer that sees all of them cannot follow: both then speak of the model as it is. So
-    they do where the most likely token is taken.
+    Without top-p, samples come from the policy at `temperature`, and that policy is trained. With
+    top-p, the sampler would renormalise over the tokens in the nucleus, which the trainer does not
+    know: both use the raw logits. So they do in greedy decoding (`temperature` 0).
     """
     if top_p < 1.0 or temperature in (0.0, 1.0):
         return LogprobConvention(processed=False, temperature=1.0)

@@ -53,10 +53,10 @@ def make_small_model(network: NetworkSection, tokenizer: Any = None) -> Any:
 
 
 def small_dtype(dtype: str) -> torch.dtype:
-    """The dtype of a model that is made: `auto`, which means that of the files, is float32 here."""
+    """The dtype of the small model. `auto` is that of a model's files, and float32 here."""
     check_dtype(dtype)
-    chosen: torch.dtype = torch.float32 if dtype == "auto" else getattr(torch, dtype)
-    return chosen
+    torch_dtype: torch.dtype = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    return torch_dtype
 
 
 def make_small_config(network: NetworkSection, tokenizer: Any = None) -> Any:

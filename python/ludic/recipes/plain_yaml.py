@@ -50,7 +50,7 @@ def check_plain(value: Any, where: str) -> None:
     elif isinstance(value, str):
         if "${" in value:
             raise ConfigError(
-                f"{where} ({value[:60]}) refers to another value; ${{...}} is not resolved in settings, write the value itself"
+                f"{where} ({value[:60]}) refers to another value; settings do not resolve ${{...}}, write the value itself"
             )
         if any("\ud800" <= char <= "\udfff" for char in value):
-            raise ConfigError(f"{where} ({value[:60]!a}) holds half of a surrogate pair, which is no text")
+            raise ConfigError(f"{where} ({value[:60]!a}) holds half of a surrogate pair, which is not valid text")

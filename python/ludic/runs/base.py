@@ -1,5 +1,5 @@
-"""What every training run does: it keeps its progress, checkpoints, logs and model in a folder,
-stops when it is asked to, and resumes from there."""
+"""The base class of all training runs: progress, checkpoints, logs and model in a folder, a stop on
+request, and the resume."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ludic.training.trainer import Trainer
 
 
 class RunParts(Protocol):
-    """The objects that a recipe was turned into."""
+    """The objects that were built from a recipe."""
 
     model: Any
     tokenizer: Any
@@ -40,7 +40,7 @@ TrainerT = TypeVar("TrainerT", bound=Trainer)
 
 
 class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
-    """A recipe that is run in its folder: the phases of a subclass, in order.
+    """Runs a recipe in its folder. A subclass defines the phases and their order.
 
     The progress is written when a phase ends, and by the caller when `play` ends or raises.
     """
@@ -49,12 +49,12 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         self.recipe, self.parts, self.directory, self.screen, self.stop = recipe, parts, directory, screen, stop
         self.progress = directory.read_progress()
         self.timer = PhaseTimer(self.progress.seconds)
-        """Wall seconds by phase of the run, over all processes that worked at it."""
+        """Wall seconds of each phase, summed over all processes that worked on the run."""
         save_missing_base(parts.model, recipe.model, directory.base)
 
     @property
     def title(self) -> str:
-        """What the run is called in its first line."""
+        """The name of the run in its first line of output."""
         return self.directory.command
 
     async def play(self) -> None:
@@ -67,7 +67,7 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         """Run the phases from `progress.phase` on; the last thing is `end_phase(DONE)`."""
 
     def end_phase(self, following: str) -> None:
-        """Write that `following` is next: a run that is resumed starts with it."""
+        """Record that the phase `following` is next; a resumed run starts with it."""
         self.progress.phase = following
         self.directory.write_progress(self.progress)
 
@@ -78,14 +78,14 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
     def open_logger(
         self, phase: str, *, keys: list[str], spark_key: str, last_step: int
     ) -> AbstractContextManager[TrainingLogger]:
-        """The logger of a phase. `keys` are what the plain lines show, `spark_key` is drawn."""
+        """The logger of a phase. Plain lines show the statistics `keys`; `spark_key` is drawn."""
         return run_logger(self.recipe, self.directory, self.screen, phase, keys=keys, spark_key=spark_key, last_step=last_step)
 
     def make_trainer(
         self, phase: str, trainer_class: Callable[..., TrainerT], source: Any, checkpoints: Path, **options: Any
     ) -> TrainerT:
-        """The trainer of a phase, at its last checkpoint if there is one. `options` go to
-        `trainer_class`, beside what all phases have in common."""
+        """The trainer of a phase, loaded from its last checkpoint if there is one. `options` are
+        more arguments of `trainer_class`."""
         seed_phase(self.recipe.seed, phase)
         trainer = trainer_class(
             model=self.parts.model,
@@ -102,8 +102,8 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         return trainer
 
     async def take_steps(self, trainer: Trainer, steps: int) -> bool:
-        """Train until step `steps`. False if a stop was asked for while steps were left; early
-        stopping leaves none."""
+        """Train until step `steps`. False if a requested stop left steps undone; early stopping
+        leaves none."""
         try:
             await trainer.train(steps - trainer.current_step)
         except StopRequested:

@@ -1,5 +1,4 @@
-"""The checkpoints of a run: the one that a phase resumes from, and the logs that must agree with
-it."""
+"""The checkpoints of a run: which one a phase resumes from, and cutting the logs back to it."""
 
 from __future__ import annotations
 
@@ -34,13 +33,13 @@ def rewind_logs(directory: RunDirectory, phase: str, trainer: Trainer, *, note: 
     if step == 0:
         directory.rollouts.unlink(missing_ok=True)
     if lost:
-        since = f"the checkpoint of step {step}" if step else "the beginning of the phase, since there is no checkpoint"
+        since = f"the checkpoint of step {step}" if step else "the start of the phase, because there is no checkpoint"
         note(f"{lost} steps of {phase} are repeated, from {since}")
 
 
 def restore_best_weights(trainer: Trainer, progress: Progress, *, note: Callable[[str], None]) -> None:
-    """With early stopping, load the weights of the best evaluation and note in `progress` which it
-    was. Without it nothing changes."""
+    """With early stopping, load the weights of the best evaluation and record its step in
+    `progress`. Without early stopping, do nothing."""
     step, stopping = trainer.restore_best(), trainer.early_stopping
     if step is None:
         return

@@ -78,18 +78,18 @@ class RunDirectory:
         self._lock: RunLock | None = None
 
     @classmethod
-    def begin(cls, recipe: Any, otherwise: str) -> Self:
+    def begin(cls, recipe: Any, default_name: str) -> Self:
         """Make a folder with the recipe in it. Without `name` in the recipe it is named
-        `otherwise`.
+        `default_name`.
 
         The folder appears with all of its files, and is locked until `release`."""
-        place = run_path(recipe.output, recipe.name, otherwise)
+        place = run_path(recipe.output, recipe.name, default_name)
         aside = place.with_name(f".unfinished_{place.name}.{os.getpid()}")
         make_folder(aside)
-        lock, begun = RunLock(aside), cls(aside)
+        lock, unfinished = RunLock(aside), cls(aside)
         try:
-            write_text(begun.config, to_yaml(recipe))
-            begun.write_progress(
+            write_text(unfinished.config, to_yaml(recipe))
+            unfinished.write_progress(
                 Progress(cls.first_phase, cls.command, recipe=to_plain_values(recipe), versions=collect_versions())
             )
             directory = cls(_move_to_free_name(aside, place, is_chosen=recipe.name is not None))
@@ -104,12 +104,12 @@ class RunDirectory:
     def resume(cls, path: Path) -> Self:
         """Open the folder of an interrupted run and lock it until `release`. Raises
         CheckpointError if another command made it or another process uses it."""
-        directory = cls.open(path)
+        directory = cls.open_to_read(path)
         directory._lock = RunLock(path)
         return directory
 
     @classmethod
-    def open(cls, path: Path) -> Self:
+    def open_to_read(cls, path: Path) -> Self:
         """Open the folder of a run to read it, without a lock. Raises CheckpointError if another
         command made it."""
         directory = cls(path)
@@ -145,8 +145,8 @@ class RunDirectory:
         write_text(self._progress, json.dumps(asdict(progress), indent=2) + "\n")
 
     def read_metrics(self, phase: str) -> list[dict[str, Any]]:
-        """The records of one phase in metrics.jsonl, one per step; for a step that was run twice
-        the last one. Incomplete lines, which a full disk or a loss of power leaves, are skipped."""
+        """The records of one phase in metrics.jsonl, one per step; the last one of a step that was
+        run twice. Incomplete lines, left by a full disk or a power failure, are skipped."""
         if not self.metrics.is_file():
             return []
         by_step: dict[int, dict[str, Any]] = {}
@@ -157,7 +157,7 @@ class RunDirectory:
 
     def cut_metrics(self, phase: str, step: int, *, evaluated: bool) -> int:
         """Remove the lines of the phase after `step` from metrics.jsonl, and incomplete lines.
-        Returns how many steps are to be repeated.
+        Returns the number of steps that have to be repeated.
 
         `evaluated`: keep the evaluation of `step` itself.
         """
@@ -171,6 +171,7 @@ class RunDirectory:
 
 
 def _survives_cut(line: Mapping[str, Any], phase: str, step: int, evaluated: bool) -> bool:
+    """Whether `RunDirectory.cut_metrics` keeps the line."""
     if line.get("phase") != phase or line["step"] < step:
         return True
     only_measured = not any(key.startswith("train/") for key in line)
@@ -178,6 +179,7 @@ def _survives_cut(line: Mapping[str, Any], phase: str, step: int, evaluated: boo
 
 
 def _parse_line(line: str) -> dict[str, Any]:
+    """The record of a line; empty if the line is incomplete."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -210,13 +212,13 @@ class RMDirectory(RunDirectory):
         self.heldout_pairs = path / "heldout.jsonl"
 
 
-def run_path(output: str, name: str | None, otherwise: str) -> Path:
-    """`output/name`, or `output/otherwise` without a name. Raises ConfigError for a name that is
+def run_path(output: str, name: str | None, default_name: str) -> Path:
+    """`output/name`, or `output/default_name` without a name. Raises ConfigError for a name that is
     outside of `output`."""
     inside = name is None or (name and Path(name).name not in ("", ".", "..") and ".." not in Path(name).parts)
     if not inside or (name is not None and Path(name).is_absolute()):
         raise ConfigError(f"name ({name}) must name a folder in output ({output}); set output=FOLDER for another place")
-    return Path(output).expanduser() / (name or otherwise)
+    return Path(output).expanduser() / (name or default_name)
 
 
 def make_folder(path: Path) -> None:
@@ -230,17 +232,17 @@ def make_folder(path: Path) -> None:
         ) from error
 
 
-def make_run_folder(output: str, name: str | None, otherwise: str) -> Path:
-    """Make an empty `output/name`. Without a name it is `output/otherwise`; if that exists, the
+def make_run_folder(output: str, name: str | None, default_name: str) -> Path:
+    """Make an empty `output/name`. Without a name it is `output/default_name`; if that exists, the
     time is appended, and then a number."""
-    path = run_path(output, name, otherwise)
+    path = run_path(output, name, default_name)
     for candidate in [path] if name is not None else _list_candidates(path):
         try:
             make_folder(candidate)
             return candidate
         except FileExistsError:
             continue
-    raise CheckpointError(f"{path} is there already; choose another name=")
+    raise CheckpointError(f"{path} exists already; choose another name=")
 
 
 def _move_to_free_name(folder: Path, path: Path, *, is_chosen: bool) -> Path:
@@ -252,12 +254,12 @@ def _move_to_free_name(folder: Path, path: Path, *, is_chosen: bool) -> Path:
         try:
             os.rename(folder, candidate)
             return candidate
-        except OSError as error:  # another process was faster
+        except OSError as error:  # another process made it first
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-    goes_on = (path / "progress.json").is_file()
-    remedy = f", or go on with --resume {path}" if goes_on else " (it holds no run that --resume could go on with), or delete it"
-    raise CheckpointError(f"{path} is there already; choose another name={remedy}")
+    is_run = (path / "progress.json").is_file()
+    remedy = f", or resume it with --resume {path}" if is_run else " (it holds no run that --resume could continue), or delete it"
+    raise CheckpointError(f"{path} exists already; choose another name={remedy}")
 
 
 def _list_candidates(path: Path) -> Iterator[Path]:

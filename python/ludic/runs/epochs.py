@@ -1,4 +1,4 @@
-"""Training over a fixed set of samples, which `ludic sft` and `ludic train-rm` do alike."""
+"""Training over a fixed set of samples: what `ludic sft` and `ludic train-rm` have in common."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class EpochsRun(TrainingRun[RecipeT, PartsT, DirectoryT]):
         """Take the steps that are left, or those until a stop, and save the model. Raises
         `Interrupted` after a stop.
 
-        `trainer_class` has what this kind of run gives its trainer; `keys` are what the plain lines
-        show.
+        `trainer_class` makes the trainer, with the arguments of this kind of run bound; `keys` are
+        the statistics of the plain lines.
         """
         parts, directory, phase = self.parts, self.directory, self.directory.first_phase
         with (

@@ -1,4 +1,4 @@
-"""A lock on a run's folder: one process at a time uses it."""
+"""A lock on a run's folder, so that only one process at a time uses it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class RunLock:
-    """Held from construction until `release` or until the process ends: the system then releases
-    it.
+    """Held from construction until `release`. If the process ends first, the system releases it.
 
     The file stays in the folder and names the last holder. The constructor raises CheckpointError,
     which names the process, if another one holds the lock.

@@ -1,4 +1,4 @@
-"""Loggers around others: one adds the phase, one passes on a part of the steps."""
+"""Loggers that wrap another one: one adds the phase, one passes on only some of the steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ludic.training.loggers import TrainingLogger
 
 
 class PhaseLogger:
-    """Adds the phase of the run to every record of a `JSONLLogger`, the inner one."""
+    """Adds the phase of the run to every record of the `JSONLLogger` that it wraps."""
 
     def __init__(self, inner: Any, phase: str) -> None:
         self._inner, self._phase = inner, phase

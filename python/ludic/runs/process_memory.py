@@ -20,12 +20,11 @@ hundreds of thousands."""
 
 @contextmanager
 def settle_memory() -> Iterator[None]:
-    """Use it around a run that is set up.
+    """Wrap a run in it after the set-up.
 
-    Inside, the garbage collector ignores what was imported and built before and runs less often.
-    A program that has frozen its objects already (`gc.freeze`) keeps its own choice of them.
-    From then on freed tensors go back to the allocator and not to the system, unless `MALLOC_*` or
-    `GLIBC_TUNABLES` are set, which then decide.
+    Inside, the garbage collector runs less often and ignores all objects that existed before
+    (`gc.freeze`), unless the program has frozen objects itself. Freed tensors go back to the
+    allocator and not to the system, also afterwards, unless `MALLOC_*` or `GLIBC_TUNABLES` are set.
     """
     _keep_freed_tensors()
     thresholds = gc.get_threshold()

@@ -115,8 +115,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         self._held_out = HeldOut(self._make_engine(), parts.task, recipe.evaluation, recipe.rollout)
 
     def _load_warmed_up(self) -> Any:
-        """The policy after the warm-up, or a model of the same shape for the trainer to load the
-        last checkpoint of the reinforcement into."""
+        """The policy after the warm-up. If the reinforcement has a checkpoint: any model of the
+        same shape, since the trainer loads the checkpoint into it."""
         model, directory = self.parts.model, self.directory
         if find_latest_checkpoint(directory.checkpoints / REINFORCE) is None:
             self._check_not_reinforced()
@@ -212,13 +212,13 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
                     self._note_preflight(trainer)
 
     def _note_preflight(self, trainer: Trainer) -> None:
-        """Note the comparison of trainer and sampler; a resumed run keeps that of its start."""
+        """Record the comparison of trainer and sampler; a resumed run keeps the first one."""
         report = None if self._preflight is None else self._preflight.report
         if report is not None and self.progress.preflight is None:
             self.progress.preflight = report.to_dict()
 
     def _show_start(self, trainer: Trainer) -> None:
-        """Show the held-out rates beside the training from its first step."""
+        """Show the held-out rates on the dashboard from the first training step on."""
         if self.progress.before is not None and not trainer.last_eval:
             rates = Evaluation.from_dict(self.progress.before).rates()
             trainer.evaluations.last_eval = {"eval/step": 0.0, **{f"eval/{name}": rate for name, rate in rates.items()}}
@@ -267,8 +267,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         )
 
     def _make_preflight(self, sampler: Sampler) -> Preflight | None:
-        """The comparison of trainer and sampler before the first step. It is made for a sampler in
-        this process, too: the same model is read in two ways."""
+        """The comparison of trainer and sampler before the first step. A sampler in this process is
+        compared, too: it runs the same model with other code."""
         section = self.recipe.inference
         if not section.preflight:
             return None

@@ -41,11 +41,11 @@ def make_engine(
 ) -> RolloutEngine:
     """The engine that plays a task.
 
-    An action that the token limit cuts off or the task's parser refuses does not reach the
-    environment and earns what the task says; it ends an episode of several turns. Reward functions,
-    if the task has them, see every answer. `trained`: the rollouts are trained on, and rewarded by
-    the task's reward model if it has one. Without a `system_prompt` the task's own is used.
-    `settings` go to `RolloutEngine`, such as `max_retries`."""
+    An action that the token limit cuts off, or that the task's parser rejects, does not reach the
+    environment: it gets the task's penalty and ends an episode of several turns. Reward functions,
+    if the task has them, see every answer. `trained`: the rollouts are trained on and therefore
+    rewarded by the task's reward model, if it has one. Without a `system_prompt` the task's own is
+    used. `settings` are arguments of `RolloutEngine`, such as `max_retries`."""
     played = as_episodic(task)
     scorer = played.training_scorer if trained else played.scorer
 
@@ -70,13 +70,13 @@ def make_engine(
 
 
 def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
-    """Raise `ConfigError` now for settings that the sampler or the algorithm would refuse after
+    """Raise `ConfigError` for settings that the sampler or the algorithm would reject only after
     the warm-up."""
     check_sampling(make_training_inference(recipe.rollout, task).sampling)
     group_size = recipe.algorithm_args.get("group_size", recipe.rollout.group_size)
     if group_size != recipe.rollout.group_size:
         raise ConfigError(
-            f"algorithm_args.group_size ({group_size}) must be rollout.group_size ({recipe.rollout.group_size}); set that one alone"
+            f"algorithm_args.group_size ({group_size}) must be rollout.group_size ({recipe.rollout.group_size}); set only the latter"
         )
 
 
@@ -103,8 +103,8 @@ def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> None:
             return
         shortest = min(shortest or tokens_used, tokens_used)
     raise ConfigError(
-        f"trainer.max_seq_len ({limit}) leaves none of {len(problems.training)} prompts room for an answer: the shortest has {shortest} "
-        "tokens; raise it"
+        f"trainer.max_seq_len ({limit}) leaves no room for an answer to any of {len(problems.training)} prompts: the shortest has "
+        f"{shortest} tokens; raise it"
     )
 
 
@@ -141,8 +141,8 @@ class OccasionallyLogged(BatchSourceBase):
     """Two sources over the same requests: every `every`-th batch comes from `logged`, which writes
     its rollouts to `log`; 0 means never.
 
-    Its state is that of the requests and the size of the log: batches that are played again after
-    a resume replace what was logged of them.
+    Its state is that of the requests and the size of the log. Batches that are played again after
+    a resume replace their lines in the log.
     """
 
     shards_across_ranks = False
@@ -166,8 +166,8 @@ class OccasionallyLogged(BatchSourceBase):
 
 
 def truncate_log(log: Path, size: int) -> None:
-    """Remove the lines after the first `size` bytes. If no line ends there, this is another log,
-    and it is left as it is."""
+    """Remove the lines after the first `size` bytes. If no line ends there, it is a different log
+    and stays as it is."""
     if not log.is_file() or log.stat().st_size <= size:
         return
     with log.open("r+b") as file:
@@ -232,8 +232,8 @@ class PassRequests(TrainingRequests):
         return {**super().state_dict(), "data": self._data.digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ConfigError if the data has changed, because the requests would be others than
-        those of the run."""
+        """Raises ConfigError if the data has changed, since the requests would differ from those of
+        the run."""
         if state.get("data", self._data.digest) != self._data.digest:
             raise ConfigError(
                 f"the data has changed since the run was stopped (digest {state['data']}, now {self._data.digest}); put the file back, or "

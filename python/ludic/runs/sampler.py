@@ -1,5 +1,5 @@
-"""The engine that samples for training, in this process or on vLLM servers, open while the
-reinforcement runs."""
+"""The engine that samples for training, in this process or on vLLM servers. It is open during the
+reinforcement."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class Sampler:
     publisher: PolicyPublisher | None
     model_name: str
     remote: bool
-    """It is a server that was loaded with other weights, which must be replaced before the first
-    answer."""
+    """It is a server. Its weights must be replaced by the policy's before the first answer."""
 
 
 @asynccontextmanager
@@ -111,14 +110,14 @@ def _check_servers(urls: list[str]) -> None:
             VllmEndpoints(server_url(url)).call("get", "/health", timeout_s=HEALTH_TIMEOUT_S)
         except InferenceError as error:
             raise ConfigError(
-                f"inference.url ({url}) names no server that answers: {error}; start one with `ludic serve` and wait until it says "
+                f"inference.url ({url}) does not answer: {error}; start one with `ludic serve` and wait until it says "
                 "that it is ready, or leave inference.url out"
             ) from error
 
 
 def _make_local_sampler(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
-    """A sampler on the trainer's own model. With batches ahead, or with adapters, which are
-    merged, it has a copy of the weights that changes when they are published."""
+    """A sampler on the trainer's own model. If batches are generated ahead, or if the model has
+    adapters, which are merged for sampling, it has a copy of the weights, updated by publishing."""
     from ludic.distributed.adapters.local import LocalPublisher
     from ludic.inference.local.client import LocalChatClient
     from ludic.models.adapters import has_adapters
@@ -185,7 +184,7 @@ async def _connect(
     async with client:
         served = client.models()
         if not served:
-            raise ConfigError(f"{urls[0]} names no model that it serves; is it a vLLM server?")
+            raise ConfigError(f"{urls[0]} lists no model; is it a vLLM server?")
         if not pushes:
             yield Sampler(client, None, served[0], remote=True)
             return

@@ -1,4 +1,4 @@
-"""What a run prints: a live dashboard on a terminal, plain lines elsewhere."""
+"""The output of a run: a live dashboard on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MEASURED_KEYS = [
     f"eval/{name}"
     for name in ("sampled_reward", "greedy_accuracy", "loss", "perplexity", "pairwise_accuracy", "mean_margin", "roc_auc", "ece")
 ]
-"""The metrics of an evaluation that are shown, besides the facts of the task; all are in
-metrics.jsonl."""
+"""The metrics of an evaluation that are shown, in addition to the facts of the task. metrics.jsonl
+has all of them."""
 
 
 class Screen:

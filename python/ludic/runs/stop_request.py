@@ -1,4 +1,4 @@
-"""A polite stop: Ctrl-C ends a run after the current step, with everything saved."""
+"""Ctrl-C ends a run after the current step, with everything saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ludic.training.types import BatchSource, SAWBatch
 
 
 class Interrupted(Exception):
-    """The run was stopped, and what was done is saved."""
+    """The run was stopped by a request, and its progress is saved."""
 
 
 class StopRequest:
@@ -43,7 +43,7 @@ class StopRequest:
         if self:
             raise KeyboardInterrupt
         self.signum = signum
-        self._notify("Stopping after this step; once more to stop at once.")
+        self._notify("Stopping after this step; press Ctrl-C again to stop at once.")
 
 
 class StoppableSource(BatchSourceBase):

@@ -28,15 +28,15 @@ NONE = "none"
 
 
 @dataclass(frozen=True)
-class Place:
-    """The tracker's run that the statistics belong to."""
+class TrackerRun:
+    """The run of an experiment tracker that the statistics of one phase go to."""
 
     recipe: Any
     directory: RunDirectory
     phase: str
     run_id: str
-    begun: bool
-    """An earlier process reported to it."""
+    is_resumed: bool
+    """An earlier process has reported to it."""
 
     @property
     def name(self) -> str:
@@ -49,20 +49,20 @@ class Place:
         return {"name": self.name, "group": self.directory.path.name, "config": asdict(self.recipe)}
 
 
-def _make_tensorboard(place: Place) -> Tracker:
-    return TensorboardLogger(place.directory.path / "tensorboard" / place.phase)
+def _make_tensorboard(run: TrackerRun) -> Tracker:
+    return TensorboardLogger(run.directory.path / "tensorboard" / run.phase)
 
 
-def _make_trackio(place: Place) -> Tracker:
-    return TrackioLogger(**place.common, resume="allow" if place.begun else "never")
+def _make_trackio(run: TrackerRun) -> Tracker:
+    return TrackioLogger(**run.common, resume="allow" if run.is_resumed else "never")
 
 
-def _make_wandb(place: Place) -> Tracker:
-    goes_on = {"id": f"{place.run_id}-{place.phase}", "resume": "allow"}
-    return WandbLogger(init_kwargs=goes_on, **place.common, dir=str(place.directory.path))
+def _make_wandb(run: TrackerRun) -> Tracker:
+    resume = {"id": f"{run.run_id}-{run.phase}", "resume": "allow"}
+    return WandbLogger(init_kwargs=resume, **run.common, dir=str(run.directory.path))
 
 
-TRACKERS: dict[str, Callable[[Place], Tracker]] = {
+TRACKERS: dict[str, Callable[[TrackerRun], Tracker]] = {
     "tensorboard": _make_tensorboard,
     "trackio": _make_trackio,
     "wandb": _make_wandb,
@@ -101,35 +101,35 @@ def run_logger(
     for each phase, since the steps of each start at 1."""
     names = parse_trackers(recipe.report_to)
     with ExitStack() as opened:
-        place = Place(recipe, directory, phase, *_read_or_make_id(directory)) if names else None
-        trackers = [_start_tracker(opened, name, place, screen) for name in names if place is not None]
+        run = TrackerRun(recipe, directory, phase, *_read_or_make_id(directory)) if names else None
+        trackers = [_start_tracker(opened, name, run, screen) for name in names if run is not None]
         written = opened.enter_context(JSONLLogger(directory.metrics))
         shown = opened.enter_context(screen.logger(phase, keys=keys, spark_key=spark_key, last_step=last_step))
         yield TeeLogger(PhaseLogger(written, phase), shown, *trackers)
 
 
-def _start_tracker(opened: ExitStack, name: str, place: Place, screen: Screen) -> Tracker:
+def _start_tracker(opened: ExitStack, name: str, run: TrackerRun, screen: Screen) -> Tracker:
     """Start a tracker before the first step, so that a missing login is found now. Whatever it
     raises becomes a ConfigError."""
     try:
-        tracker = TRACKERS[name](place)
+        tracker = TRACKERS[name](run)
         tracker.start()
     except Exception as error:
         raise ConfigError(
             f"report_to: {name} could not begin a run ({type(error).__name__}: {error}); log in to it, or leave it out of report_to"
         ) from error
     opened.callback(tracker.close)
-    where = f"tensorboard --logdir {tracker.log_dir.parent}" if isinstance(tracker, TensorboardLogger) else f"run {place.name}"
+    where = f"tensorboard --logdir {tracker.log_dir.parent}" if isinstance(tracker, TensorboardLogger) else f"run {run.name}"
     screen.note(f"Reporting to {name}: {where}")
     return tracker
 
 
 def _read_or_make_id(directory: RunDirectory) -> tuple[str, bool]:
-    """(id of the run for trackers, whether it was begun before). A resumed run continues in the
-    tracker's run of that id."""
+    """(id of the run for trackers, whether an earlier process made it). A resumed run continues
+    the tracker's run of that id."""
     path = directory.path / "tracking_id"
     if path.is_file():
         return path.read_text(encoding="utf-8").strip(), True
-    made = secrets.token_hex(8)
-    write_text(path, made + "\n")
-    return made, False
+    run_id = secrets.token_hex(8)
+    write_text(path, run_id + "\n")
+    return run_id, False

@@ -16,7 +16,7 @@ LOWER = Change(0.145, 0.12, Interval(-0.025, -0.3, 0.25, 5))
 SAME = Change(0.3, 0.3, Interval(0.0, -0.1, 0.1, 50))
 ALONE = Change(-0.5, 0.5, Interval(1.0, None, None, 1))
 UP = Change(-1.0, 2.0, Interval(3.0, 2.5, 3.5, 50))
-RUN = Facts(asked_steps=10, steps=10)
+RUN = Facts(requested_steps=10, steps=10)
 SAID = {
     "stopped": "was stopped before its end",
     "none": "There was no reinforcement",
@@ -86,7 +86,7 @@ def measured(rewards: list[float | None], *, samples: int = 4, right: float | No
 
 
 def between(before: Evaluation, after: Evaluation) -> Facts:
-    return collect_facts(before, after, asked_steps=1, steps=1, idle_steps=0, reward_is_score=False, clip_fraction=None)
+    return collect_facts(before, after, requested_steps=1, steps=1, idle_steps=0, reward_is_score=False, clip_fraction=None)
 
 
 def test_five_problems_of_four_answers_do_not_tell_small_changes_from_noise() -> None:

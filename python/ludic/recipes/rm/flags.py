@@ -115,7 +115,7 @@ def _make_overrides(name: str, value: str) -> Iterator[Override]:
 def _take_value(name: str, remaining: Iterator[str]) -> str:
     value = next(remaining, None)
     if value is None or value.startswith("--"):
-        raise ConfigError(f"{name} needs a value behind it")
+        raise ConfigError(f"{name} needs a value after it")
     return value
 
 
@@ -129,12 +129,14 @@ def _check_lora(names: Sequence[str], arguments: Sequence[str]) -> None:
         return
     without = [name for name in names if name in _WITH_LORA]
     if without:
-        raise ConfigError(f"{without[0]} says how, and --lora that: add --lora, or leave {without[0]} out to train all weights")
+        raise ConfigError(
+            f"{without[0]} has no effect without --lora: add --lora, or leave {without[0]} out to train all weights"
+        )
 
 
 def _describe_unknown(name: str, *, is_switch: bool) -> str:
     if is_switch:
-        return f"{name} is on where it is given; it takes no value"
+        return f"{name} is a switch and takes no value"
     if name == "--learning-rate":
         return "there is no flag --learning-rate; it is called --lr"
     near = get_close_matches(name, [*FLAGS, *SWITCHES, _DIRECTORY], n=2, cutoff=0.6)

@@ -55,7 +55,7 @@ class Change:
 class Facts:
     """The facts of a run that the sentences are made of."""
 
-    asked_steps: int
+    requested_steps: int
     """Steps of reinforcement that the recipe asks for."""
     steps: int
     """Steps that were taken."""
@@ -76,7 +76,7 @@ class Facts:
     @property
     def stopped_early(self) -> bool:
         """Early stopping ended the run before all of its steps."""
-        return self.measured and 0 < self.steps < self.asked_steps
+        return self.measured and 0 < self.steps < self.requested_steps
 
     @property
     def idle(self) -> bool:
@@ -88,14 +88,14 @@ def collect_facts(
     before: Evaluation | None,
     after: Evaluation | None,
     *,
-    asked_steps: int,
+    requested_steps: int,
     steps: int,
     idle_steps: int,
     reward_is_score: bool,
     clip_fraction: float | None,
 ) -> Facts:
     """`before` and `after` as `make_comparable` gives them."""
-    common = {"asked_steps": asked_steps, "steps": steps, "idle_steps": idle_steps, "clip_fraction": clip_fraction}
+    common = {"requested_steps": requested_steps, "steps": steps, "idle_steps": idle_steps, "clip_fraction": clip_fraction}
     if before is None or after is None:
         return Facts(**common, measured=after is not None)  # type: ignore[arg-type]
     scored = SCORE_INFO in before.facts and SCORE_INFO in after.facts and not reward_is_score
@@ -120,7 +120,7 @@ def _write_sentences(facts: Facts) -> Iterator[str]:
     elif not facts.steps:
         yield "There was no reinforcement."
     if facts.stopped_early:
-        yield f"Early stopping ended the run at step {facts.steps} of {facts.asked_steps}."
+        yield f"Early stopping ended the run at step {facts.steps} of {facts.requested_steps}."
     if facts.idle:
         yield (
             f"Nothing was trained on: no step of {facts.steps} had a signal. Every sampled answer had the weight 0, as it is where all "

@@ -110,7 +110,7 @@ class Outcome:
     closing_facts: Facts
     """The facts for the closing sentences."""
     no_accuracy: str | None
-    """Why there is no accuracy and how to get one; None if there is one."""
+    """Why there is no accuracy, and how to get one; None if there is one."""
     measured: Sequence[tuple[int, Mapping[str, float]]]
     """(step, rates) of each evaluation during the training."""
 
@@ -131,7 +131,7 @@ def build_outcome(
     closing_facts = collect_facts(
         before,
         after,
-        asked_steps=recipe.steps,
+        requested_steps=recipe.steps,
         steps=progress.steps,
         idle_steps=count_idle(every_line),
         reward_is_score=task.reward_is_score,
@@ -142,7 +142,9 @@ def build_outcome(
         before=before.rates() if before else None,
         after=after.rates() if after else None,
         solved_at=_find_solved_at(before, after),
-        intervals={name: _list_intervals(found) for name, found in (("before", before), ("after", after)) if found},
+        intervals={
+            name: _list_intervals(evaluation) for name, evaluation in (("before", before), ("after", after)) if evaluation
+        },
         heldout=_count_heldout(after or before),
         wall_s=round(progress.seconds.get("wall", 0.0), 2),
         phases_s=sum_phases(progress.seconds, reinforce, own=("set_up", "warm_up", "evaluate"), timed=_TRAINER_PHASES),

@@ -48,8 +48,8 @@ def conclude(run: RMRun, console: Console, *, config_hash: str) -> str:
 
 
 def build_summary(run: RMRun, lines: Sequence[Mapping[str, float]], *, config_hash: str) -> dict[str, Any]:
-    """The content of summary.json. The `eval_` metrics and `train_pairwise_accuracy` are there
-    once the run is finished; the former only if pairs are held out."""
+    """The content of summary.json. It has the `eval_` metrics and `train_pairwise_accuracy` once
+    the run is finished, the `eval_` metrics only if pairs are held out."""
     data, steps = run.parts.data, run.progress.steps
     pairs = sum(line.get("train/total_pairs", 0.0) for line in lines)
     seconds = sum(line.get("perf/step_s", 0.0) for line in lines)
@@ -95,14 +95,14 @@ def _show(run: RMRun, console: Console, summary: Mapping[str, Any]) -> None:
         console.print(_make_criteria_table(summary))
         if run.progress.early_stopping is not None:
             console.print(
-                "These pairs also chose the step whose weights were kept, so that the figures flatter a little; measure on others for "
-                "figures to publish (heldout_data=FILE in a run of its own with steps=0)",
+                "Early stopping chose the weights by these same pairs, so the figures are slightly optimistic; for figures to publish, "
+                "measure on other pairs (heldout_data=FILE in a separate run with steps=0)",
                 highlight=False,
             )
     if summary["bayes_accuracy"] is not None:
         console.print(
-            f"[bold]The best there is[/]: {summary['bayes_accuracy']:.1%} of such pairs on average; the generator's own quality gets "
-            f"{summary['latent_accuracy']:.1%} of the labels of these right",
+            f"[bold]Best possible accuracy[/]: {summary['bayes_accuracy']:.1%} on average over such pairs; the generator's own quality "
+            f"predicts {summary['latent_accuracy']:.1%} of the labels of these pairs",
             highlight=False,
         )
     data = summary["data"]
