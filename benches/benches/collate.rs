@@ -1,5 +1,5 @@
-//! One micro-batch of 16384 tokens after the other in every layout, into buffers used again:
-//! nanoseconds a real token. Workload W1, 1000 samples, seed 0.
+//! Collation of micro-batches of 16384 tokens in every layout, into reused buffers: nanoseconds per
+//! real token. Workload W1, 1000 samples, seed 0.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use ludic_benches::{Columns, Workload};
@@ -74,7 +74,7 @@ fn micro_batches(table: &SampleTable) -> Vec<Vec<i64>> {
     plan.iter().map(|rows| rows.iter().map(|&row| i64::from(row)).collect()).collect()
 }
 
-fn layouts(criterion: &mut Criterion) {
+fn bench_layouts(criterion: &mut Criterion) {
     type Layout = fn(&mut Buffers, &Batch<'_>);
     let layouts: [(&str, Layout); 3] =
         [("padded", Buffers::padded), ("padding_free", Buffers::padding_free), ("compact", Buffers::compact)];
@@ -94,5 +94,5 @@ fn layouts(criterion: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, layouts);
+criterion_group!(benches, bench_layouts);
 criterion_main!(benches);

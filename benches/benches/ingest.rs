@@ -1,4 +1,4 @@
-//! Columns in, checked and copied; truncation and counts afterwards. Workload W1, seed 0.
+//! Building a table from columns, and truncation with counts of tokens. Workload W1, seed 0.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use ludic_benches::{Columns, Workload};
@@ -11,7 +11,7 @@ fn from_columns(criterion: &mut Criterion) {
         let columns = Columns::new(Workload::W1, samples, 0);
         group.throughput(Throughput::Elements(columns.tokens() as u64));
         group.bench_function(BenchmarkId::new("from_columns", samples), |bencher| {
-            bencher.iter(|| SampleTable::from_columns(black_box(&columns.input())).expect("sound"));
+            bencher.iter(|| SampleTable::from_columns(black_box(&columns.input())).expect("the columns are valid"));
         });
     }
 }
@@ -23,8 +23,8 @@ fn truncate(criterion: &mut Criterion) {
         group.throughput(Throughput::Elements(samples as u64));
         group.bench_function(BenchmarkId::new("lengths and action counts", samples), |bencher| {
             bencher.iter(|| {
-                let cut = black_box(&table).truncate(1024).expect("positive");
-                (cut.lengths(), cut.action_counts())
+                let view = black_box(&table).truncate(1024).expect("1024 is positive");
+                (view.lengths(), view.action_counts())
             });
         });
     }

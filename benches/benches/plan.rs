@@ -1,4 +1,4 @@
-//! Planning from lengths alone: nanoseconds a sequence, seed 0, a budget of 16384 tokens.
+//! Planning from lengths: nanoseconds per sequence. Seed 0, a budget of 16384 tokens.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use ludic_benches::Workload;

@@ -1,4 +1,4 @@
-//! Reducers over a column: nanoseconds a value.
+//! Reducers over a column: nanoseconds per value.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use ludic_core::reduce::{Reduction, reduce_column};

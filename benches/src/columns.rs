@@ -1,11 +1,11 @@
-//! Samples of the lengths of a workload, in columns.
+//! A macro-batch in columns, with the lengths of a workload.
 
 use ludic_core::{ColumnInput, Floats, Ints, SampleTable};
 
 use crate::Workload;
 
-/// The columns of a macro-batch: a quarter of each sample is its prompt, every other token an
-/// action.
+/// The columns of a macro-batch. The first quarter of each sample is its prompt; all other tokens
+/// are actions.
 #[derive(Debug)]
 pub struct Columns {
     ids: Vec<i32>,
@@ -15,7 +15,7 @@ pub struct Columns {
 }
 
 impl Columns {
-    /// The same for the same seed.
+    /// The columns of `samples` samples, the same for the same seed.
     pub fn new(workload: Workload, samples: usize, seed: u64) -> Self {
         let lengths = workload.lengths(samples, seed);
         let mut offsets = vec![0];
@@ -30,12 +30,12 @@ impl Columns {
         Self { ids, action, logps, offsets }
     }
 
-    /// Tokens.
+    /// The number of tokens.
     pub fn tokens(&self) -> usize {
         self.ids.len()
     }
 
-    /// What a table is made of.
+    /// The input of a table.
     pub fn input(&self) -> ColumnInput<'_> {
         ColumnInput {
             input_ids: Ints::I32(&self.ids),
@@ -47,8 +47,8 @@ impl Columns {
         }
     }
 
-    /// The table.
+    /// The table of all samples.
     pub fn table(&self) -> SampleTable {
-        SampleTable::from_columns(&self.input()).expect("the columns are sound")
+        SampleTable::from_columns(&self.input()).expect("the columns are valid")
     }
 }

@@ -1,5 +1,5 @@
-//! Any sequences, masks, log-probs, weights, cuts and indices: every layout says what the samples
-//! say, or the error names what was wrong.
+//! Arbitrary sequences, masks, log-probs, weights, maximum lengths and indices: every layout holds
+//! the samples, or an error has a message.
 //!
 //! `cargo +nightly fuzz run collate -- -max_total_time=600`
 #![no_main]
@@ -11,17 +11,17 @@ use ludic_core::{ColumnInput, CoreError, Floats, Ints, Sample, SampleTable, Tabl
 
 #[derive(Debug, Arbitrary)]
 struct Input {
-    samples: Vec<Drawn>,
+    samples: Vec<AnySample>,
     columns: Columns,
     max_seq_len: i16,
     indices: Vec<i8>,
     pad_token_id: i32,
 }
 
-/// A sample. Its masks fit its ids unless `ragged`, so that not every input ends at the first
-/// check.
+/// A sample. Its action mask has the length of its ids unless `ragged` replaces it, so that not
+/// every input fails at the first check.
 #[derive(Debug, Arbitrary)]
-struct Drawn {
+struct AnySample {
     ids: Vec<(u16, bool)>,
     any_ids: Option<Vec<i64>>,
     ragged: Option<Vec<u8>>,
@@ -41,27 +41,27 @@ struct Columns {
     offsets: Vec<i64>,
 }
 
-fn push(builder: &mut TableBuilder, drawn: &Drawn) -> Result<(), CoreError> {
-    let ids: Vec<i64> = drawn.ids.iter().map(|&(id, _)| i64::from(id)).collect();
-    let action: Vec<u8> = drawn.ids.iter().map(|&(_, action)| u8::from(action)).collect();
+fn push(builder: &mut TableBuilder, sample: &AnySample) -> Result<(), CoreError> {
+    let ids: Vec<i64> = sample.ids.iter().map(|&(id, _)| i64::from(id)).collect();
+    let action: Vec<u8> = sample.ids.iter().map(|&(_, action)| u8::from(action)).collect();
     let logps: Vec<f32> = action.iter().filter(|&&bit| bit == 1).map(|_| -0.5).collect();
-    let logps = drawn.any_logps.as_deref().unwrap_or(&logps);
+    let logps = sample.any_logps.as_deref().unwrap_or(&logps);
     builder.push(&Sample {
-        input_ids: Ints::I64(drawn.any_ids.as_deref().unwrap_or(&ids)),
-        action_mask: Ints::U8(drawn.ragged.as_deref().unwrap_or(&action)),
-        attention_mask: drawn.attention.as_deref().map(Ints::U8),
-        actor_logps: drawn.logps.then_some(Floats::F32(logps)),
-        weight: drawn.weight,
+        input_ids: Ints::I64(sample.any_ids.as_deref().unwrap_or(&ids)),
+        action_mask: Ints::U8(sample.ragged.as_deref().unwrap_or(&action)),
+        attention_mask: sample.attention.as_deref().map(Ints::U8),
+        actor_logps: sample.logps.then_some(Floats::F32(logps)),
+        weight: sample.weight,
     })
 }
 
-fn table(samples: &[Drawn]) -> Result<SampleTable, CoreError> {
+fn build_table(samples: &[AnySample]) -> Result<SampleTable, CoreError> {
     let mut builder = TableBuilder::with_capacity(samples.len(), 0);
-    samples.iter().try_for_each(|drawn| push(&mut builder, drawn))?;
+    samples.iter().try_for_each(|sample| push(&mut builder, sample))?;
     Ok(builder.finish())
 }
 
-fn from_columns(columns: &Columns) -> Result<SampleTable, CoreError> {
+fn build_from_columns(columns: &Columns) -> Result<SampleTable, CoreError> {
     SampleTable::from_columns(&ColumnInput {
         input_ids: Ints::I64(&columns.ids),
         action_mask: Ints::U8(&columns.action),
@@ -72,15 +72,16 @@ fn from_columns(columns: &Columns) -> Result<SampleTable, CoreError> {
     })
 }
 
-fn check(table: &SampleTable, input: &Input) -> Result<(), CoreError> {
+/// Checks both layouts of a micro-batch against the lengths and action counts of the samples.
+fn check_layouts(table: &SampleTable, input: &Input) -> Result<(), CoreError> {
     let table = table.truncate(i64::from(input.max_seq_len))?;
     let indices: Vec<i64> = input.indices.iter().map(|&index| i64::from(index)).collect();
     let batch = table.batch(&indices)?;
     let width = batch.num_columns();
-    let (ids, action) = padded(&table, &batch, i64::from(input.pad_token_id))?;
+    let (ids, action) = collate_padded(&table, &batch, i64::from(input.pad_token_id))?;
     let (lengths, counts) = (table.lengths(), table.action_counts());
-    let alone = |(line, &index): (usize, &i64)| [line as i64, 0, i64::from(lengths[index as usize])];
-    let turns = batch.turns().unwrap_or_else(|| indices.iter().enumerate().map(alone).collect());
+    let own_line = |(line, &index): (usize, &i64)| [line as i64, 0, i64::from(lengths[index as usize])];
+    let turns = batch.turns().unwrap_or_else(|| indices.iter().enumerate().map(own_line).collect());
     let mut ends = vec![0; batch.num_lines()];
     for (&index, turn) in indices.iter().zip(&turns) {
         let [line, begin, end] = turn.map(|value| value as usize);
@@ -93,12 +94,13 @@ fn check(table: &SampleTable, input: &Input) -> Result<(), CoreError> {
         assert!(tokens.iter().all(|&id| (0..=i64::from(i32::MAX)).contains(&id)));
         assert!(padding.iter().all(|&id| id == i64::from(input.pad_token_id)));
     }
-    let free = padding_free(&table, &batch)?;
-    assert_eq!(free, lines.flat_map(|(line, &end)| &line[..end]).copied().collect::<Vec<_>>());
+    let packed_ids = collate_padding_free(&table, &batch)?;
+    assert_eq!(packed_ids, lines.flat_map(|(line, &end)| &line[..end]).copied().collect::<Vec<_>>());
     Ok(())
 }
 
-fn padded(table: &SampleTable, batch: &Batch<'_>, pad: i64) -> Result<(Vec<i64>, Vec<f32>), CoreError> {
+/// The ids and the action mask of the padded layout.
+fn collate_padded(table: &SampleTable, batch: &Batch<'_>, pad: i64) -> Result<(Vec<i64>, Vec<f32>), CoreError> {
     let (samples, size) = (batch.num_samples(), batch.num_lines() * batch.num_columns());
     let (mut ids, mut attention, mut action, mut weight) =
         (vec![-7; size], vec![-7; size], vec![-7.0; size], vec![0.0; samples]);
@@ -119,7 +121,8 @@ fn padded(table: &SampleTable, batch: &Batch<'_>, pad: i64) -> Result<(Vec<i64>,
     Ok((ids, action))
 }
 
-fn padding_free(table: &SampleTable, batch: &Batch<'_>) -> Result<Vec<i64>, CoreError> {
+/// The ids of the padding-free layout.
+fn collate_padding_free(table: &SampleTable, batch: &Batch<'_>) -> Result<Vec<i64>, CoreError> {
     let (samples, size) = (batch.num_samples(), batch.num_tokens());
     let (mut ids, mut positions, mut action, mut weight) =
         (vec![-7; size], vec![-7; size], vec![0.0; size], vec![0.0; samples]);
@@ -139,9 +142,11 @@ fn padding_free(table: &SampleTable, batch: &Batch<'_>) -> Result<Vec<i64>, Core
 }
 
 fuzz_target!(|input: Input| {
-    for built in [table(&input.samples), from_columns(&input.columns)] {
-        let checked = built.and_then(|table| [&table, &table.chained()].into_iter().try_for_each(|table| check(table, &input)));
-        if let Err(error) = checked {
+    for table in [build_table(&input.samples), build_from_columns(&input.columns)] {
+        let result = table.and_then(|table| {
+            [&table, &table.chained()].into_iter().try_for_each(|table| check_layouts(table, &input))
+        });
+        if let Err(error) = result {
             assert!(!error.to_string().is_empty());
         }
     }

@@ -1,5 +1,5 @@
-//! Any ids, roles, pairs and lengths: pairs stay whole within the budget, or the error names what
-//! was wrong.
+//! Arbitrary ids, roles, pairs and lengths: plans keep pairs whole and within the budget, and fail
+//! exactly on invalid input.
 //!
 //! `cargo +nightly fuzz run pairs -- -max_total_time=600`
 #![no_main]
@@ -45,11 +45,13 @@ impl Role {
     }
 }
 
-fn id(id: &Id) -> PairId<'_> {
-    match id {
-        Id::Number(number) => PairId::Number(i64::from(*number)),
-        Id::Any(number) => PairId::Number(*number),
-        Id::Text(text) => PairId::Text(text),
+impl Id {
+    fn as_pair_id(&self) -> PairId<'_> {
+        match self {
+            Self::Number(number) => PairId::Number(i64::from(*number)),
+            Self::Any(number) => PairId::Number(*number),
+            Self::Text(text) => PairId::Text(text),
+        }
     }
 }
 
@@ -59,12 +61,12 @@ fn check_groups(ids: &[PairId<'_>], roles: &[&str], groups: &Groups) {
         assert_eq!(ids[chosen], ids[rejected]);
         assert_eq!((roles[chosen], roles[rejected]), ("chosen", "rejected"));
     }
-    let found: HashSet<u32> = groups.pairs.iter().flatten().chain(&groups.incomplete).copied().collect();
-    assert_eq!(found.len(), ids.len(), "a sample is missing or there twice");
+    let members: HashSet<u32> = groups.pairs.iter().flatten().chain(&groups.incomplete).copied().collect();
+    assert_eq!(members.len(), ids.len(), "a sample is missing or occurs twice");
 }
 
-/// Whether a plan is due: every pair names two samples of its own, and the budget holds the longest
-/// twice.
+/// Whether planning must succeed: every sample exists and occurs once, and the budget holds two
+/// rows of the longest.
 fn is_valid(lengths: &[i32], pairs: &[[i64; 2]], budget: i64) -> bool {
     let length = |sample: &i64| usize::try_from(*sample).ok().and_then(|sample| lengths.get(sample).copied());
     let mut seen = HashSet::new();
@@ -73,9 +75,9 @@ fn is_valid(lengths: &[i32], pairs: &[[i64; 2]], budget: i64) -> bool {
 }
 
 fn check_plan(lengths: &[i32], pairs: &[[i64; 2]], budget: i64, overhead_tokens: Option<i64>) {
-    let made = plan(lengths, pairs, budget, overhead_tokens);
-    assert_eq!(made.is_ok(), is_valid(lengths, pairs, budget), "{made:?}");
-    let Ok(plan) = made else {
+    let result = plan(lengths, pairs, budget, overhead_tokens);
+    assert_eq!(result.is_ok(), is_valid(lengths, pairs, budget), "{result:?}");
+    let Ok(plan) = result else {
         return;
     };
     let mut planned: Vec<[i64; 2]> = Vec::new();
@@ -92,7 +94,7 @@ fn check_plan(lengths: &[i32], pairs: &[[i64; 2]], budget: i64, overhead_tokens:
 }
 
 fuzz_target!(|input: Input| {
-    let ids: Vec<PairId<'_>> = input.samples.iter().map(|sample| id(&sample.0)).collect();
+    let ids: Vec<PairId<'_>> = input.samples.iter().map(|sample| sample.0.as_pair_id()).collect();
     let roles: Vec<&str> = input.samples.iter().map(|sample| sample.1.text()).collect();
     if let Ok(groups) = group(&ids, &roles, input.drop_incomplete) {
         check_groups(&ids, &roles, &groups);

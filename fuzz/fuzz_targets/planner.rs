@@ -1,5 +1,5 @@
-//! Any lengths, budgets and settings: a plan that keeps its promises, or the error that names what
-//! was wrong.
+//! Arbitrary lengths, budgets and settings: plans keep the budget and place every sample once, and
+//! fail exactly on invalid input.
 //!
 //! `cargo +nightly fuzz run planner -- -max_total_time=600`
 #![no_main]
@@ -60,12 +60,13 @@ impl Case {
         self.budget > 0 && self.budget >= self.longest && self.lengths.iter().all(|&length| length >= 0)
     }
 
+    /// The tokens that a micro-batch computes.
     fn tokens(&self, rows: &[u32], padded: bool) -> i128 {
         let lengths = rows.iter().map(|&row| i128::from(self.lengths[row as usize]));
         if padded { rows.len() as i128 * lengths.max().unwrap_or(0) } else { lengths.sum() }
     }
 
-    fn check<'a>(&self, micro_batches: impl Iterator<Item = &'a [u32]>, padded: bool) {
+    fn check_micro_batches<'a>(&self, micro_batches: impl Iterator<Item = &'a [u32]>, padded: bool) {
         let mut seen = vec![false; self.lengths.len()];
         for rows in micro_batches {
             assert!(self.tokens(rows, padded) <= i128::from(self.budget), "over the budget");
@@ -76,11 +77,11 @@ impl Case {
         assert!(seen.into_iter().all(|seen| seen), "a sample is missing");
     }
 
-    fn check_plan(&self, made: Result<Plan, CoreError>, padded: bool) -> Option<Plan> {
-        assert_eq!(made.is_ok(), self.is_valid(), "{made:?}");
-        let plan = made.ok()?;
+    fn check_plan(&self, result: Result<Plan, CoreError>, padded: bool) -> Option<Plan> {
+        assert_eq!(result.is_ok(), self.is_valid(), "{result:?}");
+        let plan = result.ok()?;
         assert!(plan.iter().all(|rows| !rows.is_empty()));
-        self.check(plan.iter(), padded);
+        self.check_micro_batches(plan.iter(), padded);
         let tokens: i128 = plan.iter().map(|rows| self.tokens(rows, padded)).sum();
         assert_eq!(i128::from(plan.padded_tokens()), tokens);
         Some(plan)
@@ -91,9 +92,9 @@ impl Case {
         assert!(plans.iter().all(|plan| plan.len() == steps));
         let empty = plans.iter().flat_map(RankPlan::iter).filter(|rows| rows.is_empty()).count();
         assert!(steps == 0 || empty == (steps * plans.len()).saturating_sub(self.lengths.len()), "{empty} empty");
-        let busy = |plan: &RankPlan| plan.iter().any(|rows| !rows.is_empty());
-        assert!(self.lengths.len() < plans.len() || plans.iter().all(busy), "an idle rank");
-        self.check(plans.iter().flat_map(RankPlan::iter), padded);
+        let has_samples = |plan: &RankPlan| plan.iter().any(|rows| !rows.is_empty());
+        assert!(self.lengths.len() < plans.len() || plans.iter().all(has_samples), "an idle rank");
+        self.check_micro_batches(plans.iter().flat_map(RankPlan::iter), padded);
     }
 }
 
@@ -101,21 +102,21 @@ fuzz_target!(|input: Input| {
     let case = Case::new(input.lengths, input.budget);
     let (lengths, budget) = (&case.lengths, case.budget);
     let overhead_tokens = input.overhead_tokens.saturating_abs();
-    let plain = case.check_plan(greedy(lengths, budget), true);
-    let best = case.check_plan(optimal(lengths, budget, overhead_tokens), true);
+    let greedy_plan = case.check_plan(greedy(lengths, budget), true);
+    let optimal_plan = case.check_plan(optimal(lengths, budget, overhead_tokens), true);
     case.check_plan(padding_free(lengths, budget), false);
-    if let (Some(plain), Some(best)) = (plain, best) {
+    if let (Some(greedy_plan), Some(optimal_plan)) = (greedy_plan, optimal_plan) {
         let cost = |plan: &Plan| i128::from(plan.padded_tokens()) + i128::from(overhead_tokens) * plan.len() as i128;
-        assert!(cost(&best) <= cost(&plain), "greedy is better");
-        assert!(best.len() >= plain.len(), "greedy has too many micro-batches");
+        assert!(cost(&optimal_plan) <= cost(&greedy_plan), "greedy is better");
+        assert!(optimal_plan.len() >= greedy_plan.len(), "greedy has too many micro-batches");
     }
     for packing in [Packing::Greedy, Packing::Optimal, Packing::PaddingFree] {
         let (linear, quadratic) = (i64::from(input.linear), i64::from(input.quadratic));
         let world_size = i64::from(input.world_size) + 1;
         let options = RankOptions { world_size, packing, overhead_tokens, linear, quadratic };
-        let made = plan_ranks(lengths, budget, &options);
-        assert_eq!(made.is_ok(), case.is_valid(), "{made:?}");
-        if let Ok(plans) = made {
+        let result = plan_ranks(lengths, budget, &options);
+        assert_eq!(result.is_ok(), case.is_valid(), "{result:?}");
+        if let Ok(plans) = result {
             case.check_ranks(&plans, packing != Packing::PaddingFree);
         }
     }

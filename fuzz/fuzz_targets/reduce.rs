@@ -1,5 +1,5 @@
-//! Any names, values and denominators: what reducers give is the plain sum, mean or count, and
-//! never a division by zero.
+//! Arbitrary names, values and denominators: both ways of reducing agree, unknown names are
+//! refused, and nothing is divided by zero.
 //!
 //! `cargo +nightly fuzz run reduce -- -max_total_time=600`
 #![no_main]
@@ -35,8 +35,8 @@ impl Kind {
     }
 }
 
-/// Equal up to the order of the sum, whatever its size; overflow may come earlier in one order than
-/// in another.
+/// Whether two sums are equal up to the order of summation. One order may overflow earlier than
+/// another. `size` is the sum of the absolute values.
 fn agree(got: f64, want: f64, size: f64) -> bool {
     !size.is_finite() || !got.is_finite() || !want.is_finite() || (got - want).abs() <= 1e-9 * size
 }

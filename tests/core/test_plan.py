@@ -248,7 +248,7 @@ def test_lengths_are_those_of_the_sequences() -> None:
     assert _core.lengths_of([]).dtype == np.int32
     with pytest.raises(DataError, match="exceeds 2"):
         _core.lengths_of([range(2**31)])
-    with pytest.raises(DataTypeError, match=r"sequences\[1\] is no sequence: .*has no len"):
+    with pytest.raises(DataTypeError, match=r"sequences\[1\] is not a sequence: .*has no len"):
         _core.lengths_of([[1], 3])
     assert _core.lengths_of(([1, 2], [3])).tolist() == [2, 1]
 
@@ -257,10 +257,10 @@ def test_an_index_that_is_none_is_said_to_be_none() -> None:
     lengths = int32([4, 4, 4])
     for plan in (_core.plan_greedy(lengths, 4), _core.plan_ranks(lengths, 4, 1)[0]):
         for index in (slice(0, 2), "0", 1.0, None):
-            with pytest.raises(DataTypeError, match=r"index of a micro-batch is .*; for a slice take that of list\(plan\)"):
+            with pytest.raises(DataTypeError, match=r"micro-batch index is .*; for a slice, use list\(plan\)"):
                 plan[index]  # type: ignore[index]
         for huge in (2**70, -(2**70)):
-            with pytest.raises(IndexError, match=f"micro-batch {huge} is in no plan"):
+            with pytest.raises(IndexError, match=f"micro-batch index {huge} is out of range"):
                 plan[huge]
 
 

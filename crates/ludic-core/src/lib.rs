@@ -1,5 +1,5 @@
-//! Columns in, plans and buffers out: truncate, pack, collate and reduce macro-batches of token
-//! sequences.
+//! Truncates, packs, collates and reduces macro-batches of token sequences. Takes columns; returns
+//! plans and writes into the caller's buffers.
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 

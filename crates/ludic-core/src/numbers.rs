@@ -1,8 +1,8 @@
-//! Numbers of any width as the caller holds them, checked and narrowed to the width of the columns.
+//! Borrowed numbers of any width, checked and narrowed to the width of the columns.
 
 use crate::CoreError;
 
-/// Integers as the caller has them.
+/// Integers of any width, borrowed from the caller.
 #[derive(Debug, Clone, Copy)]
 #[allow(missing_docs)]
 pub enum Ints<'a> {
@@ -16,7 +16,7 @@ pub enum Ints<'a> {
     U64(&'a [u64]),
 }
 
-/// Floats as the caller has them.
+/// Floats of any width, borrowed from the caller.
 #[derive(Debug, Clone, Copy)]
 #[allow(missing_docs)]
 pub enum Floats<'a> {
@@ -24,7 +24,7 @@ pub enum Floats<'a> {
     F64(&'a [f64]),
 }
 
-/// Runs `$body` with `$values` bound to the slice, whatever its element type.
+/// Runs `$body` with `$values` bound to the slice of integers, whatever its element type.
 macro_rules! each_width {
     ($ints:expr, $values:ident => $body:expr) => {
         match $ints {
@@ -40,6 +40,7 @@ macro_rules! each_width {
     };
 }
 
+/// The same for floats.
 macro_rules! each_float {
     ($floats:expr, $values:ident => $body:expr) => {
         match $floats {
@@ -52,137 +53,140 @@ macro_rules! each_float {
 pub(crate) use {each_float, each_width};
 
 impl Ints<'_> {
-    /// A copy as indices.
+    /// Copies the values as indices.
     ///
     /// # Errors
-    /// [`CoreError::IndexTooLarge`] where one does not fit in a signed integer.
+    /// [`CoreError::IndexTooLarge`] if a value does not fit in 64 signed bits.
     pub fn to_i64(&self) -> Result<Vec<i64>, CoreError> {
-        let index = |value: i128| i64::try_from(value).map_err(|_| CoreError::IndexTooLarge { index: value });
-        each_width!(self, values => values.iter().map(|value| index(value.exact())).collect())
+        let to_index = |value: i128| i64::try_from(value).map_err(|_| CoreError::IndexTooLarge { index: value });
+        each_width!(self, values => values.iter().map(|value| to_index(value.to_i128())).collect())
     }
 
-    /// How many there are.
+    /// The number of values.
     pub fn len(&self) -> usize {
         each_width!(self, values => values.len())
     }
 
-    /// Whether there is none.
+    /// Whether there are no values.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
 impl Floats<'_> {
-    /// How many there are.
+    /// The number of values.
     pub fn len(&self) -> usize {
         each_float!(self, values => values.len())
     }
 
-    /// Whether there is none.
+    /// Whether there are no values.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// What an integer column needs of its element type.
+/// An integer that a column can be read from. The `to_` conversions do not check the range.
 pub(crate) trait Int: Copy + Default + std::ops::BitOr<Output = Self> {
-    /// Sign-extended, so that anything negative is huge.
-    fn unsigned(self) -> u64;
-    fn exact(self) -> i128;
-    fn id(self) -> i32;
-    fn bit(self) -> u8;
+    /// Sign-extends, so that a negative value exceeds any limit.
+    fn to_u64(self) -> u64;
+    fn to_i128(self) -> i128;
+    fn to_id(self) -> i32;
+    fn to_bit(self) -> u8;
 }
 
-macro_rules! int {
+macro_rules! impl_int {
     ($($width:ty),*) => {$(
         impl Int for $width {
-            fn unsigned(self) -> u64 { self as u64 }
-            fn exact(self) -> i128 { i128::from(self) }
-            fn id(self) -> i32 { self as i32 }
-            fn bit(self) -> u8 { self as u8 }
+            fn to_u64(self) -> u64 { self as u64 }
+            fn to_i128(self) -> i128 { i128::from(self) }
+            fn to_id(self) -> i32 { self as i32 }
+            fn to_bit(self) -> u8 { self as u8 }
         }
     )*};
 }
-int!(i8, i16, i32, i64, u8, u16, u32, u64);
+impl_int!(i8, i16, i32, i64, u8, u16, u32, u64);
 
+/// A float that a column can be read from.
 pub(crate) trait Float: Copy + Default {
-    fn single(self) -> f32;
-    fn wide(self) -> f64;
+    fn to_f32(self) -> f32;
+    fn to_f64(self) -> f64;
 }
 
 impl Float for f32 {
-    fn single(self) -> f32 {
+    fn to_f32(self) -> f32 {
         self
     }
-    fn wide(self) -> f64 {
+    fn to_f64(self) -> f64 {
         f64::from(self)
     }
 }
 
 impl Float for f64 {
-    fn single(self) -> f32 {
+    fn to_f32(self) -> f32 {
         self as f32
     }
-    fn wide(self) -> f64 {
+    fn to_f64(self) -> f64 {
         self
     }
 }
 
-/// A value outside its range, before it is known which sample it belongs to.
+/// A value outside its range, and its position in the slice that was checked.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Bad {
+pub(crate) struct OutOfRange {
     pub(crate) position: usize,
     value: i128,
 }
 
-impl Bad {
-    /// The refusal of an id, with its place: sample and position within it.
-    pub(crate) fn token_id(self, (sample, position): (usize, usize)) -> CoreError {
+impl OutOfRange {
+    /// The error for a token id at this (sample, position in the sample).
+    pub(crate) fn token_id_error(self, (sample, position): (usize, usize)) -> CoreError {
         CoreError::TokenId { sample, position, value: self.value }
     }
 
-    /// The refusal of a mask value.
-    pub(crate) fn mask(self, (sample, position): (usize, usize), field: &'static str) -> CoreError {
+    /// The error for a mask value at this (sample, position in the sample).
+    pub(crate) fn mask_error(self, (sample, position): (usize, usize), field: &'static str) -> CoreError {
         CoreError::MaskValue { sample, field, position, value: self.value }
     }
 }
 
-/// Appends ids after one vectorised check of them all; the offender is searched for only when there
-/// is one.
-pub(crate) fn push_ids(ids: Ints<'_>, column: &mut Vec<i32>) -> Result<(), Bad> {
+/// Appends ids, if all of them are in range.
+pub(crate) fn push_ids(ids: Ints<'_>, column: &mut Vec<i32>) -> Result<(), OutOfRange> {
     each_width!(ids, values => {
         check_at_most(values, i32::MAX as u64)?;
-        column.extend(values.iter().map(|&value| value.id()));
+        column.extend(values.iter().map(|&value| value.to_id()));
     });
     Ok(())
 }
 
-pub(crate) fn push_mask(mask: Ints<'_>, column: &mut Vec<u8>) -> Result<(), Bad> {
+/// Appends a mask, if all of its values are 0 or 1.
+pub(crate) fn push_mask(mask: Ints<'_>, column: &mut Vec<u8>) -> Result<(), OutOfRange> {
     each_width!(mask, values => {
         check_at_most(values, 1)?;
-        column.extend(values.iter().map(|&value| value.bit()));
+        column.extend(values.iter().map(|&value| value.to_bit()));
     });
     Ok(())
 }
 
-/// `limit + 1` is a power of two, so that a set bit above it anywhere shows in the OR of all
-/// values.
-fn check_at_most<T: Int>(values: &[T], limit: u64) -> Result<(), Bad> {
+/// Checks that no value exceeds `limit`; `limit + 1` must be a power of two. Then the OR of all
+/// values exceeds `limit` exactly if one of them does: for the limit 1, `0 | 1 | 2` is 3. Computing
+/// it is one vectorised pass; the first bad value is searched for only if there is one.
+fn check_at_most<T: Int>(values: &[T], limit: u64) -> Result<(), OutOfRange> {
     let union = values.iter().fold(T::default(), |union, &value| union | value);
-    if union.unsigned() <= limit {
+    if union.to_u64() <= limit {
         return Ok(());
     }
-    let offender = values.iter().position(|value| value.unsigned() > limit);
-    let position = offender.unwrap_or_default();
-    Err(Bad { position, value: values[position].exact() })
+    let position = values.iter().position(|value| value.to_u64() > limit).unwrap_or_default();
+    Err(OutOfRange { position, value: values[position].to_i128() })
 }
 
-pub(crate) fn all_ones(mask: Ints<'_>) -> bool {
+/// Whether every value is 1.
+pub(crate) fn is_all_ones(mask: Ints<'_>) -> bool {
     // No early exit: the loop is vectorised, and nearly every mask is all ones.
-    each_width!(mask, values => values.iter().fold(true, |all, value| all & (value.unsigned() == 1)))
+    each_width!(mask, values => values.iter().fold(true, |all, value| all & (value.to_u64() == 1)))
 }
 
-pub(crate) fn first_non_finite<T: Float>(values: &[T]) -> Option<usize> {
-    let all_finite = values.iter().fold(true, |all, value| all & value.single().is_finite());
-    if all_finite { None } else { values.iter().position(|value| !value.single().is_finite()) }
+/// The position of the first value that is NaN or infinite in float32.
+pub(crate) fn find_non_finite<T: Float>(values: &[T]) -> Option<usize> {
+    let all_finite = values.iter().fold(true, |all, value| all & value.to_f32().is_finite());
+    if all_finite { None } else { values.iter().position(|value| !value.to_f32().is_finite()) }
 }

@@ -1,4 +1,4 @@
-//! Preference pairs: grouped by id, checked, and planned as atoms of two rows.
+//! Preference pairs: groups samples into pairs, and plans micro-batches that keep pairs whole.
 //!
 //! ```
 //! use ludic_core::pairs::{PairId, group, plan};
@@ -9,8 +9,9 @@
 //! assert_eq!(groups.incomplete, [3]);
 //! // Two pairs of at most 5 tokens are four rows: 4 * 5 = 20. The shorter pair comes first.
 //! let pairs = [[0, 2], [4, 1]];
-//! assert_eq!(plan(&[5, 3, 4, 9, 2], &pairs, 20, None)?.iter().collect::<Vec<_>>(), [[4, 1, 0, 2]]);
-//! assert_eq!(plan(&[5, 3, 4, 9, 2], &pairs, 19, None)?.len(), 2);
+//! let lengths = [5, 3, 4, 9, 2];
+//! assert_eq!(plan(&lengths, &pairs, 20, None)?.iter().collect::<Vec<_>>(), [[4, 1, 0, 2]]);
+//! assert_eq!(plan(&lengths, &pairs, 19, None)?.len(), 2);
 //! # Ok::<(), ludic_core::CoreError>(())
 //! ```
 
@@ -18,9 +19,9 @@ use std::collections::HashMap;
 use std::fmt;
 
 use crate::CoreError;
-use crate::plan::{Plan, Sorted, check_budget, check_overhead, greedy_offsets, optimal_offsets};
+use crate::plan::{Plan, SortedLengths, check_budget, check_overhead, greedy_offsets, optimal_offsets};
 
-/// What names a pair. The number 1 and the text "1" are different pairs.
+/// The id of a pair. The number 1 and the text "1" are different ids.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PairId<'a> {
     /// A number.
@@ -38,20 +39,20 @@ impl fmt::Display for PairId<'_> {
     }
 }
 
-/// The two roles, in the order in which a pair's rows stand.
+/// The two roles, in the order of the rows of a pair.
 const ROLES: [&str; 2] = ["chosen", "rejected"];
 
-/// The samples of each pair, and what was left out.
+/// Complete pairs, and the samples of incomplete ones.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Groups {
-    /// Chosen and rejected sample of each complete pair, in order of the pairs' first appearance.
+    /// The chosen and the rejected sample of each complete pair, in order of first appearance.
     pub pairs: Vec<[u32; 2]>,
     /// The only sample of each incomplete pair, in the same order.
     pub incomplete: Vec<u32>,
 }
 
-/// Group samples by pair id. Each pair has one `"chosen"` and one `"rejected"`; one that lacks
-/// either is left out, or an error unless `drop_incomplete`.
+/// Groups samples by pair id. A pair has one `"chosen"` and one `"rejected"` sample. A pair that
+/// lacks either is left out if `drop_incomplete`, and is an error otherwise.
 pub fn group(ids: &[PairId<'_>], roles: &[&str], drop_incomplete: bool) -> Result<Groups, CoreError> {
     if ids.len() != roles.len() {
         return Err(CoreError::UnequalColumns {
@@ -61,9 +62,8 @@ pub fn group(ids: &[PairId<'_>], roles: &[&str], drop_incomplete: bool) -> Resul
             second_len: roles.len() as u64,
         });
     }
-    let found = collect(ids, roles)?;
     let mut groups = Groups::default();
-    for members in found {
+    for members in collect_members(ids, roles)? {
         match members {
             [Some(chosen), Some(rejected)] => groups.pairs.push([chosen, rejected]),
             [Some(only), None] | [None, Some(only)] => groups.incomplete.push(only),
@@ -80,35 +80,36 @@ pub fn group(ids: &[PairId<'_>], roles: &[&str], drop_incomplete: bool) -> Resul
     }
 }
 
-/// The samples of each pair by role, in order of first appearance.
-fn collect(ids: &[PairId<'_>], roles: &[&str]) -> Result<Vec<[Option<u32>; 2]>, CoreError> {
+/// The samples of each pair by role, pairs in order of first appearance. The ids a, b, a with the
+/// roles chosen, rejected, rejected give [[0, 2], [none, 1]].
+fn collect_members(ids: &[PairId<'_>], roles: &[&str]) -> Result<Vec<[Option<u32>; 2]>, CoreError> {
     let mut slots = HashMap::with_capacity(ids.len() / 2 + 1);
-    let mut found: Vec<[Option<u32>; 2]> = Vec::with_capacity(ids.len() / 2 + 1);
-    let mut neighbour = None;
+    let mut members: Vec<[Option<u32>; 2]> = Vec::with_capacity(ids.len() / 2 + 1);
+    let mut previous = None;
     for ((id, role), sample) in ids.iter().zip(roles).zip(0u32..) {
-        let Some(role) = ROLES.iter().position(|known| known == role) else {
+        let Some(role) = ROLES.iter().position(|candidate| candidate == role) else {
             return Err(CoreError::UnknownRole { index: u64::from(sample), role: (*role).to_owned() });
         };
-        // Most often the two halves of a pair stand side by side: then the second needs no look-up.
-        let slot = match neighbour {
-            Some((last, slot)) if last == id => slot,
-            _ => *slots.entry(id).or_insert(found.len()),
+        // The two samples of a pair are usually adjacent: then the second needs no lookup.
+        let slot = match previous {
+            Some((previous_id, slot)) if previous_id == id => slot,
+            _ => *slots.entry(id).or_insert(members.len()),
         };
-        neighbour = Some((id, slot));
-        if slot == found.len() {
-            found.push([None; 2]);
+        previous = Some((id, slot));
+        if slot == members.len() {
+            members.push([None; 2]);
         }
-        if let Some(first) = found[slot][role].replace(sample) {
+        if let Some(first) = members[slot][role].replace(sample) {
             let (first, second) = (u64::from(first), u64::from(sample));
             return Err(CoreError::DuplicateRole { pair: id.to_string(), role: ROLES[role], first, second });
         }
     }
-    Ok(found)
+    Ok(members)
 }
 
-/// Plan pairs of sample indices (chosen, rejected), each an atom of two rows as long as its longer
-/// sample: `2 * longest * pairs <= budget`. Chosen and rejected are neighbours. Samples in no pair
-/// are in no micro-batch.
+/// Plans micro-batches from pairs of sample indices (chosen, rejected). A pair is two adjacent
+/// rows, both as long as its longer sample: `2 * longest * pairs <= budget`. Samples in no pair are
+/// in no micro-batch.
 ///
 /// Greedy without `overhead_tokens`, the exact optimum with it.
 pub fn plan(
@@ -119,10 +120,10 @@ pub fn plan(
 ) -> Result<Plan, CoreError> {
     let overhead = overhead_tokens.map(check_overhead).transpose()?;
     let pairs = check_pairs(lengths.len(), pairs)?;
-    let length = |pair: &[u32; 2]| lengths[pair[0] as usize].max(lengths[pair[1] as usize]);
+    let pair_length = |pair: &[u32; 2]| lengths[pair[0] as usize].max(lengths[pair[1] as usize]);
     check_lengths(lengths, &pairs)?;
-    let sorted = Sorted::new(&pairs.iter().map(length).collect::<Vec<_>>())?;
-    // For whole numbers `2 * rows <= budget` is `rows <= budget / 2`.
+    let sorted = SortedLengths::new(&pairs.iter().map(pair_length).collect::<Vec<_>>())?;
+    // In integers, `2 * longest * pairs <= budget` equals `longest * pairs <= budget / 2`.
     let budget = check_budget(micro_token_budget, 0)? / 2;
     if budget < u64::from(sorted.longest()) {
         return Err(CoreError::PairBudgetTooSmall {
@@ -134,11 +135,12 @@ pub fn plan(
         Some(overhead) => optimal_offsets(&sorted.runs, budget, overhead, 2),
         None => greedy_offsets(&sorted.runs, budget),
     };
+    // Each pair is two rows: the offsets [0, 1, 3] in pairs are [0, 2, 6] in samples.
     let indices = sorted.order.iter().flat_map(|&pair| pairs[pair as usize]).collect();
     Ok(Plan::padded(lengths, indices, offsets.into_iter().map(|offset| 2 * offset).collect()))
 }
 
-/// The pairs as indices of samples that exist and that no other place uses.
+/// The pairs as 32-bit indices. Checks that every sample exists and belongs to only one pair.
 fn check_pairs(samples: usize, pairs: &[[i64; 2]]) -> Result<Vec<[u32; 2]>, CoreError> {
     if samples >= u32::MAX as usize {
         return Err(CoreError::TooManySamples { count: samples as u64 });
@@ -161,7 +163,7 @@ fn check_pairs(samples: usize, pairs: &[[i64; 2]]) -> Result<Vec<[u32; 2]>, Core
         .collect()
 }
 
-/// Neither sample of a pair has a negative length; the longer one would hide it.
+/// Checks that no sample of a pair has a negative length. The length of the pair would hide it.
 fn check_lengths(lengths: &[i32], pairs: &[[u32; 2]]) -> Result<(), CoreError> {
     match pairs.iter().flatten().find(|&&sample| lengths[sample as usize] < 0) {
         Some(&sample) => {

@@ -1,22 +1,24 @@
-//! Mean, sum and count over what samples say of themselves.
+//! Mean, sum and count of a statistic over samples.
 //!
-//! An absent value is left out. NaN is a value: it counts as true, and makes a sum and a mean NaN,
-//! so that it is seen. Sums are compensated: what rounding takes from them is added at the end. A
-//! denominator, where one is given, divides the *sum* (or the count) once, also for `mean`, whose
-//! own count it replaces; without values, or with a denominator of zero, the result is 0.
+//! Absent values are skipped. NaN is a value: it counts as true, and makes a sum and a mean NaN, so
+//! that it shows. Sums are compensated: rounding errors are collected and added at the end. A
+//! denominator divides the *sum* (or the count) once; for `mean` it replaces the number of values.
+//! Without values, or with a denominator of 0, the result is 0.
+//!
+//! The values 1, 2 and 6 have the mean 3; with a denominator of 4 samples it is 9 / 4.
 
 use std::str::FromStr;
 
 use crate::CoreError;
 
-/// What is done with the values.
+/// How values are reduced to one number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reduction {
-    /// Their sum by their number.
+    /// The sum divided by the number of values.
     Mean,
-    /// Their sum.
+    /// The sum.
     Sum,
-    /// How many are true, that is not 0.
+    /// The number of values that are true: not 0.
     CountTrue,
 }
 
@@ -33,19 +35,19 @@ impl FromStr for Reduction {
     }
 }
 
-/// What the result is divided by.
+/// The number that divides the result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Denominator {
-    /// By nothing; a mean by the number of its values.
+    /// No division; a mean is still divided by the number of its values.
     None,
-    /// By the number of samples.
+    /// The number of samples.
     Samples,
-    /// By the number of rollouts.
+    /// The number of rollouts.
     Rollouts,
 }
 
 impl Denominator {
-    /// Its count, if it has one.
+    /// The count to divide by; `None` for [`Denominator::None`].
     pub fn count(self, num_samples: u64, num_rollouts: u64) -> Option<u64> {
         match self {
             Self::None => None,
@@ -68,84 +70,88 @@ impl TryFrom<Option<&str>> for Denominator {
     }
 }
 
-/// One reducer on its way through the values.
+/// The running state of one reducer.
 #[derive(Debug, Clone, Copy)]
 pub struct Accumulator {
     reduction: Reduction,
-    sum: Sum,
+    sum: CompensatedSum,
     count: u64,
 }
 
 impl Accumulator {
-    /// Before the first value.
+    /// An accumulator without values.
     pub fn new(reduction: Reduction) -> Self {
-        Self { reduction, sum: Sum::default(), count: 0 }
+        Self { reduction, sum: CompensatedSum::default(), count: 0 }
     }
 
-    /// Takes one value that is present.
+    /// Adds one value.
     pub fn add(&mut self, value: f64) {
-        self.sum = self.sum.with(match self.reduction {
+        self.sum = self.sum.plus(match self.reduction {
             Reduction::CountTrue => f64::from(u8::from(value != 0.0)),
             Reduction::Mean | Reduction::Sum => value,
         });
         self.count += 1;
     }
 
-    /// The result, divided by `denominator` where there is one.
+    /// Returns the result, divided by `denominator` if there is one.
     pub fn finish(&self, denominator: Option<u64>) -> f64 {
-        let by = match (self.reduction, denominator) {
+        let divisor = match (self.reduction, denominator) {
             (_, Some(denominator)) => denominator,
             (Reduction::Mean, None) => self.count,
             (Reduction::Sum | Reduction::CountTrue, None) => return self.sum.value(),
         };
-        if by == 0 { 0.0 } else { self.sum.value() / by as f64 }
+        if divisor == 0 { 0.0 } else { self.sum.value() / divisor as f64 }
     }
 }
 
-/// Reduces one column, in which every value is present. The order of the sum is fixed, so that the
+/// Reduces one column in which every value is present. The order of summation is fixed, so that the
 /// result is the same on every machine.
 pub fn reduce_column(reduction: Reduction, values: &[f64]) -> f64 {
     match reduction {
         Reduction::CountTrue => values.iter().filter(|&&value| value != 0.0).count() as f64,
-        Reduction::Sum => total(values),
+        Reduction::Sum => sum_in_lanes(values),
         Reduction::Mean if values.is_empty() => 0.0,
-        Reduction::Mean => total(values) / values.len() as f64,
+        Reduction::Mean => sum_in_lanes(values) / values.len() as f64,
     }
 }
 
-/// Several sums beside each other, which a processor adds at once.
-fn total(values: &[f64]) -> f64 {
+/// The compensated sum in 8 lanes, which the processor adds at once; then the sum of the lanes and
+/// the tail. Value `k` belongs to lane `k % 8`, except for the tail of fewer than 8 values.
+fn sum_in_lanes(values: &[f64]) -> f64 {
     const LANES: usize = 8;
     let (groups, tail) = values.as_chunks::<LANES>();
-    let (mut totals, mut losts) = ([0.0; LANES], [0.0; LANES]);
+    let (mut totals, mut compensations) = ([0.0; LANES], [0.0; LANES]);
     for group in groups {
-        for ((total, lost), &value) in totals.iter_mut().zip(&mut losts).zip(group) {
-            let lane = Sum { total: *total, lost: *lost }.with(value);
-            (*total, *lost) = (lane.total, lane.lost);
+        for ((total, compensation), &value) in totals.iter_mut().zip(&mut compensations).zip(group) {
+            let lane = CompensatedSum { total: *total, compensation: *compensation }.plus(value);
+            (*total, *compensation) = (lane.total, lane.compensation);
         }
     }
-    let sum = tail.iter().chain(&totals).fold(Sum::default(), |sum, &value| sum.with(value));
-    Sum { lost: sum.lost + losts.iter().sum::<f64>(), ..sum }.value()
+    let sum = tail.iter().chain(&totals).fold(CompensatedSum::default(), |sum, &value| sum.plus(value));
+    CompensatedSum { compensation: sum.compensation + compensations.iter().sum::<f64>(), ..sum }.value()
 }
 
-/// A sum that keeps what rounding takes from it: the compensated sum of Neumaier (1974), with the
-/// error of each addition found without a branch (Knuth's TwoSum).
+/// A sum that also collects its rounding errors: the compensated sum of Neumaier (1974), with the
+/// error of each addition computed without a branch (Knuth's TwoSum).
 #[derive(Debug, Clone, Copy, Default)]
-struct Sum {
+struct CompensatedSum {
     total: f64,
-    lost: f64,
+    /// The sum of the rounding errors. 1e16 + 1 is rounded to 1e16 and leaves 1 here.
+    compensation: f64,
 }
 
-impl Sum {
+impl CompensatedSum {
     #[inline(always)]
-    fn with(self, value: f64) -> Self {
+    fn plus(self, value: f64) -> Self {
         let total = self.total + value;
         let added = total - self.total;
-        Self { total, lost: self.lost + ((self.total - (total - added)) + (value - added)) }
+        let rounding_error = (self.total - (total - added)) + (value - added);
+        Self { total, compensation: self.compensation + rounding_error }
     }
 
-    /// Where the total is infinite nothing finite was lost.
+    /// The total with its rounding errors. Once the total is infinite, the compensation is NaN and
+    /// is left out.
     fn value(self) -> f64 {
-        if self.lost.is_finite() { self.total + self.lost } else { self.total }
+        if self.compensation.is_finite() { self.total + self.compensation } else { self.total }
     }
 }

@@ -1,46 +1,48 @@
-//! A macro-batch as columns. Every view (`truncate`, `select`) shares the columns and owns only one
-//! small row a sample.
+//! A macro-batch stored as columns. Views (`truncate`, `select`, `chained`) share the columns and
+//! own one small row per sample.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::CoreError;
 
-/// Action tokens are counted once for every block of this many tokens, so that any span is counted
-/// in O(1).
+/// The number of tokens in a block. Action tokens are counted once per block, so that counting any
+/// span is O(1).
 const BLOCK: usize = 64;
 
-/// The token-aligned columns of all samples, one after the other.
+/// The token-aligned columns of all samples, concatenated.
 #[derive(Debug, Default)]
 pub(crate) struct Columns {
     pub(crate) ids: Vec<i32>,
     /// 0 or 1 for each token.
     pub(crate) action: Vec<u8>,
-    /// 0 where the token is no action.
+    /// 0 where the token is not an action.
     pub(crate) logps: Option<Vec<f32>>,
-    /// Absent when every token is attended to, which is what nearly every sample says.
+    /// None if every token is attended to, which is true of nearly all data.
     pub(crate) attention: Option<Vec<u8>>,
-    /// Action tokens before each block of `BLOCK` tokens.
-    pub(crate) block_ranks: Vec<usize>,
+    /// The number of action tokens before each block, then the total. With blocks of 2 tokens, the
+    /// action mask [1, 0, 1] gives [0, 1, 2].
+    pub(crate) actions_before_block: Vec<usize>,
 }
 
 impl Columns {
-    /// Counts the action tokens of each block; the columns do not change afterwards.
+    /// Counts the action tokens before each block. The columns do not change afterwards.
     pub(crate) fn seal(mut self) -> Arc<Self> {
         let mut before = 0;
-        self.block_ranks = Vec::with_capacity(self.action.len() / BLOCK + 1);
+        self.actions_before_block = Vec::with_capacity(self.action.len() / BLOCK + 1);
         for block in self.action.chunks(BLOCK) {
-            self.block_ranks.push(before);
-            before += ones(block);
+            self.actions_before_block.push(before);
+            before += count_ones(block);
         }
-        self.block_ranks.push(before);
+        self.actions_before_block.push(before);
         Arc::new(self)
     }
 
-    /// Takes back all tokens from `end` on, in columns that are not sealed.
+    /// Removes all tokens from `end` on. Only for columns that are not sealed yet.
     pub(crate) fn truncate(&mut self, end: usize) {
         self.ids.truncate(end);
         self.action.truncate(end);
-        // The first sample decides whether there are log-probabilities.
+        // The first sample decides whether there are log-probabilities: without it, nothing has.
         self.logps = self.logps.take().filter(|_| end > 0);
         if let Some(column) = &mut self.logps {
             column.truncate(end);
@@ -50,61 +52,70 @@ impl Columns {
         }
     }
 
-    /// Whether `row` holds all ids of `before`, then others, and acts on the others alone.
-    fn continues(&self, before: &Row, row: &Row) -> bool {
-        let shared = before.len as usize;
-        before.len < row.len
-            && self.ids[before.span()] == self.ids[row.start..row.start + shared]
-            && self.rank(row.start) == self.rank(row.start + shared)
-            && self.attention.as_ref().is_none_or(|mask| ![before, row].iter().any(|row| mask[row.span()].contains(&0)))
+    /// Whether `row` continues `previous`: it begins with all ids of `previous`, is longer, and has
+    /// no action among the shared ids. [5, 6, 7] with the action mask [0, 0, 1] continues [5, 6].
+    /// Never true if either row has a 0 in its attention mask.
+    fn continues(&self, row: &Row, previous: &Row) -> bool {
+        let shared = previous.len as usize;
+        previous.len < row.len
+            && self.ids[previous.span()] == self.ids[row.start..row.start + shared]
+            && self.count_actions(row.start..row.start + shared) == 0
+            && self
+                .attention
+                .as_ref()
+                .is_none_or(|mask| ![previous, row].iter().any(|row| mask[row.span()].contains(&0)))
     }
 
-    /// Action tokens before `position`.
-    fn rank(&self, position: usize) -> usize {
+    /// The number of action tokens in a span. O(1).
+    fn count_actions(&self, span: Range<usize>) -> usize {
+        self.count_actions_before(span.end) - self.count_actions_before(span.start)
+    }
+
+    fn count_actions_before(&self, position: usize) -> usize {
         let block = position / BLOCK;
-        self.block_ranks[block] + ones(&self.action[block * BLOCK..position])
+        self.actions_before_block[block] + count_ones(&self.action[block * BLOCK..position])
     }
 }
 
 /// The number of ones in a mask of zeros and ones.
-pub(crate) fn ones(mask: &[u8]) -> usize {
+pub(crate) fn count_ones(mask: &[u8]) -> usize {
     // A byte holds the sum of up to 255 ones, and sums of bytes use whole vector registers.
-    let sum_of = |part: &[u8]| part.iter().fold(0u8, |sum, &bit| sum.wrapping_add(bit));
-    mask.chunks(255).map(|part| usize::from(sum_of(part))).sum()
+    let sum_bytes = |part: &[u8]| part.iter().fold(0u8, |sum, &bit| sum.wrapping_add(bit));
+    mask.chunks(255).map(|part| usize::from(sum_bytes(part))).sum()
 }
 
-/// Where one sample lies in the columns, and how much of it is kept.
+/// The position of one sample in the columns, and its length after truncation.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Row {
     pub(crate) start: usize,
     pub(crate) len: u32,
     pub(crate) original_len: u32,
     pub(crate) weight: f32,
-    /// The index of the sample that its chain begins with; [`ALONE`](Self::ALONE) outside any
-    /// chain.
+    /// The index of the first sample of its chain; [`NO_CHAIN`](Self::NO_CHAIN) if it is in none.
     pub(crate) chain: u32,
-    /// The index that it had when it was chained: samples of a chain continue one another in this
-    /// order.
+    /// The index of the sample when the chains were made. Samples of a chain continue each other
+    /// in this order.
     pub(crate) link: u32,
 }
 
 impl Row {
-    pub(crate) const ALONE: u32 = u32::MAX;
+    pub(crate) const NO_CHAIN: u32 = u32::MAX;
 
-    /// A sample of `len` tokens from `start` on, all of them kept, in no chain.
-    pub(crate) fn whole(start: usize, len: u32, weight: f32) -> Self {
-        Self { start, len, original_len: len, weight, chain: Self::ALONE, link: Self::ALONE }
+    /// A sample of `len` tokens from `start` on, not truncated and in no chain.
+    pub(crate) fn new(start: usize, len: u32, weight: f32) -> Self {
+        Self { start, len, original_len: len, weight, chain: Self::NO_CHAIN, link: Self::NO_CHAIN }
     }
 
-    pub(crate) fn span(&self) -> std::ops::Range<usize> {
+    /// The range of its tokens in the columns. A `start` of 3 and a `len` of 2 give 3..5.
+    pub(crate) fn span(&self) -> Range<usize> {
         self.start..self.start + self.len as usize
     }
 }
 
-/// Samples as columns: token ids, action masks, log-probabilities of the actor and weights.
+/// Samples stored as columns: token ids, action masks, the actor's log-probabilities and weights.
 ///
-/// Built by [`TableBuilder`](crate::TableBuilder) or [`from_columns`](Self::from_columns),
-/// immutable afterwards.
+/// Immutable. Build it with [`TableBuilder`](crate::TableBuilder) or
+/// [`from_columns`](Self::from_columns).
 ///
 /// ```
 /// use ludic_core::{Ints, Sample, TableBuilder};
@@ -129,7 +140,7 @@ pub struct SampleTable {
 }
 
 impl SampleTable {
-    /// Samples.
+    /// The number of samples.
     pub fn len(&self) -> usize {
         self.rows.len()
     }
@@ -139,87 +150,90 @@ impl SampleTable {
         self.rows.is_empty()
     }
 
-    /// Tokens of all samples, after truncation.
+    /// The number of tokens of all samples, after truncation.
     pub fn num_tokens(&self) -> usize {
         self.rows.iter().map(|row| row.len as usize).sum()
     }
 
-    /// Whether the samples carry the actor's log-probabilities.
+    /// Whether the samples have the actor's log-probabilities.
     pub fn has_actor_logps(&self) -> bool {
         self.columns.logps.is_some()
     }
 
-    /// Tokens of each sample, after truncation.
+    /// The number of tokens of each sample, after truncation.
     pub fn lengths(&self) -> Vec<i32> {
         self.rows.iter().map(|row| row.len as i32).collect()
     }
 
-    /// Tokens of each sample as ingested.
+    /// The number of tokens of each sample before truncation.
     pub fn original_lengths(&self) -> Vec<i32> {
         self.rows.iter().map(|row| row.original_len as i32).collect()
     }
 
-    /// Action tokens of each sample, after truncation. O(1) a sample.
+    /// The number of action tokens of each sample, after truncation. O(1) per sample.
     pub fn action_counts(&self) -> Vec<i32> {
         self.rows.iter().map(|row| self.count_actions(row.span())).collect()
     }
 
-    /// Action tokens of each sample at positions >= 1: those that a causal model predicts.
+    /// The number of action tokens of each sample at positions >= 1, which are those that a causal
+    /// model predicts. The action mask [1, 0, 1] has 2 actions and 1 target.
     pub fn target_counts(&self) -> Vec<i32> {
-        let targets = |row: &Row| {
+        let count_targets = |row: &Row| {
             let span = row.span();
             self.count_actions((span.start + 1).min(span.end)..span.end)
         };
-        self.rows.iter().map(targets).collect()
+        self.rows.iter().map(count_targets).collect()
     }
 
-    /// Credit of each sample.
+    /// The weight (credit) of each sample.
     pub fn weights(&self) -> Vec<f32> {
         self.rows.iter().map(|row| row.weight).collect()
     }
 
-    /// The samples at `indices`, in that order; an index may come twice. No token is copied.
+    /// Returns the samples at `indices`, in that order. An index may occur twice. Copies no token.
     pub fn select(&self, indices: &[i64]) -> Result<Self, CoreError> {
         let rows = indices.iter().map(|&index| self.row(index)).collect::<Result<_, _>>()?;
         Ok(Self { columns: Arc::clone(&self.columns), rows })
     }
 
-    /// The same samples, with those that continue one another **chained**: the ids of a sample
-    /// begin with all ids of the sample before it, and none of those is one of its actions. So the
-    /// turns of a dialogue are, as long as nobody rewrites its history.
+    /// Returns the same samples, with those that continue each other linked into **chains**. A
+    /// sample continues the one before it if its ids begin with all ids of that sample, and none
+    /// of those tokens is one of its actions. The turns of a dialogue are a chain as long as
+    /// nobody rewrites the history.
     ///
-    /// Samples of a chain that stand one after the other in a micro-batch share a line: it holds
-    /// the ids of the last of them, and for a causal model everything that is computed for the
-    /// others.
+    /// Adjacent samples of a chain share one line of a micro-batch. The line has the ids of the
+    /// last of them, which for a causal model covers the computation of the others.
     ///
-    /// Chains are made of the samples as they stand here: those that an earlier call made are
-    /// forgotten, so that a view is chained like a table of its samples.
+    /// Chains of an earlier call are discarded: chaining a view equals chaining a new table of its
+    /// samples. The ids [1], [1, 2] and [8] have the [`chains`](Self::chains) [0, 0, -1].
     pub fn chained(&self) -> Self {
-        let alone = |(row, link): (&Row, u32)| Row { chain: Row::ALONE, link, ..*row };
-        let mut rows: Vec<Row> = self.rows.iter().zip(0..).map(alone).collect();
-        for at in 1..rows.len() {
-            if self.columns.continues(&rows[at - 1], &rows[at]) {
-                let before = &mut rows[at - 1];
-                before.chain = before.chain.min(before.link);
-                rows[at].chain = rows[at - 1].chain;
+        let unchained = |(row, link): (&Row, u32)| Row { chain: Row::NO_CHAIN, link, ..*row };
+        let mut rows: Vec<Row> = self.rows.iter().zip(0..).map(unchained).collect();
+        for index in 1..rows.len() {
+            if self.columns.continues(&rows[index], &rows[index - 1]) {
+                let previous = &mut rows[index - 1];
+                // `NO_CHAIN` is the largest value: a sample in no chain begins one here.
+                previous.chain = previous.chain.min(previous.link);
+                rows[index].chain = rows[index - 1].chain;
             }
         }
         Self { columns: Arc::clone(&self.columns), rows }
     }
 
-    /// The chain of each sample, as the index of its first when it was made; -1 outside any chain.
+    /// The chain of each sample: the index that the chain's first sample had when the chain was
+    /// made, or -1 for a sample in no chain.
     pub fn chains(&self) -> Vec<i32> {
         self.rows.iter().map(|row| row.chain as i32).collect()
     }
 
-    /// The row at `index`.
+    /// The row at `index`, or an error if there is none.
     pub(crate) fn row(&self, index: i64) -> Result<Row, CoreError> {
-        let row = usize::try_from(index).ok().and_then(|at| self.rows.get(at));
+        let row = usize::try_from(index).ok().and_then(|index| self.rows.get(index));
         row.copied().ok_or(CoreError::IndexOutOfRange { index, samples: self.rows.len() })
     }
 
-    fn count_actions(&self, span: std::ops::Range<usize>) -> i32 {
+    fn count_actions(&self, span: Range<usize>) -> i32 {
         // At most the length of a sample, which fits.
-        (self.columns.rank(span.end) - self.columns.rank(span.start)) as i32
+        self.columns.count_actions(span) as i32
     }
 }

@@ -1,4 +1,4 @@
-//! Truncation is a change of length: the tokens stay where they are.
+//! Truncation: a view with shorter rows over the same columns.
 
 use std::sync::Arc;
 
@@ -6,8 +6,9 @@ use crate::table::Row;
 use crate::{CoreError, SampleTable};
 
 impl SampleTable {
-    /// The same samples cut on the right to at most `max_seq_len` tokens. No token is copied, and
-    /// [`original_lengths`](Self::original_lengths) still says what was ingested.
+    /// Returns the same samples, cut on the right to at most `max_seq_len` tokens. Copies no
+    /// token. [`original_lengths`](Self::original_lengths) still has the lengths before the cut:
+    /// a sample of 3 tokens cut to 2 has length 2 and original length 3.
     pub fn truncate(&self, max_seq_len: i64) -> Result<Self, CoreError> {
         if max_seq_len <= 0 {
             return Err(CoreError::NotPositive { name: "max_seq_len", value: max_seq_len });

@@ -25,14 +25,15 @@ fn cost(length: i128, linear: i64, quadratic: i64) -> i128 {
     i128::from(linear) * length + i128::from(quadratic) * length * length
 }
 
-fn used(lengths: &[i32], rows: &[u32], packing: Packing) -> i128 {
+/// The tokens that a micro-batch uses of the budget.
+fn budget_used(lengths: &[i32], rows: &[u32], packing: Packing) -> i128 {
     match packing {
         Packing::PaddingFree => rows.iter().map(|&row| i128::from(lengths[row as usize])).sum(),
         Packing::Greedy | Packing::Optimal => oracle::padded(lengths, rows),
     }
 }
 
-/// The sum over steps of the costliest rank, padding included.
+/// The lockstep cost: the sum over steps of the costliest rank and the overhead, padding included.
 fn lockstep(lengths: &[i32], plans: &[RankPlan], overhead: i64) -> i128 {
     let padded = |rows: &[u32]| rows.len() as i128 * cost(oracle::longest(lengths, rows), LINEAR, 1);
     let step = |k: usize| plans.iter().map(|plan| padded(plan.get(k).unwrap())).max().unwrap();
@@ -56,10 +57,10 @@ proptest! {
         for plan in &plans {
             prop_assert_eq!(plan.len(), steps);
             prop_assert!(lengths.len() < world_size || plan.iter().any(|rows| !rows.is_empty()));
-            prop_assert!(plan.iter().all(|rows| used(&lengths, rows, packing) <= i128::from(budget)));
+            prop_assert!(plan.iter().all(|rows| budget_used(&lengths, rows, packing) <= i128::from(budget)));
             let costs = plan.iter().flatten().map(|&row| cost(i128::from(lengths[row as usize]), linear, quadratic));
             prop_assert_eq!(plan.cost(), costs.sum::<i128>() as u128);
-            let tokens: i128 = plan.iter().map(|rows| used(&lengths, rows, packing)).sum();
+            let tokens: i128 = plan.iter().map(|rows| budget_used(&lengths, rows, packing)).sum();
             prop_assert_eq!(i128::from(plan.padded_tokens()), tokens);
         }
         let empty = plans.iter().flat_map(RankPlan::iter).filter(|rows| rows.is_empty()).count();
@@ -72,22 +73,22 @@ proptest! {
         (lengths, budget) in oracle::workload(120), world_size in 1..=16i64
     ) {
         let plans = |packing| plan_ranks(&lengths, budget, &options(world_size, packing)).unwrap();
-        let (best, plain) = (plans(Packing::Optimal), plans(Packing::Greedy));
-        prop_assert!(lockstep(&lengths, &best, 256) <= lockstep(&lengths, &plain, 256));
+        let (optimal, greedy) = (plans(Packing::Optimal), plans(Packing::Greedy));
+        prop_assert!(lockstep(&lengths, &optimal, 256) <= lockstep(&lengths, &greedy, 256));
     }
 
     #[test]
-    fn padded_plans_take_the_fewest_steps_without_overhead_to_save(
+    fn padded_plans_take_the_fewest_steps_if_steps_are_costly_or_the_plan_is_greedy(
         (lengths, budget) in oracle::workload(120), world_size in 1..=16i64
     ) {
         let fewest = greedy(&lengths, budget).unwrap().len().div_ceil(world_size as usize);
-        let dear = RankOptions { overhead_tokens: i64::MAX, ..options(world_size, Packing::Optimal) };
-        prop_assert_eq!(plan_ranks(&lengths, budget, &dear).unwrap()[0].len(), fewest);
+        let costly_steps = RankOptions { overhead_tokens: i64::MAX, ..options(world_size, Packing::Optimal) };
+        prop_assert_eq!(plan_ranks(&lengths, budget, &costly_steps).unwrap()[0].len(), fewest);
         prop_assert_eq!(plan_ranks(&lengths, budget, &options(world_size, Packing::Greedy)).unwrap()[0].len(), fewest);
     }
 
     #[test]
-    fn threads_agree((lengths, budget) in oracle::workload(100), world_size in 1..=8i64, packing in packing()) {
+    fn plans_made_in_several_threads_are_equal((lengths, budget) in oracle::workload(100), world_size in 1..=8i64, packing in packing()) {
         let options = options(world_size, packing);
         let alone = plan_ranks(&lengths, budget, &options).unwrap();
         let together = std::thread::scope(|scope| {
@@ -100,8 +101,8 @@ proptest! {
 
 #[test]
 fn samples_that_fill_the_budget_leave_only_single_rows() {
-    // Ten samples that each fill a micro-batch, eight ranks: two steps, 16 places, 6 of them empty,
-    // all in the last step.
+    // Ten samples that each fill a micro-batch, on eight ranks: two steps of 8 micro-batches, of
+    // which 6 are empty, all in the last step.
     for packing in [Packing::Greedy, Packing::Optimal, Packing::PaddingFree] {
         let plans = plan_ranks(&[7; 10], 7, &options(8, packing)).unwrap();
         assert!(plans.iter().all(|plan| plan.len() == 2 && plan.get(0).is_some_and(|rows| rows.len() == 1)));
@@ -110,9 +111,9 @@ fn samples_that_fill_the_budget_leave_only_single_rows() {
 }
 
 #[test]
-fn a_number_of_samples_that_is_no_multiple_of_the_ranks_leaves_no_more_places_than_it_must() {
-    // The best plan for one rank is five single rows, three steps for two ranks with one place
-    // empty. A step less has four places, and five samples fill them all.
+fn five_samples_on_two_ranks_leave_no_micro_batch_empty_that_they_could_fill() {
+    // The best plan for one rank is five single rows: on two ranks three steps, with one empty
+    // micro-batch. With one step less there are four micro-batches, which five samples can fill.
     let free = RankOptions { overhead_tokens: 0, linear: 1, quadratic: 0, ..options(2, Packing::Optimal) };
     let plans = plan_ranks(&[20, 40, 80, 10, 30], 240, &free).unwrap();
     let empty = plans.iter().flat_map(RankPlan::iter).filter(|rows| rows.is_empty()).count();
@@ -129,8 +130,9 @@ fn a_heavy_sample_is_balanced_by_many_light_ones() {
 }
 
 #[test]
-fn a_few_samples_may_take_a_step_more_than_they_need() {
-    // 2 * 1539 + 256 tokens in one step, as [153, 1539] beside [1684]; 1684 + 153 + 2 * 256 in two.
+fn a_few_samples_may_take_one_step_more_than_the_fewest() {
+    // In one step [153, 1539] beside [1684]: 2 * 1539 + 256 tokens. In two steps: 1684 + 153 + 2 *
+    // 256.
     let plans = plan_ranks(&[1684, 153, 1539], 6000, &options(2, Packing::Optimal)).unwrap();
     assert_eq!(plans.iter().map(|plan| plan.get(1).unwrap()).filter(|rows| *rows == [1]).count(), 1);
 }
@@ -145,18 +147,18 @@ fn equal_samples_are_shared_equally() {
     }
 }
 
-/// The least lockstep over all partitions into sets, dealt by falling cost, that leave no place
-/// empty which a sample could fill.
+/// The least lockstep cost of all partitions into sets that leave no micro-batch empty which a
+/// sample could fill, dealt in descending order of cost.
 fn least_lockstep(lengths: &[i32], budget: i64, ranks: usize, overhead: i64) -> i128 {
     let fits = |lists: &oracle::Lists| lists.iter().all(|rows| oracle::padded(lengths, rows) <= i128::from(budget));
-    let price = |lists: oracle::Lists| {
+    let lockstep_cost = |lists: oracle::Lists| {
         let mut costs: Vec<i128> =
             lists.iter().map(|rows| rows.len() as i128 * cost(oracle::longest(lengths, rows), LINEAR, 1)).collect();
         costs.sort_unstable_by_key(|&cost| std::cmp::Reverse(cost));
         costs.iter().step_by(ranks).map(|cost| cost + i128::from(overhead * LINEAR)).sum()
     };
     let full = |lists: &oracle::Lists| lists.len() == (lists.len().div_ceil(ranks) * ranks).min(lengths.len());
-    oracle::set_partitions(lengths.len() as u32).into_iter().filter(fits).filter(full).map(price).min().unwrap()
+    oracle::set_partitions(lengths.len() as u32).into_iter().filter(fits).filter(full).map(lockstep_cost).min().unwrap()
 }
 
 #[test]
@@ -178,8 +180,8 @@ fn padded_plans_are_close_to_the_best_of_all_partitions() {
     }
     let mean = sum / f64::from(cases);
     println!("mean {mean:.4}, worst {worst:.4}, equal in {equal} of {cases}");
-    // The cases are fixed: mean 1.0017, worst 1.0717, equal in 238, since micro-batches are runs of
-    // the sorted samples.
+    // The cases are fixed: mean 1.0017, worst 1.0717, equal in 238. Not all are equal, because
+    // micro-batches are ranges of the sorted samples.
     assert!(mean < 1.002 && worst < 1.08 && equal >= 238, "mean {mean}, worst {worst}, equal in {equal}");
 }
 

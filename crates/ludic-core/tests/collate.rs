@@ -1,5 +1,5 @@
-//! Laws of collation: each layout equals one built value by value, and taken apart again it is the
-//! samples.
+//! Laws of collation: each layout equals one that is built value by value, and the samples can be
+//! read back from it.
 
 mod samples;
 
@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use samples::{Owned, table};
 
 const PAD: i64 = 299;
-/// Stands in every output before collation, so that a value left out shows.
+/// Fills every output before collation, so that a value that is not written shows.
 const DIRT: i8 = -77;
 
 #[derive(Debug, Default, PartialEq)]
@@ -28,8 +28,8 @@ fn dirty<T: From<i8> + Clone>(size: usize) -> Vec<T> {
     vec![T::from(DIRT); size]
 }
 
-fn logps_out<'a>(wanted: bool, logps: &'a mut [f32], sums: &'a mut [f32]) -> Option<LogpsOut<'a, f32>> {
-    wanted.then_some(LogpsOut { actor_logps: logps, old_logp_action: sums })
+fn logps_out<'a>(with_logps: bool, logps: &'a mut [f32], sums: &'a mut [f32]) -> Option<LogpsOut<'a, f32>> {
+    with_logps.then_some(LogpsOut { actor_logps: logps, old_logp_action: sums })
 }
 
 fn padded(table: &SampleTable, batch: &Batch<'_>) -> Layout {
@@ -80,7 +80,7 @@ fn padding_free(table: &SampleTable, batch: &Batch<'_>) -> Layout {
     out
 }
 
-/// The same layout one value after the other.
+/// The padded layout, built one value after the other.
 fn padded_oracle(samples: &[Owned]) -> Layout {
     let longest = samples.iter().map(|sample| sample.ids.len()).max().unwrap();
     let mut want = Layout::default();
@@ -107,18 +107,19 @@ fn check_sums(samples: &[Owned], sums: &[f32]) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Rows of a padded layout back to samples: all that a model sees of them.
-fn uncollated(layout: &Layout, rows: usize) -> Vec<(Vec<i64>, Vec<f32>, f32)> {
+/// The samples of a padded layout, as far as a model sees them: ids, action mask and weight.
+fn uncollate(layout: &Layout, rows: usize) -> Vec<(Vec<i64>, Vec<f32>, f32)> {
     let width = layout.ids.len() / rows;
     let row = |at: usize| {
         let cells = at * width..(at + 1) * width;
         let length = layout.attention[cells.clone()].iter().filter(|&&bit| bit == 1).count();
-        let kept = cells.start..cells.start + length;
-        (layout.ids[kept.clone()].to_vec(), layout.action[kept].to_vec(), layout.weight[at])
+        let tokens = cells.start..cells.start + length;
+        (layout.ids[tokens.clone()].to_vec(), layout.action[tokens].to_vec(), layout.weight[at])
     };
     (0..rows).map(row).collect()
 }
 
+/// What `uncollate` returns for a sample.
 fn visible(sample: &Owned) -> (Vec<i64>, Vec<f32>, f32) {
     (sample.ids.clone(), sample.action.iter().map(|&bit| f32::from(bit)).collect(), sample.weight as f32)
 }
@@ -142,7 +143,7 @@ proptest! {
         let table = table(&samples).unwrap().truncate(limit as i64).unwrap();
         let layout = padded(&table, &table.batch(&indices).unwrap());
         let cut: Vec<_> = indices.iter().map(|&at| visible(&samples[at as usize].cut(limit))).collect();
-        prop_assert_eq!(uncollated(&layout, indices.len()), cut);
+        prop_assert_eq!(uncollate(&layout, indices.len()), cut);
     }
 
     #[test]
@@ -167,7 +168,7 @@ proptest! {
     }
 
     #[test]
-    fn compact_says_the_same_as_padded((samples, limit, indices) in samples::batch()) {
+    fn compact_has_the_values_of_padded((samples, limit, indices) in samples::batch()) {
         let table = table(&samples).unwrap().truncate(limit as i64).unwrap();
         let batch = table.batch(&indices).unwrap();
         let want = padded(&table, &batch);
@@ -191,7 +192,7 @@ proptest! {
     }
 
     #[test]
-    fn samples_that_share_a_line_are_read_off_it_unchanged(
+    fn samples_that_share_a_line_can_be_read_from_it(
         samples in samples::dialogues(), limit in 1usize..60, picks in prop::collection::vec(any::<prop::sample::Index>(), 1..12),
         in_order in any::<bool>(),
     ) {
@@ -233,7 +234,7 @@ proptest! {
     }
 
     #[test]
-    fn samples_are_chained_where_each_holds_the_one_before(samples in samples::dialogues()) {
+    fn samples_are_chained_if_each_begins_with_the_one_before(samples in samples::dialogues()) {
         let mut want: Vec<i32> = vec![-1; samples.len()];
         for at in 1..samples.len() {
             let (before, sample) = (&samples[at - 1], &samples[at]);
@@ -262,8 +263,8 @@ proptest! {
         let whole = table(&samples).unwrap();
         let whole = if before { whole.chained() } else { whole };
         let view = whole.truncate(limit as i64).unwrap().select(&indices).unwrap().chained();
-        let kept: Vec<Owned> = indices.iter().map(|&at| samples[at as usize].cut(limit)).collect();
-        let fresh = table(&kept).unwrap().chained();
+        let selected: Vec<Owned> = indices.iter().map(|&at| samples[at as usize].cut(limit)).collect();
+        let fresh = table(&selected).unwrap().chained();
         prop_assert_eq!(view.chains(), fresh.chains());
         let rows: Vec<i64> = rows.iter().map(|row| row.index(indices.len()) as i64).collect();
         let (of_view, of_fresh) = (view.batch(&rows).unwrap(), fresh.batch(&rows).unwrap());
@@ -273,7 +274,7 @@ proptest! {
     }
 
     #[test]
-    fn only_the_padded_layout_takes_a_hole_in_the_attention(samples in samples::samples_with_holes()) {
+    fn only_the_padded_layout_accepts_a_zero_in_the_attention_mask(samples in samples::samples_with_holes()) {
         prop_assume!(!samples.is_empty());
         let table = table(&samples).unwrap();
         let indices: Vec<i64> = (0..samples.len() as i64).collect();
@@ -322,7 +323,7 @@ fn samples_of_a_view_that_was_chained_twice_keep_their_own_tokens() {
 }
 
 #[test]
-fn a_sample_that_comes_twice_or_out_of_order_has_a_line_to_itself() {
+fn a_sample_that_occurs_twice_or_out_of_order_has_a_line_of_its_own() {
     let table = table(&[turn(&[1, 2], 1..2), turn(&[1, 2, 3, 4], 3..4)]).unwrap().chained();
     for indices in [[1, 0], [1, 1], [0, 0]] {
         assert_eq!(table.batch(&indices).unwrap().num_lines(), 2);
@@ -369,7 +370,7 @@ fn an_empty_batch_is_refused() {
 }
 
 #[test]
-fn a_batch_that_32_bits_cannot_address_is_refused_before_any_memory_is_asked_for() {
+fn a_batch_that_32_bits_cannot_address_is_refused_before_memory_is_allocated() {
     let table = table(&[plain(1000)]).unwrap();
     let batch = table.batch(&vec![0; 10_000_000]).unwrap();
     let rows = 10_000_000;
@@ -378,9 +379,9 @@ fn a_batch_that_32_bits_cannot_address_is_refused_before_any_memory_is_asked_for
 }
 
 #[test]
-fn a_batch_that_only_its_padding_makes_too_large_is_packed() {
-    // 3000 rows of one token and one of 2^20: 3001 * 2^20 = 3.1e9 tokens with padding, 1,051,576
-    // without.
+fn a_batch_that_only_padding_makes_too_large_can_be_packed() {
+    // 3000 rows of one token and one of 2^20: 3001 * 2^20 = 3.1e9 tokens with padding, and
+    // 1,051,576 without.
     let mut samples = vec![plain(1); 3000];
     samples.push(plain(1 << 20));
     let table = table(&samples).unwrap();

@@ -7,23 +7,23 @@ use ludic_core::pairs::{PairId, group, plan};
 use ludic_core::plan::{greedy, optimal};
 use proptest::prelude::*;
 
-/// Lengths of chosen and rejected samples of each pair, and a budget that holds any pair.
-fn pairs() -> impl Strategy<Value = (Vec<i32>, i64)> {
+/// The two lengths of each pair, and a budget that holds any pair.
+fn pair_lengths() -> impl Strategy<Value = (Vec<i32>, i64)> {
     oracle::workload(120).prop_map(|(mut lengths, budget)| {
         lengths.truncate(lengths.len() / 2 * 2);
         (lengths, budget.saturating_mul(2))
     })
 }
 
-/// Sample `2k` is chosen and `2k + 1` rejected in every second pair, the other way round in the
-/// others.
-fn rows(samples: usize) -> Vec<[i64; 2]> {
+/// Pair k has the samples 2k and 2k + 1. The first is chosen in even pairs, the second in odd ones:
+/// 6 samples give [0, 1], [3, 2], [4, 5].
+fn pair_indices(samples: usize) -> Vec<[i64; 2]> {
     (0..samples as i64 / 2)
         .map(|pair| if pair % 2 == 0 { [2 * pair, 2 * pair + 1] } else { [2 * pair + 1, 2 * pair] })
         .collect()
 }
 
-/// Samples of up to 20 pairs in any order, some of them alone.
+/// The (id, role) of the samples of up to 20 pairs in any order. Some pairs lack a sample.
 fn samples() -> impl Strategy<Value = Vec<(i64, &'static str)>> {
     let halves = prop_oneof![Just(&["chosen", "rejected"][..]), Just(&["chosen"][..]), Just(&["rejected"][..])];
     let pairs = prop::collection::vec(halves, 0..20);
@@ -37,8 +37,8 @@ fn samples() -> impl Strategy<Value = Vec<(i64, &'static str)>> {
 
 proptest! {
     #[test]
-    fn a_pair_is_never_split((lengths, budget) in pairs(), overhead in prop::option::of(oracle::overhead())) {
-        let pairs = rows(lengths.len());
+    fn a_pair_is_never_split((lengths, budget) in pair_lengths(), overhead in prop::option::of(oracle::overhead())) {
+        let pairs = pair_indices(lengths.len());
         let plan = plan(&lengths, &pairs, budget, overhead).unwrap();
         oracle::every_index_once(lengths.len(), plan.iter())?;
         for rows in plan.iter() {
@@ -54,26 +54,26 @@ proptest! {
     }
 
     #[test]
-    fn pairs_are_planned_as_atoms_of_two_rows((lengths, budget) in pairs(), overhead in prop::option::of(0..1000i64)) {
-        let atoms: Vec<i32> = lengths.chunks(2).map(|pair| pair[0].max(pair[1])).collect();
+    fn a_pair_is_planned_as_two_rows_of_its_longer_sample((lengths, budget) in pair_lengths(), overhead in prop::option::of(0..1000i64)) {
+        let longer: Vec<i32> = lengths.chunks(2).map(|pair| pair[0].max(pair[1])).collect();
         // 2 * rows + overhead = 2 * (rows + overhead / 2): the same plan for an even overhead.
         let overhead = overhead.map(|tokens| 2 * tokens);
         let expected = match overhead {
-            Some(tokens) => optimal(&atoms, budget / 2, tokens / 2),
-            None => greedy(&atoms, budget / 2),
+            Some(tokens) => optimal(&longer, budget / 2, tokens / 2),
+            None => greedy(&longer, budget / 2),
         }.unwrap();
-        let found = plan(&lengths, &rows(lengths.len()), budget, overhead).unwrap();
-        let atoms_found: Vec<u32> = found.indices().chunks(2).map(|pair| pair[0] / 2).collect();
-        prop_assert_eq!(atoms_found, expected.indices());
-        prop_assert_eq!(found.offsets().iter().map(|&offset| offset / 2).collect::<Vec<_>>(), expected.offsets());
-        prop_assert_eq!(found.padded_tokens(), 2 * expected.padded_tokens());
+        let plan = plan(&lengths, &pair_indices(lengths.len()), budget, overhead).unwrap();
+        let planned_pairs: Vec<u32> = plan.indices().chunks(2).map(|pair| pair[0] / 2).collect();
+        prop_assert_eq!(planned_pairs, expected.indices());
+        prop_assert_eq!(plan.offsets().iter().map(|&offset| offset / 2).collect::<Vec<_>>(), expected.offsets());
+        prop_assert_eq!(plan.padded_tokens(), 2 * expected.padded_tokens());
     }
 
     #[test]
-    fn groups_are_those_of_a_search(samples in samples()) {
+    fn groups_are_those_of_a_linear_search(samples in samples()) {
         let ids: Vec<PairId> = samples.iter().map(|sample| PairId::Number(sample.0)).collect();
         let roles: Vec<&str> = samples.iter().map(|sample| sample.1).collect();
-        let find = |id: i64, role: &str| samples.iter().position(|sample| *sample == (id, role)).map(|found| found as u32);
+        let find = |id: i64, role: &str| samples.iter().position(|sample| *sample == (id, role)).map(|position| position as u32);
         let mut order: Vec<i64> = Vec::new();
         samples.iter().for_each(|sample| if !order.contains(&sample.0) { order.push(sample.0) });
         let both = |id: i64| Some([find(id, "chosen")?, find(id, "rejected")?]);
@@ -85,7 +85,7 @@ proptest! {
     }
 
     #[test]
-    fn a_role_taken_twice_is_refused(samples in samples(), twice in any::<prop::sample::Index>()) {
+    fn a_second_sample_of_a_role_is_refused(samples in samples(), twice in any::<prop::sample::Index>()) {
         prop_assume!(!samples.is_empty());
         let again = samples[twice.index(samples.len())];
         let samples = [samples, vec![again]].concat();

@@ -1,4 +1,4 @@
-//! Laws of the planners, against oracles that are slow and obvious.
+//! Laws of the planners, checked against slow and obvious oracles.
 
 mod oracle;
 
@@ -11,7 +11,7 @@ fn lists(plan: &Plan) -> Lists {
     plan.iter().map(<[u32]>::to_vec).collect()
 }
 
-/// What every padded plan promises.
+/// Checks what every padded plan guarantees.
 fn check_padded(lengths: &[i32], budget: i64, plan: &Plan) -> Result<(), TestCaseError> {
     oracle::every_index_once(lengths.len(), plan.iter())?;
     for rows in plan.iter() {
@@ -27,7 +27,8 @@ fn cost(lengths: &[i32], lists: &[Vec<u32>], overhead: i64) -> i128 {
     padded_tokens(lengths, lists) + i128::from(overhead) * lists.len() as i128
 }
 
-fn cheapest(lengths: &[i32], budget: i64, overhead: i64, partitions: &[Lists]) -> i128 {
+/// The least cost of all feasible partitions.
+fn least_cost(lengths: &[i32], budget: i64, overhead: i64, partitions: &[Lists]) -> i128 {
     let fits = |lists: &&Lists| lists.iter().all(|rows| oracle::padded(lengths, rows) <= i128::from(budget));
     partitions.iter().filter(fits).map(|lists| cost(lengths, lists, overhead)).min().expect("single rows fit")
 }
@@ -43,7 +44,7 @@ proptest! {
     }
 
     #[test]
-    fn optimal_is_the_quadratic_programme((lengths, budget) in oracle::workload(60), overhead in oracle::overhead()) {
+    fn optimal_is_the_quadratic_dynamic_program((lengths, budget) in oracle::workload(60), overhead in oracle::overhead()) {
         let plan = optimal(&lengths, budget, overhead).unwrap();
         prop_assert_eq!(lists(&plan), oracle::optimal(&lengths, budget, overhead));
         check_padded(&lengths, budget, &plan)?;
@@ -57,7 +58,7 @@ proptest! {
 
     #[test]
     fn optimal_is_the_best_contiguous_partition((lengths, budget) in oracle::workload(12), overhead in oracle::overhead()) {
-        let best = cheapest(&lengths, budget, overhead, &oracle::contiguous_partitions(&lengths));
+        let best = least_cost(&lengths, budget, overhead, &oracle::contiguous_partitions(&lengths));
         prop_assert_eq!(cost(&lengths, &lists(&optimal(&lengths, budget, overhead).unwrap()), overhead), best);
     }
 
@@ -84,7 +85,7 @@ proptest! {
     }
 
     #[test]
-    fn the_order_of_the_samples_changes_only_their_names(
+    fn permuting_the_samples_changes_only_their_indices(
         (lengths, budget) in oracle::workload(80), overhead in oracle::overhead(), seed in any::<u64>()
     ) {
         let mut shuffled = lengths.clone();
@@ -115,7 +116,7 @@ proptest! {
 
     #[test]
     fn optimal_is_the_best_of_all_set_partitions((lengths, budget) in oracle::workload(8), overhead in oracle::overhead()) {
-        let best = cheapest(&lengths, budget, overhead, &oracle::set_partitions(lengths.len() as u32));
+        let best = least_cost(&lengths, budget, overhead, &oracle::set_partitions(lengths.len() as u32));
         prop_assert_eq!(cost(&lengths, &lists(&optimal(&lengths, budget, overhead).unwrap()), overhead), best);
     }
 

@@ -1,4 +1,4 @@
-//! Laws of reducers, against the sentence that defines each.
+//! Laws of reducers, checked against their definitions.
 
 use ludic_core::CoreError;
 use ludic_core::reduce::{Accumulator, Denominator, Reduction, reduce_column};
@@ -66,8 +66,8 @@ proptest! {
 }
 
 #[test]
-fn a_sum_keeps_what_is_small_beside_it() {
-    // 1e16 + 1 rounds to 1e16; a plain sum of all of it is 0.
+fn a_sum_keeps_small_values_beside_large_ones() {
+    // 1e16 + 1 rounds to 1e16, so that a plain sum of these values is 0.
     let values: Vec<f64> = [1e16].into_iter().chain([1.0; 1000]).chain([-1e16]).collect();
     let mut running = Accumulator::new(Reduction::Sum);
     values.iter().for_each(|&value| running.add(value));
@@ -75,7 +75,7 @@ fn a_sum_keeps_what_is_small_beside_it() {
 }
 
 #[test]
-fn what_is_not_finite_shows() {
+fn values_that_are_not_finite_show_in_the_result() {
     for (values, sum) in [
         ([f64::INFINITY, 1.0], f64::INFINITY),
         ([f64::MAX, f64::MAX], f64::INFINITY),
@@ -95,7 +95,7 @@ fn a_mean_with_a_denominator_is_divided_once() {
     let mut mean = Accumulator::new(Reduction::Mean);
     [1.0, 2.0, 6.0].into_iter().for_each(|value| mean.add(value));
     assert_eq!(mean.finish(None), 3.0);
-    // 9 over 4 samples, of which one has no value; not 3 / 4.
+    // 9 / 4 samples, one of which has no value; not 3 / 4.
     assert_eq!(mean.finish(Some(4)), 2.25);
 }
 

@@ -1,5 +1,5 @@
-//! Laws of tables: what goes in is what is there, whatever the width it came in, and what is wrong
-//! is named.
+//! Laws of tables: samples can be read back, whatever the width of their numbers, and errors name
+//! the values that are wrong.
 
 mod samples;
 
@@ -7,7 +7,7 @@ use ludic_core::{ColumnInput, CoreError, Floats, Ints, Sample, SampleTable, Tabl
 use proptest::prelude::*;
 use samples::{Owned, table};
 
-/// Every sample read back through a batch of its own.
+/// Every sample, read back through a batch of its own.
 fn read_back(table: &SampleTable) -> Vec<Contents> {
     (0..table.len() as i64).map(|at| one_row(table, at)).collect()
 }
@@ -58,8 +58,8 @@ fn columns(samples: &[Owned]) -> SampleTable {
     .unwrap()
 }
 
-/// What is wrong with a sample that is refused; each check of `push` is the one that finds it.
-fn spoilt(mut sample: Owned, how: u8) -> Owned {
+/// The sample with one error. Each value of `how` fails another check of `push`.
+fn make_invalid(mut sample: Owned, how: u8) -> Owned {
     match how {
         0 => *sample.ids.last_mut().unwrap() = -1,
         1 => *sample.action.last_mut().unwrap() = 2,
@@ -76,14 +76,14 @@ fn spoilt(mut sample: Owned, how: u8) -> Owned {
 
 proptest! {
     #[test]
-    fn a_refused_sample_leaves_nothing_behind(
-        samples in samples::samples_with_holes(), spoils in prop::collection::vec((any::<prop::sample::Index>(), 0..9u8), 1..6),
+    fn a_refused_sample_leaves_the_builder_unchanged(
+        samples in samples::samples_with_holes(), errors in prop::collection::vec((any::<prop::sample::Index>(), 0..9u8), 1..6),
     ) {
         prop_assume!(!samples.is_empty());
         let mut builder = TableBuilder::default();
         for (at, sample) in samples.iter().enumerate() {
-            for (which, how) in spoils.iter().filter(|(which, _)| which.index(samples.len()) == at) {
-                let bad = spoilt(samples[which.index(samples.len())].clone(), *how);
+            for (which, how) in errors.iter().filter(|(which, _)| which.index(samples.len()) == at) {
+                let bad = make_invalid(samples[which.index(samples.len())].clone(), *how);
                 prop_assert!(builder.push(&bad.view()).is_err());
             }
             builder.push(&sample.view()).unwrap();
@@ -137,7 +137,7 @@ proptest! {
     }
 
     #[test]
-    fn a_bad_id_is_named_with_its_sample_and_place(
+    fn an_error_in_an_id_names_the_sample_and_position(
         mut samples in samples::samples(),
         which in any::<prop::sample::Index>(),
         place in any::<prop::sample::Index>(),
@@ -190,7 +190,7 @@ proptest! {
             None => Some(vec![-1.0; samples[sample].actions()]),
         };
         let error = table(&samples).unwrap_err();
-        // When the first one differs, the second is where it shows.
+        // If the first one differs, the error names the second.
         let (at, present) = if sample == 0 { (1, samples[1].logps.is_some()) } else { (sample, samples[sample].logps.is_some()) };
         prop_assert_eq!(&error, &CoreError::MixedLogps { sample: at, present });
         prop_assert!(error.to_string().contains("Mixed presence"));
@@ -203,10 +203,10 @@ proptest! {
             input_ids: Ints::I64(&ids), action_mask: Ints::U8(&mask), attention_mask: None, actor_logps: None,
             weights: None, offsets: Ints::I64(offsets),
         });
-        let rises = offsets.windows(2).all(|pair| pair[0] < pair[1]);
-        let sound = offsets.first() == Some(&0) && offsets.last() == Some(&8) && rises;
-        prop_assert_eq!(build(&offsets).is_ok(), sound);
-        // With the ends in place and rising between them it is a table.
+        let is_increasing = offsets.windows(2).all(|pair| pair[0] < pair[1]);
+        let is_valid = offsets.first() == Some(&0) && offsets.last() == Some(&8) && is_increasing;
+        prop_assert_eq!(build(&offsets).is_ok(), is_valid);
+        // Increasing offsets with the right ends are valid.
         offsets.retain(|&offset| (0..=8).contains(&offset));
         offsets.extend([0, 8]);
         offsets.sort_unstable();
@@ -250,7 +250,7 @@ fn weights_must_be_finite_in_float32() {
 }
 
 #[test]
-fn what_stands_off_the_actions_of_a_column_is_not_read() {
+fn log_probs_of_tokens_that_are_not_actions_are_ignored() {
     let table = SampleTable::from_columns(&ColumnInput {
         input_ids: Ints::U8(&[1, 2, 3]),
         action_mask: Ints::U8(&[0, 1, 0]),
@@ -265,7 +265,7 @@ fn what_stands_off_the_actions_of_a_column_is_not_read() {
 }
 
 #[test]
-fn a_bad_value_of_a_column_is_placed_in_its_sample() {
+fn an_error_in_a_column_names_the_sample_and_position() {
     let error = SampleTable::from_columns(&ColumnInput {
         input_ids: Ints::I32(&[1, 2, 3, 4, -5]),
         action_mask: Ints::U8(&[0; 5]),
@@ -279,7 +279,7 @@ fn a_bad_value_of_a_column_is_placed_in_its_sample() {
 }
 
 #[test]
-fn a_sample_without_tokens_is_refused_at_the_border() {
+fn a_sample_without_tokens_is_refused() {
     let none = Owned { ids: vec![], action: vec![], attention: vec![], logps: Some(vec![]), weight: 1.0 };
     assert_eq!(table(&[one(&[1], &[-1.0], 1.0), none]).unwrap_err(), CoreError::NoTokens { sample: 1 });
     let columns = ColumnInput {

@@ -1,4 +1,4 @@
-//! Laws of truncation and selection: both only say which tokens count.
+//! Laws of truncation and selection, which are views of a table.
 
 mod samples;
 
@@ -18,7 +18,7 @@ proptest! {
     }
 
     #[test]
-    fn a_view_leaves_the_table_as_it_was(samples in samples::samples(), limit in 1i64..160) {
+    fn a_view_leaves_the_table_unchanged(samples in samples::samples(), limit in 1i64..160) {
         let whole = table(&samples).unwrap();
         let lengths = whole.lengths();
         let cut = whole.truncate(limit).unwrap();
@@ -27,13 +27,13 @@ proptest! {
     }
 
     #[test]
-    fn selecting_takes_the_rows_in_the_order_given((samples, limit, indices) in samples::batch()) {
+    fn select_returns_the_samples_in_the_order_of_the_indices((samples, limit, indices) in samples::batch()) {
         let cut = table(&samples).unwrap().truncate(limit as i64).unwrap();
-        let chosen = cut.select(&indices).unwrap();
+        let view = cut.select(&indices).unwrap();
         let pick = |column: Vec<i32>| indices.iter().map(|&at| column[at as usize]).collect::<Vec<_>>();
-        prop_assert_eq!(chosen.lengths(), pick(cut.lengths()));
-        prop_assert_eq!(chosen.original_lengths(), pick(cut.original_lengths()));
-        prop_assert_eq!(chosen.action_counts(), pick(cut.action_counts()));
+        prop_assert_eq!(view.lengths(), pick(cut.lengths()));
+        prop_assert_eq!(view.original_lengths(), pick(cut.original_lengths()));
+        prop_assert_eq!(view.action_counts(), pick(cut.action_counts()));
     }
 
     #[test]

@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 
 use crate::arguments::Count;
-use crate::errors::{Result, raised};
+use crate::errors::{Result, ludic_error};
 
 /// The largest number of slots. Each holds the arrays of one collation.
 const MAX_SLOTS: i64 = 1024;
@@ -51,8 +51,8 @@ impl Arena {
 /// The arena, borrowed for this collation. Raises ConfigError while another thread uses it.
 pub fn lock_arena<'py>(arena: Option<&Bound<'py, Arena>>) -> PyResult<Option<PyRefMut<'py, Arena>>> {
     let lock = |arena: &Bound<'py, Arena>| {
-        let rule = "the arena is in use by another thread; give each thread an arena of its own";
-        arena.try_borrow_mut().map_err(|_| raised("ConfigError", rule.to_owned()))
+        let message = "the arena is in use by another thread; give each thread an arena of its own";
+        arena.try_borrow_mut().map_err(|_| ludic_error("ConfigError", message.to_owned()))
     };
     arena.map(lock).transpose()
 }
@@ -73,8 +73,8 @@ impl<'py, 'a> Outputs<'py, 'a> {
         Self { arrays: PyDict::new(py), reused }
     }
 
-    /// Adds an array under `name` and returns its memory. The caller must write all of it before the
-    /// dictionary is returned to Python.
+    /// Adds an array under `name` and returns its memory. The caller must write all of it before
+    /// the dictionary is returned to Python.
     pub fn array<T: Element + Copy, D: IntoDimension>(
         &mut self,
         name: &'static str,
@@ -117,9 +117,9 @@ fn buffer_for<'py>(
     match buffers.get(name) {
         Some(buffer) if buffer.bind(py).len() >= words => Ok(buffer.bind(py).clone()),
         _ => {
-            let larger = allocate(py, [words + words / 4].into_dimension(), Fill::Zeros)?;
-            buffers.insert(name, larger.clone().unbind());
-            Ok(larger)
+            let buffer = allocate(py, [words + words / 4].into_dimension(), Fill::Zeros)?;
+            buffers.insert(name, buffer.clone().unbind());
+            Ok(buffer)
         }
     }
 }

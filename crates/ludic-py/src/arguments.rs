@@ -1,13 +1,13 @@
-//! Arguments read at the border: wrong types are refused here, wrong values by the core.
+//! Reads arguments from Python. Wrong types are refused here, wrong values by the core.
 
 use ludic_core::balance::Packing;
 use numpy::{PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 
-use crate::errors::raised;
+use crate::errors::ludic_error;
 
-/// An integer of any size. Beyond 64 bits it stands for the largest: no sum of lengths reaches it.
+/// An integer of any size, clamped to 64 bits. No sum of lengths reaches the largest.
 #[derive(Clone, Copy)]
 pub struct Count(pub i64);
 
@@ -19,24 +19,26 @@ impl<'py> FromPyObject<'_, 'py> for Count {
             Err(error) if error.is_instance_of::<PyOverflowError>(value.py()) => {
                 Ok(Self(if value.lt(0)? { i64::MIN } else { i64::MAX }))
             }
-            found => found.map(Self),
+            result => result.map(Self),
         }
     }
 }
 
-/// Up to how many lengths a planner runs where they are, with the interpreter attached, since a
-/// copy and the wait for the interpreter afterwards take longer than a small plan. No other thread
-/// waits for a plan for longer than it would for one that computes (5 ms): these are the largest
-/// powers of two at which each planner took less than 4 ms of thread time (least of three) on an
-/// EPYC, whatever the lengths (lognormal around 512, uniform to 2**16 and to 2**31), the budget (1,
-/// 4 and 64 times the longest) and the ranks (1 to 1000).
+/// The largest number of lengths for which each planner runs in place, with the interpreter
+/// attached. For a small plan, a copy and the wait for the interpreter afterwards take longer than
+/// the plan.
+///
+/// Another thread must not wait longer for a plan than Python's switch interval (5 ms). So these
+/// are the largest powers of two at which each planner took less than 4 ms of thread time (least of
+/// three) on an EPYC, whatever the lengths (lognormal around 512, uniform to 2**16 and to 2**31),
+/// the budget (1, 4 and 64 times the longest) and the ranks (1 to 1000).
 pub struct InPlace;
 
 impl InPlace {
     pub const GREEDY: usize = 1 << 18;
     pub const OPTIMAL: usize = 1 << 16;
     pub const PADDING_FREE: usize = 1 << 15;
-    /// Greedy or optimal.
+    /// For greedy and for optimal plans.
     pub const PAIRS: usize = 1 << 16;
 
     pub fn ranks(packing: Packing) -> usize {
@@ -52,7 +54,7 @@ impl InPlace {
 pub struct Lengths<'py>(PyReadonlyArray1<'py, i32>);
 
 impl Lengths<'_> {
-    /// Plans, in place for up to `in_place` lengths, otherwise on a copy with the interpreter
+    /// Runs `plan` in place for up to `in_place` lengths, otherwise on a copy with the interpreter
     /// released.
     pub fn plan<T: Send>(&self, py: Python<'_>, in_place: usize, plan: impl FnOnce(&[i32]) -> T + Send) -> T {
         match self.0.as_slice() {
@@ -70,11 +72,11 @@ impl<'py> FromPyObject<'_, 'py> for Lengths<'py> {
 
     fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let Ok(array) = value.extract::<PyReadonlyArray1<'py, i32>>() else {
-            let found = described(&value)?;
-            return Err(raised(
+            let actual = describe_array(&value)?;
+            return Err(ludic_error(
                 "DataTypeError",
                 format!(
-                    "lengths must be a one-dimensional int32 array, not {found}; use np.asarray(lengths, np.int32)"
+                    "lengths must be a one-dimensional int32 array, not {actual}; use np.asarray(lengths, np.int32)"
                 ),
             ));
         };
@@ -82,8 +84,8 @@ impl<'py> FromPyObject<'_, 'py> for Lengths<'py> {
     }
 }
 
-/// "a 2-dimensional float64 array", or the name of the type.
-pub fn described(value: &Bound<'_, PyAny>) -> PyResult<String> {
+/// For messages: "a 2-dimensional float64 array", or the name of the type if it is not an array.
+pub fn describe_array(value: &Bound<'_, PyAny>) -> PyResult<String> {
     match value.cast::<PyUntypedArray>() {
         Ok(array) => Ok(format!("a {}-dimensional {} array", array.ndim(), array.dtype().str()?)),
         Err(_) => Ok(value.get_type().name()?.to_string()),

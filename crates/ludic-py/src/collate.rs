@@ -1,4 +1,4 @@
-//! The three layouts, written straight into numpy memory with the interpreter released.
+//! The three layouts, written directly into numpy memory with the interpreter released.
 
 use std::mem::MaybeUninit;
 
@@ -16,13 +16,13 @@ use crate::errors::Result;
 /// millisecond. A thread that releases the interpreter may wait 5 ms to get it back.
 const ATTACHED_TOKENS: usize = 1 << 18;
 
-/// Runs `collate`, which writes `tokens` tokens, and releases the interpreter if there are many.
+/// Runs `collate`, which writes `tokens` tokens. Releases the interpreter if there are many.
 fn run_detached<T: Send>(py: Python<'_>, tokens: usize, collate: impl FnOnce() -> T + Send) -> T {
     if tokens <= ATTACHED_TOKENS { collate() } else { py.detach(collate) }
 }
 
-/// The arrays of log-probabilities, if the table has any.
-fn logps<'a, D: IntoDimension>(
+/// Adds the arrays of log-probabilities, if the table has any.
+fn add_logps<'a, D: IntoDimension>(
     outputs: &mut Outputs<'_, 'a>,
     has_logps: bool,
     shape: D,
@@ -64,7 +64,7 @@ pub fn padded<'py>(
         attention_mask: outputs.array("attention_mask", shape)?,
         action_mask: outputs.array("action_mask", shape)?,
         weight: outputs.array("weight", [samples])?,
-        logps: logps(&mut outputs, table.has_actor_logps(), shape, samples)?,
+        logps: add_logps(&mut outputs, table.has_actor_logps(), shape, samples)?,
     };
     run_detached(py, size, || batch.collate_padded(pad_token_id, out))?;
     add_turns(&mut outputs, &batch)?;
@@ -88,7 +88,7 @@ pub fn padding_free<'py>(
         cu_seqlens: outputs.array::<i32, _>("cu_seqlens", [batch.num_lines() + 1])?,
         action_mask: outputs.array("action_mask", shape)?,
         weight: outputs.array("weight", [samples])?,
-        logps: logps(&mut outputs, table.has_actor_logps(), shape, samples)?,
+        logps: add_logps(&mut outputs, table.has_actor_logps(), shape, samples)?,
     };
     run_detached(py, size, || batch.collate_padding_free(out))?;
     outputs.arrays.set_item(intern!(py, "max_seqlen"), batch.num_columns())?;
@@ -96,7 +96,7 @@ pub fn padding_free<'py>(
     Ok(outputs.arrays)
 }
 
-/// The right-padded layout in nine bytes a token.
+/// The right-padded layout in nine bytes per token.
 pub fn compact<'py>(
     py: Python<'py>,
     table: &SampleTable,
@@ -113,7 +113,7 @@ pub fn compact<'py>(
         action_mask: outputs.array::<u8, _>("action_mask", shape)?,
         lengths: outputs.array("lengths", [batch.num_lines()])?,
         weight: outputs.array("weight", [samples])?,
-        logps: logps(&mut outputs, table.has_actor_logps(), shape, samples)?,
+        logps: add_logps(&mut outputs, table.has_actor_logps(), shape, samples)?,
     };
     run_detached(py, size, || batch.collate_compact(pad_token_id, out))?;
     add_turns(&mut outputs, &batch)?;

@@ -1,4 +1,4 @@
-//! What the core refuses, raised as the classes of `ludic.errors`.
+//! Converts errors of the core to the exception classes of `ludic.errors`.
 
 use ludic_core::{CoreError, ErrorKind};
 use pyo3::exceptions::{
@@ -7,7 +7,7 @@ use pyo3::exceptions::{
 use pyo3::prelude::*;
 use pyo3::types::PyType;
 
-/// Why a call failed: an error of the core, or one raised by Python on the way.
+/// An error of the core, or an exception that Python ludic_error during the call.
 pub enum Error {
     Core(CoreError),
     Python(PyErr),
@@ -30,31 +30,30 @@ impl From<PyErr> for Error {
 impl From<Error> for PyErr {
     fn from(error: Error) -> Self {
         match error {
-            Error::Core(error) => raised_as(error.kind(), error.to_string()),
+            Error::Core(error) => core_error(error.kind(), error.to_string()),
             Error::Python(error) => error,
         }
     }
 }
 
-/// An instance of the class for errors of this kind.
-fn raised_as(kind: ErrorKind, message: String) -> PyErr {
+/// An exception of the class for errors of this kind.
+fn core_error(kind: ErrorKind, message: String) -> PyErr {
     match kind {
-        ErrorKind::Budget => raised("BudgetError", message),
-        ErrorKind::Setting => raised("ConfigError", message),
-        ErrorKind::Data => raised("DataError", message),
+        ErrorKind::Budget => ludic_error("BudgetError", message),
+        ErrorKind::Setting => ludic_error("ConfigError", message),
+        ErrorKind::Data => ludic_error("DataError", message),
         ErrorKind::Memory => PyMemoryError::new_err(message),
     }
 }
 
-/// Whether something went wrong with a value, and not with the process, as by an interrupt or for
-/// want of memory.
-pub fn is_error_of_the_value(error: &PyErr, py: Python<'_>) -> bool {
+/// Whether the caller may go on after the error: not after an interrupt or a lack of memory.
+pub fn is_recoverable(error: &PyErr, py: Python<'_>) -> bool {
     error.is_instance_of::<PyException>(py) && !error.is_instance_of::<PyMemoryError>(py)
 }
 
-/// Whether Python says that a value is not what was asked for. An error of the object's own code is
-/// not that, and is never replaced.
-fn is_refusal(error: &PyErr, py: Python<'_>) -> bool {
+/// Whether the error is one that Python raises for a value of the wrong type or out of range. Other
+/// errors come from the code of the object.
+fn is_conversion_error(error: &PyErr, py: Python<'_>) -> bool {
     error.is_instance_of::<PyTypeError>(py)
         || error.is_instance_of::<PyValueError>(py)
         || error.is_instance_of::<PyAttributeError>(py)
@@ -62,21 +61,22 @@ fn is_refusal(error: &PyErr, py: Python<'_>) -> bool {
         || error.is_instance_of::<PyBufferError>(py)
 }
 
-/// A refusal of Python's in our words, with its own as the cause; any other error as it is.
-pub fn refusal(py: Python<'_>, error: PyErr, class: &str, message: String) -> PyErr {
-    if !is_refusal(&error, py) {
+/// Replaces a conversion error with one of `ludic.errors` that has the original as its cause.
+/// Returns any other error unchanged: an error of the object's own code is never replaced.
+pub fn replace_conversion_error(py: Python<'_>, error: PyErr, class: &str, message: String) -> PyErr {
+    if !is_conversion_error(&error, py) {
         return error;
     }
-    let ours = raised(class, message);
-    ours.set_cause(py, Some(error));
-    ours
+    let replacement = ludic_error(class, message);
+    replacement.set_cause(py, Some(error));
+    replacement
 }
 
-/// An instance of a class of `ludic.errors`.
-pub fn raised(class: &str, message: String) -> PyErr {
+/// An exception of the class of `ludic.errors` with this name.
+pub fn ludic_error(class: &str, message: String) -> PyErr {
     Python::attach(|py| {
-        let found = py.import("ludic.errors").and_then(|module| module.getattr(class));
-        match found.and_then(|found| Ok(found.cast_into::<PyType>()?)) {
+        let attribute = py.import("ludic.errors").and_then(|module| module.getattr(class));
+        match attribute.and_then(|class| Ok(class.cast_into::<PyType>()?)) {
             Ok(class) => PyErr::from_type(class, message),
             Err(error) => error,
         }

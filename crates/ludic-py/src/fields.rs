@@ -1,61 +1,63 @@
-//! What is being read, for messages.
+//! Names the field that is being read, for error messages.
 
 use pyo3::prelude::*;
 
-use crate::errors::raised;
+use crate::errors::ludic_error;
 
-/// A sequence of numbers that Python gives.
+/// A sequence of numbers that is read from Python.
 #[derive(Clone, Copy)]
 pub struct Field {
     name: &'static str,
-    /// None when a column of all samples is read.
+    /// The sample; `None` for a column of all samples.
     sample: Option<usize>,
-    /// Whether the numbers say where something is. Then a mask is no such number, though Python
-    /// would convert it.
-    pub places: bool,
+    /// Whether the numbers are indices or offsets. A mask is then refused, although Python would
+    /// convert its booleans to 0 and 1.
+    pub holds_indices: bool,
 }
 
 impl Field {
     /// A column of all samples.
     pub fn column(name: &'static str) -> Self {
-        Self { name, sample: None, places: false }
+        Self { name, sample: None, holds_indices: false }
     }
 
     /// A field of one sample.
     pub fn of_sample(name: &'static str, sample: usize) -> Self {
-        Self { name, sample: Some(sample), places: false }
+        Self { name, sample: Some(sample), holds_indices: false }
     }
 
-    /// Numbers that say where something is.
-    pub fn places(name: &'static str) -> Self {
-        Self { name, sample: None, places: true }
+    /// Indices or offsets.
+    pub fn indices(name: &'static str) -> Self {
+        Self { name, sample: None, holds_indices: true }
     }
 
-    pub fn at(&self, position: usize) -> String {
-        format!("{}[{position}]", self.whole())
+    /// For messages: "sample 1: input_ids[2]".
+    pub fn describe_element(&self, position: usize) -> String {
+        format!("{}[{position}]", self.describe())
     }
 
-    pub fn whole(&self) -> String {
+    /// For messages: "sample 1: input_ids", or "input_ids" for a column.
+    pub fn describe(&self) -> String {
         match self.sample {
             Some(sample) => format!("sample {sample}: {}", self.name),
             None => self.name.to_owned(),
         }
     }
 
-    /// The refusal of truths, or of bytes, where numbers are counted.
-    pub fn no_mask(&self, found: &str) -> PyErr {
-        let place = self.whole();
-        let rule = "but must hold whole numbers that count from 0; for a mask take np.flatnonzero(mask)";
-        raised("DataTypeError", format!("{place} is {found}, {rule}"))
+    /// The error for booleans or bytes where indices are expected.
+    pub fn mask_error(&self, actual: &str) -> PyErr {
+        let field = self.describe();
+        let rule = "but must hold whole numbers that count from 0; for a mask use np.flatnonzero(mask)";
+        ludic_error("DataTypeError", format!("{field} is {actual}, {rule}"))
     }
 }
 
-/// How it is written, for messages.
-pub fn shown(value: &Bound<'_, PyAny>) -> String {
+/// The repr of a value, for messages.
+pub fn repr_of(value: &Bound<'_, PyAny>) -> String {
     value.repr().map_or_else(|_| "an object without repr".to_owned(), |text| text.to_string())
 }
 
-/// The name of its type.
-pub fn kind_of(value: &Bound<'_, PyAny>) -> String {
+/// The name of the value's type, for messages.
+pub fn type_name(value: &Bound<'_, PyAny>) -> String {
     value.get_type().name().map_or_else(|_| "?".to_owned(), |name| name.to_string())
 }

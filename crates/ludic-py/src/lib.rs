@@ -1,4 +1,4 @@
-//! `ludic._core`: registers what the other files bind.
+//! `ludic._core`: registers the classes and functions of the other modules.
 mod arena;
 mod arguments;
 mod collate;

@@ -1,4 +1,4 @@
-//! Lists, element by element without an object for each.
+//! Reads Python lists element by element, without creating an object for each.
 
 use pyo3::exceptions::{PyMemoryError, PyOverflowError};
 use pyo3::ffi;
@@ -6,25 +6,24 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyInt, PyList, PyRange, PyTuple};
 
-use crate::errors::{is_error_of_the_value, refusal};
-use crate::fields::{Field, kind_of};
+use crate::errors::{is_recoverable, replace_conversion_error};
+use crate::fields::{Field, repr_of, type_name};
 
-/// Whether `value` is a list of `length` values that all equal 1. The list counts them itself,
-/// several times as fast as they can be read from outside; nearly every attention mask is such a
-/// list.
+/// Whether `value` is a list of `length` values that all equal 1, as nearly every attention mask
+/// is. The list counts them itself, which is several times as fast as reading them.
 pub fn is_list_of_ones(value: &Bound<'_, PyAny>, length: usize) -> PyResult<bool> {
     match value.cast_exact::<PyList>() {
         Ok(list) if list.len() == length => match list.call_method1(intern!(list.py(), "count"), (1,)) {
             Ok(count) => Ok(count.extract::<usize>()? == length),
-            // An element that cannot be compared is named by whoever reads the list.
-            Err(error) if is_error_of_the_value(&error, list.py()) => Ok(false),
+            // An element that cannot be compared is reported when the list is read.
+            Err(error) if is_recoverable(&error, list.py()) => Ok(false),
             Err(error) => Err(error),
         },
         _ => Ok(false),
     }
 }
 
-/// The list itself, or the items of a tuple or a range as a list; None for anything else.
+/// The list itself, or a list of the items of a tuple or a range. None for anything else.
 pub fn as_list<'py>(value: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyList>>> {
     if let Ok(list) = value.cast::<PyList>() {
         return Ok(Some(list.clone()));
@@ -33,7 +32,7 @@ pub fn as_list<'py>(value: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyL
         return Ok(Some(tuple.as_sequence().to_list()?));
     }
     match value.cast::<PyRange>() {
-        // Python's own list, which raises a MemoryError for a range that no memory holds.
+        // Python's `list` raises a MemoryError for a range that is too large.
         Ok(range) => Ok(Some(range.py().get_type::<PyList>().call1((range,))?.cast_into()?)),
         Err(_) => Ok(None),
     }
@@ -43,23 +42,23 @@ pub fn as_list<'py>(value: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyL
 pub trait Element: Copy + Default {
     const KIND: &'static str;
 
-    /// Reads an object of exactly the usual type. None when it is of another type, or out of range.
+    /// Reads an object of exactly the type `int` or `float`. None if it has another type or is out
+    /// of range. Runs no Python code.
     ///
     /// # Safety
-    /// `item` is a live object. No Python code runs.
-    unsafe fn quick(item: *mut ffi::PyObject) -> Option<Self>;
+    /// `item` must be a live object.
+    unsafe fn read_exact(item: *mut ffi::PyObject) -> Option<Self>;
 
-    /// Reads anything that converts. Python code may run.
-    fn slow(item: &Bound<'_, PyAny>) -> PyResult<Self>;
+    /// Converts an object of any type. Python code may run.
+    fn convert(item: &Bound<'_, PyAny>) -> PyResult<Self>;
 }
 
 impl Element for i64 {
     const KIND: &'static str = "an integer";
 
     #[inline(always)]
-    unsafe fn quick(item: *mut ffi::PyObject) -> Option<Self> {
-        // SAFETY: the caller vouches for `item`; an exact int is converted without running Python
-        // code.
+    unsafe fn read_exact(item: *mut ffi::PyObject) -> Option<Self> {
+        // SAFETY: the caller guarantees `item`. Converting an exact int runs no Python code.
         unsafe {
             if ffi::Py_TYPE(item) != &raw mut ffi::PyLong_Type {
                 return None;
@@ -73,7 +72,7 @@ impl Element for i64 {
         }
     }
 
-    fn slow(item: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn convert(item: &Bound<'_, PyAny>) -> PyResult<Self> {
         item.extract()
     }
 }
@@ -82,36 +81,37 @@ impl Element for f64 {
     const KIND: &'static str = "a number";
 
     #[inline(always)]
-    unsafe fn quick(item: *mut ffi::PyObject) -> Option<Self> {
-        // SAFETY: the caller vouches for `item`; an exact float is read without running Python
-        // code, and without errors.
+    unsafe fn read_exact(item: *mut ffi::PyObject) -> Option<Self> {
+        // SAFETY: the caller guarantees `item`. Reading an exact float runs no Python code and
+        // cannot fail.
         unsafe {
             let exact = ffi::Py_TYPE(item) == &raw mut ffi::PyFloat_Type;
             exact.then(|| ffi::PyFloat_AsDouble(item))
         }
     }
 
-    fn slow(item: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn convert(item: &Bound<'_, PyAny>) -> PyResult<Self> {
         item.extract()
     }
 }
 
+/// Reads all items of the list into `out`, which is cleared first.
 pub fn read_list<T: Element>(list: &Bound<'_, PyList>, out: &mut Vec<T>, field: Field) -> PyResult<()> {
     out.clear();
     reserve(out, list.len(), field)?;
     out.resize(list.len(), T::default());
     for (position, slot) in out.iter_mut().enumerate() {
         let item = list_item(list, position)?;
-        // SAFETY: the list holds a reference to `item`, and nothing runs that could take it out.
-        *slot = match unsafe { T::quick(item) } {
+        // SAFETY: the list holds a reference to `item`, and no code runs that could remove it.
+        *slot = match unsafe { T::read_exact(item) } {
             Some(value) => value,
             None => {
-                // SAFETY: as above; from here on `item` is owned, so Python code may run.
+                // SAFETY: as above. From here on `item` is owned, so that Python code may run.
                 let item = unsafe { Bound::from_borrowed_ptr(list.py(), item) };
-                if field.places && item.is_instance_of::<PyBool>() {
-                    return Err(field.no_mask(&format!("a list with {item} at {position}")));
+                if field.holds_indices && item.is_instance_of::<PyBool>() {
+                    return Err(field.mask_error(&format!("a list with {item} at {position}")));
                 }
-                T::slow(&item).map_err(|error| refused(&item, error, field, position, T::KIND))?
+                T::convert(&item).map_err(|error| item_error(&item, error, field, position, T::KIND))?
             }
         };
     }
@@ -121,47 +121,47 @@ pub fn read_list<T: Element>(list: &Bound<'_, PyList>, out: &mut Vec<T>, field: 
 /// The item at `position`, borrowed from the list.
 #[inline(always)]
 fn list_item(list: &Bound<'_, PyList>, position: usize) -> PyResult<*mut ffi::PyObject> {
-    // SAFETY: `list` is a list and the interpreter is attached. The bound is checked, and the
-    // result with it.
+    // SAFETY: `list` is a list and the interpreter is attached. `PyList_GetItem` checks the bounds
+    // and returns null outside them.
     let item = unsafe { ffi::PyList_GetItem(list.as_ptr(), position as ffi::Py_ssize_t) };
     if item.is_null() { Err(PyErr::fetch(list.py())) } else { Ok(item) }
 }
 
-/// Reads a list of which every item is the object 0, 1, False or True; false at the first that is
-/// not.
+/// Reads a list in which every item is the object 0, 1, False or True. Returns false at the first
+/// item that is none of them.
 pub fn read_bits(list: &Bound<'_, PyList>, out: &mut Vec<u8>, field: Field) -> PyResult<bool> {
     let py = list.py();
     let [zero, one] = [0, 1].map(|bit| PyInt::new(py, bit));
     let (zero, one) = (zero.as_ptr(), one.as_ptr());
-    // SAFETY: the two are immortal statics of the interpreter.
-    let (no, yes) = unsafe { (ffi::Py_False(), ffi::Py_True()) };
+    // SAFETY: both are immortal statics of the interpreter.
+    let (false_, true_) = unsafe { (ffi::Py_False(), ffi::Py_True()) };
     out.clear();
     reserve(out, list.len(), field)?;
     out.resize(list.len(), 0);
     for (position, slot) in out.iter_mut().enumerate() {
         let item = list_item(list, position)?;
-        if item == one || item == yes {
+        if item == one || item == true_ {
             *slot = 1;
-        } else if item != zero && item != no {
+        } else if item != zero && item != false_ {
             return Ok(false);
         }
     }
     Ok(true)
 }
 
-/// Room in a reader, or an error in place of the end of the process.
+/// Reserves memory for `count` values. Returns an error where a plain push would end the process.
 pub fn reserve<T>(values: &mut Vec<T>, count: usize, field: Field) -> PyResult<()> {
-    let place = field.whole();
+    let field = field.describe();
     values
         .try_reserve(count)
-        .map_err(|_| PyMemoryError::new_err(format!("no memory to read the {count} values of {place}")))
+        .map_err(|_| PyMemoryError::new_err(format!("not enough memory to read the {count} values of {field}")))
 }
 
-/// `len` of the item at `position`, without taking hold of it if it is a list.
+/// The `len` of the item at `position`. Takes no reference to the item if it is a list.
 pub fn length_at(sequences: &Bound<'_, PyList>, position: usize) -> PyResult<usize> {
     let item = list_item(sequences, position)?;
-    // SAFETY: the list holds a reference to `item`; the size of an exact list is read without
-    // running Python code.
+    // SAFETY: the list holds a reference to `item`. Reading the size of an exact list runs no
+    // Python code.
     unsafe {
         if ffi::Py_TYPE(item) == &raw mut ffi::PyList_Type {
             return Ok(ffi::PyList_Size(item) as usize);
@@ -170,11 +170,11 @@ pub fn length_at(sequences: &Bound<'_, PyList>, position: usize) -> PyResult<usi
     }
 }
 
-/// A list of the items at `positions`. `PyList::new` would go through a vector of them.
-pub fn picked<'py>(items: &Bound<'py, PyList>, positions: &[u32]) -> PyResult<Bound<'py, PyList>> {
+/// A list of the items at `positions`. `PyList::new` would need a vector of the items first.
+pub fn pick_items<'py>(items: &Bound<'py, PyList>, positions: &[u32]) -> PyResult<Bound<'py, PyList>> {
     let py = items.py();
-    // SAFETY: a new list, whose every slot is given an owned reference below; a list with empty
-    // slots may be dropped. The index is within the list, so that nothing runs and nothing fails.
+    // SAFETY: the list is new, and every slot is filled below with an owned reference. A list with
+    // empty slots may be dropped. Setting an item within the list runs no code and cannot fail.
     unsafe {
         let list = Bound::from_owned_ptr_or_err(py, ffi::PyList_New(positions.len() as ffi::Py_ssize_t))?;
         for (slot, &position) in positions.iter().enumerate() {
@@ -186,18 +186,22 @@ pub fn picked<'py>(items: &Bound<'py, PyList>, positions: &[u32]) -> PyResult<Bo
     }
 }
 
-fn refused(item: &Bound<'_, PyAny>, error: PyErr, field: Field, position: usize, kind: &str) -> PyErr {
-    let place = field.at(position);
-    let shown = item.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());
+/// The error for an item that cannot be converted to `kind`.
+fn item_error(item: &Bound<'_, PyAny>, error: PyErr, field: Field, position: usize, kind: &str) -> PyErr {
+    let (element, value) = (field.describe_element(position), repr_of(item));
     if error.is_instance_of::<PyOverflowError>(item.py()) {
-        return refusal(item.py(), error, "DataError", format!("{place} is {shown}, which does not fit in 64 bits"));
+        return replace_conversion_error(
+            item.py(),
+            error,
+            "DataError",
+            format!("{element} is {value}, which does not fit in 64 bits"),
+        );
     }
-    let found = kind_of(item);
-    let mut message = format!("{place} is {shown} ({found}), but must be {kind}");
-    if field.places {
-        message.push_str(" that counts from 0; for a mask take np.flatnonzero(mask)");
+    let mut message = format!("{element} is {value} ({}), but must be {kind}", type_name(item));
+    if field.holds_indices {
+        message.push_str(" that counts from 0; for a mask use np.flatnonzero(mask)");
     } else if kind == i64::KIND {
         message.push_str("; convert the sequence once with list(map(int, ...)) or numpy's astype");
     }
-    refusal(item.py(), error, "DataTypeError", message)
+    replace_conversion_error(item.py(), error, "DataTypeError", message)
 }

@@ -1,4 +1,4 @@
-//! `Plan` and the planners of one rank.
+//! `Plan`, and the planners for one rank.
 
 use ludic_core::plan;
 use numpy::PyArray1;
@@ -7,11 +7,11 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 
 use crate::arguments::{Count, InPlace, Lengths};
-use crate::errors::{Result, raised, refusal};
-use crate::fields::{kind_of, shown};
-use crate::lists::{as_list, length_at, picked};
+use crate::errors::{Result, ludic_error, replace_conversion_error};
+use crate::fields::{repr_of, type_name};
+use crate::lists::{as_list, length_at, pick_items};
 
-/// Micro-batches as lists of sample indices: every index once, none empty.
+/// Micro-batches as lists of sample indices. Every index occurs once; none is empty.
 #[pyclass(frozen, sequence, module = "ludic._core")]
 pub struct Plan(pub plan::Plan);
 
@@ -22,7 +22,7 @@ impl Plan {
     }
 
     fn __getitem__<'py>(&self, py: Python<'py>, index: Position) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        micro_batch(index, self.0.len(), |index| self.0.get(index)).map(|rows| widened(py, rows))
+        get_micro_batch(index, self.0.len(), |index| self.0.get(index)).map(|rows| int64_array(py, rows))
     }
 
     fn __repr__(&self) -> String {
@@ -35,12 +35,12 @@ impl Plan {
 
     #[getter]
     fn indices<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
-        widened(py, self.0.indices())
+        int64_array(py, self.0.indices())
     }
 
     #[getter]
     fn offsets<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
-        widened(py, self.0.offsets())
+        int64_array(py, self.0.offsets())
     }
 
     #[getter]
@@ -53,16 +53,15 @@ impl Plan {
         self.0.padded_tokens()
     }
 
-    /// The items at the indices of each micro-batch. `items` has one for each sample that was
-    /// planned.
+    /// The items of each micro-batch. `items` must have one item for each planned sample.
     fn split<'py>(&self, py: Python<'py>, items: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
-        let items = &list_named("items", items)?;
-        let (given, planned) = (items.len(), self.0.indices().len());
-        if given != planned {
-            let message = format!("items ({given}) and the plan's samples ({planned}) must be equally long");
-            return Err(raised("DataError", message));
+        let items = &require_list("items", items)?;
+        let (num_items, planned) = (items.len(), self.0.indices().len());
+        if num_items != planned {
+            let message = format!("items ({num_items}) and the plan's samples ({planned}) must be equally long");
+            return Err(ludic_error("DataError", message));
         }
-        PyList::new(py, self.0.iter().map(|rows| picked(items, rows)).collect::<PyResult<Vec<_>>>()?)
+        PyList::new(py, self.0.iter().map(|rows| pick_items(items, rows)).collect::<PyResult<Vec<_>>>()?)
     }
 
     fn to_lists(&self) -> Vec<Vec<u32>> {
@@ -70,7 +69,7 @@ impl Plan {
     }
 }
 
-/// The place of one micro-batch, from the end when it is negative.
+/// The position of a micro-batch in a plan; a negative one counts from the end.
 pub struct Position(isize);
 
 impl<'py> FromPyObject<'_, 'py> for Position {
@@ -79,47 +78,53 @@ impl<'py> FromPyObject<'_, 'py> for Position {
     fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         value.extract().map(Self).map_err(|error| {
             if error.is_instance_of::<PyOverflowError>(value.py()) {
-                return PyIndexError::new_err(format!("micro-batch {} is in no plan", shown(&value)));
+                return PyIndexError::new_err(format!(
+                    "micro-batch index {} is out of range for any plan",
+                    repr_of(&value)
+                ));
             }
-            let rule = "must be a whole number; for a slice take that of list(plan)";
-            let message = format!("the index of a micro-batch is {}, but {rule}", shown(&value));
-            refusal(value.py(), error, "DataTypeError", message)
+            let rule = "must be a whole number; for a slice, use list(plan)";
+            let message = format!("a micro-batch index is {}, but {rule}", repr_of(&value));
+            replace_conversion_error(value.py(), error, "DataTypeError", message)
         })
     }
 }
 
-/// The rows of one micro-batch.
-pub fn micro_batch<'a>(
+/// The samples of one micro-batch of a plan of `len`. With `len` 3, the position -1 is 2.
+pub fn get_micro_batch<'a>(
     Position(index): Position,
     len: usize,
     get: impl FnOnce(usize) -> Option<&'a [u32]>,
 ) -> PyResult<&'a [u32]> {
     let from_front = if index < 0 { index.checked_add_unsigned(len) } else { Some(index) };
-    let found = from_front.and_then(|index| usize::try_from(index).ok()).and_then(get);
-    found.ok_or_else(|| PyIndexError::new_err(format!("micro-batch {index} of {len}")))
-}
-
-/// A list, or a tuple as one.
-fn list_named<'py>(name: &str, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
-    as_list(value)?.ok_or_else(|| {
-        let message = format!("{name} is a {}, but must be a list; wrap it in list()", kind_of(value));
-        raised("DataTypeError", message)
+    let rows = from_front.and_then(|index| usize::try_from(index).ok()).and_then(get);
+    rows.ok_or_else(|| {
+        PyIndexError::new_err(format!("micro-batch index {index} is out of range for a plan of {len} micro-batches"))
     })
 }
 
-/// Sample indices as numpy wants them.
-pub fn widened<'py>(py: Python<'py>, values: &[u32]) -> Bound<'py, PyArray1<i64>> {
+/// The list, or a list of the items of a tuple or range. An error for anything else.
+fn require_list<'py>(name: &str, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+    as_list(value)?.ok_or_else(|| {
+        let message = format!("{name} is a {}, but must be a list; wrap it in list()", type_name(value));
+        ludic_error("DataTypeError", message)
+    })
+}
+
+/// An int64 array of the values.
+pub fn int64_array<'py>(py: Python<'py>, values: &[u32]) -> Bound<'py, PyArray1<i64>> {
     PyArray1::from_iter(py, values.iter().map(|&value| i64::from(value)))
 }
 
-/// Ascending stable sort; a new micro-batch when `longest * rows` would exceed the budget. O(n).
+/// Plans micro-batches in ascending order of length (a stable sort). A new one begins when
+/// `longest * rows` would exceed the budget. O(n).
 #[pyfunction]
 pub fn plan_greedy(py: Python<'_>, lengths: Lengths<'_>, micro_token_budget: Count) -> Result<Plan> {
     Ok(Plan(lengths.plan(py, InPlace::GREEDY, |lengths| plan::greedy(lengths, micro_token_budget.0))?))
 }
 
-/// The exact minimum of `padded_tokens + overhead_tokens * micro_batches` under the same rule. O(n
-/// log n).
+/// Plans micro-batches with the exact minimum of `padded_tokens + overhead_tokens * micro_batches`
+/// under the same rule. O(n log n).
 #[pyfunction]
 #[pyo3(
     signature = (lengths, micro_token_budget, overhead_tokens = Count(256)),
@@ -137,24 +142,26 @@ pub fn plan_optimal(
     ))
 }
 
-/// Best fit decreasing: the sum of lengths of each micro-batch is at most the budget.
+/// Plans micro-batches without padding by best fit decreasing: the sum of the lengths of each is at
+/// most the budget.
 #[pyfunction]
 pub fn plan_padding_free(py: Python<'_>, lengths: Lengths<'_>, micro_token_budget: Count) -> Result<Plan> {
     Ok(Plan(lengths.plan(py, InPlace::PADDING_FREE, |lengths| plan::padding_free(lengths, micro_token_budget.0))?))
 }
 
-/// [N] `len` of each sequence of a list, for a plan without a table. Nothing in `ludic` uses it yet;
-/// it is for data-parallel training.
+/// [N] `len` of each sequence of a list, for a plan without a table. Nothing in `ludic` uses it
+/// yet; it is for data-parallel training.
 #[pyfunction]
 pub fn lengths_of<'py>(py: Python<'py>, sequences: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
-    let sequences = &list_named("sequences", sequences)?;
+    let sequences = &require_list("sequences", sequences)?;
     let lengths = (0..sequences.len()).map(|position| {
         let length = length_at(sequences, position).map_err(|error| {
-            let message = format!("sequences[{position}] is no sequence: {}", error.value(py));
-            refusal(py, error, "DataTypeError", message)
+            let message = format!("sequences[{position}] is not a sequence: {}", error.value(py));
+            replace_conversion_error(py, error, "DataTypeError", message)
         })?;
-        i32::try_from(length)
-            .map_err(|_| raised("DataError", format!("a sequence of {length} tokens exceeds 2**31 - 1")))
+        i32::try_from(length).map_err(|_| {
+            ludic_error("DataError", format!("sequences[{position}] has {length} tokens, which exceeds 2**31 - 1"))
+        })
     });
     Ok(PyArray1::from_vec(py, lengths.collect::<PyResult<_>>()?))
 }

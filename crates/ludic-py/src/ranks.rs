@@ -1,4 +1,4 @@
-//! One plan for all ranks. Nothing in `ludic` uses it yet; it is for data-parallel training.
+//! Plans for several ranks. Nothing in `ludic` uses them yet; they are for data-parallel training.
 
 use ludic_core::balance::{self, Packing, RankOptions};
 use numpy::PyArray1;
@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use crate::arguments::{Count, InPlace, Lengths};
 use crate::errors::Result;
-use crate::plan::{Position, micro_batch, widened};
+use crate::plan::{Position, get_micro_batch, int64_array};
 
 /// The micro-batches of one rank. An empty one stands for a row of weight zero, which keeps the
 /// ranks in step.
@@ -20,7 +20,7 @@ impl RankPlan {
     }
 
     fn __getitem__<'py>(&self, py: Python<'py>, index: Position) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        micro_batch(index, self.0.len(), |index| self.0.get(index)).map(|rows| widened(py, rows))
+        get_micro_batch(index, self.0.len(), |index| self.0.get(index)).map(|rows| int64_array(py, rows))
     }
 
     fn __repr__(&self) -> String {
@@ -39,8 +39,8 @@ impl RankPlan {
     }
 }
 
-/// Plans the same number of micro-batches for each rank, balanced by the cost of a sample: `linear *
-/// len + quadratic * len**2`.
+/// Plans the same number of micro-batches for each rank, balanced by cost. A row of n tokens costs
+/// `linear * n + quadratic * n**2`.
 #[pyfunction]
 #[pyo3(
     signature = (

@@ -1,4 +1,4 @@
-//! `SampleTable`: ingest, views and columns. Its layouts are in `collate.rs`.
+//! `SampleTable`: input, views and columns. The layouts are in `collate.rs`.
 
 use ludic_core::{ColumnInput, Sample, TableBuilder};
 use numpy::{IntoPyArray, PyArray1};
@@ -9,36 +9,36 @@ use pyo3::types::{PyDict, PyList, PyString};
 use crate::arena::{Arena, lock_arena};
 use crate::arguments::Count;
 use crate::collate;
-use crate::errors::{Error, Result, is_error_of_the_value, raised, refusal};
-use crate::fields::Field;
+use crate::errors::{Error, Result, is_recoverable, ludic_error, replace_conversion_error};
+use crate::fields::{Field, repr_of, type_name};
 use crate::lists::is_list_of_ones;
 use crate::sequences::{FloatReader, IntReader};
 
-/// More items than this are refused at once: reading an object costs about half a microsecond,
-/// columns cost nothing.
+/// The largest number of items. Reading an item costs about half a microsecond per object; columns
+/// have no such cost.
 const MAX_ITEMS: usize = 1 << 20;
 
-/// A macro-batch as columns. Immutable: `truncate` and `select` return views that share the
+/// A macro-batch stored as columns. Immutable: `truncate` and `select` return views that share the
 /// columns.
 #[pyclass(frozen, module = "ludic._core")]
 pub struct SampleTable(pub ludic_core::SampleTable);
 
 #[pymethods]
 impl SampleTable {
-    /// Ingest `SAWItem`s once. Their sequences may be lists, tuples, numpy arrays or bytes.
+    /// Builds a table from `SAWItem`s. Their sequences may be lists, tuples, numpy arrays or bytes.
     #[staticmethod]
     fn from_items(items: &Bound<'_, PyAny>) -> Result<Self> {
-        let items = list_of_items(items)?;
-        let mut builder = TableBuilder::with_capacity(items.len(), expected_tokens(&items)?);
+        let items = list_items(items)?;
+        let mut builder = TableBuilder::with_capacity(items.len(), estimate_tokens(&items)?);
         let mut reader = ItemReader::default();
-        for (at, item) in items.iter().enumerate() {
-            reader.push(&mut builder, at, &item)?;
+        for (index, item) in items.iter().enumerate() {
+            reader.push(&mut builder, index, &item)?;
         }
         Ok(Self(builder.finish()))
     }
 
-    /// Columns of S tokens; `offsets` [N + 1]. `actor_logps` [S] is aligned with the tokens; what
-    /// stands off the actions is not read.
+    /// Builds a table from columns of S tokens; `offsets` has the shape [N + 1]. `actor_logps` [S]
+    /// is aligned with the tokens; values at tokens that are not actions are ignored.
     #[staticmethod]
     #[pyo3(signature = (input_ids, action_mask, offsets, weights = None, actor_logps = None, attention_mask = None))]
     fn from_columns(
@@ -49,8 +49,7 @@ impl SampleTable {
         actor_logps: Option<&Bound<'_, PyAny>>,
         attention_mask: Option<&Bound<'_, PyAny>>,
     ) -> Result<Self> {
-        let column = Columns { input_ids, action_mask, offsets, weights, actor_logps, attention_mask };
-        column.table()
+        Columns { input_ids, action_mask, offsets, weights, actor_logps, attention_mask }.build_table()
     }
 
     fn __len__(&self) -> usize {
@@ -101,14 +100,13 @@ impl SampleTable {
         self.0.chains().into_pyarray(py)
     }
 
-    /// The same samples, with neighbours that continue each other chained: in a micro-batch they
-    /// share a line.
+    /// The same samples, with those that continue each other linked into chains, which share a line
+    /// of a micro-batch.
     fn chained(&self) -> Self {
         Self(self.0.chained())
     }
 
-    /// The same samples cut on the right to at most `max_seq_len` tokens. A change of length, no
-    /// copy.
+    /// The same samples, cut on the right to at most `max_seq_len` tokens. No token is copied.
     fn truncate(&self, max_seq_len: Count) -> Result<Self> {
         Ok(Self(self.0.truncate(max_seq_len.0)?))
     }
@@ -166,13 +164,13 @@ impl<'py> FromPyObject<'_, 'py> for Indices {
 
     fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let mut reader = IntReader::default();
-        let field = Field::places("indices");
+        let field = Field::indices("indices");
         reader.prepare(&value, field)?;
         Ok(Self(reader.borrow(&value, field)?.to_i64().map_err(Error::from)?))
     }
 }
 
-/// The columns as Python gives them.
+/// The columns as Python objects.
 struct Columns<'a, 'py> {
     input_ids: &'a Bound<'py, PyAny>,
     action_mask: &'a Bound<'py, PyAny>,
@@ -183,32 +181,31 @@ struct Columns<'a, 'py> {
 }
 
 impl Columns<'_, '_> {
-    fn table(&self) -> Result<SampleTable> {
-        let [mut ids, mut action, mut bounds, mut attention] = [(); 4].map(|()| IntReader::default());
-        let [mut credit, mut logps] = [(); 2].map(|()| FloatReader::default());
+    fn build_table(&self) -> Result<SampleTable> {
+        let [mut ids, mut action, mut offsets, mut attention] = [(); 4].map(|()| IntReader::default());
+        let [mut weights, mut logps] = [(); 2].map(|()| FloatReader::default());
         let column = Field::column;
         ids.prepare(self.input_ids, column("input_ids"))?;
         action.prepare_mask(self.action_mask, column("action_mask"))?;
-        let attend = |mask| attention.prepare_mask(mask, column("attention_mask"));
-        self.attention_mask.map(attend).transpose()?;
+        self.attention_mask.map(|mask| attention.prepare_mask(mask, column("attention_mask"))).transpose()?;
         self.actor_logps.map(|values| logps.prepare(values, column("actor_logps"))).transpose()?;
-        self.weights.map(|values| credit.prepare(values, column("weights"))).transpose()?;
-        bounds.prepare(self.offsets, Field::places("offsets"))?;
-        // From here on no Python code runs: arrays are borrowed.
-        let attended = |mask| attention.borrow(mask, column("attention_mask"));
+        self.weights.map(|values| weights.prepare(values, column("weights"))).transpose()?;
+        offsets.prepare(self.offsets, Field::indices("offsets"))?;
+        // From here on no Python code may run: arrays are borrowed.
+        let borrow_attention = |mask| attention.borrow(mask, column("attention_mask"));
         let input = ColumnInput {
             input_ids: ids.borrow(self.input_ids, column("input_ids"))?,
             action_mask: action.borrow(self.action_mask, column("action_mask"))?,
-            attention_mask: self.attention_mask.map(attended).transpose()?,
+            attention_mask: self.attention_mask.map(borrow_attention).transpose()?,
             actor_logps: self.actor_logps.map(|values| logps.borrow(values, column("actor_logps"))).transpose()?,
-            weights: self.weights.map(|values| credit.borrow(values, column("weights"))).transpose()?,
-            offsets: bounds.borrow(self.offsets, Field::places("offsets"))?,
+            weights: self.weights.map(|values| weights.borrow(values, column("weights"))).transpose()?,
+            offsets: offsets.borrow(self.offsets, Field::indices("offsets"))?,
         };
         Ok(SampleTable(ludic_core::SampleTable::from_columns(&input)?))
     }
 }
 
-/// Reads the fields of a `SAWItem`; its buffers serve one item after the other.
+/// Reads the fields of one `SAWItem` after the other and reuses its memory.
 #[derive(Default)]
 struct ItemReader {
     ids: IntReader,
@@ -218,29 +215,31 @@ struct ItemReader {
 }
 
 impl ItemReader {
-    fn push<'py>(&mut self, builder: &mut TableBuilder, at: usize, item: &Bound<'py, PyAny>) -> Result<()> {
+    /// Reads the item with this index and pushes it to `builder`.
+    fn push<'py>(&mut self, builder: &mut TableBuilder, index: usize, item: &Bound<'py, PyAny>) -> Result<()> {
         let py = item.py();
-        let field = |name| Field::of_sample(name, at);
-        let attribute = |name: &Bound<'py, PyString>| item.getattr(name).map_err(|error| not_an_item(item, at, error));
+        let field = |name| Field::of_sample(name, index);
+        let attribute =
+            |name: &Bound<'py, PyString>| item.getattr(name).map_err(|error| item_error(item, index, error));
         let input_ids = attribute(intern!(py, "input_ids"))?;
         let action_mask = attribute(intern!(py, "action_mask"))?;
         let attention_mask = attribute(intern!(py, "attention_mask"))?;
         let weight = attribute(intern!(py, "weight"))?;
         let logps = token_logps(item)?;
-        let weight = weight.extract().map_err(|error| wrong_weight(&weight, at, error))?;
+        let weight = weight.extract().map_err(|error| weight_error(&weight, index, error))?;
         let tokens = self.ids.prepare(&input_ids, field("input_ids"))?;
         self.action.prepare_mask(&action_mask, field("action_mask"))?;
-        let is_attended = is_list_of_ones(&attention_mask, tokens)?;
-        if !is_attended {
+        let all_attended = is_list_of_ones(&attention_mask, tokens)?;
+        if !all_attended {
             self.attention.prepare_mask(&attention_mask, field("attention_mask"))?;
         }
         logps.as_ref().map(|logps| self.logps.prepare(logps, field("actor_logps"))).transpose()?;
-        // From here on no Python code runs: arrays are borrowed.
-        let attention = || self.attention.borrow(&attention_mask, field("attention_mask"));
+        // From here on no Python code may run: arrays are borrowed.
+        let borrow_attention = || self.attention.borrow(&attention_mask, field("attention_mask"));
         let sample = Sample {
             input_ids: self.ids.borrow(&input_ids, field("input_ids"))?,
             action_mask: self.action.borrow(&action_mask, field("action_mask"))?,
-            attention_mask: (!is_attended).then(attention).transpose()?,
+            attention_mask: (!all_attended).then(borrow_attention).transpose()?,
             actor_logps: logps.as_ref().map(|logps| self.logps.borrow(logps, field("actor_logps"))).transpose()?,
             weight,
         };
@@ -248,66 +247,65 @@ impl ItemReader {
     }
 }
 
-/// `item.attachments.actor_logps.token_logps`, None where any of them is.
+/// `item.attachments.actor_logps.token_logps`; None if any of them is absent or None.
 fn token_logps<'py>(item: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
     let py = item.py();
-    let mut found = item.clone();
+    let mut value = item.clone();
     for name in [intern!(py, "attachments"), intern!(py, "actor_logps"), intern!(py, "token_logps")] {
-        match found.getattr_opt(name)? {
-            Some(next) if !next.is_none() => found = next,
+        match value.getattr_opt(name)? {
+            Some(next) if !next.is_none() => value = next,
             _ => return Ok(None),
         }
     }
-    Ok(Some(found))
+    Ok(Some(value))
 }
 
-/// A guess at the tokens of all items, so that the columns need not grow: what a sequence says of
-/// its length may be wrong.
-fn expected_tokens(items: &Bound<'_, PyList>) -> PyResult<usize> {
+/// An estimate of the number of tokens of all items, so that the columns need not grow. The `len`
+/// of a sequence may be wrong.
+fn estimate_tokens(items: &Bound<'_, PyList>) -> PyResult<usize> {
     const LIMIT: usize = 1 << 26;
     let mut total = 0usize;
     for item in items {
         let length = item.getattr(intern!(item.py(), "input_ids")).and_then(|ids| ids.len());
         total = match length {
             Ok(length) => total.saturating_add(length),
-            // What is wrong with it is said when it is read.
-            Err(error) if is_error_of_the_value(&error, items.py()) => total,
+            // The error is reported when the item is read.
+            Err(error) if is_recoverable(&error, items.py()) => total,
             Err(error) => return Err(error),
         };
     }
     Ok(total.min(LIMIT))
 }
 
-fn list_of_items<'py>(items: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
-    let found = items.get_type().name()?;
+/// The items as a list. Checks that there are not too many, and not more than `len` says.
+fn list_items<'py>(items: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+    let actual = items.get_type().name()?;
     let count = items.len().map_err(|error| {
-        let message = format!("items is a {found}, but must be a sequence of SAWItem; wrap it in list()");
-        refusal(items.py(), error, "DataTypeError", message)
+        let message = format!("items is a {actual}, but must be a sequence of SAWItem; wrap it in list()");
+        replace_conversion_error(items.py(), error, "DataTypeError", message)
     })?;
     if count > MAX_ITEMS {
         let message =
             format!("{count} items are more than one table takes ({MAX_ITEMS}); split them, or use from_columns");
-        return Err(raised("DataError", message));
+        return Err(ludic_error("DataError", message));
     }
     if let Ok(list) = items.cast::<PyList>() {
         return Ok(list.clone());
     }
-    let read = items.try_iter()?.take(count + 1).collect::<PyResult<Vec<_>>>()?;
-    if read.len() > count {
-        let message = format!("items is a {found} that says it has {count} items, and has more; wrap it in list()");
-        return Err(raised("DataError", message));
+    let list = items.try_iter()?.take(count + 1).collect::<PyResult<Vec<_>>>()?;
+    if list.len() > count {
+        let message = format!("items is a {actual} with a len of {count}, but yields more items; wrap it in list()");
+        return Err(ludic_error("DataError", message));
     }
-    PyList::new(items.py(), read)
+    PyList::new(items.py(), list)
 }
 
-fn not_an_item(item: &Bound<'_, PyAny>, at: usize, error: PyErr) -> PyErr {
-    let found = item.get_type().name().map_or_else(|_| "?".to_owned(), |name| name.to_string());
-    let message = format!("sample {at} is a {found}, but must be a SAWItem: {error}");
-    refusal(item.py(), error, "DataTypeError", message)
+fn item_error(item: &Bound<'_, PyAny>, index: usize, error: PyErr) -> PyErr {
+    let message = format!("sample {index} is a {}, but must be a SAWItem: {error}", type_name(item));
+    replace_conversion_error(item.py(), error, "DataTypeError", message)
 }
 
-fn wrong_weight(weight: &Bound<'_, PyAny>, at: usize, error: PyErr) -> PyErr {
-    let shown = weight.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());
-    let message = format!("sample {at}: weight is {shown}, but must be a number");
-    refusal(weight.py(), error, "DataTypeError", message)
+fn weight_error(weight: &Bound<'_, PyAny>, index: usize, error: PyErr) -> PyErr {
+    let message = format!("sample {index}: weight is {}, but must be a number", repr_of(weight));
+    replace_conversion_error(weight.py(), error, "DataTypeError", message)
 }

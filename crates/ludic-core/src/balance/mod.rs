@@ -4,17 +4,23 @@
 //! The planner minimises the lockstep cost: the sum over steps of the costliest rank's micro-batch,
 //! plus a fixed overhead for each *step* of `overhead_tokens * linear`, whatever the number of
 //! ranks. A sample costs `linear * length + quadratic * length^2`; each row of a padded micro-batch
-//! costs as much as its longest row. The micro-batches are made for all ranks together, their number
-//! a multiple of the ranks. They are sorted by cost and dealt one round a step, so that ranks that
-//! wait for each other compute micro-batches of similar cost. The heaviest step comes first.
+//! costs as much as its longest row. The micro-batches are made for all ranks together, their
+//! number a multiple of the ranks. They are sorted by cost and dealt one round a step, so that
+//! ranks that wait for each other compute micro-batches of similar cost. The heaviest step comes
+//! first.
 //!
 //! Nothing in the Python package uses these plans yet; they are for data-parallel training.
 //!
 //! ```
 //! use ludic_core::balance::{Packing, RankOptions, plan_ranks};
 //!
-//! let packing = Packing::PaddingFree;
-//! let options = RankOptions { world_size: 2, packing, overhead_tokens: 256, linear: 1, quadratic: 0 };
+//! let options = RankOptions {
+//!     world_size: 2,
+//!     packing: Packing::PaddingFree,
+//!     overhead_tokens: 256,
+//!     linear: 1,
+//!     quadratic: 0,
+//! };
 //! // 8 tokens on one rank, 4 + 3 + 1 on the other.
 //! let ranks = plan_ranks(&[8, 4, 3, 1], 8, &options)?;
 //! assert_eq!(ranks[0].iter().collect::<Vec<_>>(), [[0]]);
@@ -36,8 +42,8 @@ use crate::CoreError;
 use crate::plan::{Plan, check_overhead, ranges};
 use cost::{Prices, Shape};
 
-/// Up to this many samples a few dozen plans are compared. Above it, the plan for one rank is halved
-/// a few times: with so many micro-batches, ranks get micro-batches of similar cost anyway.
+/// Up to this many samples, a few dozen plans are compared. Above it, some micro-batches of the
+/// plan for one rank are halved: with so many micro-batches, the ranks get similar costs anyway.
 const SEARCHED_SAMPLES: usize = 1 << 15;
 /// The largest number of ranks.
 const MAX_RANKS: i64 = 1 << 20;
@@ -51,8 +57,8 @@ pub enum Packing {
     /// multiple of the ranks.
     Greedy,
     /// The plan of least lockstep cost among two kinds: plans with the fewest padded tokens for a
-    /// multiple of the ranks, and micro-batches made step by step. `overhead_tokens` decides how many
-    /// steps are worth it.
+    /// multiple of the ranks, and micro-batches made step by step. `overhead_tokens` decides how
+    /// many steps are worth it.
     Optimal,
     /// No padding: the fewest steps, with samples spread by cost under a hard cap on the tokens.
     PaddingFree,
@@ -134,10 +140,10 @@ impl RankPlan {
 }
 
 /// Plans the same number of micro-batches for each rank. Every sample is on exactly one rank. Every
-/// rank has a sample unless there are fewer samples than ranks. No micro-batch is empty unless there
-/// are fewer samples than micro-batches.
+/// rank has a sample unless there are fewer samples than ranks. No micro-batch is empty unless
+/// there are fewer samples than micro-batches.
 pub fn plan_ranks(lengths: &[i32], micro_token_budget: i64, options: &RankOptions) -> Result<Vec<RankPlan>, CoreError> {
-    let ranks = in_range("world_size", options.world_size, 1, MAX_RANKS)? as usize;
+    let ranks = check_range("world_size", options.world_size, 1, MAX_RANKS)? as usize;
     let prices = Prices::new(options)?;
     let overhead = check_overhead(options.overhead_tokens)?;
     let plan = match options.packing {
@@ -148,28 +154,30 @@ pub fn plan_ranks(lengths: &[i32], micro_token_budget: i64, options: &RankOption
     Ok(deal(lengths, &plan, options.packing, &prices, ranks))
 }
 
-fn in_range(name: &'static str, value: i64, least: i64, most: i64) -> Result<i64, CoreError> {
+/// The value, if it is between `least` and `most`.
+fn check_range(name: &'static str, value: i64, least: i64, most: i64) -> Result<i64, CoreError> {
     if (least..=most).contains(&value) { Ok(value) } else { Err(CoreError::OutOfRange { name, value, least, most }) }
 }
 
 /// Deals the micro-batches by falling cost, one to each rank a step; within a step the costliest
 /// goes to the rank with the least cost so far.
 ///
-/// Costs 9, 7, 4, 1 on two ranks: 9 to rank 0 and 7 to rank 1, then 4 to rank 1, which has less, and
-/// 1 to rank 0.
+/// Costs 9, 7, 4, 1 on two ranks: 9 to rank 0 and 7 to rank 1, then 4 to rank 1, which has less,
+/// and 1 to rank 0.
 fn deal(lengths: &[i32], plan: &Plan, packing: Packing, prices: &Prices, ranks: usize) -> Vec<RankPlan> {
     let shapes: Vec<Shape> = plan.iter().map(|rows| Shape::of(lengths, rows)).collect();
-    let mut order: Vec<(u128, usize)> = shapes.iter().map(|shape| prices.work(shape, packing)).zip(0..).collect();
-    order.sort_by_key(|&(work, _)| Reverse(work));
+    let mut order: Vec<(u128, usize)> =
+        shapes.iter().map(|shape| prices.computed_cost(shape, packing)).zip(0..).collect();
+    order.sort_by_key(|&(cost, _)| Reverse(cost));
     let mut rank_plans = vec![RankPlan::new(); ranks];
     let mut loads: Vec<(u128, usize)> = (0..ranks).map(|rank| (0, rank)).collect();
     for step in order.chunks(ranks) {
         loads.sort_unstable();
-        for (load, &(work, micro_batch)) in loads.iter_mut().zip(step) {
+        for (load, &(cost, micro_batch)) in loads.iter_mut().zip(step) {
             let (rank_plan, shape) = (&mut rank_plans[load.1], &shapes[micro_batch]);
-            load.0 += work;
+            load.0 += cost;
             rank_plan.indices.extend(plan.get(micro_batch).unwrap_or_default());
-            rank_plan.cost += prices.real(shape);
+            rank_plan.cost += prices.real_cost(shape);
             rank_plan.padded_tokens += shape.padded_tokens(packing);
         }
         rank_plans.iter_mut().for_each(|rank_plan| rank_plan.offsets.push(rank_plan.indices.len() as u32));
@@ -184,7 +192,8 @@ fn round_up_to_ranks(count: usize, ranks: usize, samples: usize) -> usize {
 }
 
 /// Halves the costliest micro-batch of at least two rows, the first among equals, until there are
-/// `count`. With the cost as the number of rows, `[0, 4, 6]` and a `count` of 3 give `[0, 2, 4, 6]`.
+/// `count`. With the cost as the number of rows, `[0, 4, 6]` and a `count` of 3 give `[0, 2, 4,
+/// 6]`.
 fn halve(mut offsets: Vec<u32>, count: usize, cost: impl Fn(Range<usize>) -> u128) -> Vec<u32> {
     let entry = |begin: usize, end: usize| (end - begin > 1).then(|| (cost(begin..end), Reverse(begin), end));
     let mut heap: BinaryHeap<_> = ranges(&offsets).filter_map(|rows| entry(rows.start, rows.end)).collect();

@@ -4,12 +4,14 @@ use std::cmp::Reverse;
 use std::ops::Range;
 
 use super::cost::Prices;
-use super::steps::Steps;
+use super::steps::StepPlanner;
 use super::{SEARCHED_SAMPLES, halve, round_up_to_ranks};
 use crate::CoreError;
-use crate::plan::{Plan, Sorted, check_budget, greedy_offsets, optimal_offsets, optimal_offsets_exactly, ranges};
+use crate::plan::{
+    Plan, SortedLengths, check_budget, greedy_offsets, optimal_offsets, optimal_offsets_for_count, ranges,
+};
 
-/// The documented greedy, then the costliest halved until there are as many as a multiple of the
+/// The greedy plan with its costliest micro-batches halved until their number is a multiple of the
 /// ranks.
 pub(super) fn plan_greedy(lengths: &[i32], budget: i64, prices: &Prices, ranks: usize) -> Result<Plan, CoreError> {
     plan_ranges(lengths, budget, |sorted, budget| {
@@ -19,7 +21,8 @@ pub(super) fn plan_greedy(lengths: &[i32], budget: i64, prices: &Prices, ranks: 
     })
 }
 
-/// The least lockstep that the search finds. `overhead` is the fixed cost of a step, in tokens.
+/// The plan with the least lockstep cost that the search finds. `overhead` is the fixed cost of a
+/// step, in tokens.
 pub(super) fn plan_optimal(
     lengths: &[i32],
     budget: i64,
@@ -30,29 +33,29 @@ pub(super) fn plan_optimal(
     plan_ranges(lengths, budget, |sorted, budget| best_offsets(lengths, sorted, budget, overhead, prices, ranks))
 }
 
-/// The plan whose micro-batches begin where `choose_offsets` says in the sorted order.
+/// The plan whose micro-batches begin at `choose_offsets` in the sorted order.
 fn plan_ranges(
     lengths: &[i32],
     budget: i64,
-    choose_offsets: impl FnOnce(&Sorted, u64) -> Vec<u32>,
+    choose_offsets: impl FnOnce(&SortedLengths, u64) -> Vec<u32>,
 ) -> Result<Plan, CoreError> {
-    let sorted = Sorted::new(lengths)?;
+    let sorted = SortedLengths::new(lengths)?;
     let budget = check_budget(budget, sorted.longest())?;
     let offsets = choose_offsets(&sorted, budget);
     Ok(Plan::contiguous(lengths, sorted, offsets))
 }
 
-/// What a micro-batch of consecutive samples costs: its last row is its longest.
-fn range_cost(lengths: &[i32], sorted: &Sorted, prices: &Prices, rows: Range<usize>) -> u128 {
+/// The cost of a micro-batch of consecutive samples, of which the last is the longest.
+fn range_cost(lengths: &[i32], sorted: &SortedLengths, prices: &Prices, rows: Range<usize>) -> u128 {
     let longest = lengths[sorted.order[rows.end - 1] as usize];
-    rows.len() as u128 * prices.sample(longest as u64)
+    rows.len() as u128 * prices.sample_cost(longest as u64)
 }
 
-/// The cheaper in lockstep of two plans: the best by the number of micro-batches, and the one made
-/// step by step. The former, if they cost the same.
+/// The plan of least lockstep cost of two: the best by the number of micro-batches, and the one
+/// made step by step. The former if they cost the same.
 fn best_offsets(
     lengths: &[i32],
-    sorted: &Sorted,
+    sorted: &SortedLengths,
     budget: u64,
     overhead: u64,
     prices: &Prices,
@@ -64,8 +67,8 @@ fn best_offsets(
         return by_count;
     }
     let ascending: Vec<u64> = sorted.order.iter().map(|&row| lengths[row as usize] as u64).collect();
-    let row_prices: Vec<u128> = ascending.iter().map(|&length| prices.sample(length)).collect();
-    let by_step = Steps::new(&ascending, &row_prices, budget, ranks, step_overhead).offsets();
+    let row_costs: Vec<u128> = ascending.iter().map(|&length| prices.sample_cost(length)).collect();
+    let by_step = StepPlanner::new(&ascending, &row_costs, budget, ranks, step_overhead).find_offsets();
     let cost =
         |offsets: &Vec<u32>| lockstep(offsets, step_overhead, ranks, |rows| range_cost(lengths, sorted, prices, rows));
     match by_step {
@@ -74,12 +77,12 @@ fn best_offsets(
     }
 }
 
-/// The cheapest in lockstep of: greedy's plan, halved; and the exact plans with the fewest steps,
-/// with the number of steps that is optimal for one rank, with one less and with one more. One more
-/// matters: only there may a few samples have a step each to themselves.
+/// The plan of least lockstep cost of: greedy's plan, halved; and the plans with the fewest padded
+/// tokens for the fewest steps, for the number of steps that is optimal for one rank, for one less
+/// and for one more. One more matters: only then may a few samples have a step each to themselves.
 fn best_offsets_by_count(
     lengths: &[i32],
-    sorted: &Sorted,
+    sorted: &SortedLengths,
     budget: u64,
     overhead: u64,
     prices: &Prices,
@@ -98,7 +101,7 @@ fn best_offsets_by_count(
     let one_step_more = rounded(optimal + 1);
     let mut counts = vec![fewest, one_step_less, optimal, one_step_more];
     counts.dedup();
-    let exact = counts.into_iter().map(|count| optimal_offsets_exactly(&sorted.runs, budget, count));
+    let exact = counts.into_iter().map(|count| optimal_offsets_for_count(&sorted.runs, budget, count));
     let step_overhead = u128::from(overhead).saturating_mul(prices.linear);
     exact
         .chain([halve(greedy, fewest, cost)])
@@ -106,9 +109,9 @@ fn best_offsets_by_count(
         .unwrap_or(one_rank)
 }
 
-/// What all steps cost together. Micro-batches are dealt by falling cost; a step costs its
-/// costliest and `overhead`. Costs 9, 7, 4, 1 on two ranks: the steps are (9, 7) and (4, 1), so
-/// that they cost `9 + 4 + 2 * overhead`.
+/// The lockstep cost: the sum over steps of the costliest micro-batch and `overhead`. Micro-batches
+/// are dealt in descending order of cost. Costs 9, 7, 4, 1 on two ranks are the steps (9, 7) and
+/// (4, 1), which cost `9 + 4 + 2 * overhead`.
 fn lockstep(offsets: &[u32], overhead: u128, ranks: usize, cost: impl Fn(Range<usize>) -> u128) -> u128 {
     let mut costs: Vec<u128> = ranges(offsets).map(cost).collect();
     costs.sort_unstable_by_key(|&cost| Reverse(cost));
@@ -131,7 +134,7 @@ mod tests {
                 world_size: ranks as i64, packing: Packing::Optimal, overhead_tokens: 0, linear: 9, quadratic: 1,
             };
             let prices = Prices::new(&options).unwrap();
-            let sorted = Sorted::new(&lengths).unwrap();
+            let sorted = SortedLengths::new(&lengths).unwrap();
             let budget = u64::from(sorted.longest()).max(1) * factor;
             let cost = |offsets: &[u32]| {
                 lockstep(offsets, u128::from(overhead) * 9, ranks, |rows| range_cost(&lengths, &sorted, &prices, rows))

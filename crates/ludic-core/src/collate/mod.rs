@@ -1,11 +1,13 @@
-//! Rows of a table into the arrays that a model reads. Writes into the caller's slices, so that
-//! they can be the memory of a numpy array that torch shares.
+//! Collates samples of a table into the arrays that a model reads. Writes into slices of the
+//! caller, which can be the memory of numpy arrays that torch shares.
+//!
+//! A *line* is one row of a batch. It holds one sample, or several adjacent samples of a chain.
 //!
 //! ```
 //! use ludic_core::collate::PaddedOut;
 //! use ludic_core::{ColumnInput, Floats, Ints, SampleTable};
 //!
-//! // Two samples side by side: the ids 5 6 7 and 8 9.
+//! // Two samples: the ids [5, 6, 7] and [8, 9].
 //! let table = SampleTable::from_columns(&ColumnInput {
 //!     input_ids: Ints::I32(&[5, 6, 7, 8, 9]),
 //!     action_mask: Ints::U8(&[0, 1, 1, 0, 1]),
@@ -42,48 +44,45 @@ use crate::{CoreError, SampleTable};
 
 pub use layouts::{CompactOut, LogpsOut, PaddedOut, PaddingFreeOut, Slot};
 
-/// What a sample adds to its line: its ids from `begin` on, all of them unless it continues the
-/// sample before it.
+/// The part of a sample that its line stores for it: the tokens from `begin` on. `begin` is 0
+/// unless the sample continues the one before it. The ids [5, 6] and [5, 6, 7] of one chain are two
+/// pieces of line 0: `begin` 0 and `begin` 2.
 #[derive(Debug)]
 struct Piece {
     row: Row,
     line: usize,
     begin: usize,
-    /// Whether the line ends with it.
+    /// Whether it is the last piece of its line.
     last: bool,
 }
 
 impl Piece {
-    /// Where its tokens lie in the columns of the table.
+    /// The range of its tokens in the columns of the table.
     fn span(&self) -> Range<usize> {
-        self.row.start + self.begin..self.end()
+        self.row.start + self.begin..self.row.span().end
     }
 
-    fn end(&self) -> usize {
-        self.row.span().end
-    }
-
-    /// Whether `row` may go on in the line of this piece.
+    /// Whether `row` may share the line of this piece.
     fn is_continued_by(&self, row: &Row) -> bool {
-        row.chain != Row::ALONE && row.chain == self.row.chain && row.link > self.row.link && row.len >= self.row.len
+        row.chain != Row::NO_CHAIN && row.chain == self.row.chain && row.link > self.row.link && row.len >= self.row.len
     }
 }
 
-/// The samples of one micro-batch, checked, ready to be written in any layout.
+/// The samples of one micro-batch, checked and ready to be written in any layout.
 #[derive(Debug)]
 pub struct Batch<'t> {
     columns: &'t Columns,
     pieces: Vec<Piece>,
     lines: usize,
-    /// The first index whose attention mask has a 0 within the sample.
+    /// The first index whose sample has a 0 in its attention mask.
     partial_attention: Option<i64>,
     longest: usize,
     num_tokens: usize,
 }
 
 impl SampleTable {
-    /// The samples at `indices`, in that order, as the lines of one micro-batch: one each, but for
-    /// neighbours of one [chain](Self::chained), which share one.
+    /// Returns the samples at `indices`, in that order, as one micro-batch. Each sample has a line
+    /// of its own, except that adjacent samples of a [chain](Self::chained) share one.
     pub fn batch(&self, indices: &[i64]) -> Result<Batch<'_>, CoreError> {
         if indices.is_empty() {
             return Err(CoreError::EmptyBatch);
@@ -94,9 +93,9 @@ impl SampleTable {
         for &index in indices {
             let row = self.row(index)?;
             let begin = match pieces.last_mut() {
-                Some(before) if before.is_continued_by(&row) => {
-                    before.last = false;
-                    before.row.len as usize
+                Some(previous) if previous.is_continued_by(&row) => {
+                    previous.last = false;
+                    previous.row.len as usize
                 }
                 _ => {
                     lines += 1;
@@ -115,41 +114,43 @@ impl SampleTable {
 }
 
 impl Batch<'_> {
-    /// N.
+    /// N, the number of samples.
     pub fn num_samples(&self) -> usize {
         self.pieces.len()
     }
 
-    /// B.
+    /// B, the number of lines.
     pub fn num_lines(&self) -> usize {
         self.lines
     }
 
-    /// T: the longest line.
+    /// T, the number of tokens of the longest line.
     pub fn num_columns(&self) -> usize {
         self.longest
     }
 
-    /// S: the tokens of all lines, without padding.
+    /// S, the number of tokens of all lines, without padding.
     pub fn num_tokens(&self) -> usize {
         self.num_tokens
     }
 
-    /// B * T, what the padded and the compact layout hold, if 32-bit offsets can address as much.
+    /// B * T, the size of the padded and the compact layout, or an error if it exceeds 32-bit
+    /// offsets.
     pub fn padded_size(&self) -> Result<usize, CoreError> {
         let (rows, columns) = (self.lines, self.longest);
         let size = rows.checked_mul(columns).filter(|&size| size <= i32::MAX as usize);
         size.ok_or(CoreError::BatchTooLarge { rows, columns })
     }
 
-    /// S, what the padding-free layout holds, if 32-bit offsets can address as much.
+    /// S, the size of the padding-free layout, or an error if it exceeds 32-bit offsets.
     pub fn packed_size(&self) -> Result<usize, CoreError> {
         let (rows, tokens) = (self.lines, self.num_tokens);
         if tokens <= i32::MAX as usize { Ok(tokens) } else { Err(CoreError::PackedTooLarge { rows, tokens }) }
     }
 
-    /// Where each sample's own tokens lie: its line, where in it they begin, and where they end.
-    /// `None` if every sample has a line to itself.
+    /// The line of each sample, and where its own tokens begin and end in that line. `None` if
+    /// every sample has a line of its own. The ids [5, 6] and [5, 6, 7] of one chain give [[0, 0,
+    /// 2], [0, 2, 3]].
     pub fn turns(&self) -> Option<Vec<[i64; 3]>> {
         let turn = |piece: &Piece| [piece.line as i64, piece.begin as i64, i64::from(piece.row.len)];
         (self.lines < self.pieces.len()).then(|| self.pieces.iter().map(turn).collect())
@@ -161,7 +162,7 @@ impl Batch<'_> {
         pad_token_id: i64,
         out: PaddedOut<'_, I, F>,
     ) -> Result<(), CoreError> {
-        let pad = i64::from(checked_pad(pad_token_id)?);
+        let pad = i64::from(check_pad(pad_token_id)?);
         let size = self.padded_size()?;
         check_output("input_ids", out.input_ids, size)?;
         check_output("attention_mask", out.attention_mask, size)?;
@@ -190,8 +191,8 @@ impl Batch<'_> {
         Ok(())
     }
 
-    /// Writes the padding-free layout. A sample whose attention mask has a 0 is refused: this
-    /// layout has no mask.
+    /// Writes the padding-free layout. Refuses a sample with a 0 in its attention mask, because
+    /// this layout has no attention mask.
     pub fn collate_padding_free<I: Slot<i64>, C: Slot<i32>, F: Slot<f32>>(
         &self,
         out: PaddingFreeOut<'_, I, C, F>,
@@ -214,7 +215,7 @@ impl Batch<'_> {
                     end += span.len();
                     copy_row(&mut out.input_ids[begin..end], &self.columns.ids[span.clone()], widen, 0);
                     copy_row(&mut out.action_mask[begin..end], &self.columns.action[span], f32::from, 0.0);
-                    count_up(&mut out.position_ids[begin..end], piece.begin as i64);
+                    write_positions(&mut out.position_ids[begin..end], piece.begin as i64);
                     out.cu_seqlens[piece.line + 1].put(end as i32);
                 }
             },
@@ -222,14 +223,14 @@ impl Batch<'_> {
         Ok(())
     }
 
-    /// Writes the compact layout. A sample whose attention mask has a 0 is refused: lengths cannot
-    /// say it.
+    /// Writes the compact layout. Refuses a sample with a 0 in its attention mask, because this
+    /// layout has only the length of each line.
     pub fn collate_compact<C: Slot<i32>, U: Slot<u8>, F: Slot<f32>>(
         &self,
         pad_token_id: i64,
         out: CompactOut<'_, C, U, F>,
     ) -> Result<(), CoreError> {
-        let pad = checked_pad(pad_token_id)?;
+        let pad = check_pad(pad_token_id)?;
         self.refuse_partial_attention()?;
         let size = self.padded_size()?;
         check_output("input_ids", out.input_ids, size)?;
@@ -251,7 +252,8 @@ impl Batch<'_> {
         Ok(())
     }
 
-    /// Where a piece lies in a padded array, with the padding after it.
+    /// The range of a piece in a padded array; the last piece of a line includes the padding. In
+    /// lines of width 4, a last piece of line 1 with `begin` 2 has the cells 6..8.
     fn cells(&self, piece: &Piece, width: usize) -> Range<usize> {
         let end = if piece.last { width } else { piece.row.len as usize };
         piece.line * width + piece.begin..piece.line * width + end
@@ -263,7 +265,7 @@ impl Batch<'_> {
         Ok(())
     }
 
-    /// Writes log-probabilities with every row padded to `width`; a width of 0 pads none.
+    /// Writes log-probabilities with every line padded to `width`. A width of 0 means no padding.
     fn write_logps<F: Slot<f32>>(&self, out: Option<LogpsOut<'_, F>>, width: usize) -> Result<(), CoreError> {
         let (out, logps) = match (out, &self.columns.logps) {
             (Some(out), Some(logps)) => (out, logps),
@@ -297,17 +299,17 @@ impl Batch<'_> {
     }
 }
 
-/// Ids are never negative, so that they are widened with zeros, which is cheaper than with the
-/// sign.
+/// Widens an id. Ids are never negative, so that they can be extended with zeros, which is cheaper
+/// than sign extension.
 #[inline(always)]
 fn widen(id: i32) -> i64 {
     i64::from(id as u32)
 }
 
-/// The position of the first and those after it. The addition wraps so that no check of it keeps
-/// the loop from being vectorised.
+/// Writes `first`, `first + 1`, ... into `out`. The addition wraps, because an overflow check would
+/// prevent vectorisation.
 #[inline(always)]
-fn count_up<I: Slot<i64>>(out: &mut [I], first: i64) {
+fn write_positions<I: Slot<i64>>(out: &mut [I], first: i64) {
     let mut position = first;
     for slot in out {
         slot.put(position);
@@ -315,6 +317,7 @@ fn count_up<I: Slot<i64>>(out: &mut [I], first: i64) {
     }
 }
 
+/// Writes the converted values, then `pad` up to the end of `out`.
 #[inline(always)]
 fn copy_row<S: Copy, T: Copy, O: Slot<T>>(out: &mut [O], values: &[S], convert: impl Fn(S) -> T, pad: T) {
     let (tokens, padding) = out.split_at_mut(values.len());
@@ -322,8 +325,8 @@ fn copy_row<S: Copy, T: Copy, O: Slot<T>>(out: &mut [O], values: &[S], convert: 
     padding.iter_mut().for_each(|slot| slot.put(pad));
 }
 
-/// A sum in a fixed order: 16 lanes, then the lanes one after the other. The same on every machine,
-/// and a better approximation than one after the other from the first to the last.
+/// The sum in a fixed order: 16 lanes, then the lanes and the tail. The result is the same on every
+/// machine, and more accurate than adding the values one after the other.
 #[inline(always)]
 fn sum_in_lanes(values: &[f32]) -> f32 {
     const LANES: usize = 16;
@@ -335,11 +338,13 @@ fn sum_in_lanes(values: &[f32]) -> f32 {
     lanes.iter().chain(tail).sum()
 }
 
-fn checked_pad(pad_token_id: i64) -> Result<i32, CoreError> {
+/// The padding token, if it is a valid id.
+fn check_pad(pad_token_id: i64) -> Result<i32, CoreError> {
     let pad = i32::try_from(pad_token_id).ok().filter(|&pad| pad >= 0);
     pad.ok_or(CoreError::PadToken { value: pad_token_id })
 }
 
+/// Checks that an output array has exactly the size that is written.
 fn check_output<T>(name: &'static str, out: &[T], expected: usize) -> Result<(), CoreError> {
     if out.len() == expected { Ok(()) } else { Err(CoreError::OutputLength { name, length: out.len(), expected }) }
 }

@@ -1,4 +1,4 @@
-//! Everything that can be wrong with the input. Each error names the values that were wrong.
+//! Errors in the input. Each names the values that are wrong.
 
 mod kind;
 pub use kind::ErrorKind;
@@ -105,7 +105,7 @@ pub enum CoreError {
         second: u64,
     },
 
-    /// A pair without its other half.
+    /// A pair that lacks its chosen or its rejected sample.
     #[error(
         "Incomplete preference pair {pair}: it has only its {has} sample ({count} incomplete in all); drop incomplete pairs or complete them"
     )]
@@ -169,7 +169,7 @@ pub enum CoreError {
 
     /// A token id outside the range of 32-bit ids.
     #[error(
-        "sample {sample}: input_ids[{position}] is {value}, but a token id must lie in 0..=2147483647; drop the sample or mend its tokens"
+        "sample {sample}: input_ids[{position}] is {value}, but a token id must lie in 0..=2147483647; drop the sample or correct its tokens"
     )]
     TokenId {
         /// The sample.
@@ -261,7 +261,7 @@ pub enum CoreError {
     },
 
     /// A sample without tokens.
-    #[error("sample {sample} has no tokens, so that a model computes nothing for it; drop it")]
+    #[error("sample {sample} has no tokens, so a model computes nothing for it; drop it")]
     NoTokens {
         /// The sample.
         sample: usize,
@@ -277,7 +277,7 @@ pub enum CoreError {
     },
 
     /// Empty offsets.
-    #[error("offsets is empty; give [0] for no samples, else the beginning of each sample and the end of the last")]
+    #[error("offsets is empty; it must hold where each sample begins and where the last ends, or [0] for no samples")]
     NoOffsets,
 
     /// Offsets that do not span the columns.
@@ -305,7 +305,7 @@ pub enum CoreError {
     },
 
     /// A column whose length differs from the expected one.
-    #[error("{column} has length {length}, but must have length {expected} like the columns beside it")]
+    #[error("{column} has length {length}, but must have length {expected} to match the other columns")]
     ColumnLength {
         /// The name of the column.
         column: &'static str,
@@ -316,7 +316,7 @@ pub enum CoreError {
     },
 
     /// An index outside the table.
-    #[error("index {index} names no sample of a table of {samples}; indices count from 0 and are never negative")]
+    #[error("index {index} is outside a table of {samples} samples; indices count from 0 and are never negative")]
     IndexOutOfRange {
         /// The index.
         index: i64,
@@ -325,7 +325,7 @@ pub enum CoreError {
     },
 
     /// An index that no table can hold.
-    #[error("index {index} names no sample: no table has as many")]
+    #[error("index {index} is outside any table; indices are below 2**63")]
     IndexTooLarge {
         /// The index.
         index: i128,
@@ -356,7 +356,7 @@ pub enum CoreError {
     },
 
     /// Not enough memory for a column.
-    #[error("no memory for {values} more values of {column}; ingest fewer samples at once")]
+    #[error("not enough memory for {values} more values of {column}; ingest fewer samples at once")]
     OutOfMemory {
         /// The name of the column.
         column: &'static str,
@@ -366,7 +366,7 @@ pub enum CoreError {
 
     /// An attention mask that a layout without one cannot represent.
     #[error(
-        "index {index}: attention_mask is 0 within the sample, which only the padded layout can say; use padded packing or remove those tokens"
+        "index {index}: attention_mask is 0 within the sample, which only the padded layout can represent; use padded packing or remove those tokens"
     )]
     PartialAttention {
         /// The index of the sample in the table.

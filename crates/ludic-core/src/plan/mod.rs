@@ -1,8 +1,9 @@
-//! Micro-batches from lengths. One rule for padded plans: `longest * rows <= micro_token_budget`.
+//! Plans micro-batches from lengths. Padded plans follow one rule: `longest * rows <=
+//! micro_token_budget`.
 //!
-//! Lengths are not negative; a sample of length 0 is legal, costs nothing and fits anywhere. A
-//! budget above any sum of lengths is no limit. The same lengths give the same plan on every
-//! machine: there is one thread, no hash order, and every tie is broken by index.
+//! Lengths must not be negative; 0 is allowed. A budget of `i64::MAX` is no limit. The same lengths
+//! give the same plan on every machine: there is one thread, no hash order, and ties are broken by
+//! index.
 //!
 //! ```
 //! use ludic_core::plan::{greedy, optimal, padding_free};
@@ -12,9 +13,9 @@
 //! let plan = greedy(&lengths, 1024)?;
 //! assert_eq!(plan.iter().collect::<Vec<_>>(), [&[0, 1, 2][..], &[3, 4]]);
 //! assert_eq!((plan.num_tokens(), plan.padded_tokens()), (1150, 1400));
-//! // Micro-batches that cost nothing hold one sample each, and no padding.
+//! // Without overhead, micro-batches of one sample each avoid all padding.
 //! assert_eq!(optimal(&lengths, 1024, 0)?.padded_tokens(), 1150);
-//! // At 256 tokens each, two with 250 tokens of padding are cheaper than three.
+//! // With an overhead of 256 tokens, two with 250 tokens of padding are cheaper than three.
 //! assert_eq!(optimal(&lengths, 1024, 256)?, plan);
 //! // Without padding: 400 + 300 + 200 + 100 = 1000 fits, and 150 more would not.
 //! let packed = padding_free(&lengths, 1024)?;
@@ -31,13 +32,13 @@ pub use greedy::greedy;
 pub use optimal::optimal;
 pub use padding_free::padding_free;
 
-pub(crate) use greedy::offsets as greedy_offsets;
-pub(crate) use optimal::{offsets as optimal_offsets, offsets_exactly as optimal_offsets_exactly};
-pub(crate) use sorted::Sorted;
+pub(crate) use greedy::find_offsets as greedy_offsets;
+pub(crate) use optimal::{find_offsets as optimal_offsets, find_offsets_for_count as optimal_offsets_for_count};
+pub(crate) use sorted::SortedLengths;
 
 use crate::CoreError;
 
-/// Micro-batches as lists of sample indices: every index once, none empty.
+/// Micro-batches as lists of sample indices. Every index occurs once; no micro-batch is empty.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     indices: Vec<u32>,
@@ -47,7 +48,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// A right-padded plan: each micro-batch computes its rows times its longest sample.
+    /// A right-padded plan. A micro-batch computes its number of rows times its longest sample.
     pub(crate) fn padded(lengths: &[i32], indices: Vec<u32>, offsets: Vec<u32>) -> Self {
         let length = |&index: &u32| lengths[index as usize] as u64;
         let cost = |rows: &[u32]| rows.len() as u64 * rows.iter().map(length).max().unwrap_or(0);
@@ -56,25 +57,25 @@ impl Plan {
         Self { indices, offsets, num_tokens, padded_tokens }
     }
 
-    /// A right-padded plan whose micro-batches are runs of `sorted`: the last row of each is its
-    /// longest.
-    pub(crate) fn contiguous(lengths: &[i32], sorted: Sorted, offsets: Vec<u32>) -> Self {
+    /// A right-padded plan whose micro-batches are ranges of the sorted order. The last row of each
+    /// is its longest.
+    pub(crate) fn contiguous(lengths: &[i32], sorted: SortedLengths, offsets: Vec<u32>) -> Self {
         let longest = |end: usize| lengths[sorted.order[end - 1] as usize] as u64;
         let padded_tokens = ranges(&offsets).map(|range| range.len() as u64 * longest(range.end)).sum();
         Self { indices: sorted.order, offsets, num_tokens: sorted.num_tokens, padded_tokens }
     }
 
-    /// A padding-free plan: it computes the real tokens and no others.
+    /// A padding-free plan. It computes only the real tokens.
     pub(crate) fn packed(indices: Vec<u32>, offsets: Vec<u32>, num_tokens: u64) -> Self {
         Self { indices, offsets, num_tokens, padded_tokens: num_tokens }
     }
 
-    /// How many micro-batches there are.
+    /// The number of micro-batches.
     pub fn len(&self) -> usize {
         self.offsets.len() - 1
     }
 
-    /// Whether there is no micro-batch: only for no samples.
+    /// Whether there is no micro-batch. Only a plan of no samples has none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -84,17 +85,19 @@ impl Plan {
         &self.indices
     }
 
-    /// Where each micro-batch begins in `indices`, and at the end the number of samples.
+    /// Where each micro-batch begins in `indices`, then the number of samples. The micro-batches
+    /// [3, 0] and [1] have the indices [3, 0, 1] and the offsets [0, 2, 3].
     pub fn offsets(&self) -> &[u32] {
         &self.offsets
     }
 
-    /// Real tokens.
+    /// The number of real tokens.
     pub fn num_tokens(&self) -> u64 {
         self.num_tokens
     }
 
-    /// Tokens computed: rows times longest for padded plans, the real tokens for padding-free ones.
+    /// The number of tokens that the model computes: rows times longest for each padded
+    /// micro-batch, the real tokens for padding-free plans.
     pub fn padded_tokens(&self) -> u64 {
         self.padded_tokens
     }
@@ -111,14 +114,14 @@ impl Plan {
     }
 }
 
-/// The range of each micro-batch: [0, 2, 5] gives 0..2 and 2..5.
+/// The range of each micro-batch: the offsets [0, 2, 5] give 0..2 and 2..5.
 pub(crate) fn ranges(offsets: &[u32]) -> impl Iterator<Item = std::ops::Range<usize>> + '_ {
     offsets.windows(2).map(|pair| pair[0] as usize..pair[1] as usize)
 }
 
-/// Where each of `count` micro-batches begins, and the end of the last, from (micro-batch, rows) in
-/// any order. Rows (0, 1), (1, 3), (0, 1) of two micro-batches give [0, 2, 5].
-pub(crate) fn begin_offsets(count: usize, rows: impl Iterator<Item = (u32, u32)>) -> Vec<u32> {
+/// The offsets of `count` micro-batches from pairs (micro-batch, number of rows) in any order. The
+/// pairs (0, 1), (1, 3) and (0, 1) give [0, 2, 5].
+pub(crate) fn accumulate_offsets(count: usize, rows: impl Iterator<Item = (u32, u32)>) -> Vec<u32> {
     let mut offsets = vec![0u32; count + 1];
     for (micro_batch, rows) in rows {
         offsets[micro_batch as usize + 1] += rows;
@@ -129,7 +132,7 @@ pub(crate) fn begin_offsets(count: usize, rows: impl Iterator<Item = (u32, u32)>
     offsets
 }
 
-/// The budget as a positive number that holds the longest sample.
+/// The budget, if it is positive and at least the longest sample.
 pub(crate) fn check_budget(budget: i64, longest: u32) -> Result<u64, CoreError> {
     if budget <= 0 {
         return Err(CoreError::BudgetNotPositive { budget });
@@ -140,7 +143,7 @@ pub(crate) fn check_budget(budget: i64, longest: u32) -> Result<u64, CoreError> 
     Ok(budget as u64)
 }
 
-/// The overhead of a micro-batch, in tokens.
+/// The overhead of a micro-batch in tokens, if it is not negative.
 pub(crate) fn check_overhead(overhead_tokens: i64) -> Result<u64, CoreError> {
     u64::try_from(overhead_tokens)
         .map_err(|_| CoreError::NegativeSetting { name: "overhead_tokens", value: overhead_tokens })

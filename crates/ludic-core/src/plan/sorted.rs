@@ -1,8 +1,10 @@
-//! The stable ascending order of lengths, and the runs of equal length in it.
+//! Sorts lengths, and finds the runs of equal lengths.
+//!
+//! The lengths 3, 1, 3 have the order [1, 0, 2] and two runs: length 1 at 0..1, length 3 at 1..3.
 
 use crate::CoreError;
 
-/// Consecutive samples of one length, positions `begin..end` of the sorted order.
+/// Samples of one length: the positions `begin..end` of the sorted order.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Run {
     pub length: u32,
@@ -12,24 +14,25 @@ pub(crate) struct Run {
 
 /// Samples by ascending length, equal lengths by ascending index.
 #[derive(Debug, Clone)]
-pub(crate) struct Sorted {
+pub(crate) struct SortedLengths {
+    /// Sample indices in sorted order.
     pub order: Vec<u32>,
     pub runs: Vec<Run>,
     pub num_tokens: u64,
 }
 
-impl Sorted {
-    /// Counting sort when the range of lengths is small beside their number, radix sort when it is
-    /// not.
+impl SortedLengths {
+    /// Sorts the lengths: by counting if their range is small compared with their number, otherwise
+    /// by radix.
     pub fn new(lengths: &[i32]) -> Result<Self, CoreError> {
-        let Some((shortest, longest)) = range(lengths)? else {
+        let Some((shortest, longest)) = find_extremes(lengths)? else {
             return Ok(Self { order: Vec::new(), runs: Vec::new(), num_tokens: 0 });
         };
-        let span = (longest - shortest) as usize + 1;
-        let (order, runs) = if span <= lengths.len().saturating_mul(2) {
-            counting_sort(lengths, shortest, span)
+        let num_values = (longest - shortest) as usize + 1;
+        let (order, runs) = if num_values <= lengths.len().saturating_mul(2) {
+            counting_sort(lengths, shortest, num_values)
         } else {
-            radix_sort(lengths, shortest, span)
+            radix_sort(lengths, shortest, num_values)
         };
         let num_tokens = runs.iter().map(|run| u64::from(run.length) * u64::from(run.end - run.begin)).sum();
         Ok(Self { order, runs, num_tokens })
@@ -44,8 +47,9 @@ impl Sorted {
     }
 }
 
-/// The shortest and the longest length, or the first thing that is wrong with them.
-fn range(lengths: &[i32]) -> Result<Option<(u32, u32)>, CoreError> {
+/// The shortest and the longest length, or `None` if there are no lengths. Checks that there are
+/// not too many and that none is negative.
+fn find_extremes(lengths: &[i32]) -> Result<Option<(u32, u32)>, CoreError> {
     if lengths.len() >= u32::MAX as usize {
         return Err(CoreError::TooManySamples { count: lengths.len() as u64 });
     }
@@ -61,23 +65,25 @@ fn range(lengths: &[i32]) -> Result<Option<(u32, u32)>, CoreError> {
     Ok(Some((shortest as u32, longest as u32)))
 }
 
-fn counting_sort(lengths: &[i32], shortest: u32, span: usize) -> (Vec<u32>, Vec<Run>) {
-    let mut next = vec![0u32; span];
+/// Sorts by counting the samples of each of the `num_values` lengths from `shortest` on. `next` has
+/// first the count of each length, then the position of its next sample: for the lengths 3, 1, 3,
+/// the counts [1, 0, 2] of the lengths 1, 2 and 3, then the positions [0, 1, 1].
+fn counting_sort(lengths: &[i32], shortest: u32, num_values: usize) -> (Vec<u32>, Vec<Run>) {
+    let mut next = vec![0u32; num_values];
     for &length in lengths {
         next[(length as u32 - shortest) as usize] += 1;
     }
-    // Written without a branch, which a processor could not foresee: an empty run is overwritten by
-    // the next.
-    let mut runs = vec![Run::default(); span.min(lengths.len()) + 1];
-    let (mut found, mut begin) = (0, 0);
+    // An empty run is overwritten by the next one. This avoids an unpredictable branch.
+    let mut runs = vec![Run::default(); num_values.min(lengths.len()) + 1];
+    let (mut num_runs, mut begin) = (0, 0);
     for (slot, length) in next.iter_mut().zip(shortest..) {
         let end = begin + *slot;
-        runs[found] = Run { length, begin, end };
-        found += usize::from(end > begin);
+        runs[num_runs] = Run { length, begin, end };
+        num_runs += usize::from(end > begin);
         *slot = begin;
         begin = end;
     }
-    runs.truncate(found);
+    runs.truncate(num_runs);
     let mut order = vec![0u32; lengths.len()];
     for (&length, index) in lengths.iter().zip(0u32..) {
         let slot = &mut next[(length as u32 - shortest) as usize];
@@ -87,25 +93,27 @@ fn counting_sort(lengths: &[i32], shortest: u32, span: usize) -> (Vec<u32>, Vec<
     (order, runs)
 }
 
-/// Two stable passes over half the bits each while a histogram stays small beside the lengths, else
-/// one comparison sort.
-fn radix_sort(lengths: &[i32], shortest: u32, span: usize) -> (Vec<u32>, Vec<Run>) {
-    let half = (usize::BITS - (span - 1).leading_zeros()).div_ceil(2);
+/// Sorts keys of 64 bits: the length above `shortest` in the upper half, the index in the lower
+/// half. Takes two stable passes, each over half of the bits that the lengths use, if the histogram
+/// of a pass is small compared with the number of lengths; otherwise one comparison sort.
+fn radix_sort(lengths: &[i32], shortest: u32, num_values: usize) -> (Vec<u32>, Vec<Run>) {
+    let half_bits = (usize::BITS - (num_values - 1).leading_zeros()).div_ceil(2);
     let mut keys: Vec<u64> =
         lengths.iter().zip(0u64..).map(|(&length, index)| u64::from(length as u32 - shortest) << 32 | index).collect();
-    if 1 << half > lengths.len() {
+    if 1 << half_bits > lengths.len() {
         keys.sort_unstable();
     } else {
-        let mut other = vec![0; keys.len()];
-        scatter(&keys, &mut other, 32, half);
-        scatter(&other, &mut keys, 32 + half, half);
+        let mut half_sorted = vec![0; keys.len()];
+        sort_by_digit(&keys, &mut half_sorted, 32, half_bits);
+        sort_by_digit(&half_sorted, &mut keys, 32 + half_bits, half_bits);
     }
-    let runs = runs_of(&keys, shortest);
+    let runs = find_runs(&keys, shortest);
     (keys.into_iter().map(|key| key as u32).collect(), runs)
 }
 
-/// A stable pass: `from` into `to` by `bits` bits of the keys above `shift`.
-fn scatter(from: &[u64], to: &mut [u64], shift: u32, bits: u32) {
+/// One stable pass: sorts `from` into `to` by the digit of `bits` bits above `shift`. By 1 bit
+/// above a shift of 0, the keys 3, 2, 1 become 2, 3, 1.
+fn sort_by_digit(from: &[u64], to: &mut [u64], shift: u32, bits: u32) {
     let digit = |key: u64| (key >> shift) as usize & ((1 << bits) - 1);
     let mut next = vec![0u32; 1 << bits];
     from.iter().for_each(|&key| next[digit(key)] += 1);
@@ -120,7 +128,8 @@ fn scatter(from: &[u64], to: &mut [u64], shift: u32, bits: u32) {
     }
 }
 
-fn runs_of(keys: &[u64], shortest: u32) -> Vec<Run> {
+/// The runs of equal lengths in sorted keys.
+fn find_runs(keys: &[u64], shortest: u32) -> Vec<Run> {
     let mut end = 0;
     let run = |keys: &[u64]| {
         let begin = end;
@@ -143,7 +152,7 @@ mod tests {
             lengths in (1i32..2000, 0i32..5000)
                 .prop_flat_map(|(span, low)| prop::collection::vec(low..low + span, 0..600))
         ) {
-            let sorted = Sorted::new(&lengths)?;
+            let sorted = SortedLengths::new(&lengths)?;
             let mut order: Vec<u32> = (0..lengths.len() as u32).collect();
             order.sort_by_key(|&index| lengths[index as usize]);
             prop_assert_eq!(&sorted.order, &order);

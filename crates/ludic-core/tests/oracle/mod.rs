@@ -1,19 +1,18 @@
-//! The planners again, slow and obvious, and the inputs on which they must agree.
-#![allow(dead_code)] // Each test file uses its part.
+//! Slow and obvious versions of the planners, and the inputs on which both must agree.
+#![allow(dead_code)] // Each test file uses a part of it.
 
 use proptest::prelude::*;
 
 /// Micro-batches as lists of sample indices.
 pub type Lists = Vec<Vec<u32>>;
 
-/// Lengths with few and with many ties, from none to `most` samples, short and as long as there can
-/// be.
+/// From 0 to `most` lengths, with few or many ties, from 0 tokens up to the largest length.
 pub fn lengths(most: usize) -> impl Strategy<Value = Vec<i32>> {
     let longest = prop_oneof![Just(1), Just(3), Just(12), Just(100), Just(5000), Just(i32::MAX)];
     longest.prop_flat_map(move |longest| prop::collection::vec(0..=longest, 0..=most))
 }
 
-/// A budget that holds the longest sample: exactly, a few times, or many times.
+/// A budget that holds the longest sample exactly, a few times, or many times.
 pub fn budget(lengths: &[i32]) -> impl Strategy<Value = i64> + use<> {
     let longest = i64::from(lengths.iter().copied().max().unwrap_or(0)).max(1);
     prop_oneof![Just(longest), longest..=2 * longest, longest..=8 * longest, longest..=200 * longest, Just(i64::MAX),]
@@ -27,7 +26,7 @@ pub fn workload(most: usize) -> impl Strategy<Value = (Vec<i32>, i64)> {
     })
 }
 
-/// The cost of a micro-batch in tokens, from nothing to beyond all lengths.
+/// The overhead of a micro-batch in tokens, from 0 to beyond the sum of all lengths.
 pub fn overhead() -> impl Strategy<Value = i64> {
     prop_oneof![Just(0), Just(1), 2..300i64, 300..100_000i64, Just(1 << 40), Just(i64::MAX)]
 }
@@ -43,16 +42,17 @@ pub fn longest(lengths: &[i32], rows: &[u32]) -> i128 {
     rows.iter().map(|&row| i128::from(lengths[row as usize])).max().unwrap_or(0)
 }
 
+/// The tokens that a padded micro-batch computes.
 pub fn padded(lengths: &[i32], rows: &[u32]) -> i128 {
     rows.len() as i128 * longest(lengths, rows)
 }
 
-/// Tokens computed by a padded plan.
+/// The tokens that a padded plan computes.
 pub fn padded_tokens(lengths: &[i32], lists: &[Vec<u32>]) -> i128 {
     lists.iter().map(|rows| padded(lengths, rows)).sum()
 }
 
-/// The documented algorithm, sample by sample.
+/// The greedy plan, sample by sample.
 pub fn greedy(lengths: &[i32], budget: i64) -> Lists {
     let mut lists: Lists = Vec::new();
     for index in ascending(lengths) {
@@ -66,7 +66,8 @@ pub fn greedy(lengths: &[i32], budget: i64) -> Lists {
     lists
 }
 
-/// The quadratic programme over the sorted samples; on ties the last micro-batch begins first.
+/// The optimal plan by dynamic programming over the sorted samples, in O(n^2). On ties the last
+/// micro-batch is the longest.
 pub fn optimal(lengths: &[i32], budget: i64, overhead: i64) -> Lists {
     let order = ascending(lengths);
     let mut best = vec![(0i128, 0usize)];
@@ -122,16 +123,17 @@ pub fn contiguous_partitions(lengths: &[i32]) -> Vec<Lists> {
     (0..1u32 << gaps).map(cut).collect()
 }
 
-/// The longest first, each into the fullest that holds it, among equals the one that has been so
-/// full the longest.
+/// The longest first, each into the fullest micro-batch that holds it; among equally full ones, the
+/// one that became so first.
 pub fn best_fit_decreasing(lengths: &[i32], budget: i64) -> Lists {
     let mut order = ascending(lengths);
     order.sort_by_key(|&index| std::cmp::Reverse(lengths[index as usize]));
+    // Free tokens, time of the last change, samples.
     let mut bins: Vec<(i64, usize, Vec<u32>)> = Vec::new();
     for (time, index) in order.into_iter().enumerate() {
         let length = i64::from(lengths[index as usize]);
-        let holds = bins.iter_mut().filter(|bin| bin.0 >= length);
-        match holds.min_by_key(|bin| (bin.0, bin.1)) {
+        let fitting = bins.iter_mut().filter(|bin| bin.0 >= length);
+        match fitting.min_by_key(|bin| (bin.0, bin.1)) {
             Some(bin) => {
                 bin.0 -= length;
                 bin.1 = if length > 0 { time } else { bin.1 };
@@ -143,10 +145,10 @@ pub fn best_fit_decreasing(lengths: &[i32], budget: i64) -> Lists {
     bins.into_iter().map(|bin| bin.2).collect()
 }
 
-/// Every index of `0..samples` stands in the lists once.
+/// Checks that every index of `0..samples` occurs once in the lists.
 pub fn every_index_once<'a>(samples: usize, lists: impl IntoIterator<Item = &'a [u32]>) -> Result<(), TestCaseError> {
-    let mut found: Vec<u32> = lists.into_iter().flatten().copied().collect();
-    found.sort_unstable();
-    prop_assert_eq!(found, (0..samples as u32).collect::<Vec<_>>());
+    let mut indices: Vec<u32> = lists.into_iter().flatten().copied().collect();
+    indices.sort_unstable();
+    prop_assert_eq!(indices, (0..samples as u32).collect::<Vec<_>>());
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Samples as a test holds them, and how proptest draws them.
+//! Samples that tests own, and proptest strategies for them.
 #![allow(dead_code)]
 
 use ludic_core::{CoreError, Floats, Ints, Sample, SampleTable, TableBuilder};
@@ -25,7 +25,7 @@ impl Owned {
         }
     }
 
-    /// What is left of the sample after a cut on the right.
+    /// The sample, cut on the right to at most `max_seq_len` tokens.
     pub fn cut(&self, max_seq_len: usize) -> Self {
         let keep = self.ids.len().min(max_seq_len);
         let actions = self.action[..keep].iter().filter(|&&bit| bit == 1).count();
@@ -42,7 +42,7 @@ impl Owned {
         self.action.iter().filter(|&&bit| bit == 1).count()
     }
 
-    /// Log-probabilities at the positions of their tokens, one after the other.
+    /// One value per token: the log-probability of an action, 0 for another token.
     pub fn aligned_logps(&self) -> Vec<f32> {
         let mut next = self.logps.iter().flatten();
         self.action.iter().map(|&bit| if bit == 1 { *next.next().unwrap_or(&0.0) } else { 0.0 }).collect()
@@ -55,7 +55,7 @@ pub fn table(samples: &[Owned]) -> Result<SampleTable, CoreError> {
     Ok(builder.finish())
 }
 
-/// A mask of a few runs, as real ones are, or of bits drawn one by one.
+/// A mask of a few runs, like real ones, or of independent bits.
 fn mask() -> impl Strategy<Value = Vec<u8>> {
     let runs = prop::collection::vec((0u8..2, 1usize..70), 1..4)
         .prop_map(|runs| runs.into_iter().flat_map(|(bit, length)| vec![bit; length]).collect());
@@ -80,7 +80,7 @@ pub fn samples() -> impl Strategy<Value = Vec<Owned>> {
     any::<bool>().prop_flat_map(|with_logps| prop::collection::vec(sample(with_logps, false), 0..12))
 }
 
-/// The same with attention masks of any kind on some of them.
+/// The same, some of them with arbitrary attention masks.
 pub fn samples_with_holes() -> impl Strategy<Value = Vec<Owned>> {
     any::<bool>().prop_flat_map(|with_logps| {
         let one = any::<bool>().prop_flat_map(move |holes| sample(with_logps, holes));
@@ -88,7 +88,7 @@ pub fn samples_with_holes() -> impl Strategy<Value = Vec<Owned>> {
     })
 }
 
-/// Samples, a length to cut them to, and rows of a micro-batch, of which one may come twice.
+/// Samples, a length to cut them to, and the indices of a micro-batch, which may repeat.
 pub fn batch() -> impl Strategy<Value = (Vec<Owned>, usize, Vec<i64>)> {
     samples().prop_filter("needs a sample", |samples| !samples.is_empty()).prop_flat_map(|samples| {
         let indices = prop::collection::vec(0..samples.len() as i64, 1..8);
@@ -96,8 +96,8 @@ pub fn batch() -> impl Strategy<Value = (Vec<Owned>, usize, Vec<i64>)> {
     })
 }
 
-/// One turn of a dialogue: tokens that the environment added, tokens that the policy chose, and
-/// whether the history is rewritten before it, or the history's actions count as its own.
+/// One turn of a dialogue: the tokens of the environment, the tokens of the policy, whether the
+/// history is rewritten before it, and whether all tokens of the history count as its actions.
 type Turn = (Vec<i64>, Vec<i64>, bool, bool);
 
 fn turn() -> impl Strategy<Value = Turn> {
@@ -105,32 +105,32 @@ fn turn() -> impl Strategy<Value = Turn> {
     (ids(0), ids(1), prop::bool::weighted(0.15), prop::bool::weighted(0.1))
 }
 
-/// The samples of up to four dialogues of up to five turns each, one a turn: nearly every one
+/// The samples of up to four dialogues of up to five turns each, one per turn. Nearly every one
 /// begins with the one before it.
 pub fn dialogues() -> impl Strategy<Value = Vec<Owned>> {
     let dialogue = prop::collection::vec(turn(), 1..6);
     (prop::collection::vec(dialogue, 1..5), any::<bool>())
-        .prop_map(|(dialogues, with_logps)| dialogues.iter().flat_map(|turns| turns_of(turns, with_logps)).collect())
+        .prop_map(|(dialogues, with_logps)| dialogues.iter().flat_map(|turns| samples_of(turns, with_logps)).collect())
 }
 
-fn turns_of(turns: &[Turn], with_logps: bool) -> Vec<Owned> {
-    let (mut history, mut made) = (Vec::<i64>::new(), Vec::new());
-    for (observed, chosen, rewritten, greedy) in turns {
-        if *rewritten && !history.is_empty() {
+fn samples_of(turns: &[Turn], with_logps: bool) -> Vec<Owned> {
+    let (mut history, mut samples) = (Vec::<i64>::new(), Vec::new());
+    for (observation, completion, rewrite, history_is_action) in turns {
+        if *rewrite && !history.is_empty() {
             history[0] += 10;
         }
-        let mut action = vec![u8::from(*greedy); history.len()];
-        action.extend(vec![0; observed.len()]);
-        action.extend(vec![1; chosen.len()]);
-        history.extend(observed.iter().chain(chosen));
+        let mut action = vec![u8::from(*history_is_action); history.len()];
+        action.extend(vec![0; observation.len()]);
+        action.extend(vec![1; completion.len()]);
+        history.extend(observation.iter().chain(completion));
         let actions = action.iter().filter(|&&bit| bit == 1).count();
-        made.push(Owned {
+        samples.push(Owned {
             ids: history.clone(),
             attention: vec![1; history.len()],
             logps: with_logps.then(|| (0..actions).map(|at| -0.5 - at as f32).collect()),
-            weight: made.len() as f64,
+            weight: samples.len() as f64,
             action,
         });
     }
-    made
+    samples
 }
