@@ -1,8 +1,8 @@
-"""`python -m benches.python`: every comparison, as markdown.
+"""`python -m benches.python`: runs every comparison and prints it as markdown.
 
-One thread, a process a subject, contenders interleaved round by round: the speed is the median of
-the ratios to the reference within each round. What a subject leaves behind in the allocator (fresh
-pages cost as much as a plan) is no matter of the next.
+Each subject runs on one thread in a process of its own, so that memory which an earlier subject
+allocated does not help it: fresh pages cost as much as a plan. Within a subject the contenders take
+turns; the speed is the median over rounds of the ratio to the reference.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ import sys
 
 import numpy as np
 import torch
-from benches.python.contest import hold, markdown
+from benches.python.contest import format_table, run_contest
 
 SUBJECTS = ["collation", "planning", "reduction", "loss_memory", "packing"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benches.python", description=__doc__.splitlines()[0])
-    parser.add_argument("subjects", nargs="*", help=f"some of {', '.join(SUBJECTS)}; all when absent")
+    parser.add_argument("subjects", nargs="*", help=f"any of {', '.join(SUBJECTS)}; default: all")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     if len(options.subjects) == 1:
-        compare(options.subjects[0], options.rounds)
+        run_subject(options.subjects[0], options.rounds)
         return
     print(f"CPython {platform.python_version()}, numpy {np.__version__}, torch {torch.__version__}, one thread\n", flush=True)
     for subject in options.subjects or SUBJECTS:
         subprocess.run([sys.executable, "-m", "benches.python", subject, "--rounds", str(options.rounds)], check=True)
 
 
-def compare(subject: str, rounds: int) -> None:
-    """Hold the contests of one subject in this process."""
+def run_subject(subject: str, rounds: int) -> None:
+    """Run the contests of one subject in this process and print them."""
     torch.set_num_threads(1)
     module = importlib.import_module(f"benches.python.{subject}")
     for contest in module.contests():
-        print(markdown(contest, hold(contest, rounds)), flush=True)
+        print(format_table(contest, run_contest(contest, rounds)), flush=True)
     if hasattr(module, "report"):
         print(module.report(), flush=True)
 

@@ -1,12 +1,12 @@
-"""The built-in sorting task with ludic and with TRL's GRPOTrainer: same weights to start from, same
-problems, samples and steps.
+"""Trains the built-in sorting task with ludic and with TRL's GRPOTrainer, from the same initial
+weights on the same problems, with the same number of samples and steps.
 
     python -m benches.python.compare_trl --trl-python .venv-trl/bin/python --out docs
 
-TRL is not a dependency: give it an environment of its own (`pip install trl==1.16.0 -c
-constraints.txt`). This process warms a model up with ludic and trains it; another, with that
-interpreter, runs this file with `--trl` and imports TRL alone. Both models are measured by the same
-held-out evaluation. It writes comparison.json and comparison.png, and prints the table of
+TRL is not a dependency: it needs an environment of its own (`pip install trl==1.16.0 -c
+constraints.txt`). This process warms a model up with ludic and trains it. A second process, with
+that interpreter, runs this file with `--trl` and imports only TRL. Both models get the same
+held-out evaluation. The script writes comparison.json and comparison.png, and prints the table of
 docs/comparison.md.
 """
 
@@ -25,7 +25,7 @@ PROMPTS, GROUP, MINIBATCHES = 32, 8, 2
 
 
 def main() -> None:
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # for both: threads that wait sleep soon
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # for both sides: waiting threads soon sleep
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", default=".venv-trl/bin/python", help="interpreter of an environment with TRL")
     parser.add_argument("--steps", type=int, default=120, help="batches of 32 problems x 8 samples")
@@ -42,17 +42,18 @@ def main() -> None:
 
 
 def compare(work: Path, args: argparse.Namespace) -> dict[str, dict[str, object]]:
-    """Train with both from one warm model; what each reached."""
+    """Train with both from one warm model. Returns the results of each."""
     common = [f"seed={args.seed}", f"threads={args.threads}", f"output={work}"]
-    ludic(*common, "name=warm", "steps=0")
+    run_ludic(*common, "name=warm", "steps=0")
     warm = work / "warm" / "model"
     write_problems(work, args.steps, args.seed)
-    started = [*common, f"model={warm}", "warmup.steps=0", "trainer.lr=3e-4"]  # a loaded model has a gentler rate by default
-    ours = ludic(*started, "name=ludic", f"steps={args.steps}")
-    here = [args.trl_python, __file__, "--trl", str(work), "--steps", str(args.steps)]
-    subprocess.run([*here, "--seed", str(args.seed), "--threads", str(args.threads)], check=True)
+    # A loaded model has a lower learning rate by default.
+    settings = [*common, f"model={warm}", "warmup.steps=0", "trainer.lr=3e-4"]
+    ours = run_ludic(*settings, "name=ludic", f"steps={args.steps}")
+    command = [args.trl_python, __file__, "--trl", str(work), "--steps", str(args.steps)]
+    subprocess.run([*command, "--seed", str(args.seed), "--threads", str(args.threads)], check=True)
     theirs = json.loads((work / "trl.json").read_text())
-    after = ludic(*common, f"model={work / 'trl' / 'model'}", "warmup.steps=0", "steps=0", "name=trl-measured")
+    after = run_ludic(*common, f"model={work / 'trl' / 'model'}", "warmup.steps=0", "steps=0", "name=trl-measured")
     phases = ours["phases_s"]
     seconds = sum(phases[name] for name in ("rollout", "batching", "forward_backward", "optimizer", "publish", "other"))
     samples = args.steps * PROMPTS * GROUP
@@ -60,7 +61,7 @@ def compare(work: Path, args: argparse.Namespace) -> dict[str, dict[str, object]
         "ludic": {
             "before": ours["before"],
             "after": ours["after"],
-            "rewards": rewards(work / "ludic" / "metrics.jsonl"),
+            "rewards": read_rewards(work / "ludic" / "metrics.jsonl"),
             "seconds": seconds,
             "samples_per_second": samples / seconds,
         },
@@ -74,16 +75,16 @@ def compare(work: Path, args: argparse.Namespace) -> dict[str, dict[str, object]
     }
 
 
-def ludic(*overrides: str) -> dict[str, dict[str, float]]:
-    """`ludic train` with these overrides; its summary."""
+def run_ludic(*overrides: str) -> dict[str, dict[str, float]]:
+    """Run `ludic train` with these overrides. Returns its summary."""
     command = [sys.executable, "-c", "from ludic.cli.app import main; main()", "train", "--json", *overrides]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    summary: dict[str, dict[str, float]] = json.loads(done.stdout)
+    process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    summary: dict[str, dict[str, float]] = json.loads(process.stdout)
     return summary
 
 
-def rewards(metrics: Path) -> list[float]:
-    """Mean reward of each batch."""
+def read_rewards(metrics: Path) -> list[float]:
+    """The mean reward of each batch."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [
         line["train/avg_sampled_reward"]
@@ -93,7 +94,7 @@ def rewards(metrics: Path) -> list[float]:
 
 
 def write_problems(work: Path, steps: int, seed: int) -> None:
-    """The problems that ludic draws in this run, in their order."""
+    """Write the problems that ludic draws in this run, in the same order."""
     from random import Random
 
     from ludic.tasks.digit_sort import DigitSort
@@ -103,13 +104,13 @@ def write_problems(work: Path, steps: int, seed: int) -> None:
         rng = Random(f"rollouts {seed} {batch}")
         for _ in range(PROMPTS):
             problem = task.draw(rng)
-            rng.randrange(2**31)  # the seed of the request comes from the same stream
+            rng.randrange(2**31)  # ludic draws the seed of the request from the same stream
             problems.append({"prompt": problem["question"], "answer": problem["answer"]})
     (work / "problems.json").write_text(json.dumps(problems))
 
 
 def train_with_trl(work: Path, steps: int, seed: int, threads: int) -> None:
-    """GRPO with TRL: two optimizer steps a batch, token-level mean (`dapo`), the same clip
+    """GRPO with TRL: two optimizer steps per batch, a mean over tokens (`dapo`), and the same clip
     range, optimizer and schedule."""
     import torch
     from datasets import Dataset
@@ -121,7 +122,7 @@ def train_with_trl(work: Path, steps: int, seed: int, threads: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(work / "warm" / "model")
     data = Dataset.from_list(json.loads((work / "problems.json").read_text()))
 
-    def exact(completions: list[str], answer: list[str], **_: object) -> list[float]:
+    def exact_match(completions: list[str], answer: list[str], **_: object) -> list[float]:
         return [float(text == target) for text, target in zip(completions, answer, strict=True)]
 
     config = GRPOConfig(
@@ -152,18 +153,19 @@ def train_with_trl(work: Path, steps: int, seed: int, threads: int) -> None:
         disable_tqdm=True,
         gradient_checkpointing=False,
     )
-    trainer = GRPOTrainer(model=model, reward_funcs=exact, args=config, train_dataset=data, processing_class=tokenizer)
+    trainer = GRPOTrainer(model=model, reward_funcs=exact_match, args=config, train_dataset=data, processing_class=tokenizer)
     start = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - start
-    logged = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    means = [sum(logged[i : i + MINIBATCHES]) / MINIBATCHES for i in range(0, len(logged), MINIBATCHES)]
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    means = [sum(rewards[i : i + MINIBATCHES]) / MINIBATCHES for i in range(0, len(rewards), MINIBATCHES)]
     trainer.model.save_pretrained(work / "trl" / "model")
     tokenizer.save_pretrained(work / "trl" / "model")
     (work / "trl.json").write_text(json.dumps({"seconds": seconds, "rewards": means}))
 
 
 def report(results: dict[str, dict[str, object]], out: Path) -> None:
+    """Write comparison.json and comparison.png to `out`, and print the table."""
     import matplotlib
 
     matplotlib.use("Agg")

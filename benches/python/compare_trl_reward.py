@@ -1,13 +1,12 @@
-"""The built-in preferences with ludic's RMTrainer and with TRL's RewardTrainer: the same first
-weights, pairs, batches and steps.
+"""Trains a reward model of the built-in preferences with ludic's RMTrainer and with TRL's
+RewardTrainer, from the same initial weights on the same pairs, with the same batch size and steps.
 
     python -m benches.python.compare_trl_reward --trl-python .venv-trl/bin/python --seeds 50 52
 
-TRL is not a dependency: give it an environment of its own (`pip install trl==1.16.0 -c
-constraints.txt`). Each side trains in a process of its own, one thread, the two taking turns; both
-models are measured by the same evaluation. Seconds and memory are those of the training call:
-neither imports nor reading count. Tokens are counted at the model's door, on both sides by the same
-hook.
+TRL is not a dependency: it needs an environment of its own (`pip install trl==1.16.0 -c
+constraints.txt`). Each side trains on one thread in a process of its own; the two take turns. Both
+models get the same evaluation. Seconds and memory are those of the training call, without imports
+and reading. Tokens are counted by the same forward hook on both sides.
 """
 
 from __future__ import annotations
@@ -32,37 +31,38 @@ def main() -> None:
     parser.add_argument("--trl-python", default=".venv-trl/bin/python", help="interpreter of an environment with TRL")
     parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "LAST"), default=(50, 52))
     parser.add_argument(
-        "--settings", nargs="*", default=[], metavar="KEY=VALUE", help="of the pairs and the network, for ludic train-rm"
+        "--settings", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the pairs and the network, for ludic train-rm"
     )
     parser.add_argument("--side", choices=("ludic", "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side is not None:
-        found = measured({"ludic": train_with_ludic, "trl": train_with_trl}[args.side], args.work, args.seeds[0])
-        (args.work / f"{args.side}.json").write_text(json.dumps(found))
+        prepare = {"ludic": prepare_ludic, "trl": prepare_trl}[args.side]
+        metrics = measure_training(prepare, args.work / args.side, args.seeds[0])
+        (args.work / f"{args.side}.json").write_text(json.dumps(metrics))
         return
     print(f"| seed | | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 2)}")
     for seed in range(args.seeds[0], args.seeds[1] + 1):
         with tempfile.TemporaryDirectory() as folder:
-            for side, found in compare(Path(folder), seed, args).items():
-                print(f"| {seed} | {side} | {' | '.join(cell(found) for cell in COLUMNS.values())} |", flush=True)
+            for side, metrics in compare(Path(folder), seed, args).items():
+                print(f"| {seed} | {side} | {' | '.join(cell(metrics) for cell in COLUMNS.values())} |", flush=True)
 
 
 COLUMNS: dict[str, Callable[[dict[str, float]], str]] = {
-    "held-out accuracy": lambda found: f"{found['eval_pairwise_accuracy']:.4f}",
-    "ECE": lambda found: f"{found['eval_ece']:.4f}",
-    "seconds: wall / CPU": lambda found: f"{found['seconds']:.1f} / {found['cpu_s']:.1f}",
-    "pairs per second: wall / CPU": lambda found: (
-        f"{found['pairs'] / found['seconds']:.0f} / {found['pairs'] / found['cpu_s']:.0f}"
+    "held-out accuracy": lambda metrics: f"{metrics['eval_pairwise_accuracy']:.4f}",
+    "ECE": lambda metrics: f"{metrics['eval_ece']:.4f}",
+    "seconds: wall / CPU": lambda metrics: f"{metrics['seconds']:.1f} / {metrics['cpu_s']:.1f}",
+    "pairs per second: wall / CPU": lambda metrics: (
+        f"{metrics['pairs'] / metrics['seconds']:.0f} / {metrics['pairs'] / metrics['cpu_s']:.0f}"
     ),
-    "tokens computed": lambda found: f"{found['computed']:,.0f}",
-    "of these padding": lambda found: f"{1 - found['real'] / found['computed']:.1%}",
-    "peak memory: whole / of training": lambda found: f"{found['peak_mb']:,.0f} / {found['growth_mb']:,.0f} MB",
+    "tokens computed": lambda metrics: f"{metrics['computed']:,.0f}",
+    "of these padding": lambda metrics: f"{1 - metrics['real'] / metrics['computed']:.1%}",
+    "peak memory: whole / of training": lambda metrics: f"{metrics['peak_mb']:,.0f} / {metrics['growth_mb']:,.0f} MB",
 }
 
 
 def compare(work: Path, seed: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Train with both from one model on one file of pairs; what each reached."""
+    """Train with both from one model on one file of pairs. Returns the metrics of each."""
     start = [f"seed={seed}", f"output={work}", "name=start", "steps=0", "threads=1", *args.settings]
     subprocess.run([sys.executable, "-m", "ludic.cli.app", "train-rm", "--json", *start], check=True, stdout=subprocess.DEVNULL)
     results = {}
@@ -70,12 +70,12 @@ def compare(work: Path, seed: int, args: argparse.Namespace) -> dict[str, dict[s
         python = sys.executable if side == "ludic" else args.trl_python
         command = [python, __file__, "--side", side, "--work", str(work), "--seeds", str(seed), str(seed)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        results[side] = {**json.loads((work / f"{side}.json").read_text()), **evaluated(work, work / side)}
+        results[side] = {**json.loads((work / f"{side}.json").read_text()), **evaluate(work, work / side)}
     return results
 
 
-def evaluated(work: Path, model: Path) -> dict[str, float]:
-    """The `eval_` metrics of a model on the held-out pairs, by ludic."""
+def evaluate(work: Path, model: Path) -> dict[str, float]:
+    """The `eval_` metrics of a model on the held-out pairs, computed by ludic."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     from ludic.training.config import TrainerConfig
@@ -89,15 +89,16 @@ def evaluated(work: Path, model: Path) -> dict[str, float]:
     return {f"eval_{name}": value for name, value in PreferenceEvaluator(loaded, items, cfg).measure().items()}
 
 
-def measured(train: Callable[..., Any], work: Path, seed: int) -> dict[str, float]:
-    """Seconds, tokens and memory of one side; its model is saved."""
+def measure_training(prepare: Callable[..., Callable[[], Any]], out: Path, seed: int) -> dict[str, float]:
+    """Train one side and save its model to `out`. Returns seconds, tokens and memory."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+    work = out.parent
     torch.set_num_threads(1)
     model = AutoModelForSequenceClassification.from_pretrained(work / "start" / "model")
-    # TRL ends texts with "<eos>" as text, which the byte tokenizer spells out unless told
-    # otherwise.
+    # TRL appends "<eos>" as text. Without this setting the byte tokenizer would split it into
+    # bytes.
     tokenizer = AutoTokenizer.from_pretrained(work / "start" / "model", split_special_tokens=False)
     tokens = {"real": 0, "computed": 0}
 
@@ -108,15 +109,16 @@ def measured(train: Callable[..., Any], work: Path, seed: int) -> dict[str, floa
 
     model.register_forward_pre_hook(count, with_kwargs=True)
     pairs = sum(1 for _ in (work / "start" / "data.jsonl").open())
-    go = train(work, model, tokenizer, pairs, seed)
-    before, started, cpu = _peak_mb(), time.perf_counter(), time.process_time()
-    go()
+    train = prepare(work, model, tokenizer, pairs, seed)
+    memory_before, started, cpu = _peak_mb(), time.perf_counter(), time.process_time()
+    train()
     seconds, cpu_s, peak = time.perf_counter() - started, time.process_time() - cpu, _peak_mb()
-    model.save_pretrained(work / str(train.__name__).removeprefix("train_with_"))
-    return {"seconds": seconds, "cpu_s": cpu_s, "pairs": pairs, "peak_mb": peak, "growth_mb": peak - before, **tokens}
+    model.save_pretrained(out)
+    return {"seconds": seconds, "cpu_s": cpu_s, "pairs": pairs, "peak_mb": peak, "growth_mb": peak - memory_before, **tokens}
 
 
-def train_with_ludic(work: Path, model: Any, tokenizer: Any, pairs: int, seed: int) -> Callable[[], None]:
+def prepare_ludic(work: Path, model: Any, tokenizer: Any, pairs: int, seed: int) -> Callable[[], None]:
+    """A call that trains with RMTrainer: Bradley-Terry, one pass over the pairs."""
     from ludic.training import RMTrainer, RMTrainerConfig, make_bradley_terry
     from ludic.training.batching.pair_batches import preference_batches
     from ludic.training.preference_utils import load_preference_items
@@ -141,9 +143,9 @@ def train_with_ludic(work: Path, model: Any, tokenizer: Any, pairs: int, seed: i
     return lambda: trainer.train_sync(-(-pairs // BATCH))
 
 
-def train_with_trl(work: Path, model: Any, tokenizer: Any, pairs: int, seed: int) -> Callable[[], Any]:
-    """RewardTrainer: Bradley-Terry, the same optimizer and schedule, each batch padded to its
-    longest response."""
+def prepare_trl(work: Path, model: Any, tokenizer: Any, pairs: int, seed: int) -> Callable[[], Any]:
+    """A call that trains with RewardTrainer: Bradley-Terry, the same optimizer and schedule. It
+    pads each batch to its longest response."""
     from datasets import Dataset
     from trl import RewardConfig, RewardTrainer
 

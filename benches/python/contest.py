@@ -1,10 +1,10 @@
-"""How speeds are compared: all contenders of a contest take turns in one process, and a ratio is
-taken within each round.
+"""Compares speeds: all contenders of a contest take turns in one process, and each is compared with
+the reference of the same round.
 
-A ratio to the reference in the same round survives a machine that is slower in one round than in
-the next. What a contender gives is compared with the reference's before anything is timed. The
-clock is the processor time of this thread: what other processes take does not count, and nothing
-here sleeps or has threads of its own.
+This ratio does not change if the machine is slower in one round than in another. The result of each
+contender is compared with that of the reference before anything is timed. The clock is the
+processor time of this thread, which excludes other processes; nothing here sleeps or starts
+threads.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Contender:
     name: str
     run: Run
     check: Callable[[Any, Any], None] | None = None
-    """Takes what it gives and what the reference gives; raises when they differ. None where
-    there is nothing to compare."""
+    """Takes the result of `run` and that of the reference; raises if they differ. None if there is
+    nothing to compare."""
     repeats: int = 1
-    """Runs within one timing: more for work of microseconds."""
+    """The number of runs in one timing: more for work that takes microseconds."""
     cold: bool = False
-    """Evict the inputs from the caches before each timing."""
+    """Whether to evict the inputs from the caches before each timing."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,15 @@ class Contest:
 
     title: str
     units: int
-    """Of work in one run, for example tokens: times are printed in nanoseconds a unit."""
+    """The number of units of work in one run. Times are printed in nanoseconds per unit."""
     unit: str
+    """For example "token"."""
     contenders: Sequence[Contender]
 
 
 @dataclass
 class Result:
-    """Of one contender: one time and one ratio a round."""
+    """The times and ratios of one contender, one per round."""
 
     name: str
     unit_ns: list[float] = field(default_factory=list)
@@ -62,18 +63,18 @@ class Result:
 
     @property
     def ratio(self) -> float:
-        """How many times the speed of the reference: the median over rounds."""
+        """The speed relative to the reference: the median over rounds."""
         return statistics.median(self.ratios)
 
 
-def hold(contest: Contest, rounds: int = 7) -> list[Result]:
-    """Checks all contenders, then times each once a round, in an order that shifts by one from
+def run_contest(contest: Contest, rounds: int = 7) -> list[Result]:
+    """Check all contenders, then time each once per round, in an order that shifts by one from
     round to round."""
     _check(contest)
     results = [Result(contender.name) for contender in contest.contenders]
     for turn in range(rounds):
         order = np.roll(np.arange(len(results)), -turn)
-        seconds = {index: _timed(contest.contenders[index]) for index in order.tolist()}
+        seconds = {index: _time(contest.contenders[index]) for index in order.tolist()}
         for index, result in enumerate(results):
             result.unit_ns.append(seconds[index] * 1e9 / contest.units)
             result.ratios.append(seconds[0] / seconds[index])
@@ -88,7 +89,8 @@ def _check(contest: Contest) -> None:
             contender.check(got, want)
 
 
-def _timed(contender: Contender) -> float:
+def _time(contender: Contender) -> float:
+    """Seconds of one run."""
     if contender.cold:
         _FLUSH.sum()
     gc.collect()
@@ -101,8 +103,8 @@ def _timed(contender: Contender) -> float:
     return seconds
 
 
-def markdown(contest: Contest, results: Sequence[Result]) -> str:
-    """A table: median and least nanoseconds a unit, and the median ratio."""
+def format_table(contest: Contest, results: Sequence[Result]) -> str:
+    """A markdown table: the median and the least nanoseconds per unit, and the median ratio."""
     rows = [f"| {result.name} | {result.median_ns:.3g} | {min(result.unit_ns):.3g} | {result.ratio:.3g}x |" for result in results]
     head = [f"### {contest.title}", "", f"| contender | ns/{contest.unit} | least | speed |", "|---|---|---|---|"]
     return "\n".join([*head, *rows, ""])

@@ -1,12 +1,12 @@
-"""What the built-in recipes learn, seed by seed: the tables of docs/results.md and docs/games.md.
+"""What the built-in recipes learn, per seed: the tables of docs/results.md and docs/games.md.
 
     python benches/python/learning.py sort --algorithm grpo --seeds 50 54
     python benches/python/learning.py addition --seeds 60 64 threads=1
     python benches/python/learning.py tictactoe --seeds 60 64
     python benches/python/learning.py tools --seeds 60 64
 
-Each run is a process of its own, one after another, with the settings that follow (`key=value`)
-passed on. Seconds are wall time of the whole process, imports included, and its CPU time.
+Each run is a process of its own; settings (`key=value`) are passed on to it. Runs follow one
+another. Seconds are the wall time and the CPU time of the whole process, imports included.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from typing import Any
 
 
 def run(recipe: str, algorithm: str, seed: int, settings: list[str], output: str) -> dict[str, Any]:
-    """The summary of one run, with its wall and CPU seconds."""
+    """Run one seed. Returns its summary with its wall and CPU seconds."""
     command = [sys.executable, "-m", "ludic.cli.app", "train", recipe, "--algorithm", algorithm, "--json"]
-    used, started = _cpu_seconds(), time.perf_counter()
+    cpu_before, started = _cpu_seconds(), time.perf_counter()
     finished = subprocess.run(
         [*command, f"seed={seed}", f"output={output}", *settings], stdout=subprocess.PIPE, text=True, check=True
     )
     summary: dict[str, Any] = json.loads(finished.stdout)
-    return {**summary, "process_s": time.perf_counter() - started, "cpu_s": _cpu_seconds() - used}
+    return {**summary, "process_s": time.perf_counter() - started, "cpu_s": _cpu_seconds() - cpu_before}
 
 
 Rates = dict[str, float]
 Column = tuple[str, Callable[[Rates, Rates], str]]
-"""Its head, and its cell made of the rates before and after."""
+"""The heading of a column, and its cell from the rates before and after training."""
 
 
-def _both(name: str) -> Callable[[Rates, Rates], str]:
+def _before_and_after(name: str) -> Callable[[Rates, Rates], str]:
     return lambda before, after: f"{before[name]:.3f} -> {after[name]:.3f}"
 
 
@@ -55,22 +55,22 @@ PLAIN: list[Column] = [
     ("after: sampled / greedy", lambda before, after: _pair(after)),
 ]
 COLUMNS: dict[str, list[Column]] = {
-    "addition": [*PLAIN, ("scratchpad right", _both("scratchpad_right"))],
-    "tools": [*PLAIN, ("both keys looked up", _both("looked_up"))],
+    "addition": [*PLAIN, ("scratchpad right", _before_and_after("scratchpad_right"))],
+    "tools": [*PLAIN, ("both keys looked up", _before_and_after("looked_up"))],
     "tictactoe": [
-        ("won or drawn, random opponent", _both("not_lost")),
-        ("greedy", _both("greedy_accuracy")),
+        ("won or drawn, random opponent", _before_and_after("not_lost")),
+        ("greedy", _before_and_after("greedy_accuracy")),
         ("after: as X / O", _after("not_lost_as_x", "not_lost_as_o")),
         ("after: won", _after("won")),
-        ("legal moves", _both("legal_moves")),
-        ("drawn, perfect opponent", _both("perfect_drawn")),
+        ("legal moves", _before_and_after("legal_moves")),
+        ("drawn, perfect opponent", _before_and_after("perfect_drawn")),
         ("after: as X / O", _after("perfect_drawn_as_x", "perfect_drawn_as_o")),
     ],
 }
 
 
-def row(summary: dict[str, Any], columns: list[Column]) -> str:
-    """A line of the table."""
+def format_row(summary: dict[str, Any], columns: list[Column]) -> str:
+    """One row of the table."""
     clip = summary["clip_fraction"]
     cells = [
         str(summary["seed"]),
@@ -92,12 +92,12 @@ def main() -> None:
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     with tempfile.TemporaryDirectory() as output:
         for seed in range(options.seeds[0], options.seeds[1] + 1):
-            print(row(run(options.recipe, options.algorithm, seed, settings, output), columns), flush=True)
+            print(format_row(run(options.recipe, options.algorithm, seed, settings, output), columns), flush=True)
 
 
 def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":

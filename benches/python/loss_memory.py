@@ -1,10 +1,9 @@
-"""Memory that log-probabilities of `[B, T, V]` logits take, forward and backward, against
+"""Peak memory of log-probabilities of `[B, T, V]` logits, forward and backward, compared with
 log_softmax and gather.
 
-Bytes are counted, not sampled: every storage that torch makes counts from the operation that makes
-it until it is freed, so that the numbers are the same on every machine. The ratio is (logits +
-everything beside them) / logits, for the loss alone: from the logits to their gradient, without the
-model around it.
+Bytes are counted, not sampled: every storage counts from the operation that creates it until it is
+freed, so that the numbers are the same on every machine. The ratio is (logits + everything else) /
+logits for the loss alone: from the logits to their gradient, without the model.
 """
 
 from __future__ import annotations
@@ -26,80 +25,80 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class PeakBytes(TorchDispatchMode):
-    """The largest number of bytes that storages made inside it held at one time."""
+    """The largest number of bytes in use at one time by storages that were created inside."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.held: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_storage(leaf)._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        inputs = {_storage(leaf)._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and _storage(leaf)._cdata not in given:
-                self._hold(_storage(leaf))
+            if isinstance(leaf, Tensor) and _storage(leaf)._cdata not in inputs:
+                self._add(_storage(leaf))
         return out
 
-    def _hold(self, storage: Any) -> None:
-        if storage._cdata in self.held:
+    def _add(self, storage: Any) -> None:
+        if storage._cdata in self.sizes:
             return
-        self.held[storage._cdata] = storage.nbytes()
+        self.sizes[storage._cdata] = storage.nbytes()
         self.now += storage.nbytes()
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._release, storage._cdata)
+        weakref.finalize(storage, self._remove, storage._cdata)
 
-    def _release(self, key: int) -> None:
-        self.now -= self.held.pop(key, 0)
+    def _remove(self, key: int) -> None:
+        self.now -= self.sizes.pop(key, 0)
 
 
 def _storage(tensor: Tensor) -> Any:
     return tensor.untyped_storage()
 
 
-def log_softmax_gather(logits: Tensor, ids: Tensor) -> Tensor:
-    """What one writes first: all logits in float32, all their log-probabilities, one of them
-    kept."""
+def log_softmax_and_gather(logits: Tensor, ids: Tensor) -> Tensor:
+    """The obvious way: all logits in float32, the log-probabilities of all tokens, one of which is
+    selected."""
     return torch.log_softmax(logits.float(), dim=-1)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
 
 
-def entropy_of_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
+def entropy_from_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
     logp = torch.log_softmax(logits.float(), dim=-1)
     return -(logp.exp() * logp).sum(dim=-1)[:, :-1]
 
 
-def consuming(logits: Tensor, ids: Tensor) -> Tensor:
+def logp_over_logits(logits: Tensor, ids: Tensor) -> Tensor:
     return compute_token_logp(logits, ids, use=LogitsUse(consume=True))
 
 
-def chunked_entropy(logits: Tensor, ids: Tensor) -> Tensor:
+def entropy_in_chunks(logits: Tensor, ids: Tensor) -> Tensor:
     return compute_token_entropy(logits)
 
 
-def consuming_entropy(logits: Tensor, ids: Tensor) -> Tensor:
+def entropy_over_logits(logits: Tensor, ids: Tensor) -> Tensor:
     return compute_token_entropy(logits, use=LogitsUse(consume=True))
 
 
-def both_of_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
+def both_from_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
     logp = torch.log_softmax(logits.float(), dim=-1)
     entropy = -(logp.exp() * logp).sum(dim=-1)[:, :-1]
     return logp[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2) + entropy
 
 
-def consuming_both(logits: Tensor, ids: Tensor) -> Tensor:
+def both_over_logits(logits: Tensor, ids: Tensor) -> Tensor:
     logp, entropy = compute_token_logp_and_entropy(logits, ids, use=LogitsUse(consume=True))
     return logp + entropy
 
 
 WAYS: dict[str, Loss] = {
-    "log-probabilities: log_softmax and gather": log_softmax_gather,
+    "log-probabilities: log_softmax and gather": log_softmax_and_gather,
     "log-probabilities: in chunks": compute_token_logp,
-    "log-probabilities: in chunks, gradient written over the logits": consuming,
-    "entropy: from log_softmax": entropy_of_log_softmax,
-    "entropy: in chunks": chunked_entropy,
-    "entropy: in chunks, gradient written over the logits": consuming_entropy,
-    "both: from log_softmax": both_of_log_softmax,
-    "both: in chunks, gradient written over the logits": consuming_both,
+    "log-probabilities: in chunks, gradient written over the logits": logp_over_logits,
+    "entropy: from log_softmax": entropy_from_log_softmax,
+    "entropy: in chunks": entropy_in_chunks,
+    "entropy: in chunks, gradient written over the logits": entropy_over_logits,
+    "both: from log_softmax": both_from_log_softmax,
+    "both: in chunks, gradient written over the logits": both_over_logits,
 }
 
 
@@ -108,18 +107,18 @@ def peak_ratios(loss: Loss, dtype: torch.dtype, shape: Sequence[int] = SHAPE) ->
     generator = torch.Generator().manual_seed(0)
     parameter = torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_()
     ids = torch.randint(0, shape[-1], tuple(shape[:2]), generator=generator)
-    logits = parameter * 1  # no leaf, as the output of a model
+    logits = parameter * 1  # not a leaf, like the output of a model
     size = logits.numel() * logits.element_size()
-    with PeakBytes() as bytes_held:
+    with PeakBytes() as in_use:
         total = loss(logits, ids).sum()
-        forward = bytes_held.peak
+        forward = in_use.peak
         (gradient,) = torch.autograd.grad(total, logits)
     assert bool(torch.isfinite(gradient).all())
-    return 1 + forward / size, 1 + bytes_held.peak / size
+    return 1 + forward / size, 1 + in_use.peak / size
 
 
 def contests() -> list[Contest]:
-    """Nothing is timed."""
+    """None: this subject measures memory, not time."""
     return []
 
 

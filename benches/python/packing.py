@@ -1,5 +1,5 @@
-"""A forward and a backward pass over one budget of tokens: padded, and one sequence behind
-another with two kinds of attention."""
+"""Forward and backward passes over one budget of tokens: padded, and padding-free with two kinds of
+attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ludic.training.types import SAWItem
 
 BUDGETS = (2048, 8192, 16384)
 DENSE_UP_TO = 8192
-"""Beyond, a round of the dense mask takes most of a minute."""
+"""Above this budget, a round with the dense mask takes most of a minute."""
 LONGEST = 1024
 
 
@@ -41,8 +41,8 @@ def small_llama(attention: str) -> Any:
     return model
 
 
-def samples(tokens: int) -> list[SAWItem]:
-    """Lengths of answers, lognormal with median 200, until they have `tokens` together."""
+def draw_samples(tokens: int) -> list[SAWItem]:
+    """Samples with `tokens` tokens in all. Their lengths are lognormal with median 200."""
     draw = np.random.default_rng(0)
     items: list[SAWItem] = []
     while tokens > 0:
@@ -53,11 +53,11 @@ def samples(tokens: int) -> list[SAWItem]:
     return items
 
 
-def passes(budget: int, packing: Any, attention: str) -> Callable[[], float]:
-    """The loss of all samples; the gradient is that of the last run."""
+def make_passes(budget: int, packing: Any, attention: str) -> Callable[[], float]:
+    """A run of forward and backward passes over all samples; it returns their loss."""
     model = small_llama(attention)
     cfg = TrainerConfig(model_device="cpu", max_seq_len=LONGEST, micro_token_budget=budget, packing=packing)
-    batch = MacroBatch.ingest(samples(budget), LONGEST)
+    batch = MacroBatch.ingest(draw_samples(budget), LONGEST)
     algo = RLAlgorithm("supervised", ConstantCredit(1.0), MaskedCausalLMCrossEntropyLoss())
 
     def run() -> float:
@@ -72,19 +72,23 @@ def passes(budget: int, packing: Any, attention: str) -> Callable[[], float]:
     return run
 
 
-def same_loss(got: float, want: float) -> None:
+def assert_same_loss(got: float, want: float) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
 def contests() -> Iterator[Contest]:
     for budget in BUDGETS:
         contenders = [
-            Contender("padded, optimal", passes(budget, "optimal", "sdpa")),
-            Contender("padding-free, sequences of alike length together", passes(budget, "padding_free", PACKED), same_loss),
+            Contender("padded, optimal", make_passes(budget, "optimal", "sdpa")),
+            Contender(
+                "padding-free, sequences of similar length together",
+                make_passes(budget, "padding_free", PACKED),
+                assert_same_loss,
+            ),
         ]
         if budget <= DENSE_UP_TO:
             contenders.append(
-                Contender("padding-free, a mask of the whole row", passes(budget, "padding_free", "sdpa"), same_loss)
+                Contender("padding-free, a mask of the whole row", make_passes(budget, "padding_free", "sdpa"), assert_same_loss)
             )
-        tokens = sum(len(item.input_ids) for item in samples(budget))
+        tokens = sum(len(item.input_ids) for item in draw_samples(budget))
         yield Contest(f"Forward and backward, {tokens} tokens of a Llama of 0.1 M parameters", tokens, "token", contenders)

@@ -1,4 +1,4 @@
-"""Truncation, the check of log-probs, and reducers."""
+"""Truncation, the check of log-probs, and reducers: the core compared with plain Python."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REDUCERS: list[tuple[str, str, str | None]] = [
     ("count_true", "env.correct", "samples"),
     ("mean", "env.steps", None),
 ]
-"""Ten reducers, of which one finds nothing and two look into a nested dictionary."""
+"""Ten reducers. One finds no value, and two read a nested dictionary."""
 
 
 def contests(samples: int = 1000) -> Iterator[Contest]:
@@ -38,7 +38,7 @@ def _truncation(samples: int) -> Contest:
     items, limit = list_items(samples), 1024
     table = _core.SampleTable.from_items(items)
 
-    def columnar() -> tuple[Any, Any]:
+    def truncate() -> tuple[Any, Any]:
         view = table.truncate(limit)
         return view.lengths, view.action_counts
 
@@ -47,7 +47,7 @@ def _truncation(samples: int) -> Contest:
         assert got[1].tolist() == [sum(item.action_mask) for item in want]
 
     plain = Contender("reference: slices of lists", lambda: reference.truncate(items, limit), cold=True)
-    ours = Contender("**ludic columns**, lengths and action counts", columnar, check, repeats=20)
+    ours = Contender("**ludic columns**, lengths and action counts", truncate, check, repeats=20)
     return Contest(f"Truncation of {samples} samples to {limit} tokens", samples, "sample", [plain, ours])
 
 
@@ -57,7 +57,7 @@ def _log_probs() -> Contest:
     values = array.tolist()
     ids, mask, offsets = np.ones(len(array), np.int32), np.ones(len(array), np.uint8), np.array([0, len(array)])
 
-    def ingested(logps: Any) -> _core.SampleTable:
+    def build_table(logps: Any) -> _core.SampleTable:
         return _core.SampleTable.from_columns(ids, mask, offsets, actor_logps=logps)
 
     return Contest(
@@ -65,10 +65,10 @@ def _log_probs() -> Contest:
         len(values),
         "float",
         [
-            Contender("reference: `isinstance` and a test of each", lambda: reference.checked_logps(values), cold=True),
-            Contender("**ludic from a list**, checked and stored with ids and mask", lambda: ingested(values), cold=True),
-            Contender("**ludic from an array**, checked and stored with ids and mask", lambda: ingested(array), repeats=5),
-            Contender("**ludic**, ids and mask alone", lambda: ingested(None), repeats=5),
+            Contender("reference: `isinstance` and a test of each", lambda: reference.are_valid_logps(values), cold=True),
+            Contender("**ludic from a list**, checked and stored with ids and mask", lambda: build_table(values), cold=True),
+            Contender("**ludic from an array**, checked and stored with ids and mask", lambda: build_table(array), repeats=5),
+            Contender("**ludic**, ids and mask alone", lambda: build_table(None), repeats=5),
         ],
     )
 
@@ -89,7 +89,7 @@ def _records(samples: int) -> Contest:
         for _ in range(samples)
     ]
 
-    def close(got: list[float], want: list[float]) -> None:
+    def assert_close(got: list[float], want: list[float]) -> None:
         np.testing.assert_allclose(got, want, rtol=1e-9)
 
     return Contest(
@@ -97,8 +97,10 @@ def _records(samples: int) -> Contest:
         samples * len(REDUCERS),
         "value",
         [
-            Contender("reference: one pass a reducer", lambda: reference.reduce_records(records, REDUCERS, samples, samples)),
-            Contender("**ludic, one pass for all**", lambda: _core.reduce_records(records, REDUCERS, samples, samples), close),
+            Contender("reference: one pass per reducer", lambda: reference.reduce_records(records, REDUCERS, samples, samples)),
+            Contender(
+                "**ludic, one pass for all**", lambda: _core.reduce_records(records, REDUCERS, samples, samples), assert_close
+            ),
         ],
     )
 
@@ -107,11 +109,13 @@ def _column(samples: int) -> Contest:
     column = np.random.default_rng(0).random(samples)
     records = [{"reward": value} for value in column.tolist()]
 
-    def plain() -> list[float]:
+    def reduce_in_python() -> list[float]:
         return reference.reduce_records(records, REDUCERS[:1], samples, samples)
 
     def check(got: float, want: list[float]) -> None:
         np.testing.assert_allclose(got, want[0], rtol=1e-9)
 
     ours = Contender("**ludic column**", lambda: _core.reduce_column("mean", column), check, repeats=20)
-    return Contest(f"A mean over {samples} values", samples, "value", [Contender("reference: dictionaries", plain), ours])
+    return Contest(
+        f"A mean over {samples} values", samples, "value", [Contender("reference: dictionaries", reduce_in_python), ours]
+    )

@@ -1,5 +1,5 @@
-"""The documented algorithms in plain Python and torch, as a user would write them. What the core
-is measured against."""
+"""The documented algorithms in plain Python and torch, as a user would write them: the reference
+for the benchmarks of the core."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
 
 
 def collate(items: Sequence[SAWItem], pad: int) -> dict[str, Tensor]:
-    """Right-padded batch: `torch.tensor` on each sequence of each sample, copied into the row of
-    a full tensor."""
+    """A right-padded batch: a `torch.tensor` of each sequence, copied into its row of the batch."""
     shape = (len(items), max(len(item.input_ids) for item in items))
     batch = {
         "input_ids": torch.full(shape, pad, dtype=torch.long),
@@ -46,16 +45,16 @@ def collate(items: Sequence[SAWItem], pad: int) -> dict[str, Tensor]:
 def collate_by_pad_sequence(items: Sequence[SAWItem], pad: int) -> dict[str, Tensor]:
     """The same through `torch.nn.utils.rnn.pad_sequence`."""
 
-    def padded(values: Iterable[Any], dtype: torch.dtype, filler: float = 0.0) -> Tensor:
+    def pad_rows(values: Iterable[Any], dtype: torch.dtype, filler: float = 0.0) -> Tensor:
         return pad_sequence([torch.tensor(row, dtype=dtype) for row in values], batch_first=True, padding_value=filler)
 
-    action = padded((item.action_mask for item in items), torch.float32)
+    action = pad_rows((item.action_mask for item in items), torch.float32)
     logps = torch.zeros_like(action)
     flat = chain.from_iterable(item.attachments.actor_logps.token_logps for item in items)  # type: ignore[union-attr]
     logps[action == 1] = torch.tensor(list(flat), dtype=torch.float32)
     return {
-        "input_ids": padded((item.input_ids for item in items), torch.long, pad),
-        "attention_mask": padded((item.attention_mask for item in items), torch.long),
+        "input_ids": pad_rows((item.input_ids for item in items), torch.long, pad),
+        "attention_mask": pad_rows((item.attention_mask for item in items), torch.long),
         "action_mask": action,
         "weight": torch.tensor([item.weight for item in items]),
         "actor_logps": logps,
@@ -64,29 +63,29 @@ def collate_by_pad_sequence(items: Sequence[SAWItem], pad: int) -> dict[str, Ten
 
 
 def collate_by_numpy(items: Sequence[SAWItem], pad: int) -> dict[str, Tensor]:
-    """The best that numpy does with lists: one `fromiter` a field over all samples, scattered by
-    a mask of lengths."""
+    """The fastest way with numpy: one `fromiter` per field over all samples, scattered by a mask of
+    lengths. Lengths 3 and 2 have the mask [[1, 1, 1], [1, 1, 0]]."""
     lengths = np.array([len(item.input_ids) for item in items])
     tokens = int(lengths.sum())
-    there = np.arange(lengths.max()) < lengths[:, None]
+    is_token = np.arange(lengths.max()) < lengths[:, None]
 
-    def column(values: Iterable[Iterable[Any]], dtype: Any, count: int) -> Any:
+    def concatenate(values: Iterable[Iterable[Any]], dtype: Any, count: int) -> Any:
         return np.fromiter(chain.from_iterable(values), dtype, count)
 
-    def scattered(values: Any, dtype: Any, filler: float = 0) -> Any:
-        out = np.full(there.shape, filler, dtype)
-        out[there] = values
+    def scatter(values: Any, dtype: Any, filler: float = 0) -> Any:
+        out = np.full(is_token.shape, filler, dtype)
+        out[is_token] = values
         return out
 
-    action = column((item.action_mask for item in items), np.float32, tokens)
+    action = concatenate((item.action_mask for item in items), np.float32, tokens)
     logps = np.zeros(tokens, np.float32)
     token_logps = (item.attachments.actor_logps.token_logps for item in items)  # type: ignore[union-attr]
-    logps[action == 1] = column(token_logps, np.float32, int(action.sum()))
-    padded_logps = scattered(logps, np.float32)
+    logps[action == 1] = concatenate(token_logps, np.float32, int(action.sum()))
+    padded_logps = scatter(logps, np.float32)
     batch = {
-        "input_ids": scattered(column((item.input_ids for item in items), np.int64, tokens), np.int64, pad),
-        "attention_mask": scattered(column((item.attention_mask for item in items), np.int64, tokens), np.int64),
-        "action_mask": scattered(action, np.float32),
+        "input_ids": scatter(concatenate((item.input_ids for item in items), np.int64, tokens), np.int64, pad),
+        "attention_mask": scatter(concatenate((item.attention_mask for item in items), np.int64, tokens), np.int64),
+        "action_mask": scatter(action, np.float32),
         "weight": np.array([item.weight for item in items], np.float32),
         "actor_logps": padded_logps,
         "old_logp_action": padded_logps.sum(1),
@@ -95,7 +94,7 @@ def collate_by_numpy(items: Sequence[SAWItem], pad: int) -> dict[str, Tensor]:
 
 
 def truncate(items: Sequence[SAWItem], max_seq_len: int) -> list[SAWItem]:
-    """Every sample that is too long copied with its sequences cut."""
+    """The samples, those that are too long as copies with shorter sequences."""
 
     def cut(item: SAWItem) -> SAWItem:
         if len(item.input_ids) <= max_seq_len:
@@ -114,25 +113,25 @@ def truncate(items: Sequence[SAWItem], max_seq_len: int) -> list[SAWItem]:
     return [cut(item) for item in items]
 
 
-def checked_logps(values: list[Any]) -> bool:
-    """The check of log-probs one by one."""
+def are_valid_logps(values: list[Any]) -> bool:
+    """Whether all values are finite numbers, checked one by one."""
     return all(isinstance(value, (int, float)) and value - value == 0 for value in values)
 
 
 def value_at(record: Mapping[str, Any], path: str) -> Any:
-    """The value at the end of a dotted path, None where there is none."""
-    found: Any = record
+    """The value at the end of a dotted path, or None if there is none."""
+    value: Any = record
     for key in path.split("."):
-        if not isinstance(found, Mapping) or key not in found:
+        if not isinstance(value, Mapping) or key not in value:
             return None
-        found = found[key]
-    return found
+        value = value[key]
+    return value
 
 
 def reduce_records(
     records: Sequence[Mapping[str, Any]], reducers: Sequence[tuple[str, str, str | None]], samples: int, rollouts: int
 ) -> list[float]:
-    """One pass over the records a reducer."""
+    """The reduced values, by one pass over the records per reducer."""
     counts = {None: None, "samples": samples, "rollouts": rollouts}
     results = []
     for kind, path, by in reducers:

@@ -1,5 +1,5 @@
-"""Macro-batches to collate, the same for the same seed: lengths lognormal around 512 tokens, a
-quarter of each a prompt."""
+"""Macro-batches to collate, the same for the same seed. Lengths are lognormal around 512 tokens;
+the first quarter of each sample is its prompt."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ PAD = 0
 VOCABULARY = 50_000
 
 
-def lengths(samples: int, seed: int = 0) -> NDArray[np.int32]:
+def draw_lengths(samples: int, seed: int = 0) -> NDArray[np.int32]:
     """[N] W1: lognormal, median 512, sigma 0.9, clipped to [16, 4096]."""
-    drawn = np.random.default_rng(seed).lognormal(np.log(512), 0.9, samples)
-    return drawn.clip(16, 4096).astype(np.int32)
+    lengths = np.random.default_rng(seed).lognormal(np.log(512), 0.9, samples)
+    return lengths.clip(16, 4096).astype(np.int32)
 
 
 def list_items(samples: int, seed: int = 0) -> list[SAWItem]:
-    """Samples as rollouts make them: lists of int and float, every object its own."""
+    """Samples as rollouts make them: lists of int and float without shared objects."""
     rng = np.random.default_rng(seed + 1)
-    return [_item(rng, int(length)) for length in lengths(samples, seed)]
+    return [_item(rng, int(length)) for length in draw_lengths(samples, seed)]
 
 
 def _item(rng: np.random.Generator, length: int) -> SAWItem:
@@ -52,9 +52,9 @@ def _item(rng: np.random.Generator, length: int) -> SAWItem:
 
 
 def with_arrays(items: list[SAWItem], ids: type = np.int32, mask: type = np.uint8) -> list[SAWItem]:
-    """The same samples with numpy arrays in the place of lists."""
+    """The same samples with numpy arrays instead of lists."""
 
-    def converted(item: SAWItem) -> SAWItem:
+    def convert(item: SAWItem) -> SAWItem:
         assert item.actor_logps is not None
         logps: Any = np.array(item.actor_logps.token_logps, np.float32)
         fields: dict[str, Any] = {
@@ -64,18 +64,18 @@ def with_arrays(items: list[SAWItem], ids: type = np.int32, mask: type = np.uint
         }
         return replace(item, **fields, attachments=SampleAttachments(ActorTokenLogps(logps)))
 
-    return [converted(item) for item in items]
+    return [convert(item) for item in items]
 
 
 def micro_batches(items: list[SAWItem], budget: int) -> list[NDArray[np.int64]]:
-    """Indices of the greedy micro-batches."""
+    """The sample indices of the greedy micro-batches."""
     plan = _core.plan_greedy(np.array([len(item.input_ids) for item in items], np.int32), budget)
     return [plan[k] for k in range(len(plan))]
 
 
-def each(function: Callable[[Any], Any], batches: list[Any]) -> Callable[[], Any]:
-    """A run over all micro-batches, of which the last result is kept: as in training, one is
-    alive at a time."""
+def over_batches(function: Callable[[Any], Any], batches: list[Any]) -> Callable[[], Any]:
+    """A run that applies `function` to each micro-batch and returns the last result. As in
+    training, only one result is alive at a time."""
 
     def run() -> Any:
         result = None

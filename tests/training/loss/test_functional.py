@@ -87,7 +87,7 @@ def test_half_precision_logits_are_reduced_in_float32(dtype, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("read", [loss_memory.consuming, loss_memory.consuming_entropy, loss_memory.consuming_both])
+@pytest.mark.parametrize("read", [loss_memory.logp_over_logits, loss_memory.entropy_over_logits, loss_memory.both_over_logits])
 def test_the_loss_takes_at_most_a_third_of_the_logits_beside_them(read, dtype):
     # 2^21 logits in chunks of 2^17: a sixteenth of the logits at once, an eighth of half-precision
     # logits in float32.
@@ -103,7 +103,7 @@ def test_kept_logits_cost_their_gradient_and_log_softmax_two_copies_more(monkeyp
     shape = (4, 64, 8192)
     assert loss_memory.peak_ratios(functional.compute_token_logp, torch.float32, shape)[1] == pytest.approx(2.0, abs=0.15)
     # Logits, log-softmax, the gradient of the gather, that of the slice: 4.
-    assert loss_memory.peak_ratios(loss_memory.log_softmax_gather, torch.float32, shape)[1] == pytest.approx(4.0, abs=0.15)
+    assert loss_memory.peak_ratios(loss_memory.log_softmax_and_gather, torch.float32, shape)[1] == pytest.approx(4.0, abs=0.15)
 
 
 def test_an_algorithm_writes_the_gradient_over_the_logits_unless_its_loss_reads_them_itself(monkeypatch):
