@@ -42,7 +42,7 @@ impl Columns {
     pub(crate) fn truncate(&mut self, end: usize) {
         self.ids.truncate(end);
         self.action.truncate(end);
-        // The first sample decides whether there are log-probabilities: without it, nothing has.
+        // The first sample decides whether there are log-probabilities; without it, it is open.
         self.logps = self.logps.take().filter(|_| end > 0);
         if let Some(column) = &mut self.logps {
             column.truncate(end);

@@ -1,21 +1,22 @@
 //! The exact minimum of `padded_tokens + overhead_tokens * micro_batches`.
 //!
 //! Some optimal partition is contiguous in the sorted order: refilling its micro-batches with the
-//! sorted samples, with the same number of rows each, raises no maximum. So with `D[j]` the least
-//! cost of the first `j` samples, and `w` the cost of a row of a given length,
+//! sorted samples, with the same number of rows each, raises no maximum. So this recurrence solves
+//! the problem, where `D[j]` is the least cost of the first `j` samples, `length_j` the longest of
+//! them, and `w` the cost of a row of a given length:
 //!
 //! ```text
-//! D[j] = min over i of D[i] + overhead + (j - i) * w(length of the sample before j)
+//! D[j] = min over i of D[i] + overhead + (j - i) * w(length_j)
 //! ```
 //!
-//! solves the problem. Lengths 2, 3, 3 with an overhead of 1 give D = 0, 3, 7, 10. The last is
-//! `0 + 1 + 3 * 3`: all samples in one micro-batch.
+//! Lengths 2, 3, 3 with an overhead of 1 give D = 0, 3, 7, 10. The last is `0 + 1 + 3 * 3`: all
+//! samples in one micro-batch.
 //!
 //! `w` does not decrease with the length. So for `i < i'`, the advantage of `i'` over `i` only
-//! grows with `j` (the cost is Monge). The feasible window `(j - i) * length <= budget` only moves
-//! forward. Once `i'` is better, `i` is never better again. So a queue has the candidates `i`, each
-//! with the first `j` for which it is the best; one binary search finds that `j` for a new
-//! candidate. (A convex-hull queue is wrong here: it drops points that become optimal once the
+//! grows with `j` (the cost is Monge). The feasible window `(j - i) * length_j <= budget` only
+//! moves forward. Once `i'` is better, `i` is never better again. So a queue has the candidates
+//! `i`, each with the first `j` for which it is the best; one binary search finds that `j` for a
+//! new candidate. (A convex-hull queue is wrong here: it drops points that become optimal once the
 //! front expires.)
 //!
 //! Costs are integers, so that no rounding decides a tie. Ties go to the smallest `i`, which is the
