@@ -17,11 +17,11 @@ class ConfigError(LudicError, ValueError):
 
 
 class ConfigTypeError(LudicError, TypeError):
-    """An object that lacks an ability that its role needs."""
+    """An object that lacks a method or ability that it needs where it is used."""
 
 
 class BudgetError(ConfigError):
-    """A token budget that is too small for what must be packed into it."""
+    """A token budget that is too small for a sample or pair that must be packed."""
 
 
 class DataError(LudicError, ValueError):
@@ -32,7 +32,7 @@ RowFault = Literal["empty_response", "same_responses", "same_responses_when_cut"
 
 
 class RowError(DataError):
-    """A well-formed row that nothing can be learnt from. Such rows are counted by `reason`."""
+    """A well-formed row that cannot be trained on. Such rows are counted by `reason`."""
 
     def __init__(self, message: str, *, reason: RowFault) -> None:
         super().__init__(message)
@@ -59,11 +59,11 @@ class MissingExtraError(LudicError, ImportError):
 
 
 class RolloutError(LudicError, RuntimeError):
-    """Episodes failed, and the rest makes no batch."""
+    """Episodes failed, and the remaining ones cannot form a batch."""
 
 
 class RequestsExhausted(LudicError, RuntimeError):
-    """There are no more requests; training ends here."""
+    """There are no more requests, so training ends."""
 
 
 class StopRequested(LudicError, RuntimeError):
@@ -90,16 +90,16 @@ class ServerUnreachableError(InferenceError, ConnectionError):
 
 
 class ClientTagError(InferenceError):
-    """An answer without a client's tag, or with another client's. A retry would not help."""
+    """A response without a client's tag, or with another client's. A retry would not help."""
 
 
 class NonFiniteError(LudicError, RuntimeError):
-    """A loss or gradient that is not finite. The weights are unchanged by the step."""
+    """A loss or gradient that is not finite. The step did not change the weights."""
 
 
 class MismatchError(LudicError, RuntimeError):
-    """Trainer and sampler assign different probabilities to the same tokens. The message has the
-    likely cause and a table."""
+    """Trainer and sampler assign different probabilities to the same tokens. The message contains
+    the likely cause and a table."""
 
     def __init__(self, message: str, *, report: object | None = None) -> None:
         super().__init__(message)
@@ -129,7 +129,7 @@ class ServerTimeoutError(InferenceError, TimeoutError):
 
 
 class PublishError(LudicError, RuntimeError):
-    """New weights did not reach all servers; the message names those that failed and what the
+    """New weights did not reach all servers. The message names the servers that failed and what the
     others serve."""
 
 
@@ -137,7 +137,7 @@ class PublishTimeoutError(PublishError, TimeoutError):
     """A server took too long to accept new weights."""
 
 
-def place_of(error: BaseException, file: str | None = None) -> str:
+def error_location(error: BaseException, file: str | None = None) -> str:
     """Where the error was raised, as `file:line, in function`: the innermost frame in `file`, or
     the innermost frame if none is in `file`. Empty without a traceback."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]

@@ -1,4 +1,5 @@
-"""Runs coroutines from synchronous code, and awaits what users' functions return."""
+"""Runs coroutines from synchronous code, runs synchronous calls in threads, and awaits results of
+users' functions."""
 
 from __future__ import annotations
 
@@ -16,15 +17,16 @@ T = TypeVar("T")
 
 
 class EventLoop:
-    """Runs coroutines one after another on one event loop, so that clients bound to it can be used
-    from step to step. The loop is made on first use and closed with this object."""
+    """Runs coroutines one after another on the same event loop, so that clients that are bound to a
+    loop can be used in every step. The loop is made at the first call and closed with this
+    object."""
 
     def __init__(self) -> None:
         self._runner: asyncio.Runner | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, instead: str) -> T:
-        """Run the coroutine to its end and return its result. Raises RuntimeError inside a running
-        loop; `instead` is what to await there."""
+        """Run the coroutine and return its result. Raises RuntimeError inside a running loop; the
+        message names `instead`, which can be awaited there."""
         if _is_running():
             coroutine.close()
             raise RuntimeError(f"an event loop is running already, and a second cannot run inside it; use `await {instead}`")
@@ -35,7 +37,7 @@ class EventLoop:
 
 
 def _close(runner: asyncio.Runner) -> None:
-    if _is_running():  # collected while another loop runs, inside which this one cannot be run to close
+    if _is_running():  # garbage-collected while another loop runs, so this one cannot be run any more
         runner.get_loop().close()
     else:
         runner.close()
@@ -50,19 +52,19 @@ def _is_running() -> bool:
 
 
 async def await_if_needed(value: Any) -> Any:
-    """`value`, or its result if it is awaitable: what a user's plain or coroutine function
+    """`value`, or its result if it is awaitable. For what a user's plain or coroutine function
     returned."""
     return await value if inspect.isawaitable(value) else value
 
 
 def is_being_cancelled() -> bool:
-    """Whether the current task was asked to stop and has not stopped yet; True outside a task."""
+    """Whether the current task is being cancelled; True outside a task."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
-    """Await all of `work`. A cancellation that arrives meanwhile is raised when `work` ends."""
+    """Await `work` to its end. If the caller is cancelled meanwhile, that is raised afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -78,14 +80,14 @@ async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def run_in_thread(compute: Callable[..., T], *args: object) -> T:
-    """Return `compute(*args)`, run in a thread that ends with it. Like `asyncio.to_thread`, which
-    limits the number of threads: a call that waits for a thread can be cancelled, and closing the
-    loop waits for a call that runs.
+    """Return `compute(*args)`, run in a thread that ends with the call. Like `asyncio.to_thread`:
+    the number of threads is limited, a call that waits for a thread can be cancelled, and closing
+    the loop waits for running calls.
 
-    The thread takes the OpenMP workers that torch gave it along when it ends. While they lived,
-    libgomp would count more threads than cores and let the workers of the training thread sleep
-    whenever they wait: on two idle cores that makes the forward and backward passes of a small
-    model half as slow again.
+    When the thread ends, so do the OpenMP workers that torch made for it. If they stayed, libgomp
+    would count more threads than cores and let the workers of the training thread sleep whenever
+    they wait. On two idle cores that makes the forward and backward passes of a small model 1.5
+    times as slow.
     """
     return await asyncio.to_thread(_run_in_new_thread, compute, *args)
 
@@ -98,8 +100,8 @@ def _run_in_new_thread(compute: Callable[..., T], *args: object) -> T:
 async def run_in_daemon_thread(call: Callable[[], T], *, name: str) -> T:
     """Return `call()`, run in a daemon thread that is abandoned when the caller is cancelled.
 
-    It does not use the loop's thread pool: a few calls that hang would exhaust it, and the
-    interpreter would wait for them when it exits.
+    It does not use the loop's thread pool, because a few hanging calls would exhaust it, and the
+    interpreter would wait for them at exit.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()

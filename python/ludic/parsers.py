@@ -15,7 +15,8 @@ Kind = Literal["inner", "remainder_after_prefix"]
 
 @dataclass(frozen=True)
 class ParseResult:
-    """`action` is None if parsing failed; `obs` is then the feedback for the model."""
+    """The action and the reward for its format. If parsing failed, `action` is None and `obs` is
+    the feedback for the model."""
 
     action: str | None
     reward: float
@@ -26,10 +27,10 @@ Parser = Callable[[str], ParseResult]
 
 
 def compose_parsers(*parsers: Parser) -> Parser:
-    """Apply the parsers from left to right. Each gets the action of the previous one, rewards
-    add up, and the first failure is the result."""
+    """A parser that applies the parsers from left to right. Each gets the action of the previous
+    one, rewards are added up, and the first failure is the result."""
 
-    def composed(raw: str) -> ParseResult:
+    def parse_all(raw: str) -> ParseResult:
         action, reward = raw, 0.0
         for parser in parsers:
             result = parser(action)
@@ -39,7 +40,7 @@ def compose_parsers(*parsers: Parser) -> Parser:
             action = result.action
         return ParseResult(action, reward, None)
 
-    return composed
+    return parse_all
 
 
 def xml_parser(
@@ -47,15 +48,15 @@ def xml_parser(
 ) -> Parser:
     """A parser for `<tag>...</tag>`, ignoring case.
 
-    `inner`: the action is the text inside the first pair of tags; with `exact` only white space may
-    surround the pair. `remainder_after_prefix`: the text must start with the pair, and the action
-    is the text after it.
+    With kind `inner` the action is the text inside the first pair of tags; with `exact` only white
+    space may surround the pair. With `remainder_after_prefix` the text must start with the pair,
+    and the action is the text after it.
     """
     if kind not in ("inner", "remainder_after_prefix"):
         raise ConfigError(f"Unknown kind {kind!r}; it must be 'inner' or 'remainder_after_prefix'")
     if kind == "remainder_after_prefix" and exact:
-        raise ConfigError("exact=True is not supported with kind='remainder_after_prefix', which is anchored already")
-    find = _inner(tag, exact) if kind == "inner" else _remainder(tag)
+        raise ConfigError("exact=True is not supported with kind='remainder_after_prefix', which must match at the start anyway")
+    find = _make_inner_finder(tag, exact) if kind == "inner" else _make_remainder_finder(tag)
 
     def parse(raw: str) -> ParseResult:
         content, problem = find(raw)
@@ -70,15 +71,15 @@ Finder = Callable[[str], tuple[str | None, str]]
 """Text -> (content or None, what is wrong)."""
 
 
-def _tags(tag: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Patterns of the opening and the closing tag, to search one after the other: a single pattern
-    for the pair takes quadratic time on text that repeats the opening tag."""
+def _tag_patterns(tag: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Patterns of the opening and the closing tag. They are searched one after the other, because a
+    single pattern for the pair takes quadratic time on text that repeats the opening tag."""
     name = re.escape(tag)
     return re.compile(f"<{name}>", re.IGNORECASE), re.compile(f"</{name}>", re.IGNORECASE)
 
 
-def _inner(tag: str, exact: bool) -> Finder:
-    opening, closing = _tags(tag)
+def _make_inner_finder(tag: str, exact: bool) -> Finder:
+    opening, closing = _tag_patterns(tag)
     expected = f"Expected {'only ' if exact else ''}<{tag}>...</{tag}>."
 
     def find(raw: str) -> tuple[str | None, str]:
@@ -95,8 +96,8 @@ def _inner(tag: str, exact: bool) -> Finder:
     return find
 
 
-def _remainder(tag: str) -> Finder:
-    opening, closing = _tags(tag)
+def _make_remainder_finder(tag: str) -> Finder:
+    opening, closing = _tag_patterns(tag)
 
     def find(raw: str) -> tuple[str | None, str]:
         text = raw.lstrip()
@@ -128,7 +129,7 @@ _BRACE = re.compile(r"\\[{}\\]|[{}]")
 
 
 def extract_last_boxed_content(raw: str) -> str | None:
-    r"""The unstripped content of the last `\boxed{...}` with balanced braces; None if there is
+    r"""The content of the last `\boxed{...}` with balanced braces, not stripped; None if there is
     none. `\{` and `\}` do not count as braces."""
     closes = _closing_braces(raw)
     boxes = [match.end() for match in _BOX.finditer(raw) if match.end() - 1 in closes]
@@ -136,8 +137,8 @@ def extract_last_boxed_content(raw: str) -> str | None:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    r"""Position of each closed opening brace -> position of its closing brace. A backslash escapes
-    a brace or a backslash.
+    r"""Position of each opening brace that is closed -> position of its closing brace. A backslash
+    escapes a brace or a backslash.
 
     Example: `{a{b}` gives `{2: 4}`.
     """

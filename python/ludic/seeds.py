@@ -1,8 +1,8 @@
-"""Sampling seeds derived from the seed of an episode: for each step, each agent, and each model
+"""Derives sampling seeds from the seed of an episode: for each step, each agent, and each model
 call within a step.
 
 They are outputs of SplitMix64 (Steele et al. 2014), reduced to the 31 bits that every server
-accepts. Without a seed (None), the derived seeds are None too.
+accepts. From None, all derived seeds are None.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ GAMMA = 0x9E3779B97F4A7C15
 """The increment of SplitMix64."""
 
 
-def derived_seed(seed: int | None, step: int) -> int | None:
-    """The seed of a step: the episode's own seed at step 0, a derived one at any other step."""
-    if seed is None or step == 0:
+def derive_seed(seed: int | None, index: int) -> int | None:
+    """The seed of a step, or of another part with this index: `seed` itself for index 0, a derived
+    one for any other."""
+    if seed is None or index == 0:
         return seed
-    return _mix(seed + step * GAMMA)
+    return _mix(seed + index * GAMMA)
 
 
 def call_seed(seed: int | None, call: int) -> int | None:
     """The seed of a model call within a step: the step's own seed for call 0, a derived one for any
-    other. Calls count down where steps count up, so that the calls of step 0 do not get the seeds
-    of later steps."""
-    return derived_seed(seed, -call)
+    other. Indices of calls are negative, so that the calls of step 0 do not get the seeds of later
+    steps."""
+    return derive_seed(seed, -call)
 
 
 def agent_seed(seed: int | None, agent_id: str, step: int) -> int | None:

@@ -9,7 +9,7 @@ from playing import FOR_RL, ScriptedClient, play, verbatim
 import ludic.agent
 import ludic.agents
 from ludic.agents import Agent
-from ludic.agents.base_agent import without_traces
+from ludic.agents.base_agent import drop_traces
 from ludic.context import FullDialog
 from ludic.inference import InferenceSpec, ReturnSpec, SamplingParams, VLLMExtensions
 from ludic.types import ChatResponse, TokenTrace
@@ -113,10 +113,10 @@ def test_what_a_client_says_is_cleaned_on_copies():
     }
     before = copy.deepcopy(said)
     cleaned = {"policy_version": 3, "raw_response": {"id": "r", "choices": [{"index": 0}, "odd"]}}
-    assert without_traces(said) == cleaned
+    assert drop_traces(said) == cleaned
     assert said == before
     for odd in ({}, {"raw_response": None}, {"raw_response": "text"}, {"raw_response": {"choices": None}}):
-        assert without_traces(odd) == odd
+        assert drop_traces(odd) == odd
 
 
 def test_an_answer_without_ids_has_no_trace():

@@ -13,7 +13,7 @@ from ludic.errors import ConfigError, LudicError
 from ludic.inference import InferenceSpec
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import ParseResult
-from ludic.seeds import call_seed, derived_seed
+from ludic.seeds import call_seed, derive_seed
 from ludic.training import EpisodicReturn, GroupNormalizedReturn, MonteCarloReturn
 from ludic.training.rollouts.to_samples import batch_from_rollouts
 
@@ -182,7 +182,7 @@ def test_no_two_calls_of_an_episode_share_a_seed():
     _, client = episode(DOUBLE, DOUBLE, "a", DOUBLE, DOUBLE, "b")
     seeds = [r.seed for r in client.requests]
     assert seeds[:3] == [5, call_seed(5, 1), call_seed(5, 2)]
-    assert seeds[3] == derived_seed(5, 1)
+    assert seeds[3] == derive_seed(5, 1)
     assert len(set(seeds)) == 6
     assert seeds == [r.seed for r in episode(DOUBLE, DOUBLE, "a", DOUBLE, DOUBLE, "b")[1].requests]
 
@@ -191,7 +191,7 @@ def test_no_two_calls_of_an_episode_share_a_seed():
 def test_calls_of_the_first_step_do_not_meet_the_steps_that_follow(seed, step, call_number):
     assert call_seed(seed, 0) == seed
     assert call_seed(None, call_number) is None
-    assert call_seed(seed, call_number) != derived_seed(seed, step)
+    assert call_seed(seed, call_number) != derive_seed(seed, step)
 
 
 @given(st.lists(st.sampled_from([DOUBLE, "a"]), min_size=1, max_size=12), st.integers(1, 4))

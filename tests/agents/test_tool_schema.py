@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Optional
 
 import pytest
 
-from ludic.agents.docstring_args import described_args
+from ludic.agents.docstring_args import parse_arg_descriptions
 from ludic.agents.tool_schema import tool_schema
 from ludic.errors import ConfigError
 
@@ -156,4 +156,4 @@ def test_a_docstring_describes_the_parameters_one_by_one():
 
 @pytest.mark.parametrize("doc", ["", "Adds.", "Args:", "Args:\n\n", "args:\n    a: no heading", "Args:\n    nothing here"])
 def test_a_docstring_of_another_style_describes_none(doc):
-    assert described_args(doc) == {}
+    assert parse_arg_descriptions(doc) == {}

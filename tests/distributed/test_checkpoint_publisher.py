@@ -11,7 +11,7 @@ from stub_weight_server import refuse, same, weights
 
 from ludic.distributed import create_checkpoint_publisher
 from ludic.distributed.adapters.checkpoint import SGLangEngine, VLLMEngine, sync_weights_to_engines
-from ludic.distributed.push.folder import CheckpointFolder
+from ludic.distributed.push.folder import VersionFolders
 from ludic.errors import ConfigError, PublishError
 from ludic.inference.sglang import SGLangClient
 
@@ -95,7 +95,7 @@ def test_sglang_needs_the_folder_of_the_model(servers, tmp_path):
     with pytest.raises(ConfigError, match="pass model="):
         create_checkpoint_publisher(SGLangClient(servers[0].url), tmp_path)
     with pytest.raises(ConfigError, match=r"has no config\.json"):
-        CheckpointFolder(tmp_path, model=tmp_path)
+        VersionFolders(tmp_path, model=tmp_path)
 
 
 def test_for_vllm_it_is_the_publisher_that_checks_and_stages(start, tmp_path):
@@ -107,7 +107,7 @@ def test_for_vllm_it_is_the_publisher_that_checks_and_stages(start, tmp_path):
 
 async def test_engines_read_a_checkpoint_and_answer_in_their_order(start, servers, model, tmp_path):
     vllm = start()
-    checkpoint = CheckpointFolder(tmp_path / "checkpoints", model=model).write(weights(5), 5)
+    checkpoint = VersionFolders(tmp_path / "checkpoints", model=model).write(weights(5), 5)
     engines = [SGLangEngine(f"{servers[0].url}/"), VLLMEngine(vllm.url)]
     first, second = await sync_weights_to_engines(engines, str(checkpoint))
     assert first["message"].startswith("Succeeded")
@@ -137,11 +137,11 @@ def shorter(folder):
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
-    [(cut, "no complete checkpoint"), (without_one, "no complete checkpoint"), (shorter, r"model\.norm\.weight.* missing")],
+    [(cut, "not a complete checkpoint"), (without_one, "not a complete checkpoint"), (shorter, r"model\.norm\.weight.* missing")],
 )
 async def test_a_checkpoint_that_is_not_whole_is_refused_before_the_server_is_told(start, tmp_path, spoil, message):
     server = start()
-    folder = CheckpointFolder(tmp_path / "checkpoints").write(weights(5), 5)
+    folder = VersionFolders(tmp_path / "checkpoints").write(weights(5), 5)
     spoil(folder)
     with pytest.raises(PublishError, match=f"(?s)1 of 1 engines.*{message}"):
         await sync_weights_to_engines([VLLMEngine(server.url)], str(folder))
@@ -152,7 +152,7 @@ async def test_a_checkpoint_that_is_not_whole_is_refused_before_the_server_is_to
 async def test_frozen_weights_may_be_missing_where_that_is_said(start, tmp_path):
     server = start()
     name = "model.layers.1.mlp.up_proj.weight"
-    folder = CheckpointFolder(tmp_path / "checkpoints").write({name: weights(5)[name]}, 5)
+    folder = VersionFolders(tmp_path / "checkpoints").write({name: weights(5)[name]}, 5)
     await sync_weights_to_engines([VLLMEngine(server.url, partial=True)], str(folder))
     assert same(server.served, {**weights(0), name: weights(5)[name]})
 
@@ -160,7 +160,7 @@ async def test_frozen_weights_may_be_missing_where_that_is_said(start, tmp_path)
 async def test_what_the_server_then_holds_is_compared_with_the_checkpoint(start, tmp_path):
     server = start()
     server.loads_nothing = True
-    folder = str(CheckpointFolder(tmp_path / "checkpoints").write(weights(5), 5))
+    folder = str(VersionFolders(tmp_path / "checkpoints").write(weights(5), 5))
     with pytest.raises(PublishError, match="5 are served with other values"):
         await sync_weights_to_engines([VLLMEngine(server.url)], folder)
     assert server.paused == "abort"
@@ -168,14 +168,14 @@ async def test_what_the_server_then_holds_is_compared_with_the_checkpoint(start,
 
 async def test_a_checkpoint_of_another_dtype_is_compared_in_the_servers(start, tmp_path):
     server = start(dtype="bfloat16", first=weights(0, torch.bfloat16))
-    folder = str(CheckpointFolder(tmp_path / "checkpoints").write(weights(5), 5))
+    folder = str(VersionFolders(tmp_path / "checkpoints").write(weights(5), 5))
     await sync_weights_to_engines([VLLMEngine(server.url)], folder)
     assert same(server.served, weights(5, torch.bfloat16))
 
 
 async def test_a_tied_head_in_a_checkpoint_must_be_the_embedding(start, tmp_path):
     server = start(tied=True)
-    folder = CheckpointFolder(tmp_path / "checkpoints").write({**weights(5), "lm_head.weight": torch.ones(12, 4)}, 5)
+    folder = VersionFolders(tmp_path / "checkpoints").write({**weights(5), "lm_head.weight": torch.ones(12, 4)}, 5)
     with pytest.raises(PublishError, match="tie_word_embeddings"):
         await sync_weights_to_engines([VLLMEngine(server.url)], str(folder))
     assert same(server.served, weights(0))
@@ -184,13 +184,13 @@ async def test_a_tied_head_in_a_checkpoint_must_be_the_embedding(start, tmp_path
 async def test_an_engine_that_fails_is_reported_in_its_place(start, servers, tmp_path, model):
     vllm = start()
     vllm.faults["/update_weights"] = refuse("disk is full")
-    checkpoint = str(CheckpointFolder(tmp_path / "checkpoints", model=model).write(weights(5), 5))
+    checkpoint = str(VersionFolders(tmp_path / "checkpoints", model=model).write(weights(5), 5))
     engines = [VLLMEngine(vllm.url), SGLangEngine(servers[0].url)]
     failed, good = await sync_weights_to_engines(engines, checkpoint, policy="any")
     assert not failed["success"]
     assert "disk is full" in failed["error"]
     assert good["success"]
-    with pytest.raises(PublishError, match="1 of 2 engines did not read"):
+    with pytest.raises(PublishError, match="1 of 2 engines did not load"):
         await sync_weights_to_engines(engines, checkpoint)
     with pytest.raises(ConfigError, match="no engine"):
         await sync_weights_to_engines([], checkpoint)
@@ -199,7 +199,7 @@ async def test_an_engine_that_fails_is_reported_in_its_place(start, servers, tmp
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
-    folders = CheckpointFolder(tmp_path, keep=1)
+    folders = VersionFolders(tmp_path, keep=1)
     folders.write(weights(1), 1)
 
     def dies(aside):
@@ -209,7 +209,15 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         folders.fill(2, dies)
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["version_1"]
+
+    def fails(aside):
+        (aside / "model.safetensors").write_bytes(b"half")
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        folders.fill(2, fails)
+    assert [path.name for path in tmp_path.iterdir()] == ["version_1"]
     with pytest.raises(ConfigError, match="without slashes"):
         folders.write(weights(1), "../../away")
     with pytest.raises(ConfigError, match="keep"):
-        CheckpointFolder(tmp_path, keep=0)
+        VersionFolders(tmp_path, keep=0)

@@ -15,10 +15,10 @@ from stub_weight_server import Refused, StubWeightServer, refuse, same, weights
 from ludic.distributed import BroadcastPolicyPublisher, VllmControlPlane, VllmTensorCommunicator, create_vllm_publisher
 from ludic.distributed.adapters.vllm import VllmPublisherAdapter
 from ludic.distributed.push import server_link
-from ludic.distributed.push.target import push_target
+from ludic.distributed.push.target import as_push_target
 from ludic.distributed.unchanged import MOST_IN_A_ROW
 from ludic.errors import LudicError, PublishError
-from ludic.inference.servers.server_secret import drop_secret, keep_secret
+from ludic.inference.servers.server_secret import remove_secret, store_secret
 from ludic.inference.vllm.client import VLLMChatClient
 
 PUSH = [
@@ -66,11 +66,11 @@ def test_a_push_brings_the_secret_that_a_server_of_ours_asks_for(start):
         publisher(server).publish(weights(1), version=1)
     assert server.calls == []
     port = int(server.url.rsplit(":", 1)[1])
-    keep_secret(port, server.secret)
+    store_secret(port, server.secret)
     try:
         publisher(server).publish(weights(1), version=1)
     finally:
-        drop_secret(port, server.secret)
+        remove_secret(port, server.secret)
     serves(server, "1", 1)
 
 
@@ -141,7 +141,7 @@ UNFIT = {
         {"model.layers.2.mlp.up_proj.weight": torch.ones(1)},
         "has no weights .*layers.2.*serve the model that is trained",
     ),
-    "quantised": ({NORM: torch.ones(4, dtype=torch.int8)}, "is torch.int8, the server holds float32"),
+    "quantised": ({NORM: torch.ones(4, dtype=torch.int8)}, "is torch.int8, the server.s is float32"),
 }
 
 
@@ -239,7 +239,7 @@ def test_a_server_that_is_too_slow_is_named_and_the_old_version_stays(start, mon
     servers = [start(), start()]
     push = publisher(*servers, timeout_s=1.0)
     servers[1].faults["/update_weights"] = lambda _: servers[1].closing.wait()
-    with pytest.raises(TimeoutError, match=f"(?s)no server loaded anything of it.*{servers[1].url}"):
+    with pytest.raises(TimeoutError, match=f"(?s)no server loaded any of it.*{servers[1].url}"):
         push.publish(weights(1), version=1)
     for server in servers:
         assert same(server.served, weights(0))
@@ -391,7 +391,7 @@ def test_what_a_server_cached_before_is_forgotten_before_it_goes_on(start):
     push = publisher(*servers)
     servers[0].paused, servers[0].cache_is_stale = "abort", True
     servers[1].faults["/pause"] = refuse("a fault")
-    with pytest.raises(PublishError, match=r"no server loaded anything of it.*a fault"):
+    with pytest.raises(PublishError, match=r"no server loaded any of it.*a fault"):
         push.publish(weights(1), version=1)
     for server in servers:
         serves(server, "default", 0)
@@ -490,14 +490,14 @@ def test_with_rank0_only_nothing_is_touched_before_the_first_push(start, monkeyp
 
 
 def test_a_clients_servers():
-    assert push_target("http://a").all_urls() == ["http://a"]
-    assert push_target(SimpleNamespace(server_url="http://a")).all_urls() == ["http://a"]
+    assert as_push_target("http://a").all_urls() == ["http://a"]
+    assert as_push_target(SimpleNamespace(server_url="http://a")).all_urls() == ["http://a"]
     both = SimpleNamespace(server_url="http://a", server_urls=["http://a", "http://b"])
-    assert push_target(both).all_urls() == ["http://a", "http://b"]
-    assert push_target([SimpleNamespace(server_url="http://a"), "http://b"]).all_urls() == ["http://a", "http://b"]
+    assert as_push_target(both).all_urls() == ["http://a", "http://b"]
+    assert as_push_target([SimpleNamespace(server_url="http://a"), "http://b"]).all_urls() == ["http://a", "http://b"]
     without_constructor = VLLMChatClient.__new__(VLLMChatClient)
     without_constructor.server_url = "http://a"
-    assert push_target(without_constructor).all_urls() == ["http://a"]
+    assert as_push_target(without_constructor).all_urls() == ["http://a"]
 
 
 def test_two_trainers_may_take_turns(start):
@@ -530,7 +530,7 @@ def test_a_server_that_hears_neither_pause_nor_resume_is_named_and_gets_no_reque
     push = create_vllm_publisher(client, timeout_s=5.0)
     for path in ("/pause", "/resume"):
         servers[1].faults[path] = refuse("asleep")
-    with pytest.raises(PublishError, match=f"no server loaded anything of it.*may stay paused.*{servers[1].url}/resume.*asleep"):
+    with pytest.raises(PublishError, match=f"no server loaded any of it.*may stay paused.*{servers[1].url}/resume.*asleep"):
         push.publish(weights(1), version=1)
     assert calls == [(None, [servers[1].url])]
     serves(servers[0], "default", 0)

@@ -18,6 +18,7 @@ from ludic.inference import (
     VLLMExtensions,
 )
 from ludic.inference.client import ChatResponse
+from ludic.types import TokenTrace
 
 
 def test_sampling_speaks_openai_in_plain_numbers():
@@ -39,6 +40,13 @@ def test_what_comes_back_has_a_preset_for_each_use():
     for k in (0, -1):
         with pytest.raises(ValueError, match=rf"top_logprobs_k \({k}\) must be >= 1"):
             ReturnSpec(top_logprobs_k=k)
+
+
+def test_a_response_has_the_parts_of_the_trace_that_were_requested():
+    trace = TokenTrace([5, 6], [7, 2], [-0.5, -0.1], "stop")
+    assert ReturnSpec.for_rl().make_response("a", trace) == ChatResponse("a", [7, 2], [-0.5, -0.1], "stop", [5, 6])
+    assert ReturnSpec.for_eval().make_response("a", trace) == ChatResponse("a", [7, 2], None, "stop", [5, 6])
+    assert ReturnSpec().make_response("a", trace) == ChatResponse("a", None, None, "stop", None)
 
 
 def test_a_request_is_json_through_and_through():

@@ -9,7 +9,7 @@ import pytest
 from jumping_loop import play_jumping
 
 from ludic.errors import RolloutError
-from ludic.interaction.containment import STOP_TIMEOUT_S, contained
+from ludic.interaction.containment import STOP_TIMEOUT_S, run_contained
 
 
 async def raising(error):
@@ -22,7 +22,7 @@ def outcome(work, **settings):
 
     async def scenario():
         try:
-            result = await contained(work, what="the work", **settings)
+            result = await run_contained(work, what="the work", **settings)
         except Exception as error:
             result = error
         for _ in range(3):
@@ -92,7 +92,7 @@ def test_work_that_swallows_its_cancellation_is_not_waited_for_without_end(kinds
 
 def test_who_is_cancelled_twice_does_not_wait_for_what_swallows_it():
     async def scenario():
-        task = asyncio.create_task(contained(swallowing(asyncio.CancelledError), what="the work"))
+        task = asyncio.create_task(run_contained(swallowing(asyncio.CancelledError), what="the work"))
         for _ in range(2):
             await asyncio.sleep(1)
             task.cancel()

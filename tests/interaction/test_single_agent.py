@@ -14,7 +14,7 @@ from ludic.errors import ConfigError, RolloutError
 from ludic.interaction import SingleAgentProtocol, TraceCollector, merge_step_info
 from ludic.interaction.single_agent import SingleAgentSyncProtocol, _has_async_env_methods
 from ludic.parsers import ParseResult
-from ludic.seeds import derived_seed
+from ludic.seeds import derive_seed
 from ludic.types import Step, StepOutcome
 
 
@@ -43,10 +43,10 @@ def test_each_step_has_a_sampling_seed_of_its_own_that_follows_from_the_episodes
     client = ScriptedClient("a")
     one(client, Counting(goal=3))
     seeds = [r.seed for r in client.requests]
-    assert seeds == [11, derived_seed(11, 1), derived_seed(11, 2)]
+    assert seeds == [11, derive_seed(11, 1), derive_seed(11, 2)]
     assert len(set(seeds)) == 3
-    assert derived_seed(None, 4) is None
-    assert len({derived_seed(s, t) for s in range(100) for t in range(1, 20)}) == 1900
+    assert derive_seed(None, 4) is None
+    assert len({derive_seed(s, t) for s in range(100) for t in range(1, 20)}) == 1900
 
 
 def test_running_out_of_steps_is_a_truncation():
@@ -289,17 +289,17 @@ def test_every_episode_is_told_without_a_gap(answers, goal, max_steps, truncate,
 
 @given(st.integers(-(2**63), 2**63), st.integers(1, 1000))
 def test_a_derived_seed_fits_every_server_and_never_changes(seed, step):
-    assert derived_seed(seed, 0) == seed
-    assert 0 <= derived_seed(seed, step) < 2**31
-    assert derived_seed(seed, step) == derived_seed(seed, step)
+    assert derive_seed(seed, 0) == seed
+    assert 0 <= derive_seed(seed, step) < 2**31
+    assert derive_seed(seed, step) == derive_seed(seed, step)
     # seed 0, step 1 is the first output of SplitMix64(0), 0xE220A8397B1DCDAF, cut to 31 bits:
     # 0x7B1DCDAF
-    assert derived_seed(0, 1) == 0x7B1DCDAF
+    assert derive_seed(0, 1) == 0x7B1DCDAF
 
 
 def test_members_of_a_group_draw_different_tokens_at_every_step():
     """Their seeds are base, base + 1, ...: no two of them meet at any step."""
-    seeds = [[derived_seed(1000 + member, step) for step in range(50)] for member in range(64)]
+    seeds = [[derive_seed(1000 + member, step) for step in range(50)] for member in range(64)]
     assert all(len(set(at_step)) == 64 for at_step in zip(*seeds, strict=True))
 
 

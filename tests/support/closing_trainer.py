@@ -6,7 +6,7 @@ import subprocess
 import sys
 from datetime import timedelta
 
-from ludic.inference.vllm.in_server.weight_receiver import WeightReceiver, leave_group, listening_store, process_group
+from ludic.inference.vllm.in_server.weight_receiver import WeightReceiver, close_group, open_process_group, open_store
 
 TIMEOUT_S = 60.0
 
@@ -22,9 +22,9 @@ def serve(port):
 
 def connect():
     timeout = timedelta(seconds=TIMEOUT_S)
-    store, port = listening_store("127.0.0.1", 2, timeout)
+    store, port = open_store("127.0.0.1", 2, timeout)
     server = subprocess.Popen([sys.executable, __file__, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    group = process_group(store, 0, 2, timeout=timeout, kind="gloo", loopback=True)
+    group = open_process_group(store, 0, 2, timeout=timeout, kind="gloo", loopback=True)
     assert server.stdout.readline() == b"connected\n"
     return [group]
 
@@ -32,4 +32,4 @@ def connect():
 if len(sys.argv) > 1:
     serve(int(sys.argv[1]))
 else:
-    leave_group(connect())
+    close_group(connect())

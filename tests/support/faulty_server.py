@@ -6,7 +6,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-from ludic.inference.vllm.in_server.secret_middleware import refusal
+from ludic.inference.vllm.in_server.secret_middleware import find_refusal
 
 HANG = object()
 """As a fault: the connection stays open and silent until the server closes."""
@@ -116,7 +116,7 @@ class FaultyServer:
                 if fault in (HANG, CUT):
                     self.close_connection = True
                     return
-                refused = server.secret and refusal(server.secret, method, parts.path, headers)
+                refused = server.secret and find_refusal(server.secret, method, parts.path, headers)
                 if refused:
                     self.respond(refused[0], Refused(*refused).body)
                     return

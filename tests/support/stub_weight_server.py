@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 from safetensors.torch import save_file
 
-from ludic.inference.vllm.in_server.secret_middleware import refusal
+from ludic.inference.vllm.in_server.secret_middleware import find_refusal
 from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
 from ludic.inference.vllm.in_server.weight_receiver import Checkpoint, WeightReceiver
 
@@ -243,7 +243,7 @@ def _handler(server):
             split = urlsplit(self.path)
             try:
                 headers = {name.lower(): value for name, value in self.headers.items()}
-                if refused := server.secret and refusal(server.secret, self.command, split.path, headers):
+                if refused := server.secret and find_refusal(server.secret, self.command, split.path, headers):
                     raise Refused(*refused)
                 status, content = 200, server.answer(split.path, parse_qs(split.query), body)
             except Refused as error:

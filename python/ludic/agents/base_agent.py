@@ -1,4 +1,4 @@
-"""An agent: a context, a model behind a client, and a parser."""
+"""The base agent: a context, a client of a model, and a parser."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TakesWeights(Protocol):
 
 @dataclass(frozen=True)
 class IntermediateCall:
-    """A model call before the one that gives the action, such as a tool call. The protocol turns
+    """A model call before the one that returns the action, such as a tool call. The protocol turns
     it into a step."""
 
     text: str
@@ -41,13 +41,13 @@ class IntermediateCall:
 
 
 class Agent:
-    """Asks the model once a step and parses its answer.
+    """Calls the model once per step and parses its answer.
 
     An answer that reached the token limit (`finish_reason == "length"`) is not parsed and never
-    reaches the environment or its verifier: its step earns `incomplete_completion_penalty` (-0.1),
-    and the model sees `incomplete_completion_feedback` if the episode continues. With
-    `reject_incomplete_completions=False` it is parsed like any other answer, which suits models
-    that have not yet learnt to end their answers.
+    reaches the environment or its verifier. Its step gets the reward
+    `incomplete_completion_penalty` (-0.1), and the model sees `incomplete_completion_feedback` if
+    the episode continues. With `reject_incomplete_completions=False` it is parsed like any other
+    answer, which suits models that have not yet learnt to end their answers.
     """
 
     name = "agent"
@@ -72,12 +72,12 @@ class Agent:
         self._incomplete_completion_feedback = incomplete_completion_feedback
         self.last_info: dict[str, Any] = {}
         self.intermediate_calls: list[IntermediateCall] = []
-        """The model calls of the last `act` before the one that it returned. Empty for an agent
+        """The model calls of the last `act`, without the one that it returned. Empty for an agent
         that calls the model once."""
 
     @property
     def system_prompt(self) -> str | None:
-        """The system prompt of its context; None: the environment's is used."""
+        """The system prompt of the context. If None, the environment's is used."""
         return self._ctx.default_system_prompt
 
     def reset(self, system_prompt: str | None = None) -> None:
@@ -142,7 +142,7 @@ class Agent:
         async with asyncio.timeout(timeout_s):
             response, client_info = await self._client.complete(request)
         last_info = dict(client_info)
-        info = without_traces(last_info)
+        info = drop_traces(last_info)
         info["chat_prompt_messages"] = messages
         info["chat_completion"] = {"role": "assistant", "content": response.text}
         response.merge_into_info(info)
@@ -151,26 +151,25 @@ class Agent:
     def push_policy_update(
         self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None
     ) -> str:
-        """Give new weights to the client; returns the version that it now serves."""
+        """Pass new weights to the client. Returns the version that it now serves."""
         if not isinstance(self._client, TakesWeights):
-            raise InferenceError(f"{type(self._client).__name__} has no sync_weights; use a client that can take new weights")
+            raise InferenceError(f"{type(self._client).__name__} has no sync_weights; use a client that takes new weights")
         return self._client.sync_weights(params, timeout_s=timeout_s, version=version)
 
 
-def without_traces(client_info: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a client's info without token ids and log-probabilities: those are in the
-    trace."""
+def drop_traces(client_info: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a client's info without token ids and log-probabilities, which the trace has."""
     info = {key: value for key, value in client_info.items() if key not in TRACE_KEYS}
     raw = info.get("raw_response")
     if isinstance(raw, Mapping):
         response = {key: value for key, value in raw.items() if key != "prompt_token_ids"}
         if isinstance(response.get("choices"), list):
-            response["choices"] = [_choice_without_traces(choice) for choice in response["choices"]]
+            response["choices"] = [_drop_choice_traces(choice) for choice in response["choices"]]
         info["raw_response"] = response
     return info
 
 
-def _choice_without_traces(choice: Any) -> Any:
+def _drop_choice_traces(choice: Any) -> Any:
     if not isinstance(choice, Mapping):
         return choice
     return {key: value for key, value in choice.items() if key not in ("token_ids", "logprobs")}

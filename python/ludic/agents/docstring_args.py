@@ -13,8 +13,8 @@ _HEADING = re.compile(r"^(Args|Arguments|Parameters):\s*$", re.MULTILINE)
 _ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 
 
-def described_args(doc: str) -> dict[str, str]:
-    """Parameter -> description, on one line. `doc` must be cleaned (`inspect.getdoc`). Empty for
+def parse_arg_descriptions(doc: str) -> dict[str, str]:
+    """Parameter -> description on one line. `doc` must be cleaned (`inspect.getdoc`). Empty for
     docstrings in other styles."""
     heading = _HEADING.search(doc)
     descriptions: dict[str, str] = {}

@@ -14,7 +14,7 @@ from ludic.parsers import ParseResult
 from ludic.seeds import call_seed
 from ludic.types import ChatResponse, Message, TokenTrace
 
-EXHAUSTED: Message = {
+OUT_OF_STEPS: Message = {
     "role": "user",
     "content": "You have exhausted your reasoning steps and can call no more tools. Give your final answer now.",
 }
@@ -34,13 +34,13 @@ class ToolContext(Protocol):
 class ReActAgent(ToolAgent):
     """Calls the model up to `max_react_steps` times for each action (ReAct, arXiv:2210.03629).
 
-    After a response with tool calls the tools run and the model is called again. A response without
-    tool calls is the answer and is parsed. The last call has no tools, and a message that is not
-    kept tells the model so. `act` returns the answer; the calls before it are in
-    `intermediate_calls`, which the protocol turns into steps of the same rollout, so that they are
-    trained as well.
+    After a response with tool calls the tools are run and the model is called again. A response
+    without tool calls is the answer and is parsed. The last call offers no tools, and a message
+    that is not stored in the context tells the model so. `act` returns the answer. The calls before
+    it are in `intermediate_calls`; the protocol turns them into steps of the same rollout, so that
+    they are trained as well.
 
-    With `reject_incomplete_completions`, a response that reached the token limit ends the act, and
+    With `reject_incomplete_completions`, a response that reached the token limit ends `act`, and
     its tools are not run.
     """
 
@@ -50,11 +50,11 @@ class ReActAgent(ToolAgent):
         super().__init__(tools, **kwargs)
         if not (isinstance(self._ctx, ToolContext) and self._ctx.supports_tools):
             raise ConfigTypeError(
-                f"{type(self).__name__} requires a context with supports_tools=True, which {type(self._ctx).__name__} is not; it must keep "
-                "tool calls and their results"
+                f"{type(self).__name__} requires a context with supports_tools=True, which {type(self._ctx).__name__} is not; use one "
+                "that stores tool calls and their results"
             )
         if max_react_steps < 1:
-            raise ConfigError(f"max_react_steps ({max_react_steps}) must be >= 1; the last is the answer")
+            raise ConfigError(f"max_react_steps ({max_react_steps}) must be >= 1, because the last step is the answer")
         self.max_react_steps = max_react_steps
 
     async def act(
@@ -68,7 +68,7 @@ class ReActAgent(ToolAgent):
             last = call == self.max_react_steps - 1
             messages = self._ctx.on_before_act()
             response, info, self.last_info, trace = await self._infer_once(
-                messages=[*messages, EXHAUSTED] if last else messages,
+                messages=[*messages, OUT_OF_STEPS] if last else messages,
                 inference=spec,
                 sampling_seed=call_seed(sampling_seed, call),
                 timeout_s=timeout_s,
@@ -81,10 +81,10 @@ class ReActAgent(ToolAgent):
                 self._ctx.add_assistant_step(answer.text, None)
                 return self._parse(answer, info), answer.text, info, trace
             self._ctx.add_assistant_step(content, tool_calls)
-            await self._take_tool_step(response, info, trace, content, tool_calls)
+            await self._run_tool_step(response, info, trace, content, tool_calls)
         raise AssertionError("the last call returns")
 
-    async def _take_tool_step(
+    async def _run_tool_step(
         self,
         response: ChatResponse,
         info: dict[str, Any],

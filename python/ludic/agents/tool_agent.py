@@ -1,4 +1,4 @@
-"""An agent with tools."""
+"""The base class of agents with tools."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ToolAgent(Agent):
 
     A tool is a named function or coroutine function; the model sees its parameters and docstring.
     Plain functions run in a thread, one at a time for each agent; tools that several episodes share
-    must be thread-safe. A tool that fails, is unknown, or takes longer than `tool_timeout_s` is
-    reported to the model and never ends the episode.
+    must be thread-safe. If a tool fails, is unknown, or takes longer than `tool_timeout_s`, the
+    model gets an error message as its result, and the episode continues.
     """
 
     name = "tool_agent"
@@ -39,15 +39,15 @@ class ToolAgent(Agent):
         self.tool_map: dict[str, Callable[..., Any]] = {tool.__name__: tool for tool in tools}
         if len(self.tool_map) < len(tools):
             names = [tool.__name__ for tool in tools]
-            raise ConfigError(f"tools {names} share a name; a model calls tools by name, so each needs its own")
+            raise ConfigError(f"tools {names} share a name; give each its own, because a model calls tools by name")
         self._tool_timeout_s = tool_timeout_s
 
     def _tool_request(self) -> ToolRequest:
-        """Offers all tools; the model decides whether to call one."""
+        """A request that offers all tools and lets the model decide whether to call one."""
         return ToolRequest(tools=self.tool_schemas, tool_choice="auto")
 
     def _with_tools(self, inference: InferenceSpec | None) -> InferenceSpec:
-        """The same settings with token ids requested: a tool call is trained like any other
+        """The same settings with token ids requested, because tool calls are trained like any other
         action."""
         spec = inference or InferenceSpec()
         return dataclasses.replace(spec, return_=dataclasses.replace(spec.return_, return_token_ids=True))
@@ -66,12 +66,12 @@ class ToolAgent(Agent):
         Returns the added texts."""
         results = []
         for call in tool_calls:
-            text = await self._result_of(call)
+            text = await self._call_tool(call)
             self._ctx.add_tool_result(str(call.get("id") or ""), call_name(call), text)
             results.append(text)
         return results
 
-    async def _result_of(self, call: ToolCall) -> str:
+    async def _call_tool(self, call: ToolCall) -> str:
         name = call_name(call)
         tool = self.tool_map.get(name)
         if tool is None:

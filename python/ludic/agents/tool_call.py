@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ludic.errors import DataError, LudicError
-from ludic.event_loop import run_in_daemon_thread
+from ludic.event_loop import await_if_needed, run_in_daemon_thread
 
 
 class ToolTimeoutError(LudicError, TimeoutError):
@@ -25,7 +25,7 @@ def call_name(call: Mapping[str, Any]) -> str:
 def call_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of an OpenAI tool call, parsed from JSON; empty if there are none.
 
-    Raises DataError if they are no JSON object, and JSONDecodeError if they are not JSON.
+    Raises DataError if they are not a JSON object, and JSONDecodeError if they are not JSON.
     """
     text = call["function"].get("arguments")
     arguments = json.loads(text) if isinstance(text, str) and text.strip() else text or {}
@@ -45,8 +45,7 @@ async def run_tool(tool: Callable[..., Any], arguments: Mapping[str, Any], timeo
         async with asyncio.timeout(timeout_s) as deadline:
             if inspect.iscoroutinefunction(tool):
                 return await tool(**arguments)
-            result = await run_in_daemon_thread(lambda: tool(**arguments), name="tool")
-            return await result if inspect.isawaitable(result) else result
+            return await await_if_needed(await run_in_daemon_thread(lambda: tool(**arguments), name="tool"))
     except TimeoutError:
         if deadline.expired():
             raise ToolTimeoutError(f"no result within {timeout_s} s") from None

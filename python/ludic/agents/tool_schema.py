@@ -10,12 +10,12 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ludic.agents.docstring_args import described_args
+from ludic.agents.docstring_args import parse_arg_descriptions
 from ludic.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", type(None): "null"}
+JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", type(None): "null"}
 ARRAYS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
 OBJECTS = (dict, collections.abc.Mapping)
 UNIONS = (Union, types.UnionType)
@@ -24,18 +24,18 @@ UNIONS = (Union, types.UnionType)
 def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
     """The function's name, docstring and parameters, without `*args` and `**kwargs`.
 
-    Types come from the annotations, also from string annotations: `int`, `float`, `bool`, lists,
-    dictionaries, `Literal` (an enum) and `Optional` (`nullable`). Types that JSON lacks are
-    strings. The description of a parameter is a string in its `Annotated`, or its entry in the
-    docstring's `Args:`. Parameters without a default are required; defaults that JSON can represent
-    are included.
+    Types are read from the annotations, including string annotations: `int`, `float`, `bool`,
+    lists, dictionaries, `Literal` (an enum) and `Optional` (`nullable`). Types that JSON lacks
+    become strings. The description of a parameter is a string in its `Annotated`, or its entry in
+    the docstring's `Args:`. Parameters without a default are required; defaults that JSON can
+    represent are included.
 
     Raises ConfigError for what a model cannot call: an object without `__name__`, or a function
     with positional-only parameters.
     """
     parameters = _parameters(tool)
     hints = _hints(tool)
-    descriptions = described_args(inspect.getdoc(tool) or "")
+    descriptions = parse_arg_descriptions(inspect.getdoc(tool) or "")
     return {
         "type": "function",
         "function": {
@@ -45,7 +45,7 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
                 "type": "object",
                 "properties": {
                     name: ({"description": descriptions[name]} if name in descriptions else {})
-                    | _property(hints.get(name, str), p.default)
+                    | _property_schema(hints.get(name, str), p.default)
                     for name, p in parameters.items()
                 },
                 "required": [name for name, p in parameters.items() if p.default is p.empty],
@@ -56,13 +56,13 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
 
 def _parameters(tool: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     if not callable(tool) or not isinstance(getattr(tool, "__name__", None), str):
-        raise ConfigError(f"{tool!r} cannot be a tool: a model calls tools by __name__; give a function that has one")
+        raise ConfigError(f"{tool!r} cannot be a tool, because models call tools by __name__; pass a function that has one")
     parameters = inspect.signature(tool).parameters
-    unnamed = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_ONLY]
-    if unnamed:
+    positional_only = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_ONLY]
+    if positional_only:
         raise ConfigError(
-            f"tool {tool.__name__} has positional-only parameters {unnamed}; a model gives arguments by name, so wrap it in a "
-            "function that takes them by name"
+            f"tool {tool.__name__} has positional-only parameters {positional_only}; wrap it in a function that takes them by name, "
+            "as models pass arguments by name"
         )
     return {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
@@ -84,8 +84,8 @@ def _hint(tool: Callable[..., Any], name: str, annotation: object) -> Any:
         return str
 
 
-def _property(hint: Any, default: Any) -> dict[str, Any]:
-    schema = _schema(hint)
+def _property_schema(hint: Any, default: Any) -> dict[str, Any]:
+    schema = _type_schema(hint)
     if default is None:
         schema["nullable"] = True
     elif default is not inspect.Parameter.empty and _is_json(default):
@@ -93,42 +93,42 @@ def _property(hint: Any, default: Any) -> dict[str, Any]:
     return schema
 
 
-def _schema(hint: Any) -> dict[str, Any]:
+def _type_schema(hint: Any) -> dict[str, Any]:
     origin, args = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated:
-        return _annotated(*args)
+        return _annotated_schema(*args)
     if origin in UNIONS:
-        return _union(args)
+        return _union_schema(args)
     if origin is Literal:
-        return _literal(args)
+        return _literal_schema(args)
     if origin in ARRAYS:
-        return {"type": "array", "items": _items(args)}
+        return {"type": "array", "items": _items_schema(args)}
     if origin in OBJECTS:
-        return {"type": "object", "additionalProperties": _schema(args[1])} if len(args) == 2 else {"type": "object"}
-    return {"type": NAMES.get(hint, "string") if isinstance(hint, type) else "string"}
+        return {"type": "object", "additionalProperties": _type_schema(args[1])} if len(args) == 2 else {"type": "object"}
+    return {"type": JSON_TYPES.get(hint, "string") if isinstance(hint, type) else "string"}
 
 
-def _items(args: tuple[Any, ...]) -> dict[str, Any]:
+def _items_schema(args: tuple[Any, ...]) -> dict[str, Any]:
     """The schema of the elements if they have one type, else an empty schema."""
     kinds = {arg for arg in args if arg is not Ellipsis}
-    return _schema(args[0]) if len(kinds) == 1 else {}
+    return _type_schema(args[0]) if len(kinds) == 1 else {}
 
 
-def _annotated(hint: Any, *notes: Any) -> dict[str, Any]:
+def _annotated_schema(hint: Any, *notes: Any) -> dict[str, Any]:
     texts = [note for note in notes if isinstance(note, str)]
-    return _schema(hint) | ({"description": texts[0]} if texts else {})
+    return _type_schema(hint) | ({"description": texts[0]} if texts else {})
 
 
-def _union(args: tuple[Any, ...]) -> dict[str, Any]:
-    """One type, or any of several; None makes it nullable."""
-    others = [_schema(arg) for arg in args if arg is not type(None)]
+def _union_schema(args: tuple[Any, ...]) -> dict[str, Any]:
+    """The schema of one type or of any of several. None makes it nullable."""
+    others = [_type_schema(arg) for arg in args if arg is not type(None)]
     schema = others[0] if len(others) == 1 else {"anyOf": others}
     return schema | ({"nullable": True} if len(others) < len(args) else {})
 
 
-def _literal(args: tuple[Any, ...]) -> dict[str, Any]:
+def _literal_schema(args: tuple[Any, ...]) -> dict[str, Any]:
     values = [arg for arg in args if arg is not None]
-    kinds = {NAMES.get(type(value), "string") for value in values}
+    kinds = {JSON_TYPES.get(type(value), "string") for value in values}
     schema: dict[str, Any] = {"type": kinds.pop()} if len(kinds) == 1 else {}
     return schema | {"enum": values} | ({"nullable": True} if len(values) < len(args) else {})
 

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, Literal, cast
 
 from ludic.errors import ConfigError, InferenceError
-from ludic.inference.servers.server_secret import VARIABLE, is_this_machine, secret_file
+from ludic.inference.servers.server_secret import VARIABLE, is_loopback_host, secret_file
 from ludic.inference.vllm.environment import is_cpu_build, server_python
 from ludic.inference.vllm.in_server.flags import WeightBackend
 from ludic.inference.vllm.launch import LogprobsMode, start_vllm_server, stop_vllm_server, wait_for_vllm_health
@@ -107,7 +107,7 @@ def _secret_location(settings: ServeSettings) -> str:
     if os.environ.get(VARIABLE):
         return f"the value of {VARIABLE}, which trainers need as well"
     here = f"trainers of this user on this machine read it from {secret_file(settings.port)}"
-    return here if is_this_machine(settings.host) else f"{here}, others need it in {VARIABLE}"
+    return here if is_loopback_host(settings.host) else f"{here}, others need it in {VARIABLE}"
 
 
 def _choose_weights(settings: ServeSettings) -> WeightBackend | None:

@@ -1,4 +1,4 @@
-"""Contexts: the messages of an episode that the model sees."""
+"""Contexts, which decide which messages of an episode the model sees."""
 
 from ludic.context.base import ContextStrategy
 from ludic.context.full_dialog import FullDialog

@@ -1,5 +1,5 @@
-"""The interface of contexts, which keep the messages of an episode and decide what the model
-sees."""
+"""The interface of contexts, which store the messages of an episode and decide which of them the
+model sees."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ludic.types import ChatResponse, Info, Message
 
 
 class ContextStrategy(ABC):
-    """Holds the messages of one episode. A subclass decides which messages are added, and which the
-    model sees."""
+    """Stores the messages of one episode. A subclass decides which messages are added, and which of
+    them the model sees."""
 
     def __init__(self, system_prompt: str | None = None) -> None:
         self._default_system_prompt = system_prompt
-        self._messages: list[Message] = _opening(system_prompt)
+        self._messages: list[Message] = _opening_messages(system_prompt)
 
     def reset(self, *, system_prompt: str | None = None) -> None:
         """Clear the messages and start with `system_prompt`, or with the default one if it is None.
-        An empty system prompt is left out."""
-        self._messages = _opening(self._default_system_prompt if system_prompt is None else system_prompt)
+        An empty system prompt is omitted."""
+        self._messages = _opening_messages(self._default_system_prompt if system_prompt is None else system_prompt)
 
     @property
     def supports_tools(self) -> bool:
@@ -53,7 +53,7 @@ class ContextStrategy(ABC):
         """Called with the environment's next observation."""
 
     def add_assistant_step(self, content: str | None, tool_calls: list[dict[str, Any]] | None) -> None:
-        """Append a response of the model, possibly with tool calls. Empty parts are left out."""
+        """Append a response of the model, possibly with tool calls. Empty parts are omitted."""
         message: Message = {"role": "assistant"}
         if content:
             message["content"] = content
@@ -66,5 +66,5 @@ class ContextStrategy(ABC):
         self._messages.append({"role": "tool", "tool_call_id": tool_call_id, "name": tool_name, "content": result})
 
 
-def _opening(system_prompt: str | None) -> list[Message]:
+def _opening_messages(system_prompt: str | None) -> list[Message]:
     return [{"role": "system", "content": system_prompt}] if system_prompt else []

@@ -1,4 +1,4 @@
-"""A dialogue that starts with messages of the environment."""
+"""A name of `FullDialog` for dialogues that the environment starts."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from ludic.context.full_dialog import FullDialog
 
 
 class GivenDialog(FullDialog):
-    """The same as `FullDialog`, under a name that tells that the environment starts the
-    dialogue."""
+    """The same as `FullDialog`. The name says that the environment starts the dialogue with several
+    messages."""

@@ -7,26 +7,26 @@ import re
 from ludic.context.full_dialog import FullDialog
 from ludic.types import Message
 
-_THINKING_THEN_ANSWER = re.compile(r"(\s*<think>)(.*?)(</think>\s*)(\S.*)", re.IGNORECASE | re.DOTALL)
+_THINKING_BEFORE_ANSWER = re.compile(r"(\s*<think>)(.*?)(</think>\s*)(\S.*)", re.IGNORECASE | re.DOTALL)
 
 
 class TruncatedThinkingContext(FullDialog):
     """Replaces the text inside a leading `<think>...</think>` of the model's earlier responses by
     `placeholder`.
 
-    Only the view changes: the stored messages stay complete. A message is shown unchanged unless
-    it starts with `<think>`, closes the tag, and continues with an answer.
+    Only what the model sees changes: the stored messages stay complete. Messages are changed only
+    if they start with `<think>`, close the tag, and continue with an answer.
     """
 
     def __init__(self, system_prompt: str | None = None, placeholder: str = "[TRUNCATED]") -> None:
         super().__init__(system_prompt)
         self.placeholder = placeholder
-        self.strict_pattern = _THINKING_THEN_ANSWER
+        self.strict_pattern = _THINKING_BEFORE_ANSWER
 
     def on_before_act(self) -> list[Message]:
-        return [self._without_thinking(message) for message in self._messages]
+        return [self._truncate_thinking(message) for message in self._messages]
 
-    def _without_thinking(self, message: Message) -> Message:
+    def _truncate_thinking(self, message: Message) -> Message:
         content = message.get("content")
         if message.get("role") != "assistant" or not isinstance(content, str):
             return message

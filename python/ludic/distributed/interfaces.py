@@ -1,4 +1,4 @@
-"""The protocols of a push: what announces it, and what moves the tensors."""
+"""The protocols of a push: the control plane announces it, the communicator moves the tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class WeightMetadata(TypedDict):
-    """What a receiver must know of a tensor before it receives it."""
+    """What a receiver must know about a tensor before it arrives."""
 
     name: str
     dtype: str

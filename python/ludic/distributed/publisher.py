@@ -22,7 +22,7 @@ class BroadcastPolicyPublisher(Publisher):
     """Announces the tensors, broadcasts them sorted by name, and waits until all receivers have
     them.
 
-    If that fails, a control plane that can abandon an update does.
+    On an error the update is abandoned, if the control plane can do that.
     """
 
     def __init__(self, control: ControlPlane, comm: TensorCommunicator, src_rank: int) -> None:
@@ -48,8 +48,8 @@ class BroadcastPolicyPublisher(Publisher):
 
 
 class Rank0OnlyPublisher(Publisher):
-    """Publishes on rank 0 alone. The inner publisher is made there, at the first push; other
-    ranks never make one."""
+    """Publishes only on rank 0, which makes the inner publisher at the first push. Other ranks
+    never make one."""
 
     def __init__(self, make_inner: Callable[[], PolicyPublisher], *, enabled: bool = True) -> None:
         self._make_inner = make_inner
@@ -66,7 +66,7 @@ class Rank0OnlyPublisher(Publisher):
         return self._inner.publish(state_dict, version=version)
 
     def expect_change(self, expected: bool) -> None:
-        """Passed on with the next push: before the first there is no inner publisher."""
+        """Stored until the next push, because there is no inner publisher before the first."""
         self._change_expected = expected
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class Rank0OnlyPublisher(Publisher):
 
 
 def _is_rank_zero() -> bool:
-    """Whether this process is rank 0, as it is without a process group."""
+    """Whether this process is rank 0. True without a process group."""
     import torch.distributed as dist
 
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0

@@ -1,5 +1,5 @@
-"""The rule for pushes that bring nothing new: the servers call what they serve by the new version,
-and too many such pushes in a row are an error."""
+"""Handles pushes of unchanged weights: only the version that the servers report changes, and too
+many such pushes in a row are an error."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from ludic.inference.publishing import Version
 logger = logging.getLogger(__name__)
 
 MOST_IN_A_ROW = 20
-"""Pushes of unchanged weights before they are an error. Batches without a gradient are not
-counted where the trainer says so."""
+"""This many pushes of unchanged weights in a row are an error. Batches without a gradient do not
+count, if the trainer reports them."""
 
 
 class UnchangedWeights:
-    """Decides for each push whether the weights have to be sent, by the fingerprints of the push
-    before it.
+    """Decides for each push whether the weights have to be sent, by comparing their fingerprints
+    with those of the previous push.
 
     >>> unchanged = UnchangedWeights("weights")
     >>> unchanged.publish(fingerprints, 17, push=push, rename=rename, still_served=lambda: True)
     """
 
     def __init__(self, what: str, *, allowed: bool = False) -> None:
-        """`what` is their name in messages. `allowed`: unchanged weights are pushed like any
+        """`what` names the weights in messages. `allowed`: push unchanged weights like any
         others."""
         self.what = what
         self.allowed = allowed
         self.change_expected = True
-        """Whether there was a gradient since the last push. A publisher that is not told assumes
-        so."""
+        """Whether there was a gradient since the last push. True unless the trainer reports
+        otherwise."""
         self._last: tuple[str, dict[str, str]] | None = None
         self._in_a_row = 0
 
@@ -45,11 +45,11 @@ class UnchangedWeights:
         still_served: Callable[[], bool],
         dtype: str = "dtype",
     ) -> None:
-        """Call `rename` if these are the weights of the last push and the servers still have
-        them, else `push`.
+        """Call `rename` if these are the weights of the last push and the servers still have them,
+        else `push`.
 
-        After a push that failed, the next one is made whatever it brings: what is served then is
-        not known. `dtype` is what the weights are published in, for the message.
+        After a failed push, `push` is always called, because it is not known what is served.
+        `dtype` is the dtype of the published weights, for the message.
         """
         if self.is_repeat(fingerprints, version, dtype=dtype) and still_served():
             rename()
@@ -59,11 +59,11 @@ class UnchangedWeights:
         self._last = (str(version), dict(fingerprints))
 
     def is_repeat(self, fingerprints: Mapping[str, str], version: Version, *, dtype: str = "dtype") -> bool:
-        """Whether these are the weights of the last push under another version, with a warning.
-        Under the same version, as after a resume, they are published again.
+        """Whether these are the weights of the last push under another version; logs a warning if
+        so. Under the same version, as after a resume, they are published again.
 
         Raises PublishError when this happens for the twentieth time in a row, not counting batches
-        without a gradient: what is trained does not reach the servers.
+        without a gradient: the trained weights do not reach the servers.
         """
         if self.allowed or self._last is None:
             return False
@@ -77,11 +77,11 @@ class UnchangedWeights:
         if self._in_a_row >= MOST_IN_A_ROW:
             raise PublishError(
                 f"{self._in_a_row} pushes in a row, up to version {version}, did not change the {self.what} in the server's {dtype}: is "
-                "the published model the one that is trained, is the learning rate so small that the dtype loses its steps, did the "
-                "gradient vanish? allow_unchanged=True publishes them all the same"
+                "the published model the one that is trained, is the learning rate so small that the dtype rounds its steps away, did the "
+                "gradient vanish? allow_unchanged=True publishes them anyway"
             )
         logger.warning(
-            "the %s of version %s equal those of version %s, which the servers go on to serve as version %s (%s)",
+            "the %s of version %s equal those of version %s; the servers keep them and report version %s (%s)",
             self.what,
             version,
             last_version,

@@ -9,7 +9,7 @@ from ludic.errors import ConfigError
 from ludic.eval.core import Metrics, Record, RolloutGenerator, reduce_rollouts
 from ludic.eval.tally import PROBLEM_KEY, SAMPLE_KEY, Measurement, RolloutValue, measure
 from ludic.event_loop import await_if_needed
-from ludic.seeds import derived_seed
+from ludic.seeds import derive_seed
 from ludic.training.rollouts.played import PlayedRollouts
 from ludic.training.stats import Reducer
 from ludic.training.types import RequestsFn, RolloutRequest
@@ -100,12 +100,12 @@ def repeat_requests(problems: Sequence[RolloutRequest], *, k: int, seed: int) ->
 
 
 def _make_sample_request(problem: RolloutRequest, i: int, j: int, seed: int) -> RolloutRequest:
-    of_problem = derived_seed(seed, 1 + i)
+    of_problem = derive_seed(seed, 1 + i)
     meta = {key: value for key, value in problem.meta.items() if key != "group_id"}
     return replace(
         problem,
         num_episodes=1,
         env_seed=of_problem if problem.env_seed is None else problem.env_seed,
-        sampling_seed=derived_seed(of_problem, 1 + j),
+        sampling_seed=derive_seed(of_problem, 1 + j),
         meta={PROBLEM_KEY: str(i), **meta, SAMPLE_KEY: j},
     )

@@ -16,10 +16,10 @@ __all__ = ["ChatClient", "ChatResponse", "ClipsPrompts", "CompletesTokens", "Ver
 
 
 class ChatClient(Protocol):
-    """A model behind a chat interface. Clients may subclass it or just have its methods."""
+    """A model with a chat interface. Clients may subclass it or just have its methods."""
 
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
-        """One completion, and an info with what else the server returned."""
+        """One completion, and an info with everything else that the server returned."""
         raise NotImplementedError(f"{type(self).__name__} does not complete requests")
 
     def sync_weights(self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:

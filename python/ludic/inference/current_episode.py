@@ -1,4 +1,4 @@
-"""The episode that a request belongs to, so that an engine can cache its prefix for the episode's
+"""The episode that a request belongs to, which lets an engine cache the prefix for the episode's
 next turn."""
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ from contextvars import ContextVar
 
 
 class Episode:
-    """The identity of one episode. Caches drop its data when it ends rather than when the object is
-    freed: timers that copied the context may hold the object longer."""
+    """The identity of one episode. Caches drop its data when it ends, not when the object is freed:
+    timers that copied the context may keep the object alive longer."""
 
     def __init__(self) -> None:
         self.is_over = False
         self._callbacks: set[Callable[[Episode], None]] = set()
 
     def on_end(self, callback: Callable[[Episode], None]) -> None:
-        """Call `callback` with this episode when it ends, or at once if it has. Thread-safe."""
+        """Call `callback` with this episode when it ends, or at once if it has ended already.
+        Thread-safe."""
         self._callbacks.add(callback)
         if self.is_over:
             self.end()
 
     def end(self) -> None:
-        """End the episode: the last turn was played, or it was abandoned."""
+        """End the episode, after its last turn or when it is abandoned."""
         self.is_over = True
         while self._callbacks:
             self._callbacks.pop()(self)
@@ -34,7 +35,7 @@ _CURRENT: ContextVar[Episode | None] = ContextVar("ludic_episode", default=None)
 
 @contextmanager
 def new_episode() -> Iterator[Episode]:
-    """A block whose requests, also those of tasks started inside, belong to one episode. The
+    """All requests in the block, also those of tasks started inside, belong to one episode. The
     episode ends with the block."""
     episode = Episode()
     token = _CURRENT.set(episode)

@@ -22,34 +22,34 @@ class PolicyPublisher(Protocol):
 
 @runtime_checkable
 class LearningPublisher(PolicyPublisher, Protocol):
-    """A publisher that is told whether there was anything to learn."""
+    """A publisher that is told whether there was a gradient."""
 
     def expect_change(self, expected: bool) -> None: ...
 
 
 class Publisher:
-    """Base class of the publishers here: `publish`, and defaults for the other members that are
-    read of a publisher. `as_publisher` makes one of any object with `publish`."""
+    """Base class of publishers: `publish`, and defaults for the other members that the trainer
+    uses. `as_publisher` wraps any object with `publish`."""
 
     def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> Awaitable[None] | None:
         """Make these weights the ones that are sampled from, under this version."""
         raise NotImplementedError(f"{type(self).__name__} does not publish")
 
     def expect_change(self, expected: bool) -> None:
-        """Say whether there was a gradient since the last push. Called before each `publish`; a
-        publisher that is not told assumes that there was."""
+        """Set whether there was a gradient since the last push. Called before each `publish`; the
+        default is that there was."""
 
     def close(self) -> None:
         """Close the connections to the servers, which keep their weights."""
 
     @property
     def timings(self) -> Mapping[str, float]:
-        """Seconds of the last push, by phase. Empty where they are not measured."""
+        """Seconds of the last push, by phase. Empty if they are not measured."""
         return {}
 
 
 class _UserPublisher(Publisher):
-    """A user's object with `publish`, and with `expect_change` or not."""
+    """Wraps a user's object with `publish`, which may also have `expect_change`."""
 
     def __init__(self, publisher: PolicyPublisher) -> None:
         self._publisher = publisher
@@ -68,13 +68,13 @@ def as_publisher(publisher: PolicyPublisher) -> Publisher:
 
 
 class Connections(Protocol):
-    """What a publisher holds open to servers."""
+    """The open connections of a publisher to servers."""
 
     def close(self) -> None: ...
 
 
 class PushTarget:
-    """Servers of one model, as publishers see them. A client of such servers derives from it.
+    """The servers of one model, as publishers see them. Clients that can push derive from it.
 
     >>> client.all_urls()
     ['http://127.0.0.1:8000']
@@ -83,9 +83,9 @@ class PushTarget:
     server_url: str = ""
     """The address of the first server."""
     server_urls: Sequence[str] = ()
-    """The address of each server. May be empty if there is one."""
+    """The address of each server. May be empty if there is only `server_url`."""
     connections: Connections | None = None
-    """Of the last publisher that was made for these servers."""
+    """The connections of the last publisher that was made for these servers."""
 
     def all_urls(self) -> list[str]:
         """The address of each server."""
@@ -93,7 +93,7 @@ class PushTarget:
 
     @property
     def request_headers(self) -> Mapping[str, str]:
-        """Sent with every request to these servers, such as the API key."""
+        """Headers of every request to these servers, such as the API key."""
         return {}
 
     def hold_connections(self, connections: Connections) -> None:
@@ -101,8 +101,8 @@ class PushTarget:
         self.connections = connections
 
     def weights_changed(self, version: Version, *, lost: Sequence[str] = ()) -> None:
-        """Called after a push: `version` is served now, and the servers at the URLs `lost` must
-        get no more requests."""
+        """Called after a push: `version` is served now, and the servers at the URLs `lost` must not
+        get requests any more."""
 
     def adapter_changed(self, name: str, served_name: str) -> None:
         """Called after a push of adapters: requests for the model `name` go to `served_name`."""

@@ -8,7 +8,7 @@ from typing import Any
 from ludic.errors import ConfigError
 from ludic.inference.extensions.base import BackendExtensions
 from ludic.inference.sampling import SamplingParams
-from ludic.types import Message
+from ludic.types import ChatResponse, Message, TokenTrace
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,18 @@ class ReturnSpec:
 
     @classmethod
     def for_rl(cls, *, top_logprobs_k: int = 1) -> ReturnSpec:
-        """Token ids and their log-probabilities, as training needs."""
+        """Token ids and their log-probabilities, as training needs them."""
         return cls(return_token_ids=True, return_chosen_logprobs=True, top_logprobs_k=top_logprobs_k)
+
+    def make_response(self, text: str, trace: TokenTrace) -> ChatResponse:
+        """The response with this text and the requested parts of the trace."""
+        return ChatResponse(
+            text=text,
+            completion_token_ids=trace.completion_token_ids if self.return_token_ids else None,
+            completion_logprobs=trace.completion_logprobs if self.return_chosen_logprobs else None,
+            finish_reason=trace.finish_reason,
+            prompt_token_ids=trace.prompt_token_ids if self.return_token_ids else None,
+        )
 
 
 @dataclass(frozen=True)

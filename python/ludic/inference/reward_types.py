@@ -1,4 +1,4 @@
-"""The requests to a reward model, and its responses."""
+"""Requests to a reward model, and its responses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PoolingType(StrEnum):
 
 
 class RewardModelTrainingMode(StrEnum):
-    """Which of a reward model's weights are trained, and have to be published."""
+    """Which weights of a reward model are trained and published."""
 
     HEAD_ONLY = "head_only"
     LORA = "lora"
@@ -40,19 +40,19 @@ class ScoringRequest:
     55, 2]])`."""
 
     model: str
-    """The model's name at the server. `default` is the one that it serves."""
+    """The model's name at the server. `default` is the model that it serves."""
     inputs: tuple[ScoringInput, ...]
     pooling_type: PoolingType = PoolingType.LAST
     normalize: bool = True
-    """Whether to apply the logistic function to a score, which is then in (0, 1), or the softmax to
-    several. Otherwise scores are the model's logits."""
+    """Whether to apply the logistic function to a single score, which is then in (0, 1), or the
+    softmax to several. Otherwise scores are the model's logits."""
     n_labels: int = 1
-    """The number of logits that the model gives for a sequence."""
+    """The number of logits that the model returns for a sequence."""
 
     def __post_init__(self) -> None:
         if self.n_labels < 1:
             raise ConfigError(f"n_labels ({self.n_labels}) must be >= 1")
-        object.__setattr__(self, "inputs", tuple(map(scoring_input, self.inputs)))
+        object.__setattr__(self, "inputs", tuple(map(as_scoring_input, self.inputs)))
         object.__setattr__(self, "pooling_type", PoolingType(self.pooling_type))
 
     @classmethod
@@ -67,7 +67,7 @@ class ScoringRequest:
     ) -> ScoringRequest:
         return cls(
             model=model,
-            inputs=tuple(map(scoring_input, inputs)),
+            inputs=tuple(map(as_scoring_input, inputs)),
             pooling_type=pooling_type,
             normalize=normalize,
             n_labels=n_labels,
@@ -86,19 +86,19 @@ class ScoringResponse:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
-def scoring_input(value: str | Sequence[int]) -> ScoringInput:
+def as_scoring_input(value: str | Sequence[int]) -> ScoringInput:
     """A text unchanged, token ids as a tuple. Raises DataTypeError for anything else."""
     if isinstance(value, str):
         return value
     ids = tuple(value)
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise DataTypeError(
-            f"an input to score must be text or a list of token ids, got a {type(value).__name__} of other things"
+            f"an input to score must be text or a list of token ids, got a {type(value).__name__} with other elements"
         )
     return ids
 
 
 def check_one_label(n_labels: int) -> None:
-    """Raise ConfigError unless a model gives one number for a sequence, as a reward is."""
+    """Raise ConfigError unless a model returns one number for a sequence, as a reward must be."""
     if n_labels != 1:
-        raise ConfigError(f"n_labels ({n_labels}) must be 1: a reward is one number; `score` gives several")
+        raise ConfigError(f"n_labels ({n_labels}) must be 1, because a reward is one number; use `score` for several")

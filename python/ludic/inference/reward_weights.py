@@ -1,5 +1,5 @@
-"""Which of a reward model's weights are published. The sender selects them: a receiver that
-skipped a tensor that is sent would wait for ever, and so would the sender."""
+"""Selects the weights of a reward model that are published. The sender selects them, because a
+receiver that skipped a tensor that is sent would wait forever, and so would the sender."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ludic.inference.reward_types import RewardModelTrainingMode
 from ludic.models.names import HEAD_NAMES, MERGED_PART, REPLACED_PART, is_adapter, strip_peft_parts
 
 HEAD_PARTS = tuple(f"{name}." for name in HEAD_NAMES)
-"""Parts of the names of a head."""
+"""Parts that occur in the names of head weights."""
 BESIDE_HEAD = ("head.", "pooler.")
 """Prefixes of the names of layers between the backbone and the classifier, in ModernBERT and
 DeBERTa-v2."""
@@ -22,19 +22,19 @@ def select_trained_weights(params: Mapping[str, T], training_mode: RewardModelTr
     """The weights that this training mode changes, under their names in the model without adapters.
 
     - `head_only`: the head.
-    - `full`: everything but adapters, which are already merged.
-    - `lora`: the head and the weights that adapters are merged into. If no name is of such a
-      weight, the head and the adapters; if there are no adapters either, everything.
+    - `full`: everything except adapters, which are already merged.
+    - `lora`: the head and the weights that adapters are merged into. If there are no such weights,
+      the head and the adapters; if there are no adapters either, everything.
 
-    Selecting from a selection changes nothing. Raises ConfigError if no weight is selected: the
-    push would change nothing, silently.
+    Selecting from a selection changes nothing. Raises ConfigError if no weight is selected, because
+    the push would silently change nothing.
     """
     mode = RewardModelTrainingMode(training_mode)
     selected = {strip_peft_parts(name): weight for name, weight in params.items() if _is_sent(name, mode, params)}
     if not selected:
         raise ConfigError(
-            f"none of the {len(params)} weights is one that training_mode={mode.value} changes; the name of a head has "
-            f"{' or '.join(HEAD_PARTS)} in it"
+            f"training_mode={mode.value} changes none of the {len(params)} weights; the names of head weights contain "
+            f"{' or '.join(HEAD_PARTS)}"
         )
     return selected
 

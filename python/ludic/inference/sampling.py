@@ -15,7 +15,7 @@ class SamplingParams:
     temperature: float = 0.7
     """0 takes the most likely token."""
     max_tokens: int = 256
-    """Tokens sampled at most, including the end token."""
+    """Maximum number of sampled tokens, including the end token."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probability reaches this; 1 keeps all."""
     frequency_penalty: float = 0.0
@@ -41,7 +41,7 @@ SamplingConfig = SamplingParams
 
 
 def check_sampling(params: SamplingParams) -> None:
-    """Raise ConfigError for a temperature, a top_p or a number of tokens outside its range."""
+    """Raise ConfigError if temperature, top_p or max_tokens is outside its range."""
     if not 0 <= params.temperature < float("inf"):
         raise ConfigError(f"temperature ({params.temperature}) must be >= 0 and finite; 0 takes the most likely token")
     if not 0 < params.top_p <= 1:

@@ -1,7 +1,7 @@
 """A client of SGLang servers: token ids in, token ids out, and weights from a folder.
 
-Written for the endpoints of SGLang 0.5.23 after its source code, and tested with a stub. It has not
-been run against a real server.
+Written from the source code of SGLang 0.5.23 and tested with a stub server. It has not been run
+against a real server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ludic.inference.servers.http import HttpResponse
 from ludic.inference.servers.pool import ServerPool
 from ludic.inference.servers.retries import RetryPolicy
 from ludic.inference.servers.server import Server
-from ludic.inference.servers.weight_versions import served_version, version_number
+from ludic.inference.servers.weight_versions import check_served_version, version_number
 from ludic.inference.vllm.responses import TokenId, check_length, check_logprobs, check_vocabulary
 from ludic.types import ChatResponse, TokenTrace
 
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class _Versioned(Struct):
+class _VersionAnswer(Struct):
     meta_info: WeightInfo
 
 
 class SGLangEndpoints(ServerCalls):
-    """The calls that give weights to one server."""
+    """Calls to one server that replace its weights."""
 
     def update_weights_from_disk(
         self, folder: str, version: str | None = None, *, timeout_s: float | None = None
     ) -> dict[str, Any]:
-        """Have the server read the weights in a folder that it sees under this path, and reset its
+        """Have the server load the weights in a folder that it sees under this path, and reset its
         cache. Returns the server's answer.
 
-        Raises PublishError if the answer says that it did not succeed.
+        Raises PublishError if the answer reports a failure.
         """
         body: dict[str, Any] = {"model_path": folder, "flush_cache": True}
         if version is not None:
@@ -65,7 +65,7 @@ class SGLangEndpoints(ServerCalls):
     def weight_version(self) -> str:
         """The version of the weights, from the answer to a request for one token."""
         body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
-        return str(self.call("post", "/generate", json=body, answer=_Versioned).meta_info.weight_version)
+        return str(self.call("post", "/generate", json=body, answer=_VersionAnswer).meta_info.weight_version)
 
     def set_weight_version(self, version: str) -> None:
         """Change the version of the weights that are served. Requests go on."""
@@ -76,8 +76,8 @@ class SGLangClient(PushTarget):
     """Completions from SGLang servers that serve the same model.
 
     With `tokenizer`, the policy's own, chats are rendered and encoded here and sent as token ids;
-    text is decoded from the ids that come back. A completion has exactly what training needs: the
-    prompt ids, the sampled ids, a log-probability for each, and the version of the weights.
+    text is decoded from the returned ids. A completion has exactly what training needs: the prompt
+    ids, the sampled ids, a log-probability for each, and the version of the weights.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SGLangClient(PushTarget):
         api_key: str = "local",
         vocab_size: int | None = None,
     ) -> None:
-        """`vocab_size` is the policy's. An answer with an id outside of it raises
+        """`vocab_size` is the policy's. A response with an id outside of it raises
         InferenceError."""
         self._vocab_size = vocab_size
         self.server_urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
@@ -116,15 +116,7 @@ class SGLangClient(PushTarget):
         ids = trace.completion_token_ids
         text = self._tokens.decode(ids[:-1] if info["ended_by_token"] else ids)
         self._tokens.remember_answer(request.messages, (), {"role": "assistant", "content": text}, prompt, ids)
-        spec = request.return_
-        response = ChatResponse(
-            text=text,
-            completion_token_ids=ids if spec.return_token_ids else None,
-            completion_logprobs=trace.completion_logprobs if spec.return_chosen_logprobs else None,
-            finish_reason=trace.finish_reason,
-            prompt_token_ids=prompt if spec.return_token_ids else None,
-        )
-        return response, info
+        return request.return_.make_response(text, trace), info
 
     async def complete_tokens(
         self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
@@ -149,7 +141,7 @@ class SGLangClient(PushTarget):
         body = {"input_ids": list(prompt), "sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
 
         async def once(server: Server) -> tuple[TokenTrace, dict[str, Any]]:
-            return _trace(await server.post("/generate", body), prompt, sampling.max_tokens, self._vocab_size)
+            return _read_trace(await server.post("/generate", body), prompt, sampling.max_tokens, self._vocab_size)
 
         def send() -> Any:
             return self._pool.send(once)
@@ -166,15 +158,15 @@ class SGLangClient(PushTarget):
         """Called after a push: `version` is served now, and the servers at the URLs `lost` get
         no more requests."""
         self._version = version_number(version) or self._version
-        for server in self._pool.servers:
-            if server.url in lost:
-                self._pool.drain(server, "a push of weights to it could not be completed")
+        self._pool.drain_lost(lost)
 
     def sync_weights(self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
         """Push with the publisher that `ludic.distributed.create_checkpoint_publisher` made for
         this client."""
         if self._publisher is None:
-            raise InferenceError("this client cannot push weights; hand it to ludic.distributed.create_checkpoint_publisher")
+            raise InferenceError(
+                "this client cannot push weights; pass it to ludic.distributed.create_checkpoint_publisher first"
+            )
         self._publisher.publish(params, version=version)
         return str(version)
 
@@ -183,7 +175,7 @@ class SGLangClient(PushTarget):
         self._publisher = publisher
 
     def endpoints(self) -> list[SGLangEndpoints]:
-        """The endpoints of the servers for weights."""
+        """The endpoints of each server for replacing weights."""
         return [SGLangEndpoints(url) for url in self.server_urls]
 
     async def aclose(self) -> None:
@@ -204,33 +196,33 @@ class _Meta(Struct):
 
 
 class _Generated(Struct):
-    """The fields of an answer of `/generate` that are read."""
+    """The fields of a response of `/generate` that are read."""
 
     meta_info: _Meta
     output_ids: list[TokenId] = []
 
 
-def _trace(
+def _read_trace(
     answer: HttpResponse, prompt: Sequence[int], max_tokens: int, vocab_size: int | None
 ) -> tuple[TokenTrace, dict[str, Any]]:
-    """The sampled tokens. Raises InferenceError for an answer without ids or log-probabilities, or
-    with impossible ones."""
+    """The sampled tokens. Raises InferenceError for a response whose ids or log-probabilities are
+    missing or invalid."""
     url, generated = answer.url, answer.read(_Generated)
     meta, reason = generated.meta_info, generated.meta_info.finish_reason
     kind = reason.type if isinstance(reason, _Finish) else reason
     if kind == "abort":
-        raise AbortedError(f"{url} aborted the request; what it had sampled is no whole answer")
+        raise AbortedError(f"{url} aborted the request; its partial output is discarded")
     ids, logprobs = generated.output_ids, [entry[0] for entry in meta.output_token_logprobs]
     if [entry[1] for entry in meta.output_token_logprobs] != ids:
         raise InferenceError(
-            f"{url} gave {len(ids)} token ids and log-probabilities of {len(logprobs)} others; both must be the same"
+            f"{url} returned {len(ids)} token ids and log-probabilities of {len(logprobs)} others; both must be of the same tokens"
         )
     check_logprobs(ids, logprobs)
     check_length(ids, max_tokens, url)
     check_vocabulary(ids, vocab_size, url)
-    served_version(meta.weight_version, url)
+    check_served_version(meta.weight_version, url)
     if meta.prompt_tokens not in (None, len(prompt)):
-        raise InferenceError(f"{url} read {meta.prompt_tokens} prompt tokens of {len(prompt)} that were sent")
+        raise InferenceError(f"{url} reports {meta.prompt_tokens} prompt tokens, but {len(prompt)} were sent")
     info = {
         "raw_response": answer.json(),
         "weight_version": meta.weight_version,

@@ -1,4 +1,4 @@
-"""The name that the clients are documented under; they live in `ludic.inference.vllm`."""
+"""The documented path of the clients, which are in `ludic.inference.vllm`."""
 
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.reward_client import VLLMClient

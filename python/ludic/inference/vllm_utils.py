@@ -1,5 +1,4 @@
-"""The name that these functions are documented under; they live in
-`ludic.inference.vllm.launch`."""
+"""The documented path of these functions, which are in `ludic.inference.vllm.launch`."""
 
 from ludic.inference.vllm.launch import collect_proc_output, start_vllm_server, stop_vllm_server, wait_for_vllm_health
 

@@ -1,13 +1,14 @@
-"""Awaits the results of environments, which may be awaitables."""
+"""Awaits the results of environments whose methods are coroutine functions."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
+
+from ludic.event_loop import await_if_needed
 
 
 async def await_results(results: Any) -> dict[str, Any]:
-    """The dictionary that `reset` or `step` returned, by agent. The dictionary or any of its values
-    may be an awaitable."""
-    by_agent = await results if inspect.isawaitable(results) else results
-    return {agent_id: await result if inspect.isawaitable(result) else result for agent_id, result in by_agent.items()}
+    """The results of `reset` or `step` by agent. The dictionary and its values may be
+    awaitables."""
+    by_agent = await await_if_needed(results)
+    return {agent_id: await await_if_needed(result) for agent_id, result in by_agent.items()}

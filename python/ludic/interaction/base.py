@@ -23,4 +23,5 @@ class InteractionProtocol(ABC):
         inference: InferenceSpec | None = None,
         timeout_s: float | None = None,
     ) -> list[Rollout]:
-        """`timeout_s` is the deadline of each model call; raises TimeoutError after it."""
+        """Play an episode. `timeout_s` is the deadline of each model call, after which TimeoutError
+        is raised."""

@@ -1,5 +1,5 @@
-"""Runs foreign code such as environments and agents, so that its failures stay contained: whatever
-it raises, and even if it ignores cancellation."""
+"""Runs users' code such as environments and agents so that its failures stay contained, whatever it
+raises, and even if it ignores cancellation."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 STOP_TIMEOUT_S = 30.0
-"""Time for cancelled code to end before it is closed by force."""
+"""How long cancelled code may take to end before it is closed by force."""
 
 
-async def contained(work: Coroutine[Any, Any, T], *, what: str, timeout_s: float | None = None) -> T:
+async def run_contained(work: Coroutine[Any, Any, T], *, what: str, timeout_s: float | None = None) -> T:
     """Await `work` in its own task and return its result. `what` names it in errors.
 
     Raises the Exception that `work` raises, and TimeoutError after `timeout_s`. SystemExit, other
-    BaseExceptions, and the cancellation of something that `work` awaits become a RolloutError: they
-    would end the program or be lost. KeyboardInterrupt passes through.
+    BaseExceptions, and the cancellation of something that `work` awaits become a RolloutError,
+    because they would end the program or be lost. KeyboardInterrupt is raised unchanged.
 
     `work` is cancelled at the deadline, and when the caller is cancelled. If it ignores that, it is
-    closed STOP_TIMEOUT_S later, with a warning. Code that blocks the event loop cannot be stopped,
-    nor can tasks that `work` starts.
+    closed STOP_TIMEOUT_S later, with a warning. Neither code that blocks the event loop nor tasks
+    that `work` starts can be stopped.
     """
     task = asyncio.create_task(_result_or_error(work, what))
     task.add_done_callback(_retrieve_exception)
@@ -52,8 +52,8 @@ async def contained(work: Coroutine[Any, Any, T], *, what: str, timeout_s: float
 
 
 async def _result_or_error(work: Coroutine[Any, Any, T], what: str) -> tuple[T | None, Exception | None]:
-    """(result, None) of `work`, or (None, error): a task that raises SystemExit would stop the
-    event loop."""
+    """(result, None) of `work`, or (None, error). The error is returned because a task that raises
+    SystemExit would stop the event loop."""
     try:
         return await work, None
     except KeyboardInterrupt:
@@ -61,20 +61,20 @@ async def _result_or_error(work: Coroutine[Any, Any, T], what: str) -> tuple[T |
     except asyncio.CancelledError as cancelled:
         if is_being_cancelled():
             raise
-        return None, _caused(RolloutError(f"something that {what} waited for was cancelled"), cancelled)
+        return None, _set_cause(RolloutError(f"something that {what} waited for was cancelled"), cancelled)
     except Exception as error:
         return None, error
     except BaseException as error:
-        return None, _caused(RolloutError(f"{what} raised {message_of(error)}"), error)
+        return None, _set_cause(RolloutError(f"{what} raised {describe_error(error)}"), error)
 
 
-def _caused(error: Exception, cause: BaseException) -> Exception:
+def _set_cause(error: Exception, cause: BaseException) -> Exception:
     error.__cause__ = cause
     return error
 
 
 async def _stop(task: asyncio.Task[Any], what: str) -> None:
-    """Cancel the task, wait, and close it by force if it still runs; at once if the caller is
+    """Cancel the task, wait, and close it by force if it still runs. Does not wait if the caller is
     cancelled again."""
     task.cancel()
     try:
@@ -85,7 +85,7 @@ async def _stop(task: asyncio.Task[Any], what: str) -> None:
 
 
 def _close_by_force(task: asyncio.Task[Any], what: str) -> None:
-    """Close the coroutine of the task, which then has nothing left to run."""
+    """Close the coroutine of the task, so that the task has nothing left to run."""
     logger.warning("%s ignored its cancellation and is closed by force", what)
     coroutine: Any = task.get_coro()
     coroutine.close()
@@ -98,7 +98,7 @@ def _retrieve_exception(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
-def message_of(error: BaseException | None) -> str:
+def describe_error(error: BaseException | None) -> str:
     """Type and message of an error, even if its `__str__` raises."""
     try:
         return f"{type(error).__name__}: {error}"

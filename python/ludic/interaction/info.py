@@ -1,4 +1,4 @@
-"""Merges info dictionaries."""
+"""Merges the info dictionaries of a step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def merge_step_info(
     extra: Mapping[str, Any] | None = None,
     reserved_keys: Collection[str] = frozenset(),
 ) -> dict[str, Any]:
-    """The client's info, overridden by the environment's, overridden by `extra`. A reserved key
-    keeps its first value, with a warning if a later one differs."""
+    """The client's info, overridden by the environment's, overridden by `extra`. Reserved keys are
+    not overridden; a different value for one is logged as a warning."""
     merged = dict(client_info)
     reserved = RESERVED_INFO_KEYS | set(reserved_keys)
     for source in (env_info or {}, extra or {}):

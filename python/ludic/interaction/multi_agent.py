@@ -12,7 +12,7 @@ from ludic.errors import ConfigError
 from ludic.inference.request import InferenceSpec
 from ludic.interaction.answers import await_results
 from ludic.interaction.base import InteractionProtocol
-from ludic.interaction.containment import contained
+from ludic.interaction.containment import run_contained
 from ludic.interaction.player import Player
 from ludic.interaction.step_collector import TraceCollector
 from ludic.parsers import ParseResult
@@ -28,8 +28,8 @@ class MultiAgentProtocol(InteractionProtocol):
     Agents of the environment that are not in `agents` are played by the environment: on their turns
     it is stepped without an action. Outcomes for agents that did not act count as well: the agent
     sees them before its next action, their rewards are added to its last step, and they can end its
-    episode. An action that cannot be parsed is left out of the turn; if there is no other, the
-    environment is not stepped. Each agent has its own sampling seed on every turn.
+    episode. An action that cannot be parsed is not passed to the environment, which is not stepped
+    if there is no other action. Each agent has its own sampling seed on every turn.
 
     Returns a rollout for each agent that acted, with `agent_id` in its meta. The index of a step is
     its turn plus the number of the agent's intermediate model calls so far.
@@ -37,7 +37,7 @@ class MultiAgentProtocol(InteractionProtocol):
 
     def __init__(self, agents: Mapping[str, Agent]) -> None:
         if not agents:
-            raise ConfigError("agents is empty; give an agent for at least one of the environment's agent_ids")
+            raise ConfigError("agents is empty; pass an agent for at least one of the environment's agent_ids")
         self.agent_map: dict[str, Agent] = dict(agents)
 
     async def run(
@@ -51,20 +51,20 @@ class MultiAgentProtocol(InteractionProtocol):
         timeout_s: float | None = None,
     ) -> list[Rollout]:
         collector = TraceCollector(protocol=type(self).__name__, env_name=type(env).__name__, agents=list(self.agent_map))
-        players = await self._begin(env, env_seed, collector)
+        players = await self._reset(env, env_seed, collector)
         for turn in range(max_steps):
             active = set(env.active_agents)
             if not active or all(player.finished for player in players):
                 break
             acting = [player for player in players if player.agent_id in active and not player.finished]
             answers = await _act_concurrently([player.act(turn, inference, sampling_seed, timeout_s) for player in acting])
-            await _play(env, turn, players, {p.agent_id: answer for p, answer in zip(acting, answers, strict=True)})
+            await _step_env(env, turn, players, {p.agent_id: answer for p, answer in zip(acting, answers, strict=True)})
         ran_out = bool(env.active_agents)
         for player in players:
             player.close(ran_out=ran_out)
         return collector.extract_rollouts_with_per_agent_status()
 
-    async def _begin(self, env: LudicEnv[str, str, str], env_seed: int | None, collector: TraceCollector) -> list[Player]:
+    async def _reset(self, env: LudicEnv[str, str, str], env_seed: int | None, collector: TraceCollector) -> list[Player]:
         """Reset the environment and every agent. Agents without a first observation get theirs
         later."""
         first = await await_results(env.reset(seed=env_seed))
@@ -82,7 +82,7 @@ class MultiAgentProtocol(InteractionProtocol):
         return players
 
 
-async def _play(env: LudicEnv[str, str, str], turn: int, players: Sequence[Player], answers: Mapping[str, Answer]) -> None:
+async def _step_env(env: LudicEnv[str, str, str], turn: int, players: Sequence[Player], answers: Mapping[str, Answer]) -> None:
     """Step the environment with the actions of this turn, and pass the outcomes to the players."""
     actions = {agent_id: answer[0].action for agent_id, answer in answers.items() if answer[0].action is not None}
     stepped = bool(actions) or not answers
@@ -90,19 +90,19 @@ async def _play(env: LudicEnv[str, str, str], turn: int, players: Sequence[Playe
     for player in players:
         outcome = outcomes.get(player.agent_id)
         if player.agent_id in actions:
-            player.played(turn, answers[player.agent_id], outcome)
+            player.add_played_step(turn, answers[player.agent_id], outcome)
             continue
         if player.agent_id in answers:
-            player.failed(turn, answers[player.agent_id])
+            player.add_failed_step(turn, answers[player.agent_id])
         if outcome is not None and not player.finished:
-            player.receive(outcome)
+            player.receive_outcome(outcome)
 
 
 async def _act_concurrently(acts: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
     """All answers. If one fails, the others are cancelled and its error is raised."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(contained(act, what="the turn of an agent")) for act in acts]
+            tasks = [group.create_task(run_contained(act, what="the turn of an agent")) for act in acts]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -7,21 +7,21 @@ from ludic.envs.env import LudicEnv
 from ludic.inference.request import InferenceSpec
 from ludic.interaction.info import merge_step_info
 from ludic.interaction.step_collector import TraceCollector
-from ludic.interaction.steps import failed_step, intermediate_steps, mark_truncated, played_step, system_prompt
+from ludic.interaction.steps import make_failed_step, make_intermediate_steps, make_played_step, mark_truncated, system_prompt
 from ludic.parsers import ParseResult
 from ludic.seeds import agent_seed
 from ludic.types import Info, Step, StepOutcome, TokenTrace
 
-NOTHING_YET = StepOutcome(obs="", reward=0.0, truncated=False, terminated=False)
+NO_OUTCOME = StepOutcome(obs="", reward=0.0, truncated=False, terminated=False)
 
 
 class Player:
-    """Collects the observations for the agent between its turns, and credits outcomes between its
-    turns to its last step.
+    """Collects an agent's observations between its turns, and adds rewards between its turns to its
+    last step.
 
     The agent gets all pending observations as one message before its next action, so that its
-    messages alternate with the environment's. They are the `next_obs` of its last step. A reward
-    before the agent's first step is added to that step.
+    messages alternate with the environment's. That message is the `next_obs` of its last step. A
+    reward before the agent's first step is added to that step.
     """
 
     def __init__(self, agent_id: str, agent: Agent, collector: TraceCollector) -> None:
@@ -32,13 +32,13 @@ class Player:
         self._collector = collector
         self._last: Step | None = None
         self._calls = 0
-        """Number of intermediate calls so far; they shift the indices of the steps."""
-        self._begun = False
+        """Number of intermediate calls so far, which shift the indices of the steps."""
+        self._has_observed = False
         self._last_obs = ""
         self._pending: list[str] = []
         self._pending_info: Info = {}
         self._early_reward = 0.0
-        """Reward before the first step."""
+        """Reward received before the first step."""
 
     def reset(self, env: LudicEnv[str, str, str]) -> None:
         self.agent.reset(system_prompt=system_prompt(self.agent, env))
@@ -53,11 +53,11 @@ class Player:
         if not self._pending:
             return
         self._last_obs = "\n\n".join(filter(None, self._pending))
-        notify = self.agent.on_after_step if self._begun else self.agent.on_env_reset
+        notify = self.agent.on_after_step if self._has_observed else self.agent.on_env_reset
         notify(self._last_obs, self._pending_info)
         if self._last is not None and not self.finished:
             self._last.next_obs = self._last_obs
-        self._begun, self._pending, self._pending_info = True, [], {}
+        self._has_observed, self._pending, self._pending_info = True, [], {}
 
     async def act(
         self, turn: int, inference: InferenceSpec | None, sampling_seed: int | None, timeout_s: float | None
@@ -67,24 +67,26 @@ class Player:
         answer = await self.agent.act(
             inference=inference, sampling_seed=agent_seed(sampling_seed, self.agent_id, turn), timeout_s=timeout_s
         )
-        for step in intermediate_steps(self.agent, turn + self._calls, self._last_obs):
+        for step in make_intermediate_steps(self.agent, turn + self._calls, self._last_obs):
             self._add_step(step)
             self._calls += 1
             self._last_obs = step.next_obs or ""
         return answer
 
-    def failed(self, turn: int, answer: tuple[ParseResult, str, Info, TokenTrace | None]) -> None:
+    def add_failed_step(self, turn: int, answer: tuple[ParseResult, str, Info, TokenTrace | None]) -> None:
         """Add the step of an answer that could not be parsed."""
         parsed, raw, info, trace = answer
-        step = failed_step(turn + self._calls, self._last_obs, raw, parsed, info, trace)
+        step = make_failed_step(turn + self._calls, self._last_obs, raw, parsed, info, trace)
         self._add_step(step)
         self.add_observation(step.next_obs or "", step.info)
 
-    def played(self, turn: int, answer: tuple[ParseResult, str, Info, TokenTrace | None], outcome: StepOutcome | None) -> None:
+    def add_played_step(
+        self, turn: int, answer: tuple[ParseResult, str, Info, TokenTrace | None], outcome: StepOutcome | None
+    ) -> None:
         """Add the step of an action. Without an outcome, the environment reports it later or
         never."""
         parsed, raw, info, trace = answer
-        step = played_step(turn + self._calls, self._last_obs, raw, parsed, info, outcome or NOTHING_YET, trace)
+        step = make_played_step(turn + self._calls, self._last_obs, raw, parsed, info, outcome or NO_OUTCOME, trace)
         self._add_step(step)
         if outcome is None:
             step.next_obs = None
@@ -92,7 +94,7 @@ class Player:
             self.add_observation(step.next_obs, step.info)
         self.finished = step.terminated or step.truncated
 
-    def receive(self, outcome: StepOutcome) -> None:
+    def receive_outcome(self, outcome: StepOutcome) -> None:
         """Process the outcome of other agents' actions, for an agent that did not act."""
         last, ended = self._last, outcome.terminated or outcome.truncated
         if last is None:

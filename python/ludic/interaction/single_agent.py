@@ -11,8 +11,8 @@ from ludic.errors import ConfigError, RolloutError
 from ludic.inference.request import InferenceSpec
 from ludic.interaction.answers import await_results
 from ludic.interaction.base import InteractionProtocol
-from ludic.interaction.steps import failed_step, intermediate_steps, mark_truncated, played_step, system_prompt
-from ludic.seeds import derived_seed
+from ludic.interaction.steps import make_failed_step, make_intermediate_steps, make_played_step, mark_truncated, system_prompt
+from ludic.seeds import derive_seed
 from ludic.types import Rollout, Step, StepOutcome
 
 
@@ -28,10 +28,9 @@ class SingleAgentProtocol(InteractionProtocol):
     """Alternates between agent and environment until the environment ends the episode or after
     `max_steps` steps.
 
-    An answer that cannot be parsed never reaches the environment: it becomes a step with the
-    parser's reward and feedback, and ends the episode with `stop_on_parse_error`. Intermediate
-    model calls of the agent become steps without a reward of their own; `max_steps` does not count
-    them.
+    An answer that cannot be parsed never reaches the environment. It becomes a step with the
+    parser's reward and feedback; with `stop_on_parse_error` it ends the episode. Intermediate model
+    calls of the agent become steps with reward 0; `max_steps` does not count them.
     """
 
     def __init__(self, agent: Agent, *, stop_on_parse_error: bool = False) -> None:
@@ -49,7 +48,7 @@ class SingleAgentProtocol(InteractionProtocol):
         timeout_s: float | None = None,
     ) -> list[Rollout]:
         agent_id = _only_agent(env)
-        obs = await self._begin(env, agent_id, env_seed)
+        obs = await self._reset(env, agent_id, env_seed)
         steps: list[Step] = []
         inactive = False
         for turn in range(max_steps):
@@ -57,31 +56,31 @@ class SingleAgentProtocol(InteractionProtocol):
                 inactive = True
                 break
             parsed, raw, client_info, trace = await self.agent.act(
-                inference=inference, sampling_seed=derived_seed(sampling_seed, turn), timeout_s=timeout_s
+                inference=inference, sampling_seed=derive_seed(sampling_seed, turn), timeout_s=timeout_s
             )
-            for call in intermediate_steps(self.agent, len(steps), obs):
+            for call in make_intermediate_steps(self.agent, len(steps), obs):
                 steps.append(call)
                 obs = call.next_obs or ""
             if parsed.action is None:
-                step = failed_step(len(steps), obs, raw, parsed, client_info, trace, ends=self.stop_on_parse_error)
+                step = make_failed_step(len(steps), obs, raw, parsed, client_info, trace, ends=self.stop_on_parse_error)
             else:
-                outcome = await _advance(env, agent_id, parsed.action)
-                step = played_step(len(steps), obs, raw, parsed, client_info, outcome, trace)
+                outcome = await _step_env(env, agent_id, parsed.action)
+                step = make_played_step(len(steps), obs, raw, parsed, client_info, outcome, trace)
             steps.append(step)
             obs = step.next_obs or ""
             if step.next_obs is not None:
                 self.agent.on_after_step(step.next_obs, step.info)
             if step.terminated or step.truncated:
                 break
-        truncated, reason = _close(steps, inactive=inactive)
-        return [Rollout(steps=steps, meta=self._meta(env, truncated, reason))]
+        truncated, reason = _end_episode(steps, inactive=inactive)
+        return [Rollout(steps=steps, meta=self._episode_meta(env, truncated, reason))]
 
-    async def _begin(self, env: LudicEnv[str, str, str], agent_id: str, env_seed: int | None) -> str:
-        """Reset environment and agent; returns the first observation."""
+    async def _reset(self, env: LudicEnv[str, str, str], agent_id: str, env_seed: int | None) -> str:
+        """Reset environment and agent. Returns the first observation."""
         if _has_async_env_methods(env)[0]:
             obs, info = await env.env_reset(seed=env_seed)  # type: ignore[attr-defined]
         else:
-            obs, info = _of_agent(await await_results(env.reset(seed=env_seed)), env, agent_id)
+            obs, info = _select_agent(await await_results(env.reset(seed=env_seed)), env, agent_id)
         if not isinstance(obs, str):
             raise RolloutError(
                 f"reset of {type(env).__name__} returned an observation of type {type(obs).__name__}; it must be text"
@@ -90,7 +89,7 @@ class SingleAgentProtocol(InteractionProtocol):
         self.agent.on_env_reset(obs, info)
         return obs
 
-    def _meta(self, env: LudicEnv[str, str, str], truncated: bool, reason: str | None) -> dict[str, Any]:
+    def _episode_meta(self, env: LudicEnv[str, str, str], truncated: bool, reason: str | None) -> dict[str, Any]:
         return {
             "agent_name": self.agent.name,
             "env_name": type(env).__name__,
@@ -109,24 +108,24 @@ def _only_agent(env: LudicEnv[str, str, str]) -> str:
     return ids[0]
 
 
-async def _advance(env: LudicEnv[str, str, str], agent_id: str, action: str) -> StepOutcome:
+async def _step_env(env: LudicEnv[str, str, str], agent_id: str, action: str) -> StepOutcome:
     if _has_async_env_methods(env)[1]:
         outcome: StepOutcome = await env.env_step(action)  # type: ignore[attr-defined]
     else:
-        outcome = _of_agent(await await_results(env.step({agent_id: action})), env, agent_id)
+        outcome = _select_agent(await await_results(env.step({agent_id: action})), env, agent_id)
     return outcome
 
 
-def _of_agent(by_agent: dict[str, Any], env: LudicEnv[str, str, str], agent_id: str) -> Any:
+def _select_agent(by_agent: dict[str, Any], env: LudicEnv[str, str, str], agent_id: str) -> Any:
     """The agent's value in the result of `reset` or `step`."""
     if agent_id not in by_agent:
         raise RolloutError(f"{type(env).__name__} returned results for {sorted(by_agent)} and not for its agent {agent_id!r}")
     return by_agent[agent_id]
 
 
-def _close(steps: list[Step], *, inactive: bool) -> tuple[bool, str | None]:
-    """(truncated, reason) of the episode. If the steps ran out, the last one is marked as
-    truncated. An agent that became inactive did not run out of steps."""
+def _end_episode(steps: list[Step], *, inactive: bool) -> tuple[bool, str | None]:
+    """(truncated, reason) of the episode. If it ran out of steps, its last step is marked as
+    truncated; an agent that became inactive did not run out of steps."""
     if steps and steps[-1].terminated:
         return False, None
     if steps and steps[-1].truncated:

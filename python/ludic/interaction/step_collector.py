@@ -9,7 +9,7 @@ from ludic.types import Rollout, Step
 
 
 class TraceCollector:
-    """Collects steps by agent. `global_meta` is added to the meta of every rollout."""
+    """Collects the steps of each agent. `global_meta` is added to the meta of every rollout."""
 
     def __init__(self, **global_meta: Any) -> None:
         self._global_meta = global_meta
@@ -20,13 +20,13 @@ class TraceCollector:
 
     def extract_rollouts(self, *, episode_truncated: bool = False, truncation_reason: str | None = None) -> list[Rollout]:
         """One rollout for each agent with a step, all with the same status."""
-        return [self._rollout(agent_id, episode_truncated, truncation_reason) for agent_id in self._acted()]
+        return [self._rollout(agent_id, episode_truncated, truncation_reason) for agent_id in self._acting_agents()]
 
     def extract_rollouts_with_per_agent_status(self) -> list[Rollout]:
         """One rollout for each agent with a step, with the status of its last step."""
-        return [self._rollout(agent_id, *_status(self._traces[agent_id][-1])) for agent_id in self._acted()]
+        return [self._rollout(agent_id, *_status(self._traces[agent_id][-1])) for agent_id in self._acting_agents()]
 
-    def _acted(self) -> list[str]:
+    def _acting_agents(self) -> list[str]:
         return [agent_id for agent_id, steps in self._traces.items() if steps]
 
     def _rollout(self, agent_id: str, truncated: bool, reason: str | None) -> Rollout:

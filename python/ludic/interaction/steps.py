@@ -11,10 +11,10 @@ from ludic.types import Info, Step, StepOutcome, TokenTrace
 INVALID_ACTION = "Invalid action."
 
 
-def intermediate_steps(agent: Agent, index: int, obs: str) -> list[Step]:
-    """A step for each intermediate model call of the agent, numbered from `index`. They never
-    reached the environment and have no reward of their own, so their credit comes from the later
-    steps of the rollout. Their info has `intermediate_call`."""
+def make_intermediate_steps(agent: Agent, index: int, obs: str) -> list[Step]:
+    """A step for each intermediate model call of the agent, numbered from `index`. These steps did
+    not reach the environment and have reward 0, so their credit comes from the later steps of the
+    rollout. Their info has `intermediate_call`."""
     steps: list[Step] = []
     for call in getattr(agent, "intermediate_calls", ()):
         step = Step(
@@ -33,10 +33,10 @@ def intermediate_steps(agent: Agent, index: int, obs: str) -> list[Step]:
     return steps
 
 
-def failed_step(
+def make_failed_step(
     index: int, obs: str, raw: str, parsed: ParseResult, client_info: Info, trace: TokenTrace | None, *, ends: bool = False
 ) -> Step:
-    """The step of an answer that could not be parsed and never reached the environment."""
+    """The step of an answer that could not be parsed and did not reach the environment."""
     return Step(
         index=index,
         prev_obs=obs,
@@ -50,10 +50,10 @@ def failed_step(
     )
 
 
-def played_step(
+def make_played_step(
     index: int, obs: str, raw: str, parsed: ParseResult, client_info: Info, outcome: StepOutcome, trace: TokenTrace | None
 ) -> Step:
-    """The step of a played action. Its reward is the environment's plus the parser's."""
+    """The step of an action. Its reward is the environment's plus the parser's."""
     ended = outcome.terminated or outcome.truncated
     return Step(
         index=index,
@@ -69,7 +69,7 @@ def played_step(
 
 
 def mark_truncated(last: Step) -> None:
-    """Mark the last step as truncated by `max_steps`. Its next observation is removed, unless it is
+    """Mark the last step as truncated by `max_steps`. Its next observation is removed unless it is
     a parser's feedback."""
     last.truncated = True
     last.info["truncation_reason"] = "max_steps"
@@ -78,5 +78,6 @@ def mark_truncated(last: Step) -> None:
 
 
 def system_prompt(agent: Agent, env: LudicEnv[str, str, str]) -> str | None:
-    """The agent's own, else the one that the environment suggests."""
+    """The default system prompt of the agent's context, else the one that the environment
+    suggests. Neither agent nor environment needs our base class."""
     return agent._ctx.default_system_prompt or getattr(env, "suggested_sysprompt", None)

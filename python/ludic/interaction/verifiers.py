@@ -1,4 +1,4 @@
-"""Episodes that verifiers plays itself, with one of our chat clients as the model."""
+"""Plays episodes with the library verifiers itself, with one of our chat clients as the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ludic.errors import ConfigError
 from ludic.inference.client import ChatClient
 from ludic.inference.request import InferenceSpec, ReturnSpec
 from ludic.interaction.base import InteractionProtocol
-from ludic.seeds import derived_seed
+from ludic.seeds import derive_seed
 from ludic.types import Rollout
 
 
@@ -40,6 +40,6 @@ class VerifiersProtocol(InteractionProtocol):
         if not isinstance(env, VerifiersEnv):
             raise ConfigError(f"VerifiersProtocol plays a VerifiersEnv, not a {type(env).__name__}")
         spec = inference or InferenceSpec(return_=ReturnSpec.for_rl())
-        policy_client = VerifiersClient(self._client, spec, lambda call: derived_seed(sampling_seed, call), timeout_s)
+        policy_client = VerifiersClient(self._client, spec, lambda call: derive_seed(sampling_seed, call), timeout_s)
         trace = await play_task(env.task(env_seed), policy_client, env.agent, model=self._model, max_turns=max_steps)
         return [rollout_from_trace(trace)]

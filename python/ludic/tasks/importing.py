@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from ludic.errors import ConfigError, place_of
+from ludic.errors import ConfigError, error_location
 
 
 def import_named(path: str, setting: str) -> Any:
@@ -36,7 +36,7 @@ def _fault(error: Exception, module: str) -> str:
     """The reason in words: an unknown module, or the exception of the module and its place."""
     if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(f"{error.name}."):
         return f"{error}; write package.module:name"
-    place = "" if isinstance(error, SyntaxError) else place_of(error)  # the message of a syntax error has the place
+    place = "" if isinstance(error, SyntaxError) else error_location(error)  # the message of a syntax error has the place
     return f"{type(error).__name__}: {error}" + (f" ({place})" if place else "")
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludic.envs.prompt_env import prompt_shown
-from ludic.errors import ConfigError, DataError, GradingError, LudicError, RolloutError, place_of
-from ludic.interaction.containment import message_of
+from ludic.errors import ConfigError, DataError, GradingError, LudicError, RolloutError, error_location
+from ludic.interaction.containment import describe_error
 from ludic.types import Message, Rollout, group_of
 
 RewardFunction = Callable[..., Any]
@@ -288,8 +288,8 @@ def _reason(function: RewardFunction, error: Exception) -> str:
     if isinstance(error, LudicError | _DeadlineExceeded):
         return str(error)
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
-    place = place_of(error, None if code is None else code.co_filename)
-    return f"{message_of(error)} ({place})" if place else message_of(error)
+    place = error_location(error, None if code is None else code.co_filename)
+    return f"{describe_error(error)} ({place})" if place else describe_error(error)
 
 
 def _exit(error: SystemExit) -> Exception:

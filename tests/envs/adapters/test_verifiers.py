@@ -21,7 +21,7 @@ from ludic.envs.adapters.verifiers_client import VerifiersClient, play_task
 from ludic.errors import ConfigError, InferenceError, RolloutError
 from ludic.inference import InferenceSpec, ReturnSpec, SamplingParams
 from ludic.interaction.verifiers import VerifiersProtocol
-from ludic.seeds import derived_seed
+from ludic.seeds import derive_seed
 from ludic.training.batching import RolloutEngine
 from ludic.training.credit_assignment import MonteCarloReturn
 from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest
@@ -58,7 +58,7 @@ async def test_the_tokens_of_a_rollout_are_those_that_the_client_sampled(make):
 async def test_the_model_is_asked_as_the_trainer_says():
     client = ByteClient("7", "5")
     await played(client, agent=until_right(), sampling_seed=11)
-    assert [request.seed for request in client.requests] == [11, derived_seed(11, 1)]
+    assert [request.seed for request in client.requests] == [11, derive_seed(11, 1)]
     assert all(
         (request.sampling, request.return_, request.tools) == (SPEC.sampling, SPEC.return_, None) for request in client.requests
     )

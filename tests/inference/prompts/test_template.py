@@ -8,7 +8,7 @@ from tool_playing import TEMPLATE, call
 from ludic.errors import ConfigError
 from ludic.inference import ChatCompletionRequest, LocalChatClient, ReturnSpec, SamplingParams, ToolRequest
 from ludic.inference.local.decode import Completion
-from ludic.inference.prompts.template import ChatTemplate, offered_tools
+from ludic.inference.prompts.template import ChatTemplate, select_tools
 from ludic.models.byte_tokenizer import EOS_ID, make_byte_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
@@ -87,19 +87,19 @@ def test_a_template_that_leaves_tools_out_is_refused_once_it_is_asked_for_them()
     deaf = ChatTemplate(templated(DEAF))
     assert deaf.render([user("add")]) == "add;"
     for _ in range(2):
-        with pytest.raises(ConfigError, match="chat template leaves tools out"):
+        with pytest.raises(ConfigError, match="chat template ignores tools"):
             deaf.render([user("add")], [TOOL])
     with pytest.raises(ConfigError, match="no chat template"):
         ChatTemplate(tokenizer()).render([user()], [TOOL])
 
 
 def test_a_choice_that_cannot_be_forced_is_refused():
-    assert offered_tools(None) == []
-    assert offered_tools(ToolRequest([TOOL])) == offered_tools(ToolRequest([TOOL], None)) == [TOOL]
-    assert offered_tools(ToolRequest([TOOL], "none")) == []
+    assert select_tools(None) == []
+    assert select_tools(ToolRequest([TOOL])) == select_tools(ToolRequest([TOOL], None)) == [TOOL]
+    assert select_tools(ToolRequest([TOOL], "none")) == []
     for forced in ("required", {"type": "function", "function": {"name": "add"}}):
         with pytest.raises(ConfigError, match="cannot be forced"):
-            offered_tools(ToolRequest([TOOL], forced))
+            select_tools(ToolRequest([TOOL], forced))
 
 
 def client_that_says(text, monkeypatch, template=TEMPLATE, finish="stop"):

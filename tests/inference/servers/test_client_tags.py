@@ -71,7 +71,7 @@ def test_when_nothing_is_left_it_is_an_error():
     mine = ClientTag("a")
     with pytest.raises(ClientTagError, match="another client_tag than 'a'"):
         mine.filter({"choices": [group("b"), group("c")]})
-    with pytest.raises(ClientTagError, match="carries the client_tag 'b' and not 'a'"):
+    with pytest.raises(ClientTagError, match="has the client_tag 'b' and not 'a'"):
         mine.filter({"client_tag": "b", "text": ["x"]})
     with pytest.raises(ClientTagError):
         mine.filter({"metadata": {"client_tag": "b"}, "choices": [group()]})

@@ -137,7 +137,7 @@ def test_no_proxy_is_asked_for_this_machine(ask, scheme, monkeypatch):
 @both
 @pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:70000/", "http://127.0.0.1:-5/", "http://127.0.0.1:abc/"])
 def test_an_address_that_is_none_is_said_to_be_none(ask, url):
-    with pytest.raises(ConfigError, match="is no URL"):
+    with pytest.raises(ConfigError, match="is not a URL"):
         ask(url)
 
 
@@ -160,16 +160,16 @@ def test_nobody_there_is_retryable_and_is_said_to_be_out_of_reach(ask):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b"", "which is no JSON"),
-        (b"<html>It works!</html>", "which is no JSON .*is this the right address"),
+        (b"", "which is not JSON"),
+        (b"<html>It works!</html>", "which is not JSON .*is this the right address"),
         (b'{"ids": [1, NaN]}', "numbers that are not finite"),
         (b'{"ids": [10.5]}', r"Expected `int`, got `float` - at `\$.*\[0\]`"),
         (b'{"ids": [true]}', "got `bool`"),
         (b'{"ids": ["7"]}', "got `str`"),
         (b'{"ids": null}', "got `null`"),
         (b"[1]", "Expected `object`, got `array`"),
-        (b'{"ids": [1' + b"\xff" * 10, "which is no JSON"),
-        (b"[" * 10**6, "which is no JSON|which does not have the expected form"),
+        (b'{"ids": [1' + b"\xff" * 10, "which is not JSON"),
+        (b"[" * 10**6, "which is not JSON|which does not have the expected form"),
     ],
 )
 def test_an_answer_of_another_type_is_one_error_that_shows_it_and_converts_nothing(body, said):

@@ -127,7 +127,7 @@ def test_what_will_not_pass_is_an_error_at_once(status):
         ("<html>It works!</html>", "InferenceError|JSON"),
         ([1, 2], "Expected `object`, got `array`"),
         ({}, "missing required field `choices`"),
-        ({"choices": []}, "without a choice"),
+        ({"choices": []}, "returned no choice"),
         ({"choices": [{"index": 0}]}, "missing required field `message`"),
         ({"choices": ["4"]}, "got `str` - at `$.choices[0]`"),
         (completion({"text": "4"}), "got `object` - at `$.choices[0].message.content`"),

@@ -140,6 +140,13 @@ async def test_without_a_probe_a_drained_server_is_not_taken_back():
     assert [server.url for server in pool.live] == ["http://s1"]
 
 
+async def test_the_servers_that_a_push_lost_are_drained_and_no_others():
+    pool, _ = pool_of(3)
+    pool.drain_lost(["http://s2", "http://elsewhere"])
+    assert [server.url for server in pool.live] == ["http://s0", "http://s1"]
+    assert "push of weights" in pool.servers[2].drained
+
+
 async def test_a_drained_server_is_probed_after_a_rest_and_taken_back():
     alive = False
 
@@ -182,7 +189,7 @@ async def test_the_only_server_is_never_drained():
 
 
 def test_a_pool_has_servers_and_names_each_once():
-    with pytest.raises(ConfigError, match="one at least"):
+    with pytest.raises(ConfigError, match="at least one server"):
         ServerPool([])
     with pytest.raises(ConfigError, match="named twice"):
         ServerPool([Server("http://a"), Server("http://a")])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ludic.errors import ConfigError
-from ludic.inference.servers.server_secret import HEADER, drop_secret, keep_secret, secret_file, secret_headers, secret_of
+from ludic.inference.servers.server_secret import HEADER, remove_secret, resolve_secret, secret_file, secret_headers, store_secret
 from ludic.inference.vllm.in_server import secret
 from ludic.inference.vllm.in_server.secret_middleware import OPEN_FOLDERS, OPEN_PATHS, SecretMiddleware
 
@@ -94,12 +94,12 @@ def test_no_other_spelling_of_a_path_is_let_through(server, path, end):
 
 @given(st.text(max_size=30))
 def test_a_path_that_is_not_known_to_be_harmless_needs_the_secret(name):
-    from ludic.inference.vllm.in_server.secret_middleware import refusal
+    from ludic.inference.vllm.in_server.secret_middleware import find_refusal
 
     path = f"/{name}"
     if path not in OPEN_PATHS and not path.startswith(OPEN_FOLDERS):
-        assert refusal(SECRET, "POST", path, {})[0] == 401
-        assert refusal(SECRET, "GET", path, {})[0] == 401
+        assert find_refusal(SECRET, "POST", path, {})[0] == 401
+        assert find_refusal(SECRET, "GET", path, {})[0] == 401
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/classify"])
@@ -157,7 +157,7 @@ def folder(tmp_path, monkeypatch):
 def test_the_file_is_for_its_user_alone(folder, umask):
     before = os.umask(umask)
     try:
-        path = keep_secret(8000, SECRET)
+        path = store_secret(8000, SECRET)
     finally:
         os.umask(before)
     assert path.parent == folder
@@ -167,34 +167,34 @@ def test_the_file_is_for_its_user_alone(folder, umask):
 
 
 def test_clients_of_this_user_find_it_by_the_port_of_this_machine(folder):
-    keep_secret(8000, SECRET)
+    store_secret(8000, SECRET)
     for url in ("http://127.0.0.1:8000", "http://localhost:8000/v1", "http://[::1]:8000/pause"):
         assert secret_headers(url, {}) == {HEADER: SECRET}
     for url in ("http://127.0.0.1:8001", "http://10.0.0.1:8000", "https://example.com:8000", "http://127.0.0.1", "none"):
         assert secret_headers(url, {}) == {}
-    drop_secret(8000, "of a later server")
+    remove_secret(8000, "of a later server")
     assert secret_headers("http://127.0.0.1:8000", {})
-    drop_secret(8000, SECRET)
-    drop_secret(8000, SECRET)
+    remove_secret(8000, SECRET)
+    remove_secret(8000, SECRET)
     assert secret_headers("http://127.0.0.1:8000", {}) == {}
 
 
 def test_what_the_environment_says_is_sent_to_any_server(folder):
-    keep_secret(8000, SECRET)
+    store_secret(8000, SECRET)
     given = {"LUDIC_SERVER_SECRET": "one-of-my-own-for-all"}
     for url in ("http://127.0.0.1:8000", "http://10.0.0.1:8000"):
         assert secret_headers(url, given) == {HEADER: "one-of-my-own-for-all"}
 
 
 def test_a_file_that_others_may_have_read_or_written_is_none(folder):
-    keep_secret(8000, SECRET).chmod(0o640)
+    store_secret(8000, SECRET).chmod(0o640)
     assert secret_headers("http://127.0.0.1:8000", {}) == {}
 
 
 def test_a_folder_that_cannot_be_written_to_is_an_error_that_names_another(folder):
     folder.write_text("a file")
     with pytest.raises(ConfigError, match="LUDIC_SERVER_SECRETS"):
-        keep_secret(8000, SECRET)
+        store_secret(8000, SECRET)
 
 
 def test_homes_that_machines_share_hold_a_file_for_each(folder, monkeypatch):
@@ -204,9 +204,9 @@ def test_homes_that_machines_share_hold_a_file_for_each(folder, monkeypatch):
 
 
 def test_a_secret_is_random_or_long_enough():
-    assert secret_of({}) != secret_of({})
-    assert len(secret_of({})) == 43
-    assert secret_of({"LUDIC_SERVER_SECRET": SECRET}) == SECRET
+    assert resolve_secret({}) != resolve_secret({})
+    assert len(resolve_secret({})) == 43
+    assert resolve_secret({"LUDIC_SERVER_SECRET": SECRET}) == SECRET
     for bad in ("short", "with a space in between", "line\nbreak-line-break", "ünïcode-ünïcode-ünïcode"):
         with pytest.raises(ConfigError, match="at least 16 printable ASCII characters"):
-            secret_of({"LUDIC_SERVER_SECRET": bad})
+            resolve_secret({"LUDIC_SERVER_SECRET": bad})

@@ -256,14 +256,14 @@ def swapped(**parts):
     ("fault", "said"),
     [
         (swapped(prompt_token_ids=[1, 2]), r"read a prompt of 2 tokens, not the \d+ tokens that were sent"),
-        (swapped(prompt_token_ids=None), "did not report the prompt"),
+        (swapped(prompt_token_ids=None), "did not return the prompt"),
         (swapped(token_ids=None), "no token ids"),
         (swapped(logprobs=None), "0 log-probabilities for"),
         (swapped(token_ids=[1], logprobs={"content": [{"token_id": 2, "logprob": -1.0}]}), "other tokens"),
         (swapped(token_ids=[1], logprobs={"content": [{"token_id": 1, "logprob": float("nan")}]}), "not finite"),
-        ((200, {"choices": []}), "without a choice"),
+        ((200, {"choices": []}), "returned no choice"),
         ((200, [1]), "Expected `object`, got `array`"),
-        ((200, "<html>It works!</html>"), "is no JSON"),
+        ((200, "<html>It works!</html>"), "is not JSON"),
     ],
 )
 def test_an_answer_that_is_not_exact_is_an_error(server, fault, said):
@@ -276,9 +276,9 @@ def test_an_answer_that_is_not_exact_is_an_error(server, fault, said):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (swapped(prompt_token_ids=None), "no token ids"),
-        (swapped(token_ids=None), "no token ids"),
-        (swapped(logprobs=None), "no log-probabilities"),
+        (swapped(prompt_token_ids=None), "did not return the requested token ids"),
+        (swapped(token_ids=None), "did not return the requested token ids"),
+        (swapped(logprobs=None), "did not return the requested log-probabilities"),
         (swapped(token_ids=[1] * 9), "log-probabilities for 9 tokens"),
     ],
 )
@@ -309,7 +309,7 @@ def test_a_server_that_was_restarted_says_that_its_weights_are_the_first(server)
 
 def test_tools_that_the_model_would_not_see_are_refused(server):
     request = ChatCompletionRequest("tiny", MESSAGES, SamplingParams(max_tokens=4), tools=ToolRequest([TOOL]))
-    with pytest.raises(ConfigError, match="leaves tools out"):
+    with pytest.raises(ConfigError, match="ignores tools"):
         answer(server, request)
     assert server.bodies(GENERATE) == []
 
@@ -581,7 +581,7 @@ def test_a_name_may_stand_for_the_adapter_that_is_served_now(server):
     ("settings", "said"),
     [
         ({"on_overflow": "drop"}, "on_overflow"),
-        ({"urls": []}, "one at least"),
+        ({"urls": []}, "at least one server"),
         ({"urls": ["127.0.0.1:8000"]}, "must begin with http"),
         ({"urls": ["http://a", "http://a/v1"]}, "named twice"),
         ({"timeout_s": 0}, "timeout_s"),

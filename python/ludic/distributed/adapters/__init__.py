@@ -1,4 +1,8 @@
-"""Publishers by receiver: models in this process, vLLM, SGLang, LoRA adapters, reward models."""
+"""Publishers by receiver: models in this process, vLLM, SGLang, LoRA adapters, reward models.
+
+"Adapters" are those of `ludic.distributed.interfaces` to each kind of receiver. The package keeps
+this name because `ludic.distributed.adapters.vllm` is a documented path.
+"""
 
 from ludic.distributed.adapters.checkpoint import create_checkpoint_publisher
 from ludic.distributed.adapters.local import LocalPublisher

@@ -1,5 +1,5 @@
-"""Publishes through folders: each version is written completely, then the servers that see the
-folder read it.
+"""Publishes through folders: each version is written completely, then read by the servers, which
+must see the same folder.
 
     client = SGLangClient("http://127.0.0.1:30000", tokenizer=tokenizer)
     publisher = create_checkpoint_publisher(client, "/shared/policy", model="/shared/base-model")
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ludic.distributed.adapters.vllm import VllmControlPlane, create_vllm_publisher
 from ludic.distributed.push.fan_out import describe_failures, list_urls, run_on_all
-from ludic.distributed.push.folder import CheckpointFolder, folder_fingerprints
-from ludic.distributed.push.manifest import ServerManifest, cast_to_server, checkpoint_names
+from ludic.distributed.push.folder import VersionFolders, fingerprint_folder
+from ludic.distributed.push.manifest import ServerManifest, cast_to_server, rename_to_checkpoint
 from ludic.distributed.unchanged import UnchangedWeights
 from ludic.errors import ConfigError, InferenceError, PublishError
 from ludic.inference.publishing import Publisher, Version
@@ -33,8 +33,8 @@ Policy = Literal["all", "any"]
 
 
 class SGLangPublisher(Publisher):
-    """Writes each version into a folder together with the model's config, and has all servers
-    read it. If one cannot, all go back to the version before."""
+    """Writes each version into a folder together with the model's config, and has all servers read
+    it. If one fails, all return to the previous version."""
 
     def __init__(
         self,
@@ -49,12 +49,12 @@ class SGLangPublisher(Publisher):
         """`model` is the folder that the servers were started with. Its config, tokenizer, names
         and shapes are used."""
         if keep < 2:
-            raise ConfigError(f"keep ({keep}) must be >= 2: the version before is what servers go back to")
+            raise ConfigError(f"keep ({keep}) must be >= 2: after a failed push, servers return to the previous version")
         self.client, self.servers = client, client.endpoints()
         self.timeout_s = timeout_s
         self._unchanged = UnchangedWeights("weights", allowed=allow_unchanged)
-        self._folders = CheckpointFolder(directory, keep=keep, model=model)
-        self._manifest = _manifest_of(Path(model))
+        self._folders = VersionFolders(directory, keep=keep, model=model)
+        self._manifest = _read_manifest(Path(model))
         self._served: tuple[Path, str | None] = (Path(model).resolve(), None)
 
     def expect_change(self, expected: bool) -> None:
@@ -64,12 +64,12 @@ class SGLangPublisher(Publisher):
         from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
 
         if version is None:
-            raise ConfigError("a checkpoint needs a version to be named by; publish(weights, version=...)")
-        weights = cast_to_server(checkpoint_names(state_dict), self._manifest, partial=False)
+            raise ConfigError("a checkpoint needs a version, which names its folder; call publish(weights, version=...)")
+        weights = cast_to_server(rename_to_checkpoint(state_dict), self._manifest, partial=False)
 
         def push() -> None:
             folder = self._folders.write(weights, version)
-            self._reload(folder, str(version))
+            self._load_on_all(folder, str(version))
             self._served = folder, str(version)
             self._folders.prune(folder)
 
@@ -84,13 +84,14 @@ class SGLangPublisher(Publisher):
         self.client.weights_changed(version)
 
     def _is_served(self) -> bool:
-        """Whether every server reports the version that it read last: none was restarted."""
+        """Whether every server still reports the version that it loaded last, so that none was
+        restarted."""
         versions: list[str] = []
         failures = run_on_all(self.servers, lambda server: versions.append(server.weight_version()))
         return not failures and set(versions) == {self._served[1]}
 
     def _rename(self, version: str) -> None:
-        """Change the version of what is served."""
+        """Change the version of the weights that are served."""
         failures = run_on_all(self.servers, lambda server: server.set_weight_version(version))
         if failures:
             raise PublishError(f"version {version} was not published: {describe_failures(failures)}") from next(
@@ -98,20 +99,22 @@ class SGLangPublisher(Publisher):
             )
         self._served = self._served[0], version
 
-    def _reload(self, folder: Path, version: str) -> None:
-        failures = run_on_all(self.servers, lambda server: self._read(server, folder, version))
+    def _load_on_all(self, folder: Path, version: str) -> None:
+        """Have all servers load the folder. If one fails, all load the previous version again, and
+        PublishError is raised."""
+        failures = run_on_all(self.servers, lambda server: self._load(server, folder, version))
         if not failures:
             return
         old_folder, old = self._served
-        lost = run_on_all(self.servers, lambda server: self._read(server, old_folder, old))
+        lost = run_on_all(self.servers, lambda server: self._load(server, old_folder, old))
         self.client.weights_changed(old, lost=[server.url for server in lost])
-        state = f"; these could not go back to version {old or 'default'}, restart them: {list_urls(lost)}" if lost else ""
+        state = f"; these could not return to version {old or 'default'}, restart them: {list_urls(lost)}" if lost else ""
         raise PublishError(
             f"version {version} was not published, and the servers serve version {old or 'default'} again ({describe_failures(failures)})"
             f"{state}"
         ) from next(iter(failures.values()))
 
-    def _read(self, server: SGLangEndpoints, folder: Path, version: str | None) -> None:
+    def _load(self, server: SGLangEndpoints, folder: Path, version: str | None) -> None:
         server.pause(timeout_s=self.timeout_s)
         try:
             server.update_weights_from_disk(str(folder), version or "default", timeout_s=self.timeout_s)
@@ -119,10 +122,10 @@ class SGLangPublisher(Publisher):
             server.resume(timeout_s=self.timeout_s)
         served = server.weight_version()
         if served != (version or "default"):
-            raise PublishError(f"{server.url} says that it serves version {served} after it read {folder.name}")
+            raise PublishError(f"{server.url} reports version {served} after it loaded {folder.name}")
 
 
-def _manifest_of(model: Path) -> ServerManifest:
+def _read_manifest(model: Path) -> ServerManifest:
     """Names, shapes and dtypes of the weights in a folder."""
     import json
 
@@ -158,15 +161,15 @@ def create_checkpoint_publisher(
 
 
 class CheckpointEngine(Protocol):
-    """A server that can be told to read a checkpoint."""
+    """A server that can load a checkpoint while it runs."""
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
-        """The server's answer. `success` says whether it has read the checkpoint."""
+        """The server's answer; `success` tells whether it loaded the checkpoint."""
         ...
 
 
 class SGLangEngine:
-    """Tells an SGLang server to read a checkpoint."""
+    """Makes an SGLang server load a checkpoint."""
 
     def __init__(self, base_url: str, timeout: float = 300) -> None:
         self.base_url, self.timeout = base_url.rstrip("/"), timeout
@@ -178,12 +181,12 @@ class SGLangEngine:
 
 
 class VLLMEngine:
-    """Tells a vLLM server to read a checkpoint. The checkpoint is compared with the server's model,
-    staged, loaded while the server is paused, and compared with what the server then holds."""
+    """Makes a vLLM server load a checkpoint. The checkpoint is checked against the server's model,
+    staged, loaded while the server is paused, and compared with the weights that the server then
+    has."""
 
     def __init__(self, base_url: str, timeout: float = 300, *, partial: bool = False) -> None:
-        """`partial`: a checkpoint may leave out weights, frozen ones whose values the server
-        has."""
+        """`partial`: the checkpoint may omit frozen weights, whose values the server has."""
         self.base_url, self.timeout, self.partial = base_url.rstrip("/"), timeout, partial
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
@@ -191,7 +194,7 @@ class VLLMEngine:
 
     def _update(self, folder: Path) -> dict[str, Any]:
         control = VllmControlPlane(self.base_url, timeout_s=self.timeout, partial=self.partial, by_folder=True)
-        control.expect(*folder_fingerprints(folder, control.prepare(), partial=self.partial))
+        control.expect(*fingerprint_folder(folder, control.prepare(), partial=self.partial))
         control.push_folder(folder, folder.name)
         return {"success": True, "message": f"{control.version} is served"}
 
@@ -199,23 +202,24 @@ class VLLMEngine:
 async def sync_weights_to_engines(
     engines: Sequence[CheckpointEngine], checkpoint_path: str, *, policy: Policy = "all"
 ) -> list[dict[str, Any]]:
-    """Have all engines read a checkpoint at once. Returns their answers, in the order of the
-    engines; that of an engine that failed is `{"success": False, "error": ...}`.
+    """Have all engines load a checkpoint concurrently. Returns their answers in the order of the
+    engines; the answer of an engine that failed is `{"success": False, "error": ...}`.
 
-    policy: how many must succeed, `all` or `any` one. Otherwise PublishError with all answers.
+    policy: whether `all` engines must succeed, or `any` one. Otherwise raises PublishError with all
+        answers.
     """
     if not engines:
         raise ConfigError("there is no engine to sync weights to")
     if not checkpoint_path:
         raise ConfigError("checkpoint_path is empty; give the folder of the checkpoint")
-    answers = await asyncio.gather(*(_ask_to_read(engine, checkpoint_path) for engine in engines))
+    answers = await asyncio.gather(*(_update_engine(engine, checkpoint_path) for engine in engines))
     succeeded = sum(bool(answer.get("success")) for answer in answers)
     if succeeded < (len(engines) if policy == "all" else 1):
-        raise PublishError(f"{len(engines) - succeeded} of {len(engines)} engines did not read {checkpoint_path}: {answers}")
+        raise PublishError(f"{len(engines) - succeeded} of {len(engines)} engines did not load {checkpoint_path}: {answers}")
     return list(answers)
 
 
-async def _ask_to_read(engine: CheckpointEngine, checkpoint_path: str) -> dict[str, Any]:
+async def _update_engine(engine: CheckpointEngine, checkpoint_path: str) -> dict[str, Any]:
     try:
         return await engine.update_weights_from_checkpoint(checkpoint_path)
     except (InferenceError, PublishError, OSError) as error:

@@ -1,8 +1,8 @@
-"""Publishes adapters without the model: megabytes a push. Each version has a name of its own, such
-as `policy@17`.
+"""Publishes LoRA adapters without the model, so that a push takes megabytes. Each version has its
+own name, such as `policy@17`.
 
-A running request keeps the adapter that it began with. As no name is used twice, nothing stale is
-left in a prefix cache.
+A running request keeps the adapter that it began with. No name is used twice, so prefix caches hold
+nothing stale.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.distributed.push.fan_out import describe_failures, run_on_all
-from ludic.distributed.push.folder import CheckpointFolder
-from ludic.distributed.push.target import push_target
+from ludic.distributed.push.folder import VersionFolders
+from ludic.distributed.push.target import as_push_target
 from ludic.distributed.unchanged import UnchangedWeights
 from ludic.errors import ConfigError, PublishError
 from ludic.inference.publishing import Publisher, Version
@@ -40,22 +40,22 @@ class LoraPublisher(Publisher):
         timeout_s: float = 60.0,
         allow_unchanged: bool = False,
     ) -> None:
-        """`keep` versions stay loaded, so that requests which began with an older one can finish.
-        `name` is the `model` that requests give."""
+        """`keep` versions stay loaded, so that requests that began with an older one can finish.
+        `name` is the value of `model` in requests."""
         if keep < 1:
-            raise ConfigError(f"keep ({keep}) must be >= 1; the version that is served stays")
-        self.target = push_target(client)
+            raise ConfigError(f"keep ({keep}) must be >= 1: the version that is served must stay loaded")
+        self.target = as_push_target(client)
         self.servers = [VllmEndpoints(url, headers=self.target.request_headers) for url in self.target.all_urls()]
         self.model, self.name, self.timeout_s = model, name, timeout_s
         self._unchanged = UnchangedWeights("adapters", allowed=allow_unchanged)
-        self._folders = CheckpointFolder(directory, keep=keep)
+        self._folders = VersionFolders(directory, keep=keep)
         self._folder: Path | None = None
         """The folder of the newest version."""
         self._keep = keep
         self._loaded: list[str] = []
-        self._knows_servers = False
+        self._in_sync = False
         """Whether the servers have exactly the versions in `_loaded`. False before the first push
-        and after a fault."""
+        and after a failure."""
 
     def expect_change(self, expected: bool) -> None:
         self._unchanged.change_expected = expected
@@ -67,17 +67,17 @@ class LoraPublisher(Publisher):
 
     def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
         """Load the model's adapters as `<name>@<version>` on all servers or on none. They are read
-        from the model, as those in `state_dict` are merged. Adapters that did not change keep their
-        name."""
+        from the model, because `state_dict` has them merged. Adapters that did not change keep
+        their name."""
         from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
         from ludic.models.lora import collect_adapter_weights
 
         if version is None:
-            raise ConfigError("an adapter needs a version to be named by; publish(weights, version=...)")
+            raise ConfigError("an adapter needs a version, which is part of its name; call publish(weights, version=...)")
         self._unchanged.publish(
             fingerprint(collect_adapter_weights(self.model)),
             version,
-            push=lambda: self._replace(version),
+            push=lambda: self._push(version),
             rename=lambda: None,  # the adapter keeps its name
             still_served=self._is_served,
         )
@@ -95,39 +95,39 @@ class LoraPublisher(Publisher):
         failures = run_on_all(self.servers, lambda server: lists.append(server.models()))
         return not failures and all(self.served_name in names for names in lists)
 
-    def _replace(self, version: str | int) -> None:
-        """Write this version, and load it on all servers."""
+    def _push(self, version: str | int) -> None:
+        """Write this version and load it on all servers."""
         from ludic.models.lora import save_adapter
 
-        folder = self._folders.fill(version, lambda unfinished: save_adapter(self.model, unfinished))
+        folder = self._folders.fill(version, lambda new_folder: save_adapter(self.model, new_folder))
         self._load(f"{self.name}@{version}", str(folder))
         self._folder = folder
 
     def _load(self, name: str, folder: str) -> None:
         if name in self._loaded:  # the same version again, after a resume
             self._unload(name)
-        check_first, self._knows_servers = not self._knows_servers, False
-        failures = run_on_all(self.servers, lambda server: self._load_at(server, name, folder, check_first=check_first))
-        self._knows_servers = not failures
+        check_first, self._in_sync = not self._in_sync, False
+        failures = run_on_all(self.servers, lambda server: self._load_on(server, name, folder, check_first=check_first))
+        self._in_sync = not failures
         if failures:
             run_on_all([server for server in self.servers if server not in failures], lambda server: server.unload_adapter(name))
             raise PublishError(
-                f"adapter {name} was not published, and every server goes on with {self.served_name or 'the model'}: "
+                f"adapter {name} was not published, and all servers still serve {self.served_name or 'the model'}: "
                 f"{describe_failures(failures)}"
             ) from next(iter(failures.values()))
         self._loaded.append(name)
 
-    def _load_at(self, server: VllmEndpoints, name: str, folder: str, *, check_first: bool) -> None:
-        if check_first and name in server.models():  # from before a resume, or from a load whose answer was lost
+    def _load_on(self, server: VllmEndpoints, name: str, folder: str, *, check_first: bool) -> None:
+        if check_first and name in server.models():  # loaded before a resume, or by a call that timed out
             server.unload_adapter(name)
         server.load_adapter(name, folder, timeout_s=self.timeout_s)
 
     def _unload(self, name: str) -> None:
         self._loaded.remove(name)
         failures = run_on_all(self.servers, lambda server: server.unload_adapter(name))
-        if failures:  # a server that was restarted has none
-            self._knows_servers = False
-            logger.warning("adapter %s was not unloaded everywhere: %s", name, describe_failures(failures))
+        if failures:  # such as a server that was restarted, which has no adapter
+            self._in_sync = False
+            logger.warning("adapter %s was not unloaded on all servers: %s", name, describe_failures(failures))
 
 
 def create_lora_publisher(
@@ -137,7 +137,7 @@ def create_lora_publisher(
 
     directory: where adapters are written, in PEFT's layout. The servers must see it under the same
         path.
-    name: the `model` that requests give. A client with `served_names` sends them to the newest
+    name: the value of `model` in requests. A client with `served_names` directs them to the newest
         version.
     options: keywords of `LoraPublisher`.
     """

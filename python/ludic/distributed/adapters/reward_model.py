@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class RewardWeightsClient(Protocol):
-    """A reward model that takes new weights: `LocalRewardModel`, `VLLMScoringClient`,
+    """A client of a reward model that takes new weights: `LocalRewardModel`, `VLLMScoringClient`,
     `VLLMClient`."""
 
     def sync_reward_weights(
@@ -31,9 +31,9 @@ class RewardWeightsClient(Protocol):
 
 
 class RMPublisherAdapter(Publisher):
-    """Sends the weights that `training_mode` changes, and no others. They are selected before
-    anything is announced, so that the receiver never waits for a tensor that does not come. `debug`
-    logs the names."""
+    """Sends only the weights that `training_mode` changes. They are selected before anything is
+    announced, so that the receiver never waits for a tensor that is not sent. `debug` logs their
+    names."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class RMPublisherAdapter(Publisher):
         self.debug = debug
 
     def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
-        """Raises ConfigError where `training_mode` changes none of the weights."""
+        """Raises ConfigError if `training_mode` changes none of the weights."""
         selected = select_trained_weights(state_dict, self.training_mode)
         if self.debug:
             left_out = len(state_dict) - len(selected)
@@ -62,8 +62,8 @@ def create_rm_publisher(
     debug: bool = False,
     rank0_only: bool = False,
 ) -> Publisher:
-    """A publisher for `RMTrainer`. With `rank0_only`, rank 0 alone uses the client, at its first
-    push."""
+    """A publisher for `RMTrainer`. With `rank0_only`, only rank 0 uses the client, from the first
+    push on."""
     mode = RewardModelTrainingMode(training_mode)
     if rank0_only:
         return Rank0OnlyPublisher(lambda: RMPublisherAdapter(client, training_mode=mode, debug=debug))

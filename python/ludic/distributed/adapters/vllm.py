@@ -1,12 +1,15 @@
-"""Publishes to vLLM servers while they serve, through their own endpoints for reinforcement
-learning.
+"""Publishes to running vLLM servers through vLLM's own endpoints for reinforcement learning.
 
-A push to one server or to several has four parts. The weights are checked against each server's
-model. All servers stage them and keep the old ones. With generation paused, all load them
-and reset their prefix caches. What each server then holds is compared with what the trainer sent.
+A push has four steps on every server:
+
+1. check the weights against the server's model;
+2. stage them, while the server keeps sampling from the old ones;
+3. with generation paused, load them and reset the prefix cache;
+4. compare the weights that the server now has with those that the trainer sent.
 
 Until all servers have staged everything, any failure leaves the old version on all of them. A
-server that fails later is taken out of service and named in the error; it never serves a mix.
+server that fails later is taken out of service and named in the error; it never serves a mix of old
+and new weights.
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ from ludic.distributed.adapters.reward_model import (
 )
 from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPublisher
 from ludic.distributed.push.control_plane import VllmControlPlane as VllmControlPlane
-from ludic.distributed.push.folder import CheckpointFolder
-from ludic.distributed.push.manifest import cast_to_server, checkpoint_names
-from ludic.distributed.push.target import push_target
+from ludic.distributed.push.folder import VersionFolders
+from ludic.distributed.push.manifest import cast_to_server, rename_to_checkpoint
+from ludic.distributed.push.target import as_push_target
 from ludic.distributed.unchanged import UnchangedWeights
 from ludic.errors import PublishError
 from ludic.inference.publishing import PolicyPublisher, Publisher, PushTarget, Version, as_publisher
@@ -37,13 +40,13 @@ logger = logging.getLogger(__name__)
 
 
 class VllmTensorCommunicator:
-    """Broadcasts to the workers of a client's servers, or of a control plane's. The trainer is
+    """Broadcasts to the workers of the servers of a client or of a control plane. The trainer is
     rank 0."""
 
     def __init__(self, client: Any) -> None:
-        """Raises PublishError if the client has no live connection, which
-        `VllmControlPlane(client).prepare()` makes."""
-        control = client if isinstance(client, VllmControlPlane) else push_target(client).connections
+        """Raises PublishError if the client has no open connection, as
+        `VllmControlPlane(client).prepare()` opens."""
+        control = client if isinstance(client, VllmControlPlane) else as_push_target(client).connections
         if not isinstance(control, VllmControlPlane) or not any(link.connected for link in control.links):
             raise PublishError("the client has no connection for weights; VllmControlPlane(client).prepare() opens it")
         self._control = control
@@ -54,7 +57,7 @@ class VllmTensorCommunicator:
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         if src != self.rank:
-            raise PublishError(f"src ({src}) must be 0, the trainer: servers send no weights")
+            raise PublishError(f"src ({src}) must be 0, the trainer's rank: servers send no weights")
         self._control.send(tensor)
 
     def barrier(self) -> None:
@@ -63,38 +66,38 @@ class VllmTensorCommunicator:
 
 
 class Transport(Protocol):
-    """How the weights of a push reach the servers that the control plane has prepared."""
+    """Moves the weights of a push to the servers that the control plane has prepared."""
 
     def push(self, control: VllmControlPlane, weights: Mapping[str, Tensor], version: Version) -> None: ...
 
 
-class Broadcast:
-    """Through the connections of the control plane, one tensor after the other."""
+class BroadcastTransport:
+    """Broadcasts one tensor after the other over the connections of the control plane."""
 
     def push(self, control: VllmControlPlane, weights: Mapping[str, Tensor], version: Version) -> None:
         BroadcastPolicyPublisher(control, VllmTensorCommunicator(control), src_rank=0).publish(weights, version)
 
 
-class Folder:
-    """Through a folder for each version, which the servers see under the same path."""
+class FolderTransport:
+    """Writes each version into a folder, which the servers must see under the same path."""
 
-    def __init__(self, folders: CheckpointFolder) -> None:
+    def __init__(self, folders: VersionFolders) -> None:
         self.folders = folders
 
     def push(self, control: VllmControlPlane, weights: Mapping[str, Tensor], version: Version) -> None:
-        written = self.folders.write(weights, version)
-        control.push_folder(written, version)
-        self.folders.prune(written)
+        folder = self.folders.write(weights, version)
+        control.push_folder(folder, version)
+        self.folders.prune(folder)
 
 
 class VllmPublisher(Publisher):
-    """Checks that weights fit the servers, and pushes them if they changed. If they did not, the
-    servers call what they serve by the new version."""
+    """Checks that weights fit the servers, and pushes them if they changed. If they did not, only
+    the version that the servers report changes."""
 
     def __init__(
         self, control: VllmControlPlane, transport: Transport, *, allow_unchanged: bool = False, debug: bool = False
     ) -> None:
-        """`debug` logs names and seconds of each push."""
+        """`debug` logs the names of the weights and the seconds of each push."""
         self.control = control
         self.transport = transport
         self.debug = debug
@@ -140,7 +143,7 @@ class VllmPublisherAdapter(Publisher):
     publisher."""
 
     def __init__(self, inner: PolicyPublisher, *, debug: bool = False) -> None:
-        """`debug` logs names and seconds of each push."""
+        """`debug` logs the names of the weights and the seconds of each push."""
         self.inner = as_publisher(inner)
         self.debug = debug
 
@@ -162,9 +165,9 @@ class VllmPublisherAdapter(Publisher):
 
 
 def _checkpoint_weights(state_dict: Mapping[str, Tensor], *, debug: bool) -> dict[str, Tensor]:
-    """The weights under the names of the checkpoint. Nothing is fused: the server does that when
-    it loads."""
-    renamed = checkpoint_names(state_dict)
+    """The weights under their names in the checkpoint. Layers are not fused here: the server does
+    that when it loads them."""
+    renamed = rename_to_checkpoint(state_dict)
     if debug:
         logger.info("publishing %d tensors of %d: %s", len(renamed), len(state_dict), sorted(renamed))
     return renamed
@@ -189,24 +192,24 @@ def create_vllm_publisher(
     """A publisher for the servers of a client, over the backend that they were started with: gloo,
     ludic_nccl or disk.
 
-    client: one with `server_url`, or with `server_urls`; or URLs.
-    debug: log names and seconds of each push.
-    rank0_only: for calls from every rank; ranks other than 0 do nothing, and nothing is opened
-        before the first push.
-    directory: pass weights through folders in it instead, which the servers must see under the same
-        path.
-    partial: some weights are frozen and not published. By default every weight of the server's
-        model must be there.
-    allow_unchanged: push weights that equal those published before. By default they are not sent:
-        the servers call what they serve by the new version, with a warning, and 20 times in a row
-        are an error.
-    tolerate_lost_servers: of several, go on with those that are left. By default a lost one is an
-        error.
-    master_address: where the servers reach this process.
+    client: an object with `server_url` or `server_urls`, or URLs.
+    debug: log the names of the weights and the seconds of each push.
+    rank0_only: for calls from every rank: ranks other than 0 do nothing, and no connection is
+        opened before the first push.
+    directory: pass weights through folders in it instead of a connection. The servers must see it
+        under the same path.
+    partial: frozen weights may be left out of a push. By default a push must have every weight of
+        the server's model.
+    allow_unchanged: push weights even if they equal the last ones. By default they are not sent:
+        the servers only change the version that they report, with a warning, and the 20th time in a
+        row is an error.
+    tolerate_lost_servers: continue with the remaining servers when one is lost. By default that is
+        an error.
+    master_address: the address at which the servers reach this process.
     timeout_s: limit of each transfer.
     """
 
-    def make() -> VllmPublisher:
+    def make_publisher() -> VllmPublisher:
         control = VllmControlPlane(
             client,
             master_address=master_address,
@@ -216,7 +219,7 @@ def create_vllm_publisher(
             by_folder=directory is not None,
         )
         control.prepare()
-        transport = Broadcast() if directory is None else Folder(CheckpointFolder(directory))
+        transport = BroadcastTransport() if directory is None else FolderTransport(VersionFolders(directory))
         return VllmPublisher(control, transport, allow_unchanged=allow_unchanged, debug=debug)
 
-    return Rank0OnlyPublisher(make) if rank0_only else make()
+    return Rank0OnlyPublisher(make_publisher) if rank0_only else make_publisher()

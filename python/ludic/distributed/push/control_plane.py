@@ -1,4 +1,5 @@
-"""The control plane of a push to vLLM servers: each step, on every server of the push at once."""
+"""The control plane of a push to vLLM servers: runs each step on all servers of the push at
+once."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from ludic.distributed.interfaces import WeightMetadata
 from ludic.distributed.push.fan_out import complete_before_interrupt, describe_failures, list_urls, run_on_all
 from ludic.distributed.push.manifest import ServerManifest, check_fit
 from ludic.distributed.push.server_link import ServerLink
-from ludic.distributed.push.target import push_target
+from ludic.distributed.push.target import as_push_target
 from ludic.errors import ConfigError, PublishError, PublishTimeoutError
 from ludic.inference.publishing import Version
 from ludic.inference.vllm.endpoints import VllmEndpoints
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ABANDONED = "the push was abandoned, and no server loaded anything of it"
-STAY_PAUSED = "these may stay paused, and then answer nothing until the next push"
+ABANDONED = "the push was abandoned, and no server loaded any of it"
+STAY_PAUSED = "these may stay paused, and then answer no requests until the next push"
 
 
 class VllmControlPlane:
@@ -43,15 +44,15 @@ class VllmControlPlane:
         partial: bool = False,
         by_folder: bool = False,
     ) -> None:
-        """`master_address` is where the servers reach the trainer; `timeout_s` limits each
-        transfer.
+        """`master_address` is the address at which the servers reach the trainer; `timeout_s`
+        limits each transfer.
 
-        tolerate_lost_servers: take a server that fails out of service and go on with the others. By
-            default a failure is an error.
-        partial: a push may leave out weights, frozen ones whose values the server has.
+        tolerate_lost_servers: take a server that fails out of service and continue with the others.
+            By default a failure is an error.
+        partial: a push may omit frozen weights, whose values the server has.
         by_folder: weights go through folders that the servers see; no connection is opened.
         """
-        self.target = push_target(client)
+        self.target = as_push_target(client)
         self.links = [
             ServerLink(
                 VllmEndpoints(url, headers=self.target.request_headers),
@@ -62,12 +63,12 @@ class VllmControlPlane:
             for url in self.target.all_urls()
         ]
         if not self.links:
-            raise ConfigError("there is no server to publish to; give a client with server_url, or URLs")
+            raise ConfigError("there is no server to publish to; pass a client with server_url, or URLs")
         self.tolerate_lost_servers = tolerate_lost_servers
         self.partial = partial
         self.timings: dict[str, float] = {}
-        """Seconds of the last push: `transfer_s`, while tensors arrive and requests wait, and
-        `paused_s`, from pause to resume."""
+        """Seconds of the last push: `transfer_s` while tensors arrive and requests wait, `paused_s`
+        from pause to resume."""
         self.version: str | None = None
         """The version that was loaded last."""
         self._live: list[ServerLink] = []
@@ -90,7 +91,7 @@ class VllmControlPlane:
     def prepare(self) -> ServerManifest:
         """Connect to every server that is not connected. Returns the manifest of their model."""
         self._live = list(self.links)
-        self._run_on_live(ServerLink.prepare, "no push was begun")
+        self._run_on_live(ServerLink.prepare, "no push was started")
         manifest, *others = [link.manifest for link in self._live]
         assert manifest is not None
         if any(other != manifest for other in others):
@@ -100,25 +101,25 @@ class VllmControlPlane:
         return manifest
 
     def expect(self, sent: Mapping[str, str], served: Mapping[str, str] | None = None) -> None:
-        """Set the fingerprints of the next push, and of what each server must hold after it, if
-        that is of another dtype."""
+        """Set the fingerprints of the weights that the next push sends, and of those that each
+        server must have after it, if their dtype differs."""
         self._sent, self._served = dict(sent), dict(sent if served is None else served)
 
     def serves(self, fingerprints: Mapping[str, str]) -> bool:
-        """Whether every server still has the weights with these fingerprints: none was restarted
-        or got other weights."""
+        """Whether every server still has the weights with these fingerprints, so that none was
+        restarted or got other weights."""
         version = str(self.version)
         return not run_on_all(self._live, lambda link: link.check_fingerprints(version, fingerprints, fingerprints))
 
     def rename(self, version: Version) -> None:
-        """Change the version of what is served, without a push."""
+        """Change the version of the served weights without a push."""
         name = _version_name(version)
         self._run_on_live(lambda link: link.endpoints.set_weight_version(name), f"version {version} was not published")
         self.version, self.timings = name, {}
         self._notify_client()
 
     def announce_update_batch(self, metadata: list[WeightMetadata], version: Version = None) -> None:
-        """Begin a push of these tensors, which will be sent in this order."""
+        """Start a push of these tensors, which will be sent in this order."""
         for link in self._live:
             assert link.manifest is not None
             check_fit(metadata, link.manifest, partial=self.partial)
@@ -130,12 +131,12 @@ class VllmControlPlane:
         self._begin(update_info, version)
 
     def announce_folder(self, folder: Path, version: Version = None) -> None:
-        """Begin a push of the safetensors in a folder that the servers see under the same path."""
+        """Start a push of the safetensors in a folder that the servers see under the same path."""
         self._begin({"path": str(folder)}, version)
 
     def push_folder(self, folder: Path, version: Version = None) -> None:
-        """Have every server read the folder and serve it. On a failure before that, the servers
-        go on with what they have."""
+        """Have every server read the folder and serve it. On a failure before they load it, the
+        servers keep their weights."""
         try:
             self.announce_folder(folder, version)
             self.finalize_update(version)
@@ -156,16 +157,16 @@ class VllmControlPlane:
         self._run_on_live(ServerLink.wait_staged, ABANDONED)
 
     def finalize_update(self, version: Version = None) -> None:
-        """Have every server load what it has staged, as this version. A Ctrl-C between pause and
+        """Have every server load the staged weights as this version. A Ctrl-C between pause and
         resume is raised after the resume."""
         self.wait_staged()
         self.timings = {"transfer_s": time.perf_counter() - self._start}
-        self._open = False  # servers that load have nothing staged that could be dropped
+        self._open = False  # from here on the push cannot be abandoned
         complete_before_interrupt(lambda: self._switch(version), what="the push")
 
     def _switch(self, version: Version) -> None:
-        """Pause, load and resume. A server resumes either with its old weights or with the new
-        ones, and with nothing of other weights in its cache."""
+        """Pause, load and resume. A server resumes with its old weights or with the new ones, and
+        its prefix cache never has entries of other weights."""
         name = _version_name(version)
         pause_start = time.perf_counter()
         self._pause(version)
@@ -192,14 +193,14 @@ class VllmControlPlane:
             raise
 
     def _notify_client(self, lost: Sequence[str] = ()) -> None:
-        """Tell the client which version is served now, and which servers to ask nothing."""
+        """Tell the client which version is served now, and which servers must get no requests."""
         if self.version is not None or lost:
             self.target.weights_changed(self.version, lost=[*self.drained, *lost])
 
     def _report_lost(self, version: str, failures: Mapping[ServerLink, Exception]) -> None:
         message = (
             f"version {version} is served by {list_urls(self._live)}; taken out of service: {describe_failures(failures)}. Restart those: "
-            "they answer nothing until then"
+            "they answer no requests until then"
         )
         if not (self.tolerate_lost_servers and self._live):
             raise _publish_error(message, failures)
@@ -211,29 +212,29 @@ class VllmControlPlane:
             self._open = False
             failures = run_on_all(self._live, ServerLink.abandon)
             if failures:
-                logger.warning("the push was not taken back everywhere: %s", describe_failures(failures))
+                logger.warning("some servers could not drop the push: %s", describe_failures(failures))
 
     def close(self) -> None:
-        """Leave all groups. The servers keep their weights."""
+        """Close the connections to all servers, which keep their weights."""
         for link in self.links:
             link.close()
 
-    def _run_on_live(self, step: Callable[[ServerLink], Any], otherwise: str) -> None:
-        """Run a step on all servers of the push. A failure is an error whose message begins with
-        `otherwise`; with `tolerate_lost_servers` the push goes on without that server."""
+    def _run_on_live(self, step: Callable[[ServerLink], Any], consequence: str) -> None:
+        """Run a step on all servers of the push. A failure raises an error whose message begins
+        with `consequence`; with `tolerate_lost_servers` the push continues without that server."""
         failures = run_on_all(self._live, step)
         if not failures:
             return
         remaining = [link for link in self._live if link not in failures]
         if not (self.tolerate_lost_servers and remaining):
-            raise _publish_error(f"{otherwise}: {describe_failures(failures)}", failures)
-        logger.error("going on without %s", describe_failures(failures))
+            raise _publish_error(f"{consequence}: {describe_failures(failures)}", failures)
+        logger.error("continuing without %s", describe_failures(failures))
         run_on_all(list(failures), ServerLink.drain)
         self._live = remaining
 
 
 def _publish_error(message: str, failures: Mapping[ServerLink, Exception]) -> PublishError:
-    """The error, with the first failure as its cause."""
+    """The error for a push, with the first failure as its cause."""
     causes = list(failures.values())
     error = PublishTimeoutError(message) if all(isinstance(cause, TimeoutError) for cause in causes) else PublishError(message)
     error.__cause__ = causes[0]
@@ -245,4 +246,4 @@ def _version_name(version: Version) -> str:
 
 
 def _not_published(version: Version) -> str:
-    return f"version {version} was not published, and no server loaded anything of it"
+    return f"version {version} was not published, and no server loaded any of it"

@@ -1,4 +1,4 @@
-"""One step on several servers at once, and calls that Ctrl-C does not break off."""
+"""Runs one step on several servers at once, and calls that Ctrl-C must not interrupt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Addressed(Protocol):
-    """Anything with the address of a server."""
+    """An object with the address of a server."""
 
     @property
     def url(self) -> str: ...
@@ -25,14 +25,14 @@ def run_on_all(servers: Sequence[S], step: Callable[[S], Any]) -> dict[S, Except
     """Run a step on all servers at once. Returns the servers where it failed, in the order of
     `servers`, with their errors."""
     if len(servers) == 1:  # in this thread, which Ctrl-C reaches
-        return _failures({servers[0]: _completed(lambda: step(servers[0]))})
+        return _collect_failures({servers[0]: _call_now(lambda: step(servers[0]))})
     with ThreadPoolExecutor(max_workers=max(1, len(servers)), thread_name_prefix="ludic-servers") as pool:
         futures = {server: pool.submit(step, server) for server in servers}
-    return _failures(futures)
+    return _collect_failures(futures)
 
 
-def _completed(call: Callable[[], Any]) -> Future[Any]:
-    """The result of a call made now, as a future."""
+def _call_now(call: Callable[[], Any]) -> Future[Any]:
+    """Make the call in this thread. Returns its result or error as a future."""
     future: Future[Any] = Future()
     try:
         future.set_result(call())
@@ -41,7 +41,9 @@ def _completed(call: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def _failures(futures: Mapping[S, Future[Any]]) -> dict[S, Exception]:
+def _collect_failures(futures: Mapping[S, Future[Any]]) -> dict[S, Exception]:
+    """The servers whose future failed, with the error. Raises a BaseException such as
+    KeyboardInterrupt."""
     failures = {}
     for server, future in futures.items():
         error = future.exception()
@@ -53,7 +55,7 @@ def _failures(futures: Mapping[S, Future[Any]]) -> dict[S, Exception]:
 
 
 def start_in_thread(call: Callable[[], T]) -> Future[T]:
-    """Start a call in a thread of its own. Only the call's own deadline ends it."""
+    """Start a call in its own thread. Only the call's own deadline ends it."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ludic-servers")
     future = pool.submit(call)
     pool.shutdown(wait=False)
@@ -61,13 +63,13 @@ def start_in_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def complete_before_interrupt(call: Callable[[], T], *, what: str) -> T:
-    """Run a call in a thread and return its result. A Ctrl-C during the call is raised after it;
-    a second one is raised at once, while the call goes on: this process ends after the call."""
+    """Run a call in a thread and return its result. A Ctrl-C during the call is raised after it. A
+    second one is raised at once, but the process still ends only after the call."""
     future = start_in_thread(call)
     try:
         wait([future])
     except BaseException as interrupt:
-        logger.warning("%s is completed first; once more to stop at once", what)
+        logger.warning("%s is completed first; press Ctrl-C again to stop at once", what)
         wait([future])
         raise interrupt from future.exception()
     return future.result()

@@ -1,8 +1,8 @@
-"""Whether weights fit a server: names as in its checkpoint, its shapes and its dtypes. All of this
-is checked before a push begins.
+"""Checks that weights fit a server, before a push begins: names as in its checkpoint, shapes and
+dtypes.
 
-A server that gets a tensor of another shape crashes; one that gets half of a fused layer serves a
-mix of old and new weights.
+A server that gets a tensor of another shape crashes, and one that gets half of a fused layer serves
+a mix of old and new weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 SHOWN_NAMES = 4
-"""Weights that a message names."""
+"""How many weights a message names."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class ServerManifest:
 
     @classmethod
     def from_answer(cls, answer: Mapping[str, Any], url: str) -> ServerManifest:
-        """From a worker's answer to `ludic_manifest`. Raises PublishError if the worker found no
+        """Read a worker's answer to `ludic_manifest`. Raises PublishError if the worker found no
         checkpoint."""
         if answer.get("weights") is None:
             raise PublishError(
-                f"{url} found no safetensors of its own model, so that nothing can be checked against it; start it from a folder or a "
+                f"{url} found no safetensors of its own model, so a push cannot be checked against it; start it from a folder or a "
                 "downloaded model"
             )
         weights = {name: (tuple(weight["shape"]), str(weight["dtype"])) for name, weight in answer["weights"].items()}
@@ -50,10 +50,10 @@ class ServerManifest:
         return cls(str(answer["dtype"]), tied, weights)
 
 
-def checkpoint_names(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights under their names in the checkpoint, without the prefixes of wrappers.
+def rename_to_checkpoint(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights under their names in the checkpoint, without the prefixes that wrappers add.
 
-    Adapters are left out; the weights that they are merged into stay.
+    Adapters are left out; the weights into which they are merged stay. Examples:
     `base_model.model.model.norm.weight` -> `model.norm.weight`, `layers.0.up.weight` ->
     `model.layers.0.up.weight`.
     """
@@ -74,7 +74,7 @@ def cast_to_server(weights: Mapping[str, Tensor], manifest: ServerManifest, *, p
     not fit."""
     import torch
 
-    weights = without_tied_head(weights, manifest)
+    weights = drop_tied_head(weights, manifest)
     check_fit(
         [{"name": name, "dtype": str(tensor.dtype), "shape": list(tensor.shape)} for name, tensor in weights.items()],
         manifest,
@@ -83,9 +83,9 @@ def cast_to_server(weights: Mapping[str, Tensor], manifest: ServerManifest, *, p
     return {name: weights[name].detach().to(getattr(torch, manifest.weights[name][1])).contiguous() for name in sorted(weights)}
 
 
-def without_tied_head(weights: Mapping[str, Tensor], manifest: ServerManifest) -> Mapping[str, Tensor]:
-    """The weights without a head that the server ties to the embedding. Raises PublishError if
-    this head is not equal to the embedding."""
+def drop_tied_head(weights: Mapping[str, Tensor], manifest: ServerManifest) -> Mapping[str, Tensor]:
+    """Drop the head if the server ties it to the embedding. Raises PublishError if the two
+    differ."""
     if not manifest.tied or HEAD not in weights:
         return weights
     import torch
@@ -100,8 +100,8 @@ def without_tied_head(weights: Mapping[str, Tensor], manifest: ServerManifest) -
 
 
 def check_fit(metadata: Iterable[WeightMetadata], manifest: ServerManifest, *, partial: bool) -> None:
-    """Raise PublishError unless every name is one of the server's, with its shape and a dtype of
-    the same kind, and, unless `partial`, all of the server's weights are there."""
+    """Raise PublishError unless the server has a weight of each name, with the same shape and kind
+    of dtype (floating or not). Unless `partial`, all of the server's weights must be included."""
     entries = {entry["name"]: entry for entry in metadata}
     if not entries:
         raise PublishError("there is no weight to publish; is every parameter frozen?")
@@ -118,13 +118,13 @@ def check_fit(metadata: Iterable[WeightMetadata], manifest: ServerManifest, *, p
             )
         if _is_floating(entry["dtype"]) != _is_floating(dtype):
             raise PublishError(
-                f"weight {name!r} is {entry['dtype']}, the server holds {dtype}; a quantised checkpoint cannot be published to"
+                f"weight {name!r} is {entry['dtype']}, the server's is {dtype}; publishing to a quantised checkpoint is not supported"
             )
     missing = sorted(set(manifest.weights) - set(entries))
     if missing and not partial:
         raise PublishError(
             f"{shorten_names(missing, SHOWN_NAMES)} of the server's model are missing in the push; publish every weight, "
-            "or pass partial=True if they are frozen and the server's own are right"
+            "or pass partial=True if they are frozen and the server has the right values"
         )
 
 

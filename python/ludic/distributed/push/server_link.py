@@ -1,5 +1,5 @@
-"""One trainer's connection to one server: the server's manifest, the group over which tensors
-travel, and the steps of a push."""
+"""The trainer's link to one server: the server's manifest, the process group that carries the
+tensors, and the steps of a push."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-BROADCASTING = ("gloo", "ludic_nccl")
-"""The backends over which tensors are broadcast. All backends can read a folder."""
+BROADCAST_BACKENDS = ("gloo", "ludic_nccl")
+"""The backends over which tensors can be broadcast. All backends can read a folder."""
 ANSWER_MARGIN_S = 15.0
-"""How much longer a call may take than the transfer that it waits for. The server gives up on a
-transfer before we give up on the server."""
+"""How much longer a call may take than the transfer that it waits for, so that the server gives up
+the transfer before the trainer gives up the server."""
 POLL_S = 0.0005
-"""How long a broadcast waits between two looks at whether the server still takes it."""
+"""How long a broadcast waits between two checks that the server has not refused it."""
 NEEDS_EXTENSION = "start it as `ludic serve` does, with --worker-extension-cls ludic.inference.vllm.in_server.worker.WeightWorker"
 
 
@@ -41,9 +41,9 @@ class WorkerState(TypedDict):
     backend: str
     group_id: str | None
     open: bool
-    """A push was begun, and neither loaded nor dropped."""
+    """Whether a push has started and was neither loaded nor dropped."""
     broken: str | None
-    """Why the worker can take no more pushes."""
+    """Why the worker cannot take pushes any more; None if it can."""
 
 
 class WeightShape(TypedDict):
@@ -73,8 +73,8 @@ class ServerLink:
     def __init__(
         self, endpoints: VllmEndpoints, *, master_address: str = "127.0.0.1", timeout_s: float = 60.0, by_folder: bool = False
     ) -> None:
-        """`master_address` is where the server's workers reach the trainer. `by_folder`: send
-        weights through a folder, even if the server's backend can do more."""
+        """`master_address` is the address at which the server's workers reach the trainer.
+        `by_folder`: pass weights through a folder, even if the server's backend can broadcast."""
         self.endpoints = endpoints
         self.by_folder = by_folder
         self.master_address = master_address
@@ -82,13 +82,13 @@ class ServerLink:
         self.backend = ""
         self.manifest: ServerManifest | None = None
         self.drained = False
-        """Taken out of service after a push that could not be completed."""
+        """Whether the server was taken out of service after a push that could not be completed."""
         self._boot: str | None = None
         self._group: Any = None
         self._group_id: str | None = None
         self._update: Future[None] | None = None
         self._cache_is_fresh = False
-        """The prefix cache holds nothing from before the last pause."""
+        """Whether the prefix cache was reset since the last pause."""
 
     @property
     def url(self) -> str:
@@ -103,8 +103,8 @@ class ServerLink:
         return self.timeout_s + ANSWER_MARGIN_S
 
     def prepare(self) -> ServerManifest:
-        """Make the server ready for a push, and return its manifest: read what changed with a
-        restart, drop what is left of an earlier push, and connect."""
+        """Make the server ready for a push and return its manifest: read the manifest of a server
+        that is new or was restarted, drop an unfinished push, and connect."""
         states = self._call_workers("ludic_state", WorkerState)
         if states[0]["boot"] != self._boot:
             if self._boot is not None:
@@ -116,7 +116,7 @@ class ServerLink:
                 f"{self.url} was taken out of service ({broken or 'its last push could not be completed'}); restart it"
             )
         if any(state["open"] for state in states):
-            logger.warning("%s holds an unfinished push of a trainer that is gone; dropping it", self.url)
+            logger.warning("%s has an unfinished push of another trainer, which is dropped", self.url)
             self.discard()
         if not self.by_folder and (self._group is None or any(state["group_id"] != self._group_id for state in states)):
             self._connect()
@@ -127,13 +127,13 @@ class ServerLink:
         """Read the backend and the manifest of a server that is new or was restarted."""
         self._drop_group()
         self.backend, self.drained = state["backend"], False
-        if not self.by_folder and self.backend not in BROADCASTING:
+        if not self.by_folder and self.backend not in BROADCAST_BACKENDS:
             raise PublishError(f"the backend of {self.url} is {self.backend}; pass directory=, a folder that the server sees too")
         self.manifest = ServerManifest.from_answer(self._call_workers("ludic_manifest", WorkerManifest)[0], self.url)
         self._boot = state["boot"]
 
     def _call_workers(self, method: str, kind: type[T]) -> list[T]:
-        """The answers of all workers to a method, at least one."""
+        """Call a method of all workers. Returns their answers, at least one."""
         try:
             results = self.endpoints.rpc(method, timeout_s=self._deadline_s)
         except ServerError as error:
@@ -143,19 +143,19 @@ class ServerLink:
         try:
             answers = msgspec.convert(results, list[kind])  # type: ignore[valid-type]
         except msgspec.ValidationError as error:
-            raise PublishError(f"{self.url} has no answer to {method} ({error}); {NEEDS_EXTENSION}") from error
+            raise PublishError(f"{self.url} gave no valid answer to {method} ({error}); {NEEDS_EXTENSION}") from error
         if not answers:
             raise PublishError(f"{self.url} has no worker that answers {method}; {NEEDS_EXTENSION}")
         return answers
 
     def _connect(self) -> None:
-        """Open a group with the server's workers. The trainer is rank 0."""
-        from ludic.inference.vllm.in_server.weight_receiver import LOOPBACK, listening_store, process_group
+        """Open a process group with the server's workers. The trainer is rank 0."""
+        from ludic.inference.vllm.in_server.weight_receiver import LOOPBACK, open_process_group, open_store
 
         self._drop_group()
         size = 1 + self.endpoints.world_size()
         timeout = timedelta(seconds=self.timeout_s)
-        store, port = listening_store(self.master_address, size, timeout)
+        store, port = open_store(self.master_address, size, timeout)
         info = {
             "master_address": self.master_address,
             "master_port": port,
@@ -167,7 +167,7 @@ class ServerLink:
         joining = start_in_thread(lambda: self.endpoints.init_transfer(info, timeout_s=self._deadline_s))
         kind = "nccl" if self.backend == "ludic_nccl" else "gloo"
         try:
-            group = process_group(store, 0, size, timeout=timeout, kind=kind, loopback=self.master_address in LOOPBACK)
+            group = open_process_group(store, 0, size, timeout=timeout, kind=kind, loopback=self.master_address in LOOPBACK)
             joining.result(self._deadline_s)
         except Exception as error:
             refusal = joining.exception() if joining.done() else None
@@ -194,15 +194,15 @@ class ServerLink:
             self._drop_group()
             cause = self._refusal() or error
             kind = PublishTimeoutError if isinstance(cause, TimeoutError) or "timed out" in str(cause).lower() else PublishError
-            raise kind(f"{self.url} broke off the transfer: {cause}") from cause
+            raise kind(f"{self.url} aborted the transfer: {cause}") from cause
 
     def _is_refused(self) -> bool:
-        """Whether the server has given up on the push. Waits `POLL_S` for its answer."""
+        """Whether the server has refused the push. Waits `POLL_S` for its answer."""
         update = self._update
         return update is not None and bool(wait([update], POLL_S).done) and update.exception() is not None
 
     def _refusal(self) -> BaseException | None:
-        """The server's error for the push that it broke off, if it gave one."""
+        """The error with which the server refused the push, if it answered."""
         try:
             return None if self._update is None else self._update.exception(ANSWER_MARGIN_S)
         except TimeoutError:
@@ -214,27 +214,27 @@ class ServerLink:
             self._update.result(self._deadline_s)
 
     def abandon(self) -> None:
-        """Drop a push that must not be loaded. The server goes on with what it has."""
+        """Drop a push that must not be loaded. The server keeps its weights."""
         update, self._update = self._update, None
-        self._drop_group()  # a server that still waits for tensors gives up at once
+        self._drop_group()  # a server that still waits for tensors then gives up at once
         if update is not None:
             wait([update], self._deadline_s)
         if any(state["open"] for state in self._call_workers("ludic_state", WorkerState)):
             self.discard()
 
     def discard(self) -> None:
-        """Drop what the server has staged, and end its update. Its version stays."""
+        """Drop what the server has staged, and end its update. Its version does not change."""
         self.endpoints.rpc("ludic_discard", timeout_s=self._deadline_s)
         self.endpoints.finish_update()
 
     def pause(self) -> None:
-        """Freeze requests. They keep the tokens that they have sampled."""
+        """Freeze running requests, which keep the tokens sampled so far."""
         self._cache_is_fresh = False
         self.endpoints.pause("keep")
 
     def resume(self) -> None:
-        """Let requests go on, with nothing in the prefix cache from before the pause. If the cache
-        cannot be reset, the server stays paused."""
+        """Let requests continue. The prefix cache is reset first, if it was not since the pause;
+        if that fails, the server stays paused."""
         if not self._cache_is_fresh:
             self._reset_cache()
         self.endpoints.resume()
@@ -244,29 +244,29 @@ class ServerLink:
         self._cache_is_fresh = True
 
     def commit(self, version: str, sent: Mapping[str, str], served: Mapping[str, str]) -> None:
-        """Load what was staged, as `version`, while the server is paused. Raises PublishError if
-        what came differs from `sent`, or what the server then holds differs from `served`
-        (fingerprints by name)."""
+        """Load the staged weights as `version`, while the server is paused. Raises PublishError if
+        the weights that arrived differ from `sent`, or those that the server then has differ from
+        `served` (fingerprints by name)."""
         self._update = None
         self.endpoints.finish_update(version, timeout_s=self._deadline_s)
         self._reset_cache()
         self.check_fingerprints(version, sent, served)
 
     def check_fingerprints(self, version: str, sent: Mapping[str, str], served: Mapping[str, str]) -> None:
-        """Raise PublishError if what was loaded last differs from `sent`, or what the server
-        holds differs from `served`."""
+        """Raise PublishError if the weights that were loaded last differ from `sent`, or those that
+        the server has differ from `served`."""
         for rank, answer in enumerate(self._call_workers("ludic_fingerprint", WorkerFingerprints)):
             wrong = [name for name, digest in sent.items() if answer["loaded"].get(name) != digest]
             stale = [name for name, digest in answer["served"].items() if name in served and served[name] != digest]
             if wrong or stale:
                 raise PublishError(
-                    f"after the push of version {version}, worker {rank} of {self.url} holds other values than the trainer: "
+                    f"after the push of version {version}, worker {rank} of {self.url} has other values than the trainer: "
                     f"{len(wrong)} tensors arrived with other values, {len(stale)} are served with other values, first "
                     f"{(wrong + stale)[0]!r}"
                 )
 
     def drain(self) -> None:
-        """Take the server out of service: what it holds is not known."""
+        """Take the server out of service, because it is not known which weights it has."""
         self.drained = True
         self._drop_group()
         try:
@@ -275,12 +275,12 @@ class ServerLink:
             logger.warning("%s could not be paused: %s", self.url, error)
 
     def close(self) -> None:
-        """Leave the group. The server keeps its weights."""
+        """Close the process group. The server keeps its weights."""
         self._drop_group()
 
     def _drop_group(self) -> None:
         if self._group is not None:
-            from ludic.inference.vllm.in_server.weight_receiver import leave_group
+            from ludic.inference.vllm.in_server.weight_receiver import close_group
 
             group, self._group = [self._group], None
-            leave_group(group)
+            close_group(group)

@@ -1,4 +1,4 @@
-"""The servers that a push goes to, from whatever a user names them by."""
+"""The servers of a push, from a client, a URL, or a list of either."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class _Urls(PushTarget):
 
 
 class _UserClient(PushTarget):
-    """A client of the user's own: `server_url` or `server_urls`, and whatever else of a
-    `PushTarget` it has. Headers are those of its `_session`."""
+    """A client that does not derive from `PushTarget`. It has `server_url` or `server_urls`, and
+    other members of `PushTarget` or not. Its headers are those of its `_session`, if it has one."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -30,6 +30,8 @@ class _UserClient(PushTarget):
         return {} if session is None else dict(session.headers)
 
     def hold_connections(self, connections: Connections) -> None:
+        """Also keep the connections on the user's client, where a later `as_push_target` finds
+        them."""
         self.connections = self._client._connections = connections
 
     def weights_changed(self, version: Version, *, lost: Sequence[str] = ()) -> None:
@@ -42,12 +44,12 @@ class _UserClient(PushTarget):
             names[name] = served_name
 
 
-def push_target(client: PushTarget | str | Sequence[Any] | Any) -> PushTarget:
-    """The servers of a client, of a URL, or of several clients or URLs."""
+def as_push_target(client: PushTarget | str | Sequence[Any] | Any) -> PushTarget:
+    """The servers of a client, of a URL, or of several clients and URLs."""
     if isinstance(client, PushTarget):
         return client
     if isinstance(client, str):
         return _Urls([client])
     if isinstance(client, Sequence):
-        return _Urls([url for one in client for url in push_target(one).all_urls()])
+        return _Urls([url for one in client for url in as_push_target(one).all_urls()])
     return _UserClient(client)

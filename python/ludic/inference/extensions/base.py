@@ -1,4 +1,4 @@
-"""Request settings of one kind of server."""
+"""The base class of request settings that only one kind of server has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request settings of vLLM."""
+"""Request settings that only vLLM has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ludic.inference.extensions.base import BackendExtensions
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMExtensions(BackendExtensions):
-    """Request settings of vLLM."""
+    """Request settings that only vLLM has."""
 
     max_think: int | None = None
     """Number of output tokens after which `</think>` is forced."""

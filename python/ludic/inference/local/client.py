@@ -1,5 +1,5 @@
-"""A model in this process behind the chat interface, so that agents and engines run with it as with
-a server."""
+"""A model in this process behind the chat interface, so that agents and engines can use it like a
+server."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ludic.event_loop import run_in_thread
 from ludic.inference.current_episode import Episode, current_episode
 from ludic.inference.local.decode import Bounds, Completion, DecodeRequest, decode
 from ludic.inference.local.prefixes import PrefixCache
-from ludic.inference.local.weights import copy_weights, own_copy
-from ludic.inference.prompts.template import offered_tools
+from ludic.inference.local.weights import copy_for_sampling, copy_weights
+from ludic.inference.prompts.template import select_tools
 from ludic.inference.prompts.tokens import Dialogue, PromptEncoder
-from ludic.inference.prompts.tool_calls import assistant_message, count_tool_calls
+from ludic.inference.prompts.tool_calls import assistant_message, completion_finish_reason, count_tool_calls
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams, check_sampling
-from ludic.types import ChatResponse, Message, TokenTrace
+from ludic.types import ChatResponse, TokenTrace
 
 LogprobsMode = Literal["raw", "processed"]
 
@@ -66,25 +66,25 @@ class LocalChatClient:
     """Chat completions from a causal model of transformers in this process.
 
     Concurrent requests are decoded as one batch of at most `max_batch_size` in a worker thread, so
-    the event loop stays free. Each request gets the tokens that its seed would give it alone. A
-    cancelled request is dropped from the rest of its batch; an invalid request fails alone; a
-    failure of the model fails the whole batch.
+    the event loop stays free. The tokens of a request depend on its seed, not on the other requests
+    of the batch. A cancelled request is dropped from the rest of its batch; an invalid request
+    fails alone; a failure of the model fails the whole batch.
 
     The prompt is rendered by the tokenizer's chat template if it has one; otherwise it is the
     contents of the messages without special tokens. Tools need a chat template that renders them;
-    tool calls are parsed in the format of Hermes and Qwen models. The returned token ids are the
-    ones read and sampled; text is never tokenised again.
+    tool calls are parsed in the format of Hermes and Qwen models. The returned token ids are those
+    that the model read and sampled; text is never tokenised again.
 
     `logprobs_mode="raw"` returns log-probabilities of the unmodified model, as the trainer computes
     them; `"processed"` those of the distribution sampled from, after penalties, temperature and
     top-p. At temperature 1 and top-p 1 both are equal.
 
-    In episodes that a `RolloutEngine` plays, each turn reuses the keys and values of the turns
-    before while the weights are unchanged; the cache takes at most `prefix_cache_bytes`.
+    In episodes of a `RolloutEngine`, each turn reuses the keys and values of the previous turns
+    while the weights are unchanged; the cache takes at most `prefix_cache_bytes`.
 
-    With `copy_model` the client owns a copy of the weights, on `device` and in `dtype` if given,
-    which only `sync_weights` changes. Without it, the client samples from `model` itself and sees
-    every optimizer step at once.
+    With `copy_model` the client has its own copy of the weights, optionally on another `device` and
+    in another `dtype`, which only `sync_weights` changes. Without it, the client samples from
+    `model` itself and sees every optimizer step immediately.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class LocalChatClient:
             raise ConfigError(
                 "device and dtype apply to the client's own copy of the model; set copy_model=True, or leave them out"
             )
-        self.model = own_copy(model, device, dtype) if copy_model else model
+        self.model = copy_for_sampling(model, device, dtype) if copy_model else model
         self.tokenizer = tokenizer
         self.logprobs_mode = logprobs_mode
         self._prompts = PromptEncoder(tokenizer)
@@ -126,42 +126,31 @@ class LocalChatClient:
         """One completion. The info has `policy_version`, the version of the weights that sampled
         it.
 
-        With tools it also has `raw_response` in OpenAI's format, with the parsed tool calls in its
-        message. The response's text is everything that was sampled, tool calls included.
+        With tools the info also has `raw_response` in OpenAI's format, with the parsed tool calls
+        in its message. The response's text is everything that was sampled, including tool calls.
 
         Raises ConfigError for invalid settings, InferenceError if the model cannot read the prompt
         or fails.
         """
         if request.extensions is not None:
             raise ConfigError(f"unsupported request.extensions: {type(request.extensions).__name__}; LocalChatClient has none")
-        tools = offered_tools(request.tools)
+        tools = select_tools(request.tools)
         result = await self._enqueue(Dialogue(request.messages, tools), request.sampling, request.seed)
-        message = assistant_message(result.text, first_id=count_tool_calls(request.messages)) if tools else None
-        spec = request.return_
-        response = ChatResponse(
-            text=result.text,
-            completion_token_ids=result.completion.token_ids if spec.return_token_ids else None,
-            completion_logprobs=self._logprobs(result) if spec.return_chosen_logprobs else None,
-            finish_reason=_finish_reason(result.completion, message),
-            prompt_token_ids=result.prompt_ids if spec.return_token_ids else None,
-        )
+        finish_reason = result.completion.finish_reason
         info: dict[str, Any] = {"policy_version": result.version}
-        if message is not None:
-            choice = {"index": 0, "message": message, "finish_reason": response.finish_reason}
+        if tools:
+            message = assistant_message(result.text, first_id=count_tool_calls(request.messages))
+            finish_reason = completion_finish_reason(finish_reason, message)
+            choice = {"index": 0, "message": message, "finish_reason": finish_reason}
             info["raw_response"] = {"choices": [choice]}
-        return response, info
+        return request.return_.make_response(result.text, self._trace(result, finish_reason)), info
 
     async def complete_tokens(
         self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
     ) -> TokenTrace:
-        """Continue token ids as they are. Text is decoded only to find stop strings."""
+        """Continue token ids without changing them. Text is decoded only to find stop strings."""
         result = await self._enqueue(list(prompt_token_ids), sampling or SamplingParams(), seed)
-        return TokenTrace(
-            prompt_token_ids=result.prompt_ids,
-            completion_token_ids=result.completion.token_ids,
-            completion_logprobs=self._logprobs(result),
-            finish_reason=result.completion.finish_reason,
-        )
+        return self._trace(result, result.completion.finish_reason)
 
     async def get_policy_version(self) -> int:
         return self._version
@@ -171,12 +160,12 @@ class LocalChatClient:
         from.
 
         Names are those of the model without adapters. A client that shares the trainer's model,
-        with or without adapters, is already up to date; a copy of a model with adapters has them
-        merged. Everything is checked before the first weight is copied. Raises ConfigError for an
-        unknown name, a wrong shape or a version that is not a number, and TimeoutError if a batch
-        takes longer than `timeout_s`.
+        with or without adapters, is already up to date; in a copy of a model, adapters are merged.
+        Everything is checked before the first weight is copied. Raises ConfigError for an unknown
+        name, a wrong shape or a version that is not a number, and TimeoutError if a batch takes
+        longer than `timeout_s`.
         """
-        number = _version_number(version)
+        number = _parse_version(version)
         if not self._busy.acquire(timeout=timeout_s):
             raise TimeoutError(f"a batch was still being decoded after {timeout_s} s; the weights were not changed")
         try:
@@ -188,8 +177,10 @@ class LocalChatClient:
         finally:
             self._busy.release()
 
-    def _logprobs(self, result: _Result) -> list[float]:
-        return result.completion.logprobs if self.logprobs_mode == "raw" else result.completion.drawn_logprobs
+    def _trace(self, result: _Result, finish_reason: str) -> TokenTrace:
+        completion = result.completion
+        logprobs = completion.logprobs if self.logprobs_mode == "raw" else completion.drawn_logprobs
+        return TokenTrace(result.prompt_ids, completion.token_ids, logprobs, finish_reason)
 
     async def _enqueue(self, prompt: Dialogue | list[int], sampling: SamplingParams, seed: int | None) -> _Result:
         """Add a job to this event loop's queue and wait for its result."""
@@ -199,7 +190,7 @@ class LocalChatClient:
         job = _Job(prompt, sampling, seed, loop.create_future(), current_episode())
         queue.jobs.append(job)
         if queue.worker is None:
-            queue.worker = loop.create_task(self._work(queue))
+            queue.worker = loop.create_task(self._serve(queue))
         return await job.result
 
     def _new_queue(self, loop: asyncio.AbstractEventLoop) -> _Queue:
@@ -208,7 +199,7 @@ class LocalChatClient:
         queue = self._queues[loop] = _Queue()
         return queue
 
-    async def _work(self, queue: _Queue) -> None:
+    async def _serve(self, queue: _Queue) -> None:
         """Decode batches until the queue is empty."""
         batch: list[_Job] = []
         try:
@@ -245,9 +236,9 @@ class LocalChatClient:
             completions = decode(
                 self.model, list(requests.values()), eos_ids=self._eos_ids, pad_id=self._pad_id, prefixes=self._prefixes
             )
-            texts = self._texts(completions)
+            texts = self._decode_texts(completions)
             for i, completion, text in zip(requests, completions, texts, strict=True):
-                text = _before_stop(text, batch[i].stops)
+                text = _cut_at_stop(text, batch[i].stops)
                 results[i] = _check_finite(_Result(requests[i].prompt_ids, completion, text, version))
         return [results[i] for i in range(len(batch))]
 
@@ -259,12 +250,12 @@ class LocalChatClient:
             sampling=job.sampling,
             limit=limit,
             seed=job.seed,
-            contains_stop=_stop_test(self.tokenizer, job.stops) if job.stops else None,
+            contains_stop=_make_stop_test(self.tokenizer, job.stops) if job.stops else None,
             is_abandoned=job.result.done,
             episode=job.episode,
         )
 
-    def _texts(self, completions: Sequence[Completion]) -> list[str]:
+    def _decode_texts(self, completions: Sequence[Completion]) -> list[str]:
         """The text of each completion, without its end token."""
         bodies = [c.token_ids[:-1] if c.token_ids[-1:] and c.token_ids[-1] in self._eos_ids else c.token_ids for c in completions]
         return list(self.tokenizer.batch_decode(bodies, skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -276,7 +267,8 @@ class LocalChatClient:
 
 
 async def _wait_for_arrivals(queue: _Queue) -> int:
-    """Let every coroutine that is ready add its job. Returns the number of jobs in the queue."""
+    """Let every coroutine that is ready to run add its job. Returns the number of jobs in the
+    queue."""
     before = -1
     while len(queue.jobs) != before:
         before = len(queue.jobs)
@@ -295,13 +287,6 @@ def _deliver(batch: Sequence[_Job], results: Sequence[_Result | Exception]) -> N
             job.result.set_result(result)
 
 
-def _finish_reason(completion: Completion, message: Message | None) -> str:
-    """`tool_calls`, as in OpenAI's interface, for an answer with tool calls that was not cut
-    off."""
-    called = message is not None and "tool_calls" in message
-    return "tool_calls" if called and completion.finish_reason == "stop" else completion.finish_reason
-
-
 def _check_finite(result: _Result) -> _Result | Exception:
     """The result, or an error if its log-probabilities are not finite."""
     if all(map(math.isfinite, result.completion.logprobs)):
@@ -309,7 +294,7 @@ def _check_finite(result: _Result) -> _Result | Exception:
     return InferenceError("the model's log-probabilities are not finite; check its weights and its number format")
 
 
-def _stop_test(tokenizer: Any, stops: Sequence[str]) -> Callable[[list[int]], bool]:
+def _make_stop_test(tokenizer: Any, stops: Sequence[str]) -> Callable[[list[int]], bool]:
     """A test whether the last tokens, as text, contain a stop string. A token is at least one byte,
     which limits how many can belong to a stop string."""
     window = 16 + 2 * max(len(stop.encode()) for stop in stops)
@@ -328,7 +313,7 @@ def _stop_test(tokenizer: Any, stops: Sequence[str]) -> Callable[[list[int]], bo
     return contains_stop
 
 
-def _before_stop(text: str, stops: Sequence[str]) -> str:
+def _cut_at_stop(text: str, stops: Sequence[str]) -> str:
     """The text up to the first stop string."""
     positions = [position for position in (text.find(stop) for stop in stops) if position >= 0]
     return text[: min(positions)] if positions else text
@@ -341,11 +326,11 @@ def end_token_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
     return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
 
 
-def _version_number(version: str | int | None) -> int | None:
+def _parse_version(version: str | int | None) -> int | None:
     try:
         return None if version is None else int(version)
     except ValueError:
-        raise ConfigError(f"version ({version!r}) must be a number: the age of a sample is computed from versions") from None
+        raise ConfigError(f"version ({version!r}) must be a number, because the age of samples is computed from it") from None
 
 
 def _as_inference_error(error: Exception) -> Exception:

@@ -1,7 +1,7 @@
 """Batched decoding with a key-value cache, for any causal model of transformers.
 
-It works on token ids; `client` renders messages and decodes text. Shapes: N rows, P tokens of the
-longest prompt, V vocabulary.
+This module works on token ids; `client` renders messages and decodes text. Shapes: N rows, P tokens
+of the longest prompt, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ class DecodeRequest:
     prompt_ids: list[int]
     sampling: SamplingParams
     limit: int
-    """Tokens sampled at most: the request's limit, or what the model's context leaves."""
+    """Maximum number of sampled tokens: the request's limit, or what fits into the model's
+    context."""
     seed: int | None = None
     contains_stop: Callable[[list[int]], bool] | None = None
     """Whether the completion so far contains a stop string; called after each token."""
     is_abandoned: Callable[[], bool] | None = None
     """Whether the caller has gone away; called after each token, from the decoding thread."""
     episode: Episode | None = None
-    """Its later turns may reuse the keys and values of this one."""
+    """The episode of the request, whose later turns may reuse its keys and values."""
 
 
 @dataclass
@@ -58,9 +59,9 @@ class Bounds:
     """The limits of a model."""
 
     vocabulary: int | None
-    """Ids must be below it; None if unknown."""
+    """Token ids must be below it; None if unknown."""
     context: int | None
-    """Tokens of prompt plus continuation; None if unknown."""
+    """Maximum number of prompt plus sampled tokens; None if unknown."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Bounds:
@@ -69,10 +70,10 @@ class Bounds:
         return cls(getattr(embeddings, "num_embeddings", None), None if context is None else int(context))
 
     def room(self, prompt_ids: Sequence[int]) -> int | None:
-        """Tokens that the context leaves after this prompt; None without a limit. Raises
-        InferenceError for an empty, too long or out-of-vocabulary prompt."""
+        """Number of tokens that fit into the context after this prompt; None without a limit.
+        Raises InferenceError for an empty, too long or out-of-vocabulary prompt."""
         if not prompt_ids:
-            raise InferenceError("the prompt has no token; a model needs at least one to continue")
+            raise InferenceError("the prompt has no tokens; a model needs at least one to continue")
         if self.vocabulary is not None and not 0 <= min(prompt_ids) <= max(prompt_ids) < self.vocabulary:
             wrong = next(token for token in prompt_ids if not 0 <= token < self.vocabulary)
             raise InferenceError(
@@ -121,7 +122,7 @@ def decode(
 
 def _forward_keywords(model: Any) -> frozenset[str]:
     """The keywords used here that the model's forward pass accepts; all of them for a wrapper that
-    passes everything on."""
+    forwards its arguments."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters hide the signature
     parameters = inspect.signature(inner.forward).parameters
     used = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
@@ -142,7 +143,7 @@ class _Decoding:
         *,
         snapshot_bytes: int = 0,
     ) -> None:
-        """`matches`: the cached prefix of each prompt, or nothing. `snapshot_bytes`: limit on the
+        """`matches` are the cached prefixes of all prompts, or empty. `snapshot_bytes` limits the
         caches that are kept for `prefixes`."""
         self.model, self.requests, self.snapshot_bytes = model, requests, snapshot_bytes
         self.keywords = _forward_keywords(model)
@@ -162,10 +163,10 @@ class _Decoding:
         give [0, 1, 0]."""
         if matches:  # each row has its own cache
             self.cache, prefix_mask = join_prefixes(matches)
-            self.ids, mask = self._padded([p[match.length :] for p, match in zip(prompts, matches, strict=True)], pad_id)
+            self.ids, mask = self._pad([p[match.length :] for p, match in zip(prompts, matches, strict=True)], pad_id)
             self.mask = torch.cat([prefix_mask, mask], dim=1)
         else:
-            self.ids, self.mask = self._padded(list(number), pad_id)
+            self.ids, self.mask = self._pad(list(number), pad_id)
         self.has_padding = not bool(self.mask.all())
         self.snapshots: list[tuple[Snapshot, list[int], int]] = []
         """Caches, the requests of their rows, and the number of sampled tokens that they hold."""
@@ -203,7 +204,7 @@ class _Decoding:
         return [self._cut_after_end(result, limit) for result, limit in zip(self.results, self.limits, strict=True)]
 
     def prefixes(self) -> Iterator[tuple[Episode, Prefix]]:
-        """After `run`: what the model has read of each episode's dialogue."""
+        """After `run`: the tokens of each episode's dialogue whose keys and values are cached."""
         done = set[int]()
         for snapshot, rows, num_sampled in reversed(self.snapshots):  # a row is in every snapshot before its last one
             for i, row in enumerate(rows):
@@ -269,7 +270,7 @@ class _Decoding:
         return alive[keep]
 
     def _save_snapshot(self, num_sampled: int) -> None:
-        """Keep the cache of the current rows, if rows of it can be reused and it fits."""
+        """Keep the cache of the current rows, if its rows can be reused and it is small enough."""
         if not self.snapshot_bytes or not is_separable(self.model, self.cache, self.device):
             return
         snapshot = Snapshot.of(self.cache, self.mask[:, : self.cache.get_seq_length()])
@@ -311,7 +312,7 @@ class _Decoding:
             del values[length:]
         return result
 
-    def _padded(self, prompts: Sequence[tuple[int, ...]], pad_id: int) -> tuple[Tensor, Tensor]:
+    def _pad(self, prompts: Sequence[tuple[int, ...]], pad_id: int) -> tuple[Tensor, Tensor]:
         """Left-padded ids and mask [N, P]: prompts [7, 8] and [9] give [[7, 8], [pad, 9]] and
         [[1, 1], [0, 1]]."""
         width = max(map(len, prompts))

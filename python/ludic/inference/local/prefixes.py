@@ -1,4 +1,4 @@
-"""Prefix cache: the turns of an episode reuse the keys and values of the turns before.
+"""Prefix cache: each turn of an episode reuses the keys and values of the previous turns.
 
 They are valid only for the weights that computed them. Shapes: N rows, H heads, T columns of the
 cache, D size of a head, K cached tokens.
@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from ludic.inference.current_episode import Episode
 
 MIN_CACHED_SHARE = 0.5
-"""Of a prompt: below it, reading the whole prompt is as fast."""
+"""Share of a prompt below which a cached prefix is not used, because reading the whole prompt is as
+fast."""
 SAMPLED_ELEMENTS = 256
 """Elements read of each parameter, to detect changes that tensors' version counters do not show."""
 PREFIX_STABLE_ROPE = {"default", "linear", "llama3", "yarn"}
-"""Other types, such as longrope and dynamic, rotate the keys of a long dialogue differently from
-those of a short one."""
+"""RoPE types that rotate a key by its position alone. Others, such as longrope and dynamic, also
+depend on the length of the dialogue."""
 _numbers = count()
 
 
@@ -35,7 +36,7 @@ class Snapshot:
     layers: tuple[tuple[Tensor, Tensor], ...]
     """Keys and values, [N, H, T, D] each."""
     mask: Tensor
-    """[N, T] bool: which columns hold a token of the row, and not padding."""
+    """[N, T] bool: True where a column holds a token of the row, False for padding."""
     number: int
 
     @classmethod
@@ -54,7 +55,7 @@ class Prefix:
     snapshot: Snapshot
     row: int
     ids: list[int]
-    """[K] the tokens in the row's first K columns that are not padding."""
+    """[K] the tokens in the row's first K columns without padding."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class PrefixCache:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._prefixes: dict[Episode, list[Prefix]] = {}
-        """Of episodes that have not ended. An episode may end in its own thread while another
-        thread decodes."""
+        """The prefixes of episodes that have not ended. An episode may end in its own thread while
+        another thread decodes."""
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._weights: object = None
 
@@ -131,9 +132,9 @@ class PrefixCache:
 
 
 def is_separable(model: Any, cache: Any, device: torch.device) -> bool:
-    """Whether rows of the cache can be separated and joined with others: every layer keeps every
-    token, all on one device, and positions are rotary and depend neither on the columns between
-    two tokens nor on the final length of the dialogue."""
+    """Whether rows of the cache can be separated and joined with rows of others. For that, every
+    layer must keep every token, all on one device, and positions must be rotary and depend neither
+    on the columns between two tokens nor on the final length of the dialogue."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     return (
@@ -144,7 +145,7 @@ def is_separable(model: Any, cache: Any, device: torch.device) -> bool:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """The types of rotary positions of a model; `none` without any."""
+    """The RoPE types of a model; `none` if it has none."""
     parameters = getattr(config, "rope_parameters", None) or {}
     of_layers = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]
     return {part.get("rope_type") or ("default" if "rope_theta" in part else "none") for part in of_layers}
@@ -193,7 +194,7 @@ class _Part:
 
 
 def _merge(tensors: Sequence[Tensor], parts: Sequence[_Part], rows: int, width: int, *, dim: int) -> Tensor:
-    """Tensors with the rows of all parts in their places, aligned at the last column.
+    """Tensors with the rows of all parts in their places, right-aligned.
 
     Parts [[1, 2]] at row 1 and [[3]] at row 0 give [[0, 3], [1, 2]].
     """
@@ -208,9 +209,9 @@ def _merge(tensors: Sequence[Tensor], parts: Sequence[_Part], rows: int, width: 
 
 
 def weights_fingerprint(model: nn.Module) -> object:
-    """A value that changes with the model's weights, without reading all of them: the address of
-    each tensor, how often it was written in place, a few of its elements, and the active adapters.
-    Never equal to another if weights are loaded on demand."""
+    """A value that changes when the model's weights change, without reading all of them: the
+    address of each tensor, how often it was written in place, a few of its elements, and the active
+    adapters. Always a new value if weights are loaded on demand."""
     tensors = [*model.parameters(), *model.buffers()]
     if any(tensor.is_meta for tensor in tensors):
         return object()

@@ -24,8 +24,8 @@ from ludic.inference.reward_types import (
     RewardModelTrainingMode,
     ScoringRequest,
     ScoringResponse,
+    as_scoring_input,
     check_one_label,
-    scoring_input,
 )
 from ludic.inference.reward_weights import select_trained_weights
 from ludic.models.evaluation_mode import evaluation_mode
@@ -40,14 +40,14 @@ class LocalRewardModel:
     Token ids are scored as they are. Text is tokenised with `tokenizer`, without special tokens
     unless `add_special_tokens`.
 
-    The score of a decoder is that of the last token of each sequence, whatever its id. vLLM does
-    the same; the forward pass of transformers uses the last token that is not
-    `config.pad_token_id`, which differs if a sequence ends with that id. An encoder with a pooler
-    of its own uses that.
+    The score of a decoder is computed at the last token of each sequence, whatever its id. vLLM
+    does the same; the forward pass of transformers uses the last token that is not
+    `config.pad_token_id`, which differs if a sequence ends with that id. An encoder uses its own
+    pooler, if it has one.
 
-    The trainer's planner packs sequences by length into forward passes of at most
-    `micro_token_budget` tokens, padding included. Equal inputs give equal scores; other sequences
-    in the same pass may change the last digits of float32.
+    Sequences are packed by length into forward passes of at most `micro_token_budget` tokens,
+    including padding, by the same planner as in training. Equal inputs give equal scores; other
+    sequences in the same pass may change the last digits of float32.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class LocalRewardModel:
         self._version = 0
         if self._head is not None and _ends_with_padding(self._config, tokenizer):
             logger.warning(
-                "the end token of %s is also its padding token: a sequence is scored here at its end token, but the forward pass of "
-                "transformers uses the token before it; give a model that was trained that way a separate padding token",
+                "the end token of %s is also its padding token: here a sequence is scored at its end token, but the forward pass of "
+                "transformers uses the token before it; if the model was trained with the latter, set another padding token",
                 name,
             )
 
     def reads_ids_of(self, tokenizer: Any) -> bool:
-        """Whether token ids of that tokenizer mean the same here, so that they need not go through
-        text."""
+        """Whether token ids of that tokenizer mean the same here, so that they can be scored
+        without decoding."""
         return reads_same_ids(self.tokenizer, tokenizer)
 
     async def score_batch(
@@ -97,9 +97,9 @@ class LocalRewardModel:
         logits_NL = await run_in_thread(self._logits, list(inputs), pooling_type)
         if logits_NL.shape[1] != 1:
             raise ConfigError(
-                f"{self.name} gives {logits_NL.shape[1]} labels a sequence, a reward is one number; use a model with one"
+                f"{self.name} has {logits_NL.shape[1]} labels, but a reward is one number; use a model with one label"
             )
-        return _normalized(logits_NL, normalize)[:, 0].tolist()
+        return _apply_activation(logits_NL, normalize)[:, 0].tolist()
 
     async def score(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:
         """Like `score_batch`, with all labels. The info has `reward_model_version`."""
@@ -136,11 +136,9 @@ class LocalRewardModel:
 
     def _response(self, request: ScoringRequest, logits_NL: Tensor) -> ScoringResponse:
         if logits_NL.shape[1] != request.n_labels:
-            raise ConfigError(
-                f"{self.name} gives {logits_NL.shape[1]} labels a sequence, the request asks for {request.n_labels}"
-            )
-        scores = _normalized(logits_NL, request.normalize)
-        tokens = sum(len(ids) for ids in self._ids(request.inputs))
+            raise ConfigError(f"{self.name} has {logits_NL.shape[1]} labels, but the request has n_labels={request.n_labels}")
+        scores = _apply_activation(logits_NL, request.normalize)
+        tokens = sum(len(ids) for ids in self._token_ids(request.inputs))
         return ScoringResponse(
             scores=(scores[:, 0] if request.n_labels == 1 else scores).tolist(),
             model=self.name,
@@ -150,8 +148,8 @@ class LocalRewardModel:
 
     def _logits(self, inputs: Sequence[str | Sequence[int]], pooling: PoolingType | None) -> Tensor:
         """[N, L] float32 on the CPU."""
-        sequences = self._ids(inputs)
-        self._check(sequences, pooling)
+        sequences = self._token_ids(inputs)
+        self._check_sequences(sequences, pooling)
         if not sequences:
             return torch.zeros(0, 1)
         lengths = np.fromiter((len(ids) for ids in sequences), dtype=np.int32, count=len(sequences))
@@ -166,7 +164,7 @@ class LocalRewardModel:
         return torch.stack([logits[row] for row in range(len(sequences))])
 
     def _forward(self, sequences: Sequence[Sequence[int]], pooling: PoolingType | None) -> Tensor:
-        """[B, L] of right-padded rows."""
+        """Logits [B, L] of right-padded rows."""
         device = next(self.model.parameters()).device
         lengths_B = torch.tensor([len(ids) for ids in sequences])
         ids_BT = torch.zeros(len(sequences), int(lengths_B.max()), dtype=torch.long)
@@ -178,13 +176,13 @@ class LocalRewardModel:
             logits_BL: Tensor = self.model(input_ids=ids_BT, attention_mask=mask_BT).logits
             return logits_BL
         hidden_BTH: Tensor = self._body(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).last_hidden_state
-        pooled: Tensor = self._head(_pooled(hidden_BTH, mask_BT, lengths_B, pooling or PoolingType.LAST))
+        pooled: Tensor = self._head(_pool(hidden_BTH, mask_BT, lengths_B, pooling or PoolingType.LAST))
         return pooled
 
-    def _ids(self, inputs: Sequence[str | Sequence[int]]) -> list[Sequence[int]]:
-        checked = [scoring_input(item) for item in inputs]
+    def _token_ids(self, inputs: Sequence[str | Sequence[int]]) -> list[Sequence[int]]:
+        checked = [as_scoring_input(item) for item in inputs]
         if self.tokenizer is None and any(isinstance(item, str) for item in checked):
-            raise ConfigError(f"{self.name} has no tokenizer and got text; give it one, or token ids")
+            raise ConfigError(f"{self.name} has no tokenizer but got text; pass tokenizer=, or token ids")
         return [
             self.tokenizer(sequence, add_special_tokens=self._add_special_tokens)["input_ids"]
             if isinstance(sequence, str)
@@ -192,18 +190,18 @@ class LocalRewardModel:
             for sequence in checked
         ]
 
-    def _check(self, sequences: Sequence[Sequence[int]], pooling: PoolingType | None) -> None:
+    def _check_sequences(self, sequences: Sequence[Sequence[int]], pooling: PoolingType | None) -> None:
         if pooling is PoolingType.STEP:
             raise ConfigError("pooling_type=step is reserved: scores for each step are not implemented")
         if self._head is None and pooling not in (None, PoolingType.CLS):
             raise ConfigError(
-                f"{self.name} is an encoder that computes its score from its first token; use pooling_type=cls, or none"
+                f"{self.name} is an encoder that computes its score from its first token; use pooling_type=cls or None"
             )
         vocabulary = getattr(self.model.get_input_embeddings(), "num_embeddings", None)  # type: ignore[operator]
         room = getattr(self._config, "max_position_embeddings", None)
         for index, ids in enumerate(sequences):
             if not ids:
-                raise DataError(f"sequence {index} has no token; there is nothing to score")
+                raise DataError(f"sequence {index} has no tokens; there is nothing to score")
             if room is not None and len(ids) > room:
                 raise DataError(f"sequence {index} has {len(ids)} tokens, the context of {self.name} is {room}; shorten it")
             if vocabulary is not None and not 0 <= min(ids) <= max(ids) < vocabulary:
@@ -213,8 +211,8 @@ class LocalRewardModel:
                 )
 
 
-def _pooled(hidden_BTH: Tensor, mask_BT: Tensor, lengths_B: Tensor, pooling: PoolingType) -> Tensor:
-    """[B, H]"""
+def _pool(hidden_BTH: Tensor, mask_BT: Tensor, lengths_B: Tensor, pooling: PoolingType) -> Tensor:
+    """Pooled hidden states [B, H]."""
     if pooling is PoolingType.CLS:
         return hidden_BTH[:, 0]
     if pooling is PoolingType.LAST:
@@ -236,7 +234,7 @@ def _ends_with_padding(config: Any, tokenizer: Any) -> bool:
     return pad is not None and pad == end
 
 
-def _normalized(logits_NL: Tensor, normalize: bool) -> Tensor:
+def _apply_activation(logits_NL: Tensor, normalize: bool) -> Tensor:
     if not normalize:
         return logits_NL
     return torch.sigmoid(logits_NL) if logits_NL.shape[1] == 1 else torch.softmax(logits_NL, dim=1)

@@ -1,4 +1,4 @@
-"""Draws one token for each row of logits, from a random stream of its own.
+"""Draws one token for each row of logits. Each row has its own random stream.
 
 A row's tokens depend only on its seed, its prompt and its logits, never on the other rows. For each
 token, a counter-based generator keyed by seed and prompt (Philox, Salmon et al. 2011) gives a
@@ -31,9 +31,9 @@ BLOCK = 64
 
 
 def stream_key(seed: int | None, prompt_ids: Sequence[int]) -> NDArray[np.uint64]:
-    """[2] the key of one request's uniforms; a random key without a seed.
+    """[2] the key of one request's random stream; a random key without a seed.
 
-    It contains the prompt, so that requests with the same seed and different prompts are
+    It depends on the prompt, so that requests with the same seed and different prompts are
     independent.
     """
     if seed is None:
@@ -44,13 +44,13 @@ def stream_key(seed: int | None, prompt_ids: Sequence[int]) -> NDArray[np.uint64
 
 class Uniforms:
     """The numbers of `np.random.Generator(np.random.Philox(key=key)).random()` for any key and
-    position, without making a generator for each, which takes longer than drawing from it."""
+    position. Does not make a generator for each key, which takes longer than drawing from it."""
 
     def __init__(self) -> None:
         self._philox = np.random.Philox(0)
         self._generator = np.random.Generator(self._philox)
         self._state: Any = self._philox.state
-        self._state["buffer_pos"] = 4  # four numbers for each count, all used up
+        self._state["buffer_pos"] = 4  # a count gives four numbers; 4 means that all are used up
 
     def block(self, key: NDArray[np.uint64], number: int) -> NDArray[np.float64]:
         """[BLOCK] the numbers `number * BLOCK` to `(number + 1) * BLOCK - 1` of the key's
@@ -104,7 +104,7 @@ class Sampler:
         for start in range(0, logits_NV.shape[0], rows):
             part = slice(start, start + rows)
             logp = torch.log_softmax(logits_NV[part], dim=-1)
-            shaped = logp if self._plain and not self._penalised else self._shaped(logits_NV[part], part)
+            shaped = logp if self._plain and not self._penalised else self._shape_logprobs(logits_NV[part], part)
             token = _invert(shaped, uniform[part])
             tokens.append(token)
             raw.append(logp.gather(1, token[:, None]).squeeze(1))
@@ -113,7 +113,7 @@ class Sampler:
         self._count(all_tokens, logits_NV.shape[1])
         return all_tokens, torch.cat(raw), torch.cat(drawn)
 
-    def _shaped(self, logits: Tensor, part: slice) -> Tensor:
+    def _shape_logprobs(self, logits: Tensor, part: slice) -> Tensor:
         """Log-probabilities after penalties, temperature and top-p. A greedy row puts all mass on
         one token."""
         if self.counts is not None:

@@ -14,11 +14,11 @@ from ludic.models.adapters import has_adapters
 
 
 def copy_weights(model: nn.Module, params: Mapping[str, Tensor]) -> None:
-    """Copy each tensor into the weight of its name, unless both share their memory.
+    """Copy each tensor into the weight of its name, unless both share memory.
 
     Names and shapes are checked before the first copy. Raises ConfigError for an unknown name or a
-    wrong shape, and for a model with adapters that is not the trainer's own, which cannot take
-    merged weights.
+    wrong shape, and for a model with adapters that is not the trainer's own, because merged weights
+    cannot be copied into it.
     """
     own = _weights_by_name(model)
     for name, new in params.items():
@@ -35,8 +35,9 @@ def copy_weights(model: nn.Module, params: Mapping[str, Tensor]) -> None:
                 own[name].copy_(new)
 
 
-def own_copy(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
-    """A copy without gradients and with adapters merged, on `device` and in `dtype` if given."""
+def copy_for_sampling(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
+    """A copy without gradients and with merged adapters, on `device` and in `dtype` unless these
+    are None."""
     copied: Any = copy.deepcopy(model)
     if hasattr(copied, "merge_and_unload"):
         copied = copied.merge_and_unload()
@@ -46,8 +47,8 @@ def own_copy(model: nn.Module, device: torch.device | str | None, dtype: torch.d
 
 
 def _weights_by_name(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by the names of the model without adapters; a tied weight has all its
-    names."""
+    """Parameters and buffers by their names in the model without adapters. A tied weight is under
+    each of its names."""
     own: dict[str, Tensor] = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -64,6 +65,6 @@ def _check_is_trainers(own: Mapping[str, Tensor], params: Mapping[str, Tensor]) 
     own do except for merged copies."""
     if params and all(own[name].data_ptr() != new.data_ptr() for name, new in params.items()):
         raise ConfigError(
-            "merged weights were published to a model with adapters of its own; give the client a model without adapters, or "
+            "merged weights were published to a model that has its own adapters; give the client a model without adapters, or set "
             "copy_model=True, which merges them"
         )

@@ -11,8 +11,8 @@ from ludic.inference.request import ToolRequest
 from ludic.types import Message
 
 
-def offered_tools(request: ToolRequest | None) -> list[dict[str, Any]]:
-    """The tools to render into the prompt: none if the request has none or its `tool_choice` is
+def select_tools(request: ToolRequest | None) -> list[dict[str, Any]]:
+    """The tools to render into the prompt. Empty if the request has none or its `tool_choice` is
     "none".
 
     Raises ConfigError for a `tool_choice` that forces a call, which plain sampling cannot do.
@@ -21,8 +21,8 @@ def offered_tools(request: ToolRequest | None) -> list[dict[str, Any]]:
         return []
     if request.tool_choice not in ("auto", None):
         raise ConfigError(
-            f"tool_choice ({request.tool_choice!r}) cannot be forced here; use 'auto', or 'none' to offer no tools, or a server that "
-            "decodes under constraints"
+            f"tool_choice ({request.tool_choice!r}) cannot be forced here; use 'auto', 'none' to offer no tools, or a server with "
+            "constrained decoding"
         )
     return list(request.tools)
 
@@ -37,51 +37,51 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._shown: set[tuple[str, str]] = set()
-        """(template, tools) pairs whose text was checked to contain the tools."""
+        self._checked: set[tuple[str, str]] = set()
+        """(template, tools) pairs that were checked to render the tools."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The prompt, up to where the model's answer begins. Raises ConfigError if it would not
-        show the tools or the speakers."""
-        template = self._source
+        """The prompt, up to the beginning of the model's answer. Raises ConfigError if it would not
+        contain the tools or name the speakers."""
+        template = self._template_source
         if not template:
             if tools:
                 raise ConfigError(
                     "the tokenizer has no chat template, so the model cannot be shown tools; set tokenizer.chat_template to one that "
                     "renders them, or use an agent without tools"
                 )
-            return _contents(messages)
+            return _join_contents(messages)
         plain = [_normalize(message) for message in messages]
         text = self._apply(plain, list(tools))
         if tools:
-            self._check_shown(plain, text, (str(template), json.dumps(tools)))
+            self._check_tools_rendered(plain, text, (str(template), json.dumps(tools)))
         return text
 
     def render_all(self, dialogues: Sequence[Sequence[Message]]) -> list[str]:
         """`render` each dialogue without tools. One call of the tokenizer takes half the time of
         many."""
-        if not self._source or not dialogues:
-            return [_contents(messages) for messages in dialogues]
+        if not self._template_source or not dialogues:
+            return [_join_contents(messages) for messages in dialogues]
         plain = [[_normalize(message) for message in messages] for messages in dialogues]
         texts: list[str] = self._tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
         return texts
 
     @property
-    def _source(self) -> str | None:
+    def _template_source(self) -> str | None:
         """The Jinja source of the template."""
         return getattr(self._tokenizer, "chat_template", None)
 
-    def _check_shown(self, messages: list[Message], text: str, key: tuple[str, str]) -> None:
+    def _check_tools_rendered(self, messages: list[Message], text: str, key: tuple[str, str]) -> None:
         """Raise ConfigError if the text is the same without the tools. Checks each set of tools
         once."""
-        if key in self._shown:
+        if key in self._checked:
             return
         if text == self._apply(messages, []):
             raise ConfigError(
-                "the tokenizer's chat template leaves tools out, so the model would not see them; set tokenizer.chat_template to one "
+                "the tokenizer's chat template ignores tools, so the model would not see them; set tokenizer.chat_template to one "
                 "that renders `tools`, or use an agent without tools"
             )
-        self._shown.add(key)
+        self._checked.add(key)
 
     def _apply(self, messages: list[Message], tools: list[Mapping[str, Any]]) -> str:
         extra = {"tools": tools} if tools else {}
@@ -89,15 +89,15 @@ class ChatTemplate:
         return text
 
 
-def _contents(messages: Sequence[Message]) -> str:
+def _join_contents(messages: Sequence[Message]) -> str:
     """The text of a single message, after the system message and a blank line if there is one."""
     contents = [message.get("content") or "" for message in messages]
     roles = [str(message.get("role")) for message in messages]
     if len(messages) < 2 or (len(messages) == 2 and roles[0] in ("system", "developer")):
         return "\n\n".join(content for content in contents if content)
     raise ConfigError(
-        f"the prompt is a conversation of {len(messages)} messages ({', '.join(roles)}), and the tokenizer has no chat template, which "
-        "says how to write them; set tokenizer.chat_template, or give prompts of one message"
+        f"the prompt is a conversation of {len(messages)} messages ({', '.join(roles)}), and the tokenizer has no chat template to "
+        "render them; set tokenizer.chat_template, or use prompts of one message"
     )
 
 

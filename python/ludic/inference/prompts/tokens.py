@@ -1,5 +1,5 @@
-"""Messages to the token ids that a model reads, with a cache, so that each turn of a dialogue
-extends the one before it token by token."""
+"""Converts messages to prompt token ids, with a cache, so that the ids of each turn of a dialogue
+begin with those of the previous turn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ludic.types import Message
 V = TypeVar("V")
 
 CACHE_SIZE = 4096
-"""Dialogues in a cache. The members of a group share a prompt, and the next turn of each begins
+"""Dialogues in a cache. The samples of a group share a prompt, and the next turn of each begins
 with its last answer."""
 
 
@@ -34,7 +34,7 @@ class Dialogue:
 
 
 class DialogueCache(Generic[V]):
-    """What was computed of the last `CACHE_SIZE` dialogues. Safe to use from several threads."""
+    """A value for each of the last `CACHE_SIZE` dialogues. Thread-safe."""
 
     def __init__(self) -> None:
         self._values: OrderedDict[str, V] = OrderedDict()
@@ -46,7 +46,7 @@ class DialogueCache(Generic[V]):
             return self._values.get(key)
 
     def put(self, dialogue: Dialogue, value: V) -> None:
-        """Store a value; drops the oldest beyond `CACHE_SIZE`."""
+        """Store a value; drops the oldest values beyond `CACHE_SIZE`."""
         key = dialogue.key
         with self._lock:
             self._values[key] = value
@@ -64,17 +64,19 @@ class PromptEncoder:
         self._prompts: DialogueCache[list[int]] = DialogueCache()
 
     def encode_batch(self, dialogues: Sequence[Dialogue]) -> list[list[int] | Exception]:
-        """[P] ids of each prompt, or the error of its rendering. Calls the tokenizer once."""
+        """[P] ids of each prompt, or the error that rendering it raised. Calls the tokenizer
+        once."""
         results: list[list[int] | str | Exception] = [self._ids_or_text(dialogue) for dialogue in dialogues]
         texts = list(dict.fromkeys(text for text in results if isinstance(text, str)))
-        ids_of = dict(zip(texts, self._tokenize(texts) if texts else [], strict=True))
+        ids_by_text = dict(zip(texts, self._tokenize(texts) if texts else [], strict=True))
         for dialogue, text in zip(dialogues, results, strict=True):
             if isinstance(text, str):
-                self._prompts.put(dialogue, ids_of[text])
-        return [list(ids_of[result]) if isinstance(result, str) else result for result in results]
+                self._prompts.put(dialogue, ids_by_text[text])
+        return [list(ids_by_text[result]) if isinstance(result, str) else result for result in results]
 
     def _ids_or_text(self, dialogue: Dialogue) -> list[int] | str | Exception:
-        """The prompt's ids if they are cached, else its text, else why it cannot be rendered."""
+        """The prompt's ids if they are cached, else its text, or the error that rendering it
+        raised."""
         try:
             ids = self._prompts.get(dialogue)
             return self._template.render(dialogue.messages, dialogue.tools) if ids is None else list(ids)
@@ -88,11 +90,11 @@ class PromptEncoder:
 class PromptTokens(PromptEncoder):
     """A `PromptEncoder` that remembers the tokens of sampled answers.
 
-    A prompt whose text begins with an earlier prompt and its answer begins with exactly the tokens
-    of both; only the rest is encoded. Otherwise a sampled answer would be tokenised again, and
-    differently wherever the model did not write it as the tokenizer does. A template that changes
-    earlier turns, such as one that drops thoughts, makes the whole prompt be encoded. Of two
-    answers to the same messages with the same text, the later one's tokens are used.
+    If the text of a prompt begins with an earlier prompt and its answer, its ids begin with exactly
+    the tokens of both, and only the rest is encoded. Otherwise a sampled answer would be tokenised
+    again, with different tokens wherever the model did not sample what the tokenizer produces. If a
+    template changes earlier turns, for example by dropping thoughts, the whole prompt is encoded.
+    Of two answers to the same messages with the same text, the tokens of the later one are used.
 
     Example: prompt `[5, 6]` and answer `[7, 8, 2]` (2 ends a turn) make the next prompt
     `[5, 6, 7, 8, 2, ...]`, even if the tokenizer would encode the answer's text as `[9, 2]`.
@@ -101,10 +103,10 @@ class PromptTokens(PromptEncoder):
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer)
         self._answers: DialogueCache[tuple[str, list[int]]] = DialogueCache()
-        """Dialogue that ends with an answer -> its text and ids, up to and including the answer."""
+        """Dialogue that ends with an answer -> its text and ids, including the answer."""
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """[P] ids of the prompt. Raises ConfigError if the template cannot show the tools."""
+        """[P] ids of the prompt. Raises ConfigError if the template cannot render the tools."""
         dialogue = Dialogue(messages, tools)
         ids = self._prompts.get(dialogue)
         if ids is None:
@@ -122,7 +124,7 @@ class PromptTokens(PromptEncoder):
         prompt_ids: Sequence[int],
         completion_ids: Sequence[int],
     ) -> None:
-        """Remember the tokens of an answer for the turns that follow it."""
+        """Remember the tokens of an answer for later turns."""
         completion = self.tokenizer.decode(list(completion_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         text = self._template.render(messages, tools) + str(completion)
         self._answers.put(Dialogue([*messages, answer], tools), (text, [*prompt_ids, *completion_ids]))
@@ -132,8 +134,8 @@ class PromptTokens(PromptEncoder):
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _longest_answered_prefix(self, dialogue: Dialogue, text: str) -> tuple[str, list[int]]:
-        """Text and ids of the longest answered dialogue that `text` begins with; empty if there is
-        none."""
+        """Text and ids of the longest remembered dialogue that `text` begins with; empty if there
+        is none."""
         for end in range(len(dialogue.messages) - 1, 0, -1):
             if dialogue.messages[end - 1].get("role") != "assistant":
                 continue

@@ -45,10 +45,10 @@ def parse_tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     start = text.find(OPENING)
     while start >= 0:
         try:
-            call, end = _DECODER.raw_decode(text, _after_space(text, start + len(OPENING)))
+            call, end = _DECODER.raw_decode(text, _skip_space(text, start + len(OPENING)))
         except (ValueError, RecursionError):
             return []
-        end = _after_space(text, end)
+        end = _skip_space(text, end)
         if not text.startswith(CLOSING, end) or not _is_call(call):
             return []
         calls.append((call["name"], call["arguments"]))
@@ -56,14 +56,14 @@ def parse_tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     return calls
 
 
-def _after_space(text: str, position: int) -> int:
+def _skip_space(text: str, position: int) -> int:
     match = _SPACE.match(text, position)
     return position if match is None else match.end()
 
 
 def _is_call(call: Any) -> bool:
-    """Whether it is an object with a name and an object of arguments that can be encoded as JSON
-    text."""
+    """Whether `call` is an object with a name and an object of arguments, and can be encoded as
+    JSON text."""
     if not isinstance(call, dict) or not isinstance(call.get("arguments"), dict):
         return False
     if not isinstance(call.get("name"), str) or not call["name"]:
@@ -73,6 +73,12 @@ def _is_call(call: Any) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def completion_finish_reason(finish_reason: str, message: Message) -> str:
+    """`tool_calls`, as in OpenAI's interface, for an answer with tool calls that was not cut off;
+    else `finish_reason`."""
+    return "tool_calls" if "tool_calls" in message and finish_reason == "stop" else finish_reason
 
 
 def count_tool_calls(messages: list[Message]) -> int:

@@ -1,4 +1,4 @@
-"""Responses that several kinds of servers have in common: their models and weight versions."""
+"""Responses that several kinds of servers share: their models and weight versions."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class WeightInfo(Struct):
     weight_version: str | int | None
 
 
-def without_nulls(answer: Any) -> Any:
+def drop_nulls(answer: Any) -> Any:
     """Drop the keys whose value is null. `LONG_PARTS` are not searched."""
     if isinstance(answer, list):
-        return [without_nulls(element) for element in answer]
+        return [drop_nulls(element) for element in answer]
     if not isinstance(answer, dict):
         return answer
-    return {key: value if key in LONG_PARTS else without_nulls(value) for key, value in answer.items() if value is not None}
+    return {key: value if key in LONG_PARTS else drop_nulls(value) for key, value in answer.items() if value is not None}

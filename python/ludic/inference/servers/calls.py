@@ -1,4 +1,4 @@
-"""Control calls to one server, each with a deadline, with errors of this library."""
+"""Control calls to one server, each with a deadline. They raise this library's errors."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class ServerCalls:
         timeout_s: float | None = None,
         answer: type[T] | None = None,
     ) -> T:
-        """The response as JSON of the type `answer`; without a type, any JSON, or the text if it is
-        not JSON.
+        """Make a call and return the response as JSON of the type `answer`. Without a type, return
+        any JSON, or the text if it is not JSON.
 
         Raises ServerError, ServerTimeoutError and ServerUnreachableError, and InferenceError for
         JSON of another type.
@@ -73,7 +73,7 @@ class ServerCalls:
 
 
 def convert_answer(payload: object, kind: type[T], url: str) -> T:
-    """Decoded JSON as a typed answer of the server at `url`. Raises InferenceError if it is of
+    """Convert decoded JSON from the server at `url` to a type. Raises InferenceError if it has
     another type."""
     try:
         return msgspec.convert(payload, kind)

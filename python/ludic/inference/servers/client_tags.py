@@ -1,7 +1,7 @@
 """Client tags: several clients of one server each send a tag, and check that responses carry it.
 
-The tag travels as the JSON field `client_tag` and the header `X-VLLM-Client-Tag`. vLLM drops both;
-a server that clients share behind something that fans requests in must be started with
+The tag is sent as the JSON field `client_tag` and the header `X-VLLM-Client-Tag`. vLLM drops both.
+A server that several clients share through a proxy must be started with
 `ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware` (`ludic serve
 --client-tags`), which echoes them. A response without a tag is an error under `require_echo`, and
 is accepted under `lenient`.
@@ -18,11 +18,12 @@ from ludic.errors import ClientTagError, ConfigError
 from ludic.inference.vllm.in_server.client_tag_middleware import FIELD, HEADER, OUTER_LISTS
 
 TagPolicy = Literal["require_echo", "lenient"]
-PLACES = ("metadata", "meta", "context", "extra", "request")
-"""Keys of an object in which its tag is looked for, after its top level."""
-DEPTH = 5
-BREADTH = 8
-"""Levels of nesting, and elements of a list, that are searched for a tag."""
+METADATA_KEYS = ("metadata", "meta", "context", "extra", "request")
+"""Keys of an object that are searched for its tag, after its top level."""
+MAX_DEPTH = 5
+"""Levels of nesting that are searched for a tag."""
+MAX_ELEMENTS = 8
+"""Elements of a list that are searched for a tag."""
 
 
 def resolve_client_tag(client_tag: str | None = None, environment: Mapping[str, str] | None = None) -> str | None:
@@ -32,25 +33,25 @@ def resolve_client_tag(client_tag: str | None = None, environment: Mapping[str, 
     for tag in (client_tag, env.get("VLLM_CLIENT_TAG")):
         if tag is not None and tag.strip():
             return tag.strip()
-    rank = _first(env, "RANK", "LOCAL_RANK", "SLURM_PROCID")
+    rank = _first_value(env, "RANK", "LOCAL_RANK", "SLURM_PROCID")
     if rank is None:
         return None
-    size = _first(env, "WORLD_SIZE", "SLURM_NTASKS")
+    size = _first_value(env, "WORLD_SIZE", "SLURM_NTASKS")
     return f"rank-{rank}" if size is None else f"rank-{rank}-of-{size}"
 
 
-def find_tag(value: object, depth: int = DEPTH) -> str | None:
+def find_tag(value: object, depth: int = MAX_DEPTH) -> str | None:
     """The first tag in a response: `client_tag` of an object, else one in its metadata."""
     if depth < 0:
         return None
     if isinstance(value, list):
-        return next((tag for tag in (find_tag(element, depth - 1) for element in value[:BREADTH]) if tag), None)
+        return next((tag for tag in (find_tag(element, depth - 1) for element in value[:MAX_ELEMENTS]) if tag), None)
     if not isinstance(value, Mapping):
         return None
     own = value.get(FIELD)
     if isinstance(own, str) and own.strip():
         return own.strip()
-    return next((tag for tag in (find_tag(value.get(place), depth - 1) for place in PLACES) if tag), None)
+    return next((tag for tag in (find_tag(value.get(key), depth - 1) for key in METADATA_KEYS) if tag), None)
 
 
 @dataclass
@@ -58,7 +59,7 @@ class TagCounts:
     """Counts since the client was made."""
 
     filtered: int = 0
-    """Groups and outputs dropped because they carry another client's tag."""
+    """Groups and outputs dropped because they have another client's tag."""
     untagged: int = 0
     """Responses without any tag, accepted under `lenient`."""
     errors: int = 0
@@ -66,7 +67,7 @@ class TagCounts:
 
 @dataclass
 class ClientTag:
-    """A client's tag, and what happens to responses without one."""
+    """A client's tag, and the policy for responses without one."""
 
     tag: str
     policy: TagPolicy = "lenient"
@@ -76,7 +77,7 @@ class ClientTag:
         if self.policy not in ("require_echo", "lenient"):
             raise ConfigError(f"client_tag_policy ({self.policy!r}) must be 'require_echo' or 'lenient'")
         if not self.tag.strip() or not self.tag.isprintable() or not self.tag.isascii():
-            raise ConfigError(f"client_tag ({self.tag!r}) must be printable ASCII: it travels in a header")
+            raise ConfigError(f"client_tag ({self.tag!r}) must be printable ASCII, because it is sent in a header")
 
     def headers(self) -> dict[str, str]:
         return {HEADER: self.tag}
@@ -88,20 +89,20 @@ class ClientTag:
         lists = [name for name in OUTER_LISTS if isinstance(payload.get(name), list)]
         root = find_tag(payload)
         if root is not None and root != self.tag and not lists:
-            raise self._error(f"the answer carries the client_tag {root!r} and not {self.tag!r}")
+            raise self._error(f"the response has the client_tag {root!r} and not {self.tag!r}")
         seen = root is not None
         for name in lists:
             groups, tagged = self._own_groups(payload[name], root)
             seen = seen or tagged
             if payload[name] and not groups:
-                raise self._error(f"every one of the {len(payload[name])} {name} carries another client_tag than {self.tag!r}")
+                raise self._error(f"all {len(payload[name])} {name} have another client_tag than {self.tag!r}")
             filtered[name] = groups
         if not seen:
             self._record_untagged()
         return filtered
 
     def _own_groups(self, groups: list[Any], root: str | None) -> tuple[list[Any], bool]:
-        """(own groups, whether any tag was seen). A group without a tag has the tag of the whole
+        """(own groups, whether there was any tag). A group without a tag gets the tag of the whole
         response."""
         own, seen = [], False
         for group in groups:
@@ -123,7 +124,7 @@ class ClientTag:
     def _record_untagged(self) -> None:
         if self.policy == "require_echo":
             raise self._error(
-                "the answer carries no client_tag. A shared server must echo it: start it with --middleware "
+                "the response has no client_tag. A shared server must echo it: start it with --middleware "
                 "ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware (`ludic serve --client-tags`), or set "
                 "client_tag_policy='lenient' if nobody else uses the server"
             )
@@ -134,5 +135,5 @@ class ClientTag:
         return ClientTagError(message)
 
 
-def _first(env: Mapping[str, str], *names: str) -> str | None:
+def _first_value(env: Mapping[str, str], *names: str) -> str | None:
     return next((env[name] for name in names if env.get(name, "").strip()), None)

@@ -59,6 +59,6 @@ def _headers(env: Mapping[str, str]) -> dict[str, str]:
         headers = None
     if not isinstance(headers, dict) or not all(isinstance(value, str) for value in headers.values()):
         raise ConfigError(
-            'VLLM_EXTRA_HEADERS must be a JSON object of texts, such as {"X-Team": "rl"}; its value is not shown here'
+            'VLLM_EXTRA_HEADERS must be a JSON object of strings, such as {"X-Team": "rl"}; its value, which may be a key, is not shown'
         )
     return headers

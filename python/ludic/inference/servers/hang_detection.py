@@ -22,15 +22,15 @@ class _Calls:
     """The calls in flight at one server."""
 
     scopes: dict[asyncio.Timeout, asyncio.AbstractEventLoop] = field(default_factory=dict)
-    """The timeout scope of each call, by which it is cancelled, and its event loop."""
+    """Timeout scope of each call, with which it can be cancelled -> its event loop."""
     quiet_since: float = 0.0
     """When the server last answered anything, or got its first call."""
     answered_at: float = float("-inf")
 
 
 class HangDetector:
-    """Watches calls in flight. A long call alone is no fault: a server is given up only if it also
-    fails a probe."""
+    """Watches calls in flight. A call may take long: its server is given up only if it also fails a
+    probe."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class HangDetector:
         """`is_alive` probes a server that has been silent for `silence_s`, and drains it if it is
         dead."""
         if not silence_s > 0:
-            raise ConfigError(f"silence_s ({silence_s}) must be > 0; None waits for each request's own deadline")
+            raise ConfigError(f"silence_s ({silence_s}) must be > 0; None turns the detection of hanging servers off")
         self.silence_s = silence_s
         self._is_alive, self._clock = is_alive, clock
         self._calls = {server: _Calls() for server in servers}
@@ -89,7 +89,7 @@ class HangDetector:
             self._tasks[loop] = loop.create_task(self._check_all(loop))
 
     async def _check_all(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Check the servers for as long as they hold calls of this loop."""
+        """Check the servers as long as they have calls of this loop."""
         while busy := [server for server, calls in self._calls.items() if loop in calls.scopes.values()]:
             await asyncio.gather(*(self._check(server, self._calls[server], loop) for server in busy))
             await asyncio.sleep(self.silence_s / CHECKS_PER_SILENCE)
@@ -103,7 +103,7 @@ class HangDetector:
                 scope.reschedule(loop.time())
 
     def _is_silent(self, server: Server, calls: _Calls) -> bool:
-        """Whether it has been silent for too long while another live server answered or was
+        """Whether the server has been silent for too long while another live server answered or was
         idle."""
         return self._clock() - calls.quiet_since > self.silence_s and any(
             not others.scopes or others.answered_at > calls.quiet_since

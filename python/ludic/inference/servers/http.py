@@ -1,9 +1,9 @@
 """HTTP requests with one deadline for the whole exchange, a limit on the body, and no redirects.
 
-`Http` is for code that awaits and keeps its connections, `BlockingHttp` for code that cannot await.
-The deadline covers name resolution, connecting, sending and every byte of the response, so a server
-that drips is given up in time, as is a silent one. Bodies are read as they come over the wire and
-never decompressed. Redirects are not followed: requests carry prompts and keys.
+`Http` is for asynchronous code that reuses its connections, `request_once` for a single request,
+and `BlockingHttp` for synchronous code. The deadline covers name resolution, connecting, sending
+and every byte of the response, so slow servers are given up in time as well as silent ones. Bodies
+are never decompressed. Redirects are not followed, because requests carry prompts and keys.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, ServerTimeoutError, ServerUnreachableError
-from ludic.inference.servers.errors import status_error
+from ludic.inference.servers.errors import quote_body, status_error
 from ludic.inference.servers.loop_thread import run_blocking
-from ludic.inference.servers.server_secret import is_this_machine
+from ludic.inference.servers.server_secret import is_loopback_host
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient, Response
@@ -35,8 +35,8 @@ KEEPALIVE_S = 2.0
 next request arrives."""
 MAX_BYTES = 256 * 2**20
 """Limit on a response. A million tokens with their log-probabilities take about 130 MB."""
-SHOWN = 400
-"""Characters of a body that errors quote."""
+QUOTED_BYTES = 2000
+"""Bytes of a body that are decoded for an error message."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class HttpResponse:
         return self.read(object)
 
     def read(self, kind: type[T]) -> T:
-        """The body as JSON of this type, without conversions: 10.5, true and "7" are no int.
+        """The body as JSON of this type, without conversions: 10.5, true and "7" are not ints.
         Raises InferenceError."""
         try:
             decoded: T = _decoder(kind).decode(self.body)
@@ -77,13 +77,12 @@ class HttpResponse:
         except (ValueError, RecursionError) as error:
             broken = any(word in self.body for word in (b"NaN", b"Infinity"))
             cause = "numbers that are not finite; check the server's weights" if broken else "is this the right address?"
-            raise InferenceError(f"{self.url} answered {self.excerpt()}, which is no JSON ({error}): {cause}") from error
+            raise InferenceError(f"{self.url} answered {self.excerpt()}, which is not JSON ({error}): {cause}") from error
         return decoded
 
     def excerpt(self) -> str:
         """The beginning of the body, for an error message."""
-        text = " ".join(self.body[: 4 * SHOWN].decode("utf-8", errors="replace").split())
-        return text[:SHOWN] or "nothing"
+        return quote_body(self.body[:QUOTED_BYTES].decode("utf-8", errors="replace"))
 
 
 class RequestOptions(TypedDict, total=False):
@@ -106,7 +105,7 @@ class Http:
     def __init__(self, headers: Mapping[str, str] | None = None, *, keepalive_s: float = KEEPALIVE_S) -> None:
         """`headers` are sent with every request. `keepalive_s=0` opens a new connection for each
         request."""
-        self.headers = _lower(headers or {})
+        self.headers = _lower_names(headers or {})
         self._keepalive_s = keepalive_s
         self._clients: dict[tuple[bool, bool], AsyncClient] = {}
         """Keyed by (server is on this machine, TLS)."""
@@ -123,18 +122,18 @@ class Http:
         json, timeout_s, headers = options.get("json"), options["timeout_s"], options.get("headers") or {}
         _check_address(url, {**self.headers, **headers})
         content = None if json is None else _encode(json, url)
-        sent = {**self.headers, **_lower(headers), "accept-encoding": "identity"}
-        sent |= {"content-type": "application/json"} if content is not None else {}
-        sent |= {"connection": "close"} if not self._keepalive_s else {}
-        connecting = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        all_headers = {**self.headers, **_lower_names(headers), "accept-encoding": "identity"}
+        all_headers |= {"content-type": "application/json"} if content is not None else {}
+        all_headers |= {"connection": "close"} if not self._keepalive_s else {}
+        connect_timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)
         try:
             async with (
                 asyncio.timeout(timeout_s),
                 self._client(url).stream(
-                    method, url, content=content, params=options.get("params"), headers=sent, timeout=connecting
+                    method, url, content=content, params=options.get("params"), headers=all_headers, timeout=connect_timeout
                 ) as response,
             ):
-                body = await _body(response, url, options.get("max_bytes", MAX_BYTES))
+                body = await _read_body(response, url, options.get("max_bytes", MAX_BYTES))
                 return HttpResponse(url, response.status_code, body, dict(response.headers))
         except TimeoutError as error:
             raise ServerTimeoutError(f"{url} gave no answer within {timeout_s:g} s") from error
@@ -142,7 +141,7 @@ class Http:
             reason = " ".join(filter(None, [type(error).__name__, str(error)]))
             raise ServerUnreachableError(f"{url} cannot be reached ({reason}); is the server running there?") from error
         except httpx2.InvalidURL as error:
-            raise ConfigError(f"{url!r} is no URL: {error}") from error
+            raise ConfigError(f"{url!r} is not a URL: {error}") from error
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -157,68 +156,69 @@ class Http:
         await self.aclose()
 
     def _client(self, url: str) -> AsyncClient:
-        """The connections for a URL. Proxies of the environment are not used for this machine."""
+        """The connections for a URL. Proxies from the environment are not used for this machine."""
         import httpx2
 
-        is_local, secure = key = is_loopback(url), url.startswith("https://")
+        is_local, secure = key = is_loopback_url(url), url.startswith("https://")
         if key not in self._clients:
             limits = httpx2.Limits(
                 max_connections=CONNECTIONS,
                 max_keepalive_connections=CONNECTIONS if self._keepalive_s else 0,
                 keepalive_expiry=self._keepalive_s,
             )
-            certificates = _certificates() if secure or not is_local else _no_certificates()
+            certificates = _load_certificates() if secure or not is_local else _make_plain_context()
             self._clients[key] = httpx2.AsyncClient(limits=limits, trust_env=not is_local, verify=certificates)
         return self._clients[key]
 
 
+async def request_once(method: str, url: str, **options: Unpack[RequestOptions]) -> HttpResponse:
+    """`Http.request` over a new connection, which is closed afterwards."""
+    async with Http(keepalive_s=0.0) as http:
+        return await http.request(method, url, **options)
+
+
 class BlockingHttp:
-    """`Http` for code that cannot await. Opens a connection for each request. Also works in a
-    thread that runs an event loop."""
+    """`Http` for synchronous code. Opens a new connection for each request. Also works in a thread
+    that runs an event loop."""
 
     def __init__(self, headers: Mapping[str, str] | None = None) -> None:
         """`headers` are sent with every request."""
-        self.headers = dict(headers or {})
+        self.headers = _lower_names(headers or {})
 
     def request(self, method: str, url: str, **options: Unpack[RequestOptions]) -> HttpResponse:
         """Like `Http.request`."""
-
-        async def once() -> HttpResponse:
-            async with Http(self.headers, keepalive_s=0.0) as http:
-                return await http.request(method, url, **options)
-
-        return run_blocking(once())
+        options["headers"] = {**self.headers, **_lower_names(options.get("headers") or {})}
+        return run_blocking(request_once(method, url, **options))
 
 
 def _check_address(url: str, headers: Mapping[str, str]) -> None:
-    """Raise ConfigError for a port beyond 65535, brackets that hold no address, or a header that is
-    not ASCII."""
+    """Raise ConfigError for a port beyond 65535, brackets without a valid address, or a header that
+    is not ASCII."""
     try:
         _ = urlsplit(url).port
     except ValueError as error:
-        raise ConfigError(f"{url!r} is no URL: {error}") from error
+        raise ConfigError(f"{url!r} is not a URL: {error}") from error
     for name, value in headers.items():
         if not (name.isascii() and value.isascii()):
             raise ConfigError(f"the header {name!r} for {url} must be ASCII, name and value; percent-encode what is not")
 
 
-def _lower(headers: Mapping[str, str]) -> dict[str, str]:
-    """Lower-case the names: they are case-insensitive, but two spellings of one would both be
-    sent."""
+def _lower_names(headers: Mapping[str, str]) -> dict[str, str]:
+    """Lower-case the names, because two spellings of one header would both be sent."""
     return {name.lower(): value for name, value in headers.items()}
 
 
-def is_loopback(url: str) -> bool:
+def is_loopback_url(url: str) -> bool:
     """Whether a URL is on this machine."""
-    return is_this_machine(urlsplit(url).hostname or "")
+    return is_loopback_host(urlsplit(url).hostname or "")
 
 
-async def _body(response: Response, url: str, max_bytes: int) -> bytes:
+async def _read_body(response: Response, url: str, max_bytes: int) -> bytes:
     encoding = response.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("identity", ""):
         raise InferenceError(
-            f"{url} answered in the encoding {encoding[:40]!r}; no encoding was requested, and none is accepted: a small body may "
-            "decode to one that fills the memory"
+            f"{url} answered in the encoding {encoding[:40]!r}; no encoding was requested, and none is accepted: a small body can "
+            "decompress to one that fills the memory"
         )
     body = bytearray()
     async for chunk in response.aiter_raw():
@@ -239,13 +239,13 @@ _decoder: Callable[[Any], msgspec.json.Decoder[Any]] = functools.cache(msgspec.j
 
 
 @functools.cache
-def _certificates() -> ssl.SSLContext:
+def _load_certificates() -> ssl.SSLContext:
     import httpx2
 
     return httpx2.create_ssl_context()
 
 
 @functools.cache
-def _no_certificates() -> ssl.SSLContext:
+def _make_plain_context() -> ssl.SSLContext:
     """For connections without TLS: loading the system's certificates takes a while."""
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

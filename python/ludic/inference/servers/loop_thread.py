@@ -1,7 +1,7 @@
-"""Runs coroutines for code that cannot await, on one event loop in a thread of its own.
+"""Runs coroutines for synchronous code, on one event loop in its own thread.
 
-Unlike `asyncio.run`, this works where a loop runs already, and its deadlines also end a call that
-waits in another thread, such as a name resolution.
+Unlike `asyncio.run`, this also works inside a running event loop, and deadlines also end calls that
+wait for another thread, such as name resolution.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return what the coroutine returns. It is cancelled when this thread is interrupted, by
-        Ctrl-C for example."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._running())
+        """Return the result of the coroutine. It is cancelled when this thread is interrupted, for
+        example by Ctrl-C."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._get_loop())
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
 
-    def _running(self) -> asyncio.AbstractEventLoop:
+    def _get_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -44,12 +44,12 @@ _thread = LoopThread()
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine from code that cannot await. It must have a deadline of its own."""
+    """Run a coroutine, which must have its own deadline, from synchronous code."""
     return _thread.run(coroutine)
 
 
 def _reset_in_fork() -> None:
-    """A fork copies the loop but not its thread."""
+    """Make a new thread in a forked process: a fork copies the loop but not its thread."""
     global _thread
     _thread = LoopThread()
 

@@ -10,8 +10,8 @@ from msgspec import Struct
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.request import ChatCompletionRequest
-from ludic.inference.servers.answers import ModelList, without_nulls
-from ludic.inference.servers.http import CONNECT_TIMEOUT_S, Http, HttpResponse, is_loopback
+from ludic.inference.servers.answers import ModelList, drop_nulls
+from ludic.inference.servers.http import CONNECT_TIMEOUT_S, Http, HttpResponse, is_loopback_url
 from ludic.inference.servers.requests import chat_fields, request_body
 from ludic.inference.servers.retries import RetryPolicy
 from ludic.types import ChatResponse
@@ -28,9 +28,9 @@ class OpenAIChatClient:
     `max_retries` times, after the server's Retry-After or a random wait that grows from
     `backoff_s`. Anything else that is not a completion raises InferenceError at once.
 
-    Only servers that support vLLM's `return_token_ids` return token ids, and they are requested
-    only with `returns_token_ids=True`. Without them an evaluation has no traces and training is
-    impossible. Weights cannot be pushed through this interface.
+    Token ids are requested only with `returns_token_ids=True`, which needs a server that supports
+    vLLM's `return_token_ids`. Without them an evaluation has no traces and training is impossible.
+    Weights cannot be pushed through this interface.
 
     `api_key` is sent to `base_url`; keys in the environment are not. The client belongs to the
     event loop that first uses it: close it there with `aclose`, or use it as an asynchronous
@@ -64,7 +64,7 @@ class OpenAIChatClient:
             raise ConfigError(f"unsupported request.extensions: {type(request.extensions).__name__}; OpenAIChatClient has none")
         arguments = self._arguments(request)
         response = await self._request("POST", "/chat/completions", request_body(arguments))
-        info = {"raw_response": without_nulls(response.json()), "used_args": arguments}
+        info = {"raw_response": drop_nulls(response.json()), "used_args": arguments}
         return response.read(_Completion).response(self.base_url), info
 
     async def models(self) -> list[str]:
@@ -74,7 +74,7 @@ class OpenAIChatClient:
     def sync_weights(self, params: Mapping[str, Any], *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
         """Always raises InferenceError: OpenAI's interface cannot replace weights."""
         raise InferenceError(
-            f"OpenAI's interface, which {self.base_url} is used through, takes no weights; use a client that can push"
+            f"{self.base_url} is used through OpenAI's interface, which cannot replace weights; use a client that can push them"
         )
 
     async def aclose(self) -> None:
@@ -110,16 +110,16 @@ class OpenAIChatClient:
 
 
 def open_client(base_url: str, *, api_key: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> AsyncOpenAI:
-    """A client of the openai package without retries or redirects, that sends no organization or
-    project of the environment and uses no proxy for this machine."""
+    """A client of the openai package without retries or redirects. It ignores the organization and
+    project of the environment, and uses no proxy for this machine."""
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
     timeout = Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
-    http = DefaultAsyncHttpxClient(timeout=timeout, trust_env=not is_loopback(base_url), follow_redirects=False)
+    http = DefaultAsyncHttpxClient(timeout=timeout, trust_env=not is_loopback_url(base_url), follow_redirects=False)
     client = AsyncOpenAI(
         base_url=base_url, api_key=api_key, max_retries=0, timeout=timeout, http_client=http, default_headers=headers
     )
-    client.organization = client.project = None  # those of the environment belong to OpenAI
+    client.organization = client.project = None  # those of the environment are for OpenAI's own servers
     return client
 
 
@@ -144,7 +144,7 @@ class _Choice(Struct):
 
 
 class _Completion(Struct):
-    """Response of `/chat/completions`, the fields that are read."""
+    """The fields of a response of `/chat/completions` that are read."""
 
     choices: list[_Choice]
     prompt_token_ids: list[int] | None = None
@@ -153,7 +153,7 @@ class _Completion(Struct):
         """The first choice. Raises InferenceError if there is none, or if the server aborted
         it."""
         if not self.choices:
-            raise InferenceError(f"{base_url} answered without a choice")
+            raise InferenceError(f"{base_url} returned no choice")
         choice = self.choices[0]
         if choice.finish_reason == "abort":
             raise InferenceError(f"{base_url} aborted the request; its partial output is discarded")

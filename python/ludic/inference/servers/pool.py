@@ -1,12 +1,12 @@
-"""Several servers of one model behind one client: each request goes to the least loaded server,
-and moves to another when its server dies."""
+"""Several servers of one model behind one client: each request goes to the least loaded server, and
+moves to another one when its server dies."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypeVar
 
@@ -30,9 +30,9 @@ class ServerPool:
     ServerUnreachableError naming them all.
 
     A server that hangs is drained too: it has answered nothing for `silence_s` while others answer
-    or are idle, fails the probe, and its `progress`, a number that rises while it works, stands
-    still. Calls must therefore be safe to make twice. `silence_s=None` turns this off: each call
-    waits for its own deadline.
+    or are idle, it fails the probe, and its `progress`, a number that rises while it works, does
+    not change. Calls must therefore be safe to repeat. `silence_s=None` turns this off, so that
+    each call waits for its own deadline.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ServerPool:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not servers:
-            raise ConfigError("a pool of servers must have one at least; give its address")
+            raise ConfigError("a pool must have at least one server; pass its address")
         if len({server.url for server in servers}) != len(servers):
             raise ConfigError(f"an address is named twice among {[server.url for server in servers]}; name each once")
         self.servers = list(servers)
@@ -93,6 +93,12 @@ class ServerPool:
         server.drained, server.drained_at = why, self._clock()
         logger.warning("%s gets no more requests: %s; %d servers are left", server.url, why, len(self.live))
 
+    def drain_lost(self, urls: Collection[str]) -> None:
+        """Drain the servers at these URLs, whose last push of weights failed."""
+        for server in self.servers:
+            if server.url in urls:
+                self.drain(server, "its last push of weights could not be completed")
+
     async def probe(self, server: Server) -> bool:
         """Ask a server for one token; drain it if that fails, undrain it if it succeeds. Returns
         whether it is alive."""
@@ -135,7 +141,7 @@ class ServerPool:
         return self._hang_detector.watch(server)
 
     async def _check_alive(self, server: Server) -> bool:
-        """Whether a silent server passes the probe, or else makes progress. Drains it if
+        """Whether a silent server passes the probe or makes progress. Drains it if it does
         neither."""
         assert self._probe is not None
         before = await self._read_progress(server)
@@ -145,7 +151,7 @@ class ServerPool:
             after = await self._read_progress(server)
             if before is None or after is None or after <= before:
                 self.drain(
-                    server, f"it answered nothing while others did, nor when it was probed ({str(error) or 'no answer in time'})"
+                    server, f"it answered nothing while others did, and failed a probe ({str(error) or 'no answer in time'})"
                 )
                 return False
         return True

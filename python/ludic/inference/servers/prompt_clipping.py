@@ -1,5 +1,5 @@
-"""Cuts prompts that are too long. Only user messages are cut, so the beginning and the end of the
-rendered template stay whole."""
+"""Cuts prompts that are too long. Only user messages are cut, so that the rendered template keeps
+its beginning and its end."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def prompt_limit(
     max_prompt_tokens: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> int | None:
-    """Characters that a prompt may have; None for no limit.
+    """Maximum number of characters of a prompt; None for no limit.
 
     The limit is `max_prompt_chars`, else the environment's `MAX_PROMPT_CHARS`, else 2048; 0 and
-    below set none. With `max_prompt_tokens` it is at least four characters for each token.
+    below mean no limit. With `max_prompt_tokens` it is at least four characters per token.
     """
     env = os.environ if environment is None else environment
     limit = max_prompt_chars
@@ -52,8 +52,8 @@ class PromptClipper:
     _warned: bool = field(default=False, repr=False)
 
     def __call__(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages, with the excess characters cut from the ends of user messages, the longest
-        first."""
+        """Cut the excess characters from the ends of user messages, beginning with the longest
+        message."""
         texts = [message.get("content") for message in messages]
         lengths = [len(text) if isinstance(text, str) else 0 for text in texts]
         excess = 0 if self.limit is None else sum(lengths) - self.limit

@@ -1,4 +1,4 @@
-"""Builds the part of a chat completion request that all servers with OpenAI's interface share."""
+"""Builds those parts of chat completion requests that all servers with OpenAI's interface share."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from ludic.inference.request import ChatCompletionRequest
 
 
 def chat_fields(request: ChatCompletionRequest) -> dict[str, Any]:
-    """Model, messages, sampling, seed and tools. Log-probabilities and token ids are asked for
-    differently by each kind of server."""
+    """Model, messages, sampling, seed and tools. The fields that request log-probabilities and
+    token ids differ by kind of server and are not included."""
     fields: dict[str, Any] = {"model": request.model, "messages": request.messages, **request.sampling.to_openai_kwargs()}
     if request.seed is not None:
         fields["seed"] = request.seed
@@ -21,6 +21,6 @@ def chat_fields(request: ChatCompletionRequest) -> dict[str, Any]:
 
 
 def request_body(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The JSON body for keywords of `chat.completions.create`: `extra_body` is merged in, last."""
+    """The JSON body for keywords of `chat.completions.create`; `extra_body` overrides the rest."""
     body = {name: value for name, value in arguments.items() if name not in ("extra_body", "extra_headers")}
     return {**body, **arguments.get("extra_body", {})}

@@ -15,7 +15,7 @@ from ludic.inference.servers.errors import BusyError, is_retryable
 T = TypeVar("T")
 
 LONGEST_WAIT_S = 60.0
-"""Between two attempts, even if the server's Retry-After is longer."""
+"""Limit on the wait between two attempts, even if the server's Retry-After is longer."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class RetryPolicy:
     """How long and how often a call is attempted."""
 
     timeout_s: float
-    """For all attempts and the waits between them."""
+    """Limit on all attempts and the waits between them."""
     max_retries: int
     backoff_s: float
     """Scale of the first random wait."""
@@ -38,8 +38,8 @@ class RetryPolicy:
             )
 
     async def run(self, attempt: Callable[[], Awaitable[T]], *, name: str) -> T:
-        """Return what `attempt` returns, retrying it after each retryable error. Raises
-        TimeoutError, with the server's `name`, when `timeout_s` is over."""
+        """Return the result of `attempt`, which is repeated after each retryable error. Raises
+        TimeoutError, with the server's `name`, after `timeout_s`."""
 
         async def once() -> T:
             return await attempt()

@@ -25,7 +25,7 @@ class Server:
     """Sent with every request, in addition to the key."""
     in_flight: int = 0
     requests: int = 0
-    """Started here, including those that moved here from another server."""
+    """Requests that were sent here, including those that moved here from another server."""
     failures: int = 0
     """Requests that failed because the server was dead or unreachable."""
     drained: str | None = None

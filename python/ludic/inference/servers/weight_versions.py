@@ -10,8 +10,8 @@ LARGEST_VERSION = 2**53
 
 
 def version_number(version: object) -> int | None:
-    """The version as an int, also from a string; None if it is not a number. vLLM's name for the
-    weights before the first push, `default`, is 0."""
+    """The version as an int, also from a string; None if it is not a number. `default`, vLLM's name
+    for the weights before the first push, is 0."""
     if version == INITIAL_VERSION:
         return 0
     try:
@@ -20,9 +20,9 @@ def version_number(version: object) -> int | None:
         return None
 
 
-def served_version(version: object, url: str) -> int | None:
-    """`version_number` of a server's response. Raises InferenceError for a number that cannot be a
-    version."""
+def check_served_version(version: object, url: str) -> int | None:
+    """`version_number` of a version that a server reports. Raises InferenceError for a number that
+    cannot be a version."""
     number = version_number(version)
     if number is not None and not 0 <= number <= LARGEST_VERSION:
         raise InferenceError(f"{url} reports weight version {str(version)[:40]}; versions are from 0 to {LARGEST_VERSION}")

@@ -52,11 +52,11 @@ class VLLMChatClient(PushTarget):
     server. A dead engine raises EngineDeadError at once.
 
     With several servers (`urls`) each request goes to the least loaded one. A dead server is
-    drained and its requests move. So is one that hangs: it has answered nothing for `silence_s`
-    while others answer or are idle, fails a probe, and makes no progress.
+    drained and its requests move to the others. So is one that hangs: it has answered nothing for
+    `silence_s` while others answer or are idle, it fails a probe, and it makes no progress.
 
-    Invalid settings raise ConfigError before anything is sent, and so do a prompt and `max_tokens`
-    that do not fit into the server's context, which the server would silently clip; with
+    Invalid settings raise ConfigError before anything is sent. So do a prompt and `max_tokens` that
+    do not fit into the server's context, because the server would silently clip `max_tokens`; with
     `on_overflow="clip"` it is clipped here and counted. Fields of `extra_body_overrides` that vLLM
     0.32 does not know are refused unless `allow_unknown_fields`.
 
@@ -65,9 +65,9 @@ class VLLMChatClient(PushTarget):
     `ludic.distributed.create_vllm_publisher`. `group_port` and `device` are accepted and unused: a
     free port is chosen, and the weights' own device is used.
 
-    `max_prompt_chars` cuts the user messages of longer prompts, and counts the cuts; None and 0
-    leave prompts alone. `client_tag` marks this client's requests. `shared_server_settings` reads
-    both from a launcher's variables.
+    `max_prompt_chars` cuts the user messages of longer prompts, and counts the cuts; None and 0 set
+    no limit. `client_tag` marks this client's requests. `shared_server_settings` reads both from a
+    launcher's environment variables.
 
     Responses are checked before they are returned: types, a log-probability of at most 0 for each
     token, at most `max_tokens` tokens, and ids below `vocab_size`, the policy's, if given.
@@ -141,7 +141,7 @@ class VLLMChatClient(PushTarget):
         TimeoutError after `timeout_s`, and InferenceError for an invalid response, with its
         subclasses EngineDeadError, ServerUnreachableError and ClientTagError.
         """
-        extension_fields(request.extensions)  # invalid ones are refused before anything else happens
+        extension_fields(request.extensions)  # raises for invalid ones before anything else happens
         return await self._completions.complete(request)
 
     async def complete_tokens(
@@ -152,7 +152,8 @@ class VLLMChatClient(PushTarget):
         seed: int | None = None,
         model: str | None = None,
     ) -> TokenTrace:
-        """Continue token ids as they are. `model` defaults to the first that the server offers."""
+        """Continue token ids without changing them. `model` defaults to the first model of the
+        server."""
         sampling = sampling or SamplingParams()
         check_sampling(sampling)
         check_penalties(sampling)
@@ -162,14 +163,14 @@ class VLLMChatClient(PushTarget):
 
     @cached_property
     def _completions(self) -> ChatCompletions | RenderedCompletions | OpenAICompletions:
-        """Set by the constructor. An instance without it, made by `object.__new__` and given an
-        `_async_client`, completes through that."""
+        """Set by the constructor. An instance that was made by `object.__new__`, with nothing but
+        an `_async_client`, completes through that client; this is documented behaviour."""
         return OpenAICompletions(self._async_client)
 
     @cached_property
     def _async_client(self) -> Any:
-        """The first server's client of the openai package, for code that expects one here. The
-        constructor's instances do not use it."""
+        """A client of the openai package for the first server, for code that expects one here. It
+        is not used by instances that the constructor made."""
         server = self._servers.pool.servers[0]
         return open_client(f"{server.url}/v1", api_key=server.api_key, timeout_s=server.timeout_s, headers=server.request_headers)
 
@@ -178,13 +179,13 @@ class VLLMChatClient(PushTarget):
         return list(self._servers.context_lengths)
 
     async def probe(self) -> dict[str, bool]:
-        """Ask every server for one token: drain the dead, and let the recovered take requests
-        again. Returns whether each URL is alive."""
+        """Ask every server for one token. Drains dead servers and undrains those that have
+        recovered. Returns whether each URL is alive."""
         return await self._servers.probe()
 
     def metrics(self) -> dict[str, int]:
-        """Counts since the client was made: requests and failures of each server, requests moved,
-        aborted and clipped, and what the tags filtered."""
+        """Counts since the client was made: requests and failures of each server; moved, aborted
+        and clipped requests; groups that were filtered by tag."""
         counts = {**self._servers.pool.counts(), "aborted": self._servers.aborted}
         counts["clipped_max_tokens"] = self._settings.room.clipped
         if self._settings.clipper is not None:
@@ -235,14 +236,14 @@ class VLLMChatClient(PushTarget):
             )
         if self._publisher is None:
             self._publisher = make_publisher(self, timeout_s=timeout_s, settings=self._publisher_settings)
-        committed = str(self._servers.version + 1 if version is None else version)
-        self._publisher.publish(params, version=committed)
-        self.weights_changed(committed)
-        return committed
+        new_version = str(self._servers.version + 1 if version is None else version)
+        self._publisher.publish(params, version=new_version)
+        self.weights_changed(new_version)
+        return new_version
 
     def weights_changed(self, version: str | int | None, *, lost: Sequence[str] = ()) -> None:
         """Called after a push: `version` is served now, and the servers at the URLs `lost` get no
-        more requests."""
+        requests any more."""
         self._servers.record_push(version, lost=lost)
 
     def adapter_changed(self, name: str, served_name: str) -> None:
@@ -251,11 +252,11 @@ class VLLMChatClient(PushTarget):
 
     @property
     def request_headers(self) -> Mapping[str, str]:
-        """Sent with every request to the servers, the API key included."""
+        """Headers of every request to the servers, including the API key."""
         return self._servers.request_headers
 
     def close_communicator(self) -> None:
-        """Close the connections over which weights are pushed, if there are any."""
+        """Close the connections for pushing weights, if there are any."""
         connections, self.connections, self._publisher = self.connections, None, None
         if connections is not None:
             connections.close()

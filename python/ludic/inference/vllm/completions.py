@@ -1,5 +1,5 @@
-"""Completions from vLLM servers: of a chat that the server renders, or of token ids of a chat that
-is rendered here."""
+"""Completions from vLLM servers: either the server renders the chat, or it is rendered here and
+sent as token ids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ludic.inference.vllm.requests import (
     check_fields,
     extension_fields,
 )
-from ludic.inference.vllm.responses import ResponseReader, SampledTokens, chat_response
+from ludic.inference.vllm.responses import ResponseReader, SampledTokens, read_chat_response
 from ludic.inference.vllm.servers import VLLMServers
 from ludic.inference.vllm.token_endpoints import CHAT, TokenEndpoints
 from ludic.types import ChatResponse
@@ -86,7 +86,7 @@ class TokenCompletions:
     async def sample(self, request: TokenRequest) -> tuple[SampledTokens, dict[str, Any]]:
         """One continuation, and an info with `policy_version`, `used_args` without the prompt, and
         `weight_versions` if the server reports them."""
-        request = self._as_sent(request)
+        request = self._resolve(request)
         tag = self._settings.reader.tag
         tag_field = {} if tag is None else {"client_tag": tag.tag}
         generate, completions = {**tag_field, **request.generate_body()}, {**tag_field, **request.completions_body()}
@@ -104,8 +104,8 @@ class TokenCompletions:
         info["used_args"] = {key: value for key, value in generate.items() if key != "token_ids"}
         return sampled, info
 
-    def _as_sent(self, request: TokenRequest) -> TokenRequest:
-        """With the served name, and `max_tokens` that fits into the context."""
+    def _resolve(self, request: TokenRequest) -> TokenRequest:
+        """The request with the served model name and a `max_tokens` that fits into the context."""
         sampling = self._settings.room.fit(request.model, request.prompt_ids, request.sampling)
         model = self._settings.served_names.get(request.model, request.model)
         return replace(request, model=model, sampling=sampling)
@@ -141,7 +141,8 @@ class RenderedCompletions:
 
 
 class OpenAICompletions:
-    """Sends chats through a client of the openai package, without the checks of the others."""
+    """Sends chats through a client of the openai package, without the checks of the other
+    classes."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -150,4 +151,4 @@ class OpenAICompletions:
         """One completion."""
         arguments = chat_arguments(request)
         answer = await self._client.chat.completions.create(**arguments)
-        return chat_response(answer), {"raw_response": answer.model_dump(exclude_none=True), "used_args": arguments}
+        return read_chat_response(answer), {"raw_response": answer.model_dump(exclude_none=True), "used_args": arguments}

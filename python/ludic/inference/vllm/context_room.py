@@ -1,5 +1,5 @@
-"""Checks that a prompt and `max_tokens` fit into the server's context, because the server silently
-clips what does not fit."""
+"""Checks that a prompt and `max_tokens` fit into the server's context, because the server would
+silently clip `max_tokens`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class ContextRoom:
     """
 
     def __init__(self, lengths: Mapping[str, int], *, on_overflow: Literal["error", "clip"] = "error") -> None:
-        """`lengths`: prompt plus completion tokens, by model; without any, everything fits. With
-        `on_overflow="error"` what does not fit raises ConfigError; with "clip" it is clipped and
-        counted."""
+        """`lengths`: maximum number of prompt plus completion tokens, by model; if empty, there is
+        no limit. If a request does not fit, `on_overflow="error"` raises ConfigError, and "clip"
+        clips and counts it."""
         if on_overflow not in ("error", "clip"):
             raise ConfigError(f"on_overflow ({on_overflow!r}) must be 'error' or 'clip'")
         self.lengths, self._on_overflow = dict(lengths), on_overflow
         self.clipped = 0
 
     def fit(self, model: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> SamplingParams:
-        """Sampling whose `max_tokens` fits after the prompt. Raises InferenceError for a prompt
-        that is empty or leaves no room."""
+        """The sampling parameters with a `max_tokens` that fits after the prompt. Raises
+        InferenceError for a prompt that is empty or leaves no room."""
         length = self._length(model)
         if not prompt_ids:
-            raise InferenceError("the prompt has no tokens; a model continues one token at least")
+            raise InferenceError("the prompt has no tokens; a model needs at least one to continue")
         if length is None or len(prompt_ids) + sampling.max_tokens <= length:
             return sampling
         if len(prompt_ids) >= length:
@@ -44,7 +44,8 @@ class ContextRoom:
         return replace(sampling, max_tokens=length - len(prompt_ids))
 
     def check_completion(self, model: str, response: ChatResponse, max_tokens: int) -> None:
-        """Detect clipping from the response, for a prompt that the server rendered."""
+        """Detect from the response that the server clipped `max_tokens`, for a prompt that the
+        server rendered."""
         prompt, completion = response.prompt_token_ids, response.completion_token_ids
         if prompt is None or completion is None or response.finish_reason != "length" or len(completion) >= max_tokens:
             return

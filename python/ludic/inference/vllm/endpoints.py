@@ -1,7 +1,7 @@
-"""The calls that pause a vLLM server, give it weights and adapters, and ask what it serves.
+"""Calls that pause a vLLM server, give it weights and adapters, and read what it serves.
 
-The server needs VLLM_SERVER_DEV_MODE=1, with which vLLM offers these calls to everybody. A server
-that we start asks for its secret, which is sent along.
+The server needs VLLM_SERVER_DEV_MODE=1, with which vLLM offers these calls to everybody. Servers
+that ludic starts also require their secret, which is sent with each call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _RpcResults(Struct):
 
 
 class VllmEndpoints(ServerCalls):
-    """One server.
+    """The control endpoints of one server.
 
     >>> server = VllmEndpoints("http://127.0.0.1:8000")
     >>> server.weight_version()
@@ -44,7 +44,8 @@ class VllmEndpoints(ServerCalls):
     hint = "start the server with VLLM_SERVER_DEV_MODE=1, as `ludic serve` does for one that takes weights or adapters"
 
     def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> None:
-        """Mode `keep` freezes running requests until `resume`; `abort` ends them. New ones wait."""
+        """Mode `keep` freezes running requests until `resume`; `abort` ends them. New requests
+        wait."""
         self.call("post", "/pause", params={"mode": mode}, timeout_s=timeout_s)
 
     def resume(self, *, timeout_s: float | None = None) -> None:
@@ -54,7 +55,7 @@ class VllmEndpoints(ServerCalls):
         return self.call("get", "/is_paused", answer=_PauseState).is_paused
 
     def world_size(self) -> int:
-        """The number of workers that take weights."""
+        """The number of workers that receive weights."""
         return self.call("get", "/get_world_size", answer=_WorldSize).world_size
 
     def weight_version(self) -> str:
@@ -71,27 +72,27 @@ class VllmEndpoints(ServerCalls):
         self.call("post", "/update_weights", json={"update_info": update_info}, timeout_s=timeout_s)
 
     def finish_update(self, version: str | None = None, *, timeout_s: float | None = None) -> None:
-        """Load what was staged, as `version`."""
+        """Load the staged weights as `version`."""
         body = {} if version is None else {"weight_version": version}
         self.call("post", "/finish_weight_update", json=body, timeout_s=timeout_s)
 
     def reset_prefix_cache(self) -> None:
-        """Drop the keys and values of the old weights. Those of frozen requests are dropped too,
-        and computed again."""
+        """Drop the keys and values of the old weights. Those of frozen requests are also dropped
+        and then computed again."""
         answer: Any = self.call("post", "/reset_prefix_cache", params={"reset_running_requests": "true"})
         if isinstance(answer, Mapping) and answer.get("success") is False:
             raise InferenceError(
-                f"{self.url} could not reset its prefix cache; it would answer with keys and values of the old weights"
+                f"{self.url} could not reset its prefix cache; it would sample with keys and values of the old weights"
             )
 
     def rpc(self, name: str, *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call a method of every worker. Returns the answer of each."""
+        """Call a method of every worker. Returns their answers."""
         deadline = self.timeout_s if timeout_s is None else timeout_s
         body = {"method": name, "args": [], "kwargs": kwargs, "timeout": deadline}
         return self.call("post", "/collective_rpc", json=body, timeout_s=deadline, answer=_RpcResults).results
 
     def models(self) -> list[str]:
-        """The names that requests may give as `model`."""
+        """The names that requests may use as `model`."""
         return [model.id for model in self.call("get", "/v1/models", answer=ModelList).data]
 
     def set_weight_version(self, version: str) -> None:

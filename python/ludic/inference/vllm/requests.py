@@ -13,6 +13,7 @@ from ludic.inference.extensions import VLLMExtensions
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
 from ludic.inference.servers.requests import chat_fields
+from ludic.inference.vllm.in_server.think_limits import parse_max_think
 
 SAMPLING_FIELDS = frozenset(
     [
@@ -76,7 +77,8 @@ TOKEN_FIELDS = SAMPLING_FIELDS | {"vllm_xargs"}
 
 @dataclass(frozen=True)
 class TokenRequest:
-    """Continue token ids. Example: `TokenRequest("tiny", [5, 6], SamplingParams(max_tokens=8))`."""
+    """A request to continue token ids. Example: `TokenRequest("tiny", [5, 6],
+    SamplingParams(max_tokens=8))`."""
 
     model: str
     prompt_ids: Sequence[int]
@@ -113,8 +115,8 @@ def chat_arguments(request: ChatCompletionRequest) -> dict[str, Any]:
     """Keywords of `chat.completions.create`. Raises ConfigError and ConfigTypeError for invalid
     extensions.
 
-    `logprobs` is the number of alternatives, at least 1. OpenAI's interface has a bool there, so
-    with more than one the body also says it OpenAI's way.
+    `logprobs` is the number of alternatives, at least 1. In OpenAI's interface it is a bool, so for
+    more than one the body also has OpenAI's fields.
     """
     extra: dict[str, Any] = {"return_token_ids": True} if request.return_.return_token_ids else {}
     extra |= extension_fields(request.extensions)
@@ -135,9 +137,11 @@ def extension_fields(extensions: object) -> dict[str, Any]:
         return {}
     if not isinstance(extensions, VLLMExtensions):
         raise ConfigTypeError(f"unsupported request.extensions: {type(extensions).__name__}; a vLLM server takes VLLMExtensions")
-    think, penalty = extensions.max_think, extensions.repetition_penalty
-    if think is not None and (not isinstance(think, int) or isinstance(think, bool) or think < 1):
-        raise ConfigError(f"max_think must be a positive integer, got {think!r}; None sets no limit")
+    penalty = extensions.repetition_penalty
+    try:
+        think = parse_max_think(extensions.max_think)
+    except ValueError as error:
+        raise ConfigError(f"{error}; None sets no limit") from None
     if not penalty > 0:
         raise ConfigError(f"repetition_penalty must be > 0, got {penalty}; 1 changes nothing")
     fields: dict[str, Any] = {"repetition_penalty": float(penalty)}

@@ -12,12 +12,12 @@ from msgspec import Meta, Struct
 
 from ludic.errors import InferenceError
 from ludic.inference.request import ChatCompletionRequest, ReturnSpec
-from ludic.inference.servers.answers import without_nulls
+from ludic.inference.servers.answers import drop_nulls
 from ludic.inference.servers.calls import convert_answer
 from ludic.inference.servers.client_tags import ClientTag
 from ludic.inference.servers.errors import AbortedError
 from ludic.inference.servers.http import HttpResponse
-from ludic.inference.servers.weight_versions import served_version
+from ludic.inference.servers.weight_versions import check_served_version
 from ludic.inference.vllm.requests import TokenRequest
 from ludic.types import ChatResponse
 
@@ -28,7 +28,7 @@ C = TypeVar("C", bound="_Choice")
 @dataclass(frozen=True)
 class SampledTokens:
     """A continuation of token ids. Example: `SampledTokens([7, 9], [-0.1, -2.0], "stop", None)`
-    ended with the end token 9."""
+    ends with the end token 9."""
 
     token_ids: list[int]
     """[C] sampled ids, including the end token or the tokens of a stop string."""
@@ -49,7 +49,7 @@ class SampledTokens:
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 FinishReason = Literal["stop", "length", "abort", "tool_calls", "function_call", "content_filter", "repetition", "error"]
 LOGP_TOLERANCE = 1e-3
-"""How far above 0 rounding may lift a log-probability."""
+"""How far above 0 a log-probability may be because of rounding."""
 
 
 class WeightSpan(TypedDict):
@@ -85,8 +85,8 @@ class _Choice(Struct, kw_only=True):
 
 
 class Continuation(Struct):
-    """Response of `/inference/v1/generate` and `/v1/completions`, the fields that are read. A token
-    id that is no 31-bit integer, or an unknown `finish_reason`, is an InferenceError."""
+    """The fields of a response of `/inference/v1/generate` and `/v1/completions` that are read. A
+    token id that is not a 31-bit integer, or an unknown `finish_reason`, is an InferenceError."""
 
     choices: list[_Choice]
     prompt_token_ids: list[TokenId] | None = None
@@ -101,14 +101,14 @@ class _ChatChoice(_Choice, kw_only=True):
 
 
 class ChatCompletion(Struct):
-    """Response of `/v1/chat/completions`, the fields that are read."""
+    """The fields of a response of `/v1/chat/completions` that are read."""
 
     choices: list[_ChatChoice]
     prompt_token_ids: list[TokenId] | None = None
 
     def response(self) -> ChatResponse:
         """The first choice."""
-        choice = _first(self.choices, "the server")
+        choice = _first_choice(self.choices, "the server")
         return ChatResponse(
             text=choice.message.content or "",
             completion_token_ids=choice.token_ids,
@@ -121,34 +121,34 @@ class ChatCompletion(Struct):
 def check_length(ids: Sequence[int], max_tokens: int, name: str) -> None:
     """Raise InferenceError for more than `max_tokens` tokens."""
     if len(ids) > max_tokens:
-        raise InferenceError(f"{name} gave {len(ids)} tokens; the request allows max_tokens ({max_tokens})")
+        raise InferenceError(f"{name} returned {len(ids)} tokens; the request allows max_tokens ({max_tokens})")
 
 
 def check_vocabulary(ids: Sequence[int], vocab_size: int | None, name: str) -> None:
-    """Raise InferenceError for ids that the policy has no embedding for."""
+    """Raise InferenceError for ids without an embedding in the policy."""
     if vocab_size is not None and ids and max(ids) >= vocab_size:
         raise InferenceError(
-            f"{name} gave the token id {max(ids)}, and the policy's vocabulary has {vocab_size}; serve the model that is trained"
+            f"{name} returned the token id {max(ids)}, but the policy's vocabulary has {vocab_size}; serve the model that is trained"
         )
 
 
-def chat_response(answer: Any) -> ChatResponse:
-    """The first choice of a chat completion of the openai package, or of its JSON."""
-    choices = _part(answer, "choices")
+def read_chat_response(answer: Any) -> ChatResponse:
+    """The first choice of a chat completion, which is an object of the openai package or JSON."""
+    choices = _read_member(answer, "choices")
     if not choices:
-        raise InferenceError(f"the server answered without a choice: {str(answer)[:200]}")
+        raise InferenceError(f"the server returned no choice: {str(answer)[:200]}")
     choice = choices[0]
-    finish_reason = _part(choice, "finish_reason")
+    finish_reason = _read_member(choice, "finish_reason")
     if finish_reason == "abort":
         raise AbortedError("the server aborted the request; its partial output is discarded")
-    prompt_ids = _part(answer, "prompt_token_ids")
+    prompt_ids = _read_member(answer, "prompt_token_ids")
     if prompt_ids is None:
-        prompt_ids = _part(choice, "prompt_token_ids")
-    ids = _part(choice, "token_ids")
+        prompt_ids = _read_member(choice, "prompt_token_ids")
+    ids = _read_member(choice, "token_ids")
     return ChatResponse(
-        text=_part(_part(choice, "message"), "content") or "",
+        text=_read_member(_read_member(choice, "message"), "content") or "",
         completion_token_ids=None if ids is None else list(ids),
-        completion_logprobs=_chat_logprobs(_part(choice, "logprobs")),
+        completion_logprobs=_read_chat_logprobs(_read_member(choice, "logprobs")),
         finish_reason=finish_reason,
         prompt_token_ids=None if prompt_ids is None else list(prompt_ids),
     )
@@ -159,15 +159,15 @@ class ResponseReader:
     """Parses the responses of one client's servers and checks them."""
 
     name: str
-    """Of the servers, for messages."""
+    """The servers' name in error messages."""
     vocab_size: int | None = None
-    """Of the policy: larger token ids are an error."""
+    """The policy's; larger token ids are an error."""
     tag: ClientTag | None = None
 
     def read_chat(self, response: HttpResponse, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
         """The first choice of a chat completion, and the whole JSON without nulls. Raises
         InferenceError."""
-        payload = without_nulls(response.read(dict[str, Any]))
+        payload = drop_nulls(response.read(dict[str, Any]))
         if self.tag is not None:
             payload = self.tag.filter(payload)
         chat = (
@@ -185,53 +185,54 @@ class ResponseReader:
             continuation = response.read(Continuation)
         else:
             continuation = convert_answer(self.tag.filter(response.read(dict[str, Any])), Continuation, self.name)
-        sampled = _sampled_tokens(continuation, request.prompt_ids, name=self.name)
+        sampled = _read_sampled_tokens(continuation, request.prompt_ids, name=self.name)
         check_length(sampled.token_ids, request.sampling.max_tokens, self.name)
         check_vocabulary(sampled.token_ids, self.vocab_size, self.name)
         for span in sampled.weight_versions:
-            served_version(span["version"], self.name)
+            check_served_version(span["version"], self.name)
         return sampled
 
 
 def _check_requested(response: ChatResponse, spec: ReturnSpec) -> None:
-    """Raise InferenceError if the response lacks the token ids of prompt and completion, or the
-    log-probabilities, that were asked for."""
+    """Raise InferenceError if the response lacks requested token ids of prompt and completion, or
+    requested log-probabilities."""
     if spec.return_token_ids and (response.completion_token_ids is None or response.prompt_token_ids is None):
         raise InferenceError(
-            "the server returned no token ids although they were asked for; it must support return_token_ids (vLLM 0.10.2 and later)"
+            "the server did not return the requested token ids; it must support return_token_ids (vLLM 0.10.2 and later)"
         )
     if spec.return_chosen_logprobs and response.completion_logprobs is None and response.completion_token_ids != []:
-        raise InferenceError(
-            "the server returned no log-probabilities although they were asked for; start it without --max-logprobs 0"
-        )
+        raise InferenceError("the server did not return the requested log-probabilities; start it without --max-logprobs 0")
     if response.completion_token_ids is not None and response.completion_logprobs is not None:
         check_logprobs(response.completion_token_ids, response.completion_logprobs)
 
 
-def _sampled_tokens(answer: Continuation, prompt_ids: Sequence[int], *, name: str) -> SampledTokens:
+def _read_sampled_tokens(answer: Continuation, prompt_ids: Sequence[int], *, name: str) -> SampledTokens:
     """The first choice. Raises InferenceError if its prompt is not the one that was sent."""
-    choice = _first(answer.choices, name)
+    choice = _first_choice(answer.choices, name)
     read = choice.prompt_token_ids if answer.prompt_token_ids is None else answer.prompt_token_ids
     _check_prompt(list(prompt_ids), read, name)
-    ids, listed = choice.token_ids, choice.logprobs or _Logprobs()
+    ids, logprobs = choice.token_ids, choice.logprobs or _Logprobs()
     if ids is None:
-        raise InferenceError(f"{name} gave no token ids; it must support return_token_ids (vLLM 0.10.2 and later)")
-    logprobs = listed.values()
-    check_logprobs(ids, logprobs)
-    if listed.token_logprobs is None and any(
-        entry.token_id is not None and entry.token_id != sampled for entry, sampled in zip(listed.content or (), ids, strict=True)
+        raise InferenceError(f"{name} returned no token ids; it must support return_token_ids (vLLM 0.10.2 and later)")
+    values = logprobs.values()
+    check_logprobs(ids, values)
+    if logprobs.token_logprobs is None and any(
+        entry.token_id not in (None, token) for entry, token in zip(logprobs.content or (), ids, strict=True)
     ):
-        raise InferenceError(f"{name} gave log-probabilities of other tokens than the sampled ones")
+        raise InferenceError(f"{name} returned log-probabilities of other tokens than the sampled ones")
     spans = choice.weight_versions or []
     if not all(0 <= span["start"] <= span["end"] <= len(ids) for span in spans):
-        raise InferenceError(f"{name} gave the versions {str(spans)[:200]} for {len(ids)} tokens; they must lie within these")
-    return SampledTokens(ids, logprobs, choice.finish_reason, choice.stop_reason, spans)
+        raise InferenceError(
+            f"{name} returned the weight versions {str(spans)[:200]} for {len(ids)} tokens; each span must lie within the tokens"
+        )
+    return SampledTokens(ids, values, choice.finish_reason, choice.stop_reason, spans)
 
 
-def _first(choices: Sequence[C], name: str) -> C:
-    """Raises InferenceError if there is none, AbortedError if the server aborted it."""
+def _first_choice(choices: Sequence[C], name: str) -> C:
+    """The first choice. Raises InferenceError if there is none, AbortedError if the server aborted
+    it."""
     if not choices:
-        raise InferenceError(f"{name} answered without a choice")
+        raise InferenceError(f"{name} returned no choice")
     if choices[0].finish_reason in ("abort", "error"):
         raise AbortedError(f"{name} aborted the request; its partial output is discarded")
     return choices[0]
@@ -240,7 +241,7 @@ def _first(choices: Sequence[C], name: str) -> C:
 def _check_prompt(sent: list[int], read: list[int] | None, name: str) -> None:
     if read is None:
         raise InferenceError(
-            f"{name} did not report the prompt that it read; it must echo prompt_token_ids when return_token_ids is set"
+            f"{name} did not return the prompt that it read; it must return prompt_token_ids if return_token_ids is set"
         )
     if read != sent:
         raise InferenceError(
@@ -254,29 +255,29 @@ def check_logprobs(ids: Sequence[int], logprobs: Sequence[float]) -> None:
     0."""
     if len(ids) != len(logprobs):
         raise InferenceError(
-            f"the server gave {len(logprobs)} log-probabilities for {len(ids)} tokens; there must be one for each"
+            f"the server returned {len(logprobs)} log-probabilities for {len(ids)} tokens; there must be one for each"
         )
     if not all(map(math.isfinite, logprobs)):
         raise InferenceError("the server's log-probabilities are not finite; check its weights and its number format")
     if logprobs and max(logprobs) > LOGP_TOLERANCE:
         raise InferenceError(
-            f"the server gave the log-probability {max(logprobs):g}; it must be at most 0: start it with --logprobs-mode "
+            f"the server returned the log-probability {max(logprobs):g}; it must be at most 0: start the server with --logprobs-mode "
             "processed_logprobs or raw_logprobs, so that it does not return logits"
         )
 
 
-def _chat_logprobs(logprobs: Any) -> list[float] | None:
+def _read_chat_logprobs(logprobs: Any) -> list[float] | None:
     """The log-probabilities of the sampled tokens, from any of the three forms that servers use."""
     if logprobs is None:
         return None
     for key in ("token_logprobs", "logprobs"):
-        values = _part(logprobs, key)
+        values = _read_member(logprobs, key)
         if values is not None:
             return [float(value) for value in values]
-    content = _part(logprobs, "content")
-    return None if content is None else [float(_part(entry, "logprob")) for entry in content]
+    content = _read_member(logprobs, "content")
+    return None if content is None else [float(_read_member(entry, "logprob")) for entry in content]
 
 
-def _part(whole: Any, name: str) -> Any:
-    """An attribute of an object of the openai package, or a key of JSON."""
+def _read_member(whole: Any, name: str) -> Any:
+    """An attribute of an object of the openai package, or the value of a key of JSON."""
     return whole.get(name) if isinstance(whole, Mapping) else getattr(whole, name, None)

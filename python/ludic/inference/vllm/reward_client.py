@@ -18,10 +18,10 @@ class VLLMClient(VLLMChatClient):
     """`VLLMChatClient` for the server at `policy_port`, and scores from the server at
     `scoring_port`.
 
-    Without these two, the server at `port` does either: it completes or it scores, as it was
-    started. `model_name` is the name of the reward model at its server. `scoring_tokenizer` and
-    `pooling_type` are arguments of `VLLMScoringClient`; `options` are further arguments of
-    `VLLMChatClient`.
+    Without these two, the server at `port` is used for both; how it was started decides whether it
+    can complete or score. `model_name` is the name of the reward model at its server.
+    `scoring_tokenizer` and `pooling_type` are arguments of `VLLMScoringClient`; `options` are
+    further arguments of `VLLMChatClient`.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class VLLMClient(VLLMChatClient):
         timeout_s: float = 600.0,
         version: str | int | None = None,
     ) -> str:
-        """`VLLMScoringClient.sync_reward_weights`. Raises InferenceError for a client that is for
-        inference only."""
+        """Like `VLLMScoringClient.sync_reward_weights`. Raises InferenceError unless the client was
+        made with `enable_weight_updates`."""
         if not self.enable_weight_updates:
             raise InferenceError(
                 "this client is for inference only and cannot push weights; make it with enable_weight_updates=True, for servers that "
@@ -121,7 +121,7 @@ class VLLMClient(VLLMChatClient):
         return self.scoring.sync_reward_weights(params, training_mode=training_mode, timeout_s=timeout_s, version=version)
 
     def close_communicator(self) -> None:
-        """Close the connections over which weights are pushed to either server."""
+        """Close the connections for pushing weights to either server."""
         super().close_communicator()
         self._scoring.close_communicator()
 

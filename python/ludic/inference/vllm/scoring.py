@@ -1,11 +1,11 @@
 """Scores from a reward model behind an unmodified vLLM server that was started with `--runner
 pooling`.
 
-`POST /classify` with `use_activation: false` returns the model's logit for a sequence, of text or
-of token ids, at its last token. Surprises of vLLM 0.32.0:
+`POST /classify` with `use_activation: false` returns the model's logit at the last token of a
+sequence, which is text or token ids. Surprises of vLLM 0.32.0:
 
-- `/score` compares pairs of texts and takes no single sequence; `/pooling` gives the same number as
-  `/classify`.
+- `/score` compares pairs of texts and does not take single sequences; `/pooling` returns the same
+  number as `/classify`.
 - Without `use_activation`, `problem_type` in the model's configuration decides whether the logistic
   function is applied. A misspelt field is ignored.
 - One sequence that is too long, empty or outside the vocabulary makes the whole request fail (400).
@@ -41,6 +41,7 @@ from ludic.inference.servers.pool import ServerPool
 from ludic.inference.servers.retries import RetryPolicy
 from ludic.inference.servers.server import Server
 from ludic.inference.servers.weight_versions import version_number
+from ludic.inference.vllm.server_queries import server_url
 from ludic.inference.vllm.weight_push import make_publisher
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 REFUSED_STATUS = frozenset({400, 413, 422})
-"""Statuses of a server that will never score this input."""
+"""Statuses with which a server refuses an input for good."""
 ANY_MODEL = "default"
-"""Stands for the model that the server serves, under any name."""
+"""Stands for the model that the server serves, whatever its name."""
 
 
 class _Score(Struct):
@@ -64,7 +65,7 @@ class _Usage(Struct):
 
 
 class _Scores(Struct):
-    """An answer of `/classify`."""
+    """A response of `/classify`."""
 
     data: list[_Score]
     usage: _Usage = field(default_factory=_Usage)
@@ -78,10 +79,10 @@ class VLLMScoringClient:
     """A reward model behind one or more vLLM servers, `http://host:port`.
 
     A call takes at most `timeout_s`, retries included. Failed connections and transient statuses
-    are retried up to `max_retries` times; a dead engine raises EngineDeadError at once. Of several
-    servers each call goes to the least busy one; a dead server is drained, and its calls move to
-    others. With `tokenizer`, the server's own, rollouts are scored as the token ids that were
-    sampled. `pooling_type` is that of the server, which no request can change.
+    are retried up to `max_retries` times; a dead engine raises EngineDeadError at once. With
+    several servers each call goes to the least busy one; a dead server is drained, and its calls
+    move to the others. With `tokenizer`, the server's own, rollouts are scored as the token ids
+    that were sampled. `pooling_type` must be that of the server, which requests cannot change.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class VLLMScoringClient:
     ) -> None:
         """`publisher_settings` are keywords of `ludic.distributed.create_vllm_publisher`, for
         servers that take new weights."""
-        urls = [_address(each) for each in ([url] if isinstance(url, str) else url)]
+        urls = [server_url(each) for each in ([url] if isinstance(url, str) else url)]
         self._retries = RetryPolicy(timeout_s, max_retries, backoff_s)
         self._pool = ServerPool([Server(each, api_key, timeout_s) for each in urls], probe=self._probe)
         self.url = urls[0]
@@ -108,7 +109,7 @@ class VLLMScoringClient:
         self._add_special_tokens = add_special_tokens
         self._publisher_settings = dict(publisher_settings or {})
         self._publishers: dict[bool, Publisher] = {}
-        """Key: whether a push may leave weights out."""
+        """Whether a push may omit weights -> publisher."""
         self._version = 0
 
     def reads_ids_of(self, tokenizer: Any) -> bool:
@@ -120,21 +121,22 @@ class VLLMScoringClient:
         request bodies as `used_args`.
 
         Raises ConfigError for a request that this server cannot answer, DataError for an input that
-        it refuses, TimeoutError after `timeout_s`, and InferenceError for any other failure.
+        the server refuses, TimeoutError after `timeout_s`, and InferenceError for any other
+        failure.
         """
-        self._check(request)
+        self._check_request(request)
         logits: dict[int, list[float]] = {}
         answers, bodies, usages = [], [], []
-        for positions in _by_kind(request.inputs):
+        for positions in _group_by_kind(request.inputs):
             body = self._body(request, [request.inputs[position] for position in positions])
             answer = await self._call("/classify", dict[str, Any], body)
             scored = convert_answer(answer, _Scores, self.url)
-            logits.update(zip(positions, _logits(scored, len(positions), request.n_labels, self.url), strict=True))
+            logits.update(zip(positions, _read_logits(scored, len(positions), request.n_labels, self.url), strict=True))
             usages.append(scored.usage)
             answers.append(answer)
             bodies.append(body)
         rows = [logits[position] for position in range(len(request.inputs))]
-        scores = [_normalized(row) for row in rows] if request.normalize else rows
+        scores = [_apply_activation(row) for row in rows] if request.normalize else rows
         response = ScoringResponse(
             scores=[row[0] for row in scores] if request.n_labels == 1 else scores,
             model=str(answers[0].get("model", request.model)) if answers else request.model,
@@ -162,7 +164,7 @@ class VLLMScoringClient:
 
     def score_sync(self, request: ScoringRequest) -> tuple[ScoringResponse, dict[str, Any]]:
         """`score` for synchronous code."""
-        return run_blocking(self._closing(self.score(request)))
+        return run_blocking(self._run_and_close(self.score(request)))
 
     async def get_reward_model_version(self) -> int:
         """The version of the weights, 0 before the first push. Raises InferenceError if the
@@ -197,7 +199,7 @@ class VLLMScoringClient:
         """Replace the weights that `training_mode` changes, on all servers or on none. Returns the
         version that is served now.
 
-        No other weights are announced or sent. The default version is the last plus one. Raises
+        No other weights are announced or sent. `version` defaults to the last one plus 1. Raises
         ConfigError if there is no such weight, and the errors of the publisher.
         """
         selected = select_trained_weights(params, training_mode)
@@ -212,7 +214,7 @@ class VLLMScoringClient:
         return new_version
 
     def close_communicator(self) -> None:
-        """Close the connections over which weights are pushed; the servers keep their weights."""
+        """Close the connections for pushing weights; the servers keep their weights."""
         publishers, self._publishers = self._publishers, {}
         for publisher in publishers.values():
             publisher.close()
@@ -227,18 +229,17 @@ class VLLMScoringClient:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def _check(self, request: ScoringRequest) -> None:
+    def _check_request(self, request: ScoringRequest) -> None:
         if request.pooling_type is PoolingType.STEP:
             raise ConfigError("pooling_type=step is reserved: nothing computes a score for each step yet")
         if request.pooling_type is not self.pooling_type:
             raise ConfigError(
-                f"pooling_type ({request.pooling_type.value}) is not that of the server, which is {self.pooling_type.value}; start it "
-                f'with --pooler-config \'{{"pooling_type": "{request.pooling_type.name}"}}\', and give the client the same pooling_type'
+                f"pooling_type ({request.pooling_type.value}) differs from that of the server, {self.pooling_type.value}; start the server "
+                f'with --pooler-config \'{{"pooling_type": "{request.pooling_type.name}"}}\' and the client with the same pooling_type'
             )
 
     def _body(self, request: ScoringRequest, inputs: Sequence[ScoringInput]) -> dict[str, Any]:
-        """The JSON body. Every field is set: the server has defaults of its own, and ignores
-        unknown fields."""
+        """The JSON body. Every field is set, because the server has other defaults."""
         model = request.model if request.model != ANY_MODEL else self.model
         return {
             **({} if model == ANY_MODEL else {"model": model}),
@@ -248,7 +249,7 @@ class VLLMScoringClient:
         }
 
     async def _call(self, path: str, kind: type[T], body: dict[str, Any] | None = None) -> T:
-        """The answer of a live server, with retries."""
+        """The response of a live server, with retries."""
 
         async def once(server: Server) -> T:
             try:
@@ -259,18 +260,18 @@ class VLLMScoringClient:
         return await self._retries.run(lambda: self._pool.send(once), name=f"{self.url}{path}")
 
     async def _probe(self, server: Server) -> None:
-        """Score one token. Raises the error if there is no score."""
+        """Score one token. Raises an error if that fails."""
         await server.probe("/classify", {"input": [[0]], "use_activation": False})
 
-    async def _closing(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _run_and_close(self, work: Coroutine[Any, Any, T]) -> T:
         try:
             return await work
         finally:
             await self.aclose()
 
 
-def _by_kind(inputs: Sequence[ScoringInput]) -> list[list[int]]:
-    """The positions of the texts and those of the token ids, as one request takes one kind.
+def _group_by_kind(inputs: Sequence[ScoringInput]) -> list[list[int]]:
+    """The positions of the texts and those of the token ids, because a request takes only one kind.
 
     `["a", (1, 2), "b"]` -> `[[0, 2], [1]]`.
     """
@@ -279,10 +280,10 @@ def _by_kind(inputs: Sequence[ScoringInput]) -> list[list[int]]:
     return [positions for positions in (texts, ids) if positions]
 
 
-def _logits(answer: _Scores, expected: int, n_labels: int, url: str) -> list[list[float]]:
+def _read_logits(answer: _Scores, expected: int, n_labels: int, url: str) -> list[list[float]]:
     """[N][L] logits in the order of the inputs.
 
-    Answers with the indices 1 and 0 are swapped; answers without indices are in order.
+    Entries with the indices 1 and 0 are swapped; entries without indices are in order.
     """
     if len(answer.data) != expected:
         raise InferenceError(f"{url} returned {len(answer.data)} scores for {expected} inputs; there must be one for each")
@@ -292,7 +293,7 @@ def _logits(answer: _Scores, expected: int, n_labels: int, url: str) -> list[lis
             raise InferenceError(f"{url} returned the scores {str(entry.probs)[:200]}; they must be finite")
         if len(entry.probs) != n_labels:
             raise ConfigError(
-                f"the model of {url} gives {len(entry.probs)} labels for each sequence, the request has n_labels={n_labels}; "
+                f"the model of {url} has {len(entry.probs)} labels, but the request has n_labels={n_labels}; "
                 "a reward is one number"
             )
         rows[len(rows) if entry.index is None else entry.index] = entry.probs
@@ -301,7 +302,7 @@ def _logits(answer: _Scores, expected: int, n_labels: int, url: str) -> list[lis
     return [rows[index] for index in range(expected)]
 
 
-def _normalized(row: Sequence[float]) -> list[float]:
+def _apply_activation(row: Sequence[float]) -> list[float]:
     """The logistic function of one logit, or the softmax of several."""
     if len(row) == 1:
         z = math.exp(-abs(row[0]))
@@ -312,16 +313,10 @@ def _normalized(row: Sequence[float]) -> list[float]:
 
 
 def _translate_error(error: ServerError) -> Exception:
-    """The error for a failed call: DataError for a refused input, and a hint for a server without
-    the endpoint, which is another case than a server without the model."""
+    """The error for a failed call: DataError for a refused input, and a hint for a server that
+    lacks the endpoint (but not for one that lacks the model)."""
     if error.status in REFUSED_STATUS:
         return DataError(f"the input was refused: {error}")
     if is_missing_endpoint(error):
         return InferenceError(f"{error}; is it a server of a reward model, started with --runner pooling?")
     return error
-
-
-def _address(url: str) -> str:
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"url ({url}) must begin with http:// or https://, such as http://127.0.0.1:8001")
-    return url.rstrip("/").removesuffix("/v1")

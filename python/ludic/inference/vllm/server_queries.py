@@ -13,9 +13,9 @@ from msgspec import Struct
 
 from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerTimeoutError, ServerUnreachableError
 from ludic.inference.servers.answers import ModelList, WeightInfo
-from ludic.inference.servers.http import BlockingHttp, Http, HttpResponse
+from ludic.inference.servers.http import BlockingHttp, HttpResponse, request_once
 from ludic.inference.servers.server_secret import secret_headers
-from ludic.inference.servers.weight_versions import served_version
+from ludic.inference.servers.weight_versions import check_served_version
 
 HEALTH_TIMEOUT_S = 5.0
 HEALTH_INTERVAL_S = 2.0
@@ -43,33 +43,33 @@ VERSION_ENDPOINTS: tuple[tuple[str, type[WeightInfo | _RuntimeVersion]], ...] = 
 
 
 def server_url(address: str, port: int | None = None) -> str:
-    """The root URL of a server, from a URL or from a host and a port. 0.0.0.0, an address to listen
-    on, becomes this machine's."""
+    """The root URL of a server, from a URL or from a host and a port. 0.0.0.0, which is only an
+    address to listen on, becomes 127.0.0.1."""
     if port is not None:
         return f"http://{'127.0.0.1' if address in ('0.0.0.0', '::', '') else address}:{port}"
     if not address.startswith(("http://", "https://")):
-        raise ConfigError(f"urls has {address!r}, which must begin with http:// or https://, such as http://127.0.0.1:8000")
+        raise ConfigError(f"the URL {address!r} must begin with http:// or https://, such as http://127.0.0.1:8000")
     return address.rstrip("/").removesuffix("/v1")
 
 
-async def connect(headers: Mapping[str, str], urls: Sequence[str], timeout_s: float) -> tuple[dict[str, int], int]:
+async def wait_for_servers(headers: Mapping[str, str], urls: Sequence[str], timeout_s: float) -> tuple[dict[str, int], int]:
     """Wait until every server is healthy. Returns the context lengths of the first server's models
     and its weight version, 0 if it reports none. Raises HealthTimeoutError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     for url in urls:
 
         async def is_healthy(url: str = url) -> bool:
-            return await _is_healthy(headers, url, _left_s(deadline, HEALTH_TIMEOUT_S))
+            return await _is_healthy(headers, url, _remaining_s(deadline, HEALTH_TIMEOUT_S))
 
         if not await poll_until(is_healthy, deadline=deadline, interval_s=HEALTH_INTERVAL_S):
             raise _health_timeout(
-                f"{url}/health did not answer within {timeout_s} s; start a server there (`ludic serve`), or give its host and port"
+                f"{url}/health did not answer within {timeout_s} s; start a server there (`ludic serve`), or pass its host and port"
             )
     try:
-        lengths = await read_context_lengths(headers, urls[0], timeout_s=_left_s(deadline, MODELS_TIMEOUT_S))
+        lengths = await read_context_lengths(headers, urls[0], timeout_s=_remaining_s(deadline, MODELS_TIMEOUT_S))
     except ServerTimeoutError as error:
         raise _health_timeout(f"{urls[0]}/v1/models did not answer within {timeout_s} s, although its /health did") from error
-    return lengths, await read_version(headers, urls[0], timeout_s=_left_s(deadline, VERSION_TIMEOUT_S)) or 0
+    return lengths, await read_version(headers, urls[0], timeout_s=_remaining_s(deadline, VERSION_TIMEOUT_S)) or 0
 
 
 async def poll_until(condition: Callable[[], Awaitable[bool]], *, deadline: float, interval_s: float) -> bool:
@@ -77,22 +77,22 @@ async def poll_until(condition: Callable[[], Awaitable[bool]], *, deadline: floa
     while not await condition():
         if time.monotonic() >= deadline:
             return False
-        await asyncio.sleep(_left_s(deadline, interval_s))
+        await asyncio.sleep(_remaining_s(deadline, interval_s))
     return True
 
 
 async def can_sample(url: str, deadline: float) -> bool:
     """Whether a server is healthy and samples a token; a server without models need only be
     healthy. Raises EngineDeadError if it is healthy but cannot sample."""
-    if not await _is_healthy({}, url, _left_s(deadline, HEALTH_TIMEOUT_S)):
+    if not await _is_healthy({}, url, _remaining_s(deadline, HEALTH_TIMEOUT_S)):
         return False
     try:
-        listed = await _request({}, "GET", f"{url}/v1/models", timeout_s=_left_s(deadline, MODELS_TIMEOUT_S))
-        models = listed.read(ModelList).data if listed.status == 200 else []
+        response = await _request({}, "GET", f"{url}/v1/models", timeout_s=_remaining_s(deadline, MODELS_TIMEOUT_S))
+        models = response.read(ModelList).data if response.status == 200 else []
         if not models:
             return True
         body = {"model": models[0].id, "prompt": [[0]], "max_tokens": 1, "temperature": 0, "logprobs": 0}
-        response = await _request({}, "POST", f"{url}/v1/completions", json=body, timeout_s=_left_s(deadline, math.inf))
+        response = await _request({}, "POST", f"{url}/v1/completions", json=body, timeout_s=_remaining_s(deadline, math.inf))
     except InferenceError:
         return False
     if response.status >= 500:
@@ -104,31 +104,31 @@ async def read_context_lengths(headers: Mapping[str, str], url: str, *, timeout_
     """Model -> prompt plus completion tokens; empty for servers that do not report it. Raises
     ServerTimeoutError."""
     try:
-        listed = (await _request(headers, "GET", f"{url}/v1/models", timeout_s=timeout_s)).raise_for_status().read(ModelList).data
+        response = await _request(headers, "GET", f"{url}/v1/models", timeout_s=timeout_s)
+        models = response.raise_for_status().read(ModelList).data
     except ServerTimeoutError:
         raise
     except InferenceError:
         return {}
-    return {model.id: model.max_model_len for model in listed if model.max_model_len is not None}
+    return {model.id: model.max_model_len for model in models if model.max_model_len is not None}
 
 
 async def read_version(headers: Mapping[str, str], url: str, *, timeout_s: float = VERSION_TIMEOUT_S) -> int | None:
     """The weight version; None if the server reports none in time, or one that is not a number."""
     deadline = time.monotonic() + timeout_s
     for path, kind in VERSION_ENDPOINTS:
-        left_s = _left_s(deadline, timeout_s)
         try:
-            response = await _request(headers, "GET", f"{url}{path}", timeout_s=left_s)
+            response = await _request(headers, "GET", f"{url}{path}", timeout_s=_remaining_s(deadline, timeout_s))
             if response.status == 200:
-                return served_version(response.read(kind).weight_version, url)
-        except InferenceError:  # of any kind: the version is unknown
+                return check_served_version(response.read(kind).weight_version, url)
+        except InferenceError:  # the version is unknown, whatever the error
             return None
     return None
 
 
 async def read_progress(headers: Mapping[str, str], url: str) -> float | None:
-    """Tokens that the server has processed so far: a number that rises while it works. None if one
-    request does not tell."""
+    """Number of tokens that the server has processed so far, which rises while it works. None if
+    the server does not report it."""
     try:
         response = await _request(headers, "GET", f"{url}/metrics", timeout_s=VERSION_TIMEOUT_S)
         lines = response.text.splitlines() if response.status == 200 else []
@@ -159,18 +159,17 @@ async def _is_healthy(headers: Mapping[str, str], url: str, timeout_s: float) ->
 
 
 async def _request(headers: Mapping[str, str], method: str, url: str, *, timeout_s: float, json: Any = None) -> HttpResponse:
-    """Opens a connection for each request: queries are rare and come from any event loop."""
-    async with Http(headers, keepalive_s=0.0) as http:
-        return await http.request(method, url, json=json, timeout_s=timeout_s, max_bytes=MAX_SMALL_BYTES)
+    """Uses a new connection for each request: queries are rare and come from any event loop."""
+    return await request_once(method, url, headers=headers, json=json, timeout_s=timeout_s, max_bytes=MAX_SMALL_BYTES)
 
 
-def _left_s(deadline: float, most: float) -> float:
+def _remaining_s(deadline: float, most: float) -> float:
     return max(0.0, min(most, deadline - time.monotonic()))
 
 
 def _health_timeout(message: str) -> HealthTimeoutError:
-    """Also a `requests.ConnectionError` if the caller has loaded that package, which existing code
-    may catch."""
+    """The error is also a `requests.ConnectionError` if that package is loaded, because existing
+    code may catch that type."""
     requests = sys.modules.get("requests")
     if requests is None:
         return HealthTimeoutError(message)

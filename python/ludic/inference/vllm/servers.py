@@ -15,7 +15,7 @@ from ludic.inference.servers.pool import ServerPool
 from ludic.inference.servers.retries import RetryPolicy
 from ludic.inference.servers.server import Server
 from ludic.inference.servers.weight_versions import version_number
-from ludic.inference.vllm.server_queries import connect, read_progress, read_version, reset_prefix_cache
+from ludic.inference.vllm.server_queries import read_progress, read_version, reset_prefix_cache, wait_for_servers
 from ludic.inference.vllm.token_endpoints import COMPLETIONS
 
 T = TypeVar("T")
@@ -47,12 +47,12 @@ class VLLMServers:
         """Sent with every request, the key included."""
         self.aborted = 0
         """Responses that the servers aborted."""
-        self.context_lengths, self.version = run_blocking(connect(self.request_headers, urls, connection_timeout_s))
+        self.context_lengths, self.version = run_blocking(wait_for_servers(self.request_headers, urls, connection_timeout_s))
         self._version_read_at = time.monotonic()
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The servers' name in error messages."""
         return self.urls[0] if len(self.urls) == 1 else f"none of {len(self.urls)} servers"
 
     async def send(self, call: Callable[[Server], Awaitable[T]], *, reports_version: bool) -> tuple[T, int]:
@@ -82,14 +82,11 @@ class VLLMServers:
         return self.version
 
     def record_push(self, version: str | int | None, *, lost: Sequence[str]) -> None:
-        """The servers serve `version` from now on, except those at the `lost` URLs, which are
-        drained."""
+        """Record that the servers serve `version` now, and drain those at the `lost` URLs."""
         number = version_number(version)
         if number is not None:
             self.version, self._version_read_at = number, time.monotonic()
-        for server in self.pool.servers:
-            if server.url in lost:
-                self.pool.drain(server, "its last push of weights could not be completed")
+        self.pool.drain_lost(lost)
 
     async def probe(self) -> dict[str, bool]:
         """Ask every server for one token. Returns whether each URL is alive."""

@@ -15,7 +15,7 @@ GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/
 
 
 class TokenEndpoints:
-    """Learns at the first request which endpoint each server has."""
+    """Finds out with the first request which endpoint each server has."""
 
     def __init__(self) -> None:
         self.without_generate: set[str] = set()
@@ -25,7 +25,8 @@ class TokenEndpoints:
     async def post(
         self, server: Server, generate: dict[str, Any], completions: dict[str, Any], headers: Mapping[str, str] | None
     ) -> HttpResponse:
-        """Post one of two bodies of the same request. Raises InferenceError."""
+        """Post the body that fits the server's endpoint: `generate` or `completions`, which are the
+        same request. Raises InferenceError."""
         if server.url not in self.without_generate:
             try:
                 return await server.post(GENERATE, generate, headers=headers)

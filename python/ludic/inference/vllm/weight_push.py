@@ -1,5 +1,8 @@
-"""How a client makes the publisher for its own servers: the one import that goes up from
-`ludic.inference` to `ludic.distributed`."""
+"""Makes the publisher with which a client pushes weights to its own servers.
+
+`sync_weights` is a documented method of clients, but publishers are built on clients' endpoints:
+this is the only import from `ludic.inference` up to `ludic.distributed`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ def make_publisher(
 ) -> Publisher:
     """A publisher to these servers, made by `ludic.distributed.create_vllm_publisher`.
 
-    `settings` are the user's keywords and win over the defaults. The caller of `sync_weights`
-    decides when to push, so weights that did not change are pushed too.
+    `settings` are the user's keywords, which override the defaults. Weights that did not change are
+    pushed as well, because the caller of `sync_weights` decides when to push.
     """
     from ludic.distributed.adapters.vllm import create_vllm_publisher
 

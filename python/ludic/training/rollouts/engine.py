@@ -14,7 +14,7 @@ from ludic.event_loop import await_if_needed, is_being_cancelled, run_to_complet
 from ludic.inference.current_episode import new_episode
 from ludic.inference.request import ReturnSpec
 from ludic.interaction.base import InteractionProtocol
-from ludic.interaction.containment import contained, message_of
+from ludic.interaction.containment import describe_error, run_contained
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.rollouts.check import GarbageError, check_rollouts
 from ludic.training.rollouts.episodes import Episode, count_episodes, drop_failed_groups, group_episodes
@@ -208,7 +208,7 @@ class RolloutEngine:
                         episode.error = error
                         break
                     episode.retries += 1
-                    logger.info("episode %d failed with %s; playing it again", episode.index, message_of(error))
+                    logger.info("episode %d failed with %s; playing it again", episode.index, describe_error(error))
         if self._cancel_siblings:
             _cancel_unfinished(siblings)
 
@@ -216,7 +216,9 @@ class RolloutEngine:
         envs: list[Any] = []
         what = f"episode {episode.index} ({episode.request.env.kind})"
         try:
-            return await contained(self._run(episode, envs, max_steps, timeout_s), what=what, timeout_s=self._episode_timeout_s)
+            return await run_contained(
+                self._run(episode, envs, max_steps, timeout_s), what=what, timeout_s=self._episode_timeout_s
+            )
         finally:
             for env in envs:
                 await _close(env)
@@ -311,7 +313,7 @@ async def _close(env: Any) -> None:
     try:
         close = getattr(env, "close", None)
         if close is not None:
-            await run_to_completion(contained(_call(close), what=f"{name}.close()", timeout_s=CLOSE_TIMEOUT_S))
+            await run_to_completion(run_contained(_call(close), what=f"{name}.close()", timeout_s=CLOSE_TIMEOUT_S))
     except Exception:
         logger.warning("%s.close() failed", name, exc_info=True)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ludic.errors import LudicError, RolloutError
-from ludic.interaction.containment import message_of
+from ludic.interaction.containment import describe_error
 from ludic.training.rollouts.check import GarbageError
 from ludic.training.rollouts.played import EpisodeFailure, PlayedRollouts, RolloutCounts
 from ludic.training.types import RolloutRequest
@@ -81,7 +81,7 @@ def drop_failed_groups(episodes: Sequence[Episode], counts: RolloutCounts) -> Pl
     if first is not None and not retained:
         raise (GarbageError if isinstance(first, GarbageError) else RolloutError)(
             f"{len(failed)} of {len(episodes)} episodes failed and no complete group is left; "
-            f"the first error was {message_of(first)}"
+            f"the first error was {describe_error(first)}"
         ) from first
     rollouts = [rollout for episode in retained for rollout in episode.rollouts]
     per_episode = len(rollouts) / len(retained) if retained else 1.0  # several agents give several rollouts
@@ -94,12 +94,12 @@ def _log_failures(failed: Sequence[Episode]) -> None:
     seen: set[str] = set()
     for episode in failed[:SHOWN_FAILURES]:
         error = episode.error
-        message = str(error) if isinstance(error, LudicError) else message_of(error)
+        message = str(error) if isinstance(error, LudicError) else describe_error(error)
         times = f"{episode.retries + 1} times" if episode.retries else "once"
         foreign = error.__cause__ if isinstance(error, LudicError) else error
-        is_known = foreign is None or isinstance(foreign, LudicError) or message_of(foreign) in seen
+        is_known = foreign is None or isinstance(foreign, LudicError) or describe_error(foreign) in seen
         trace = None if is_known else foreign
-        seen.add(message_of(foreign))
+        seen.add(describe_error(foreign))
         logger.error("episode %d failed %s; its group is dropped: %s", episode.index, times, message, exc_info=trace)
     if len(failed) > SHOWN_FAILURES:
         logger.error("%d more episodes failed", len(failed) - SHOWN_FAILURES)
@@ -110,7 +110,7 @@ def _describe_failure(episode: Episode) -> EpisodeFailure:
         episode_idx=episode.index,
         env_kind=episode.request.env.kind,
         env_seed=episode.request.env_seed,
-        error=message_of(episode.error),
+        error=describe_error(episode.error),
         attempts=episode.retries + 1,
         meta=dict(episode.request.meta),
     )

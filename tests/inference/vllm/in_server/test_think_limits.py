@@ -10,8 +10,8 @@ from hypothesis import given, strategies as st
 
 import ludic
 from ludic.inference.vllm.in_server.flags import default_variables
-from ludic.inference.vllm.in_server.server import port_of, server_command
-from ludic.inference.vllm.in_server.think_limits import ThinkLimits, respects_limit, thought_limit
+from ludic.inference.vllm.in_server.server import read_port, server_command
+from ludic.inference.vllm.in_server.think_limits import ThinkLimits, parse_max_think, respects_limit
 
 CLOSING = [7, 8, 9]
 
@@ -90,13 +90,13 @@ def test_whether_a_server_heeded_the_limit_shows_in_its_answer():
 @pytest.mark.parametrize("value", [0, -1, 1.5, "3", True])
 def test_a_limit_is_a_positive_whole_number(value):
     with pytest.raises(ValueError, match="max_think must be a positive integer"):
-        thought_limit(value)
-    assert thought_limit(None) is None
-    assert thought_limit(3) == 3
+        parse_max_think(value)
+    assert parse_max_think(None) is None
+    assert parse_max_think(3) == 3
 
 
 def test_a_tokenizer_that_cannot_say_it_cannot_close_thoughts():
-    with pytest.raises(ValueError, match="makes no tokens"):
+    with pytest.raises(ValueError, match="to no tokens"):
         ThinkLimits([])
 
 
@@ -143,7 +143,7 @@ def test_the_module_becomes_the_server(tmp_path):
 
 @pytest.mark.parametrize(
     ("environment", "message"),
-    [({}, "has no vLLM; build an environment with it by `make vllm`"), ({"LUDIC_SERVER_SECRET": "short"}, "at least 16")],
+    [({}, "has no vLLM; build an environment with `make vllm`"), ({"LUDIC_SERVER_SECRET": "short"}, "at least 16")],
 )
 def test_the_module_says_what_it_lacks(tmp_path, environment, message):
     if "LUDIC_SERVER_SECRET" in environment:
@@ -163,4 +163,4 @@ def test_the_module_says_what_it_lacks(tmp_path, environment, message):
     [([], 8000), (["--port", "8001"], 8001), (["--port=8002", "--model", "m"], 8002), (["--port", "1", "--port", "8003"], 8003)],
 )
 def test_the_module_keeps_the_secret_for_the_port_that_it_serves_at(arguments, port):
-    assert port_of(arguments) == port
+    assert read_port(arguments) == port

@@ -19,8 +19,8 @@ from ludic.inference.vllm.in_server.weight_receiver import (
     Checkpoint,
     WeightReceiver,
     WeightTransferError,
-    listening_store,
     neighbours,
+    open_store,
 )
 
 QUERY, KEY = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
@@ -75,7 +75,7 @@ def test_an_index_may_not_lead_out_of_its_folder(tmp_path):
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../own/model.safetensors"}}')
     with pytest.raises(WeightTransferError, match="outside its folder"):
         Checkpoint(folder)
-    with pytest.raises(WeightTransferError, match="no folder here"):
+    with pytest.raises(WeightTransferError, match="not a folder here"):
         Checkpoint(tmp_path / "absent")
     (tmp_path / "empty").mkdir()
     with pytest.raises(WeightTransferError, match=r"holds no \*\.safetensors"):
@@ -102,7 +102,7 @@ def test_a_discarded_push_loads_nothing(receiver, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({QUERY: torch.zeros(4, 5)}, r"came with shape \[4, 5\], the model's is \[4, 4\]"),
+        ({QUERY: torch.zeros(4, 5)}, r"has shape \[4, 5\], the model's is \[4, 4\]"),
         ({"other": torch.zeros(1)}, "no weight 'other'"),
     ],
 )
@@ -138,7 +138,7 @@ def test_nothing_is_received_without_a_connection(receiver):
 def test_dtypes_are_those_of_torch_and_nothing_else(receiver):
     receiver.checkpoint = None
     receiver._group, receiver.group_id = Group(), "g"
-    with pytest.raises(WeightTransferError, match="'save' is no dtype"):
+    with pytest.raises(WeightTransferError, match="'save' is not a dtype"):
         receiver.receive(["a"], ["save"], [[1]])
     assert receiver.group_id is None  # the stream was left in the middle: the trainer must connect again
 
@@ -149,7 +149,7 @@ class Group:
 
 
 def test_the_store_listens_on_one_address_alone():
-    _, port = listening_store("127.0.0.1", 2, timedelta(seconds=5))
+    _, port = open_store("127.0.0.1", 2, timedelta(seconds=5))
     with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
         probe.connect(("127.0.0.2", port))
 
@@ -173,7 +173,7 @@ def test_connecting_ends_at_its_deadline_whoever_listens(receiver, listener):
         if listener == "silent":
             silent.listen(1)
         if listener == "a store that nobody joins":
-            _store, port = listening_store("127.0.0.1", 2, timedelta(seconds=5))
+            _store, port = open_store("127.0.0.1", 2, timedelta(seconds=5))
         began = time.monotonic()
         with pytest.raises(RuntimeError) as raised:
             receiver.connect(**connection(port, 1.0))

@@ -1,5 +1,5 @@
-"""ASGI middleware for a server that several clients share. It repeats the client tag of each
-request in the answer.
+"""ASGI middleware for a server that several clients share. It copies the client tag of each request
+into the response.
 
 Pass it to vLLM as `--middleware
 ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware` (`ludic serve
@@ -9,30 +9,27 @@ ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware` (`ludi
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+
+from ludic.inference.vllm.in_server.asgi import App, Message, Receive, Send
 
 HEADER = "X-VLLM-Client-Tag"
 FIELD = "client_tag"
 OUTER_LISTS = ("results", "choices")
-"""Where an answer has its groups; each may have `outputs`."""
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+"""Keys of a response with its groups, each of which may have `outputs`."""
 NAME = HEADER.lower().encode()
 
 
 class ClientTagMiddleware:
-    """Reads the tag from the header, else from `client_tag` in the body, and writes it into the
-    header of the answer. If the answer is a JSON object, it also writes the tag into its `metadata`
-    and that of each of its `choices`, `results` and `outputs`.
+    """Reads the tag from the header, else from `client_tag` in the body, and writes it into a
+    header of the response. If the response is a JSON object, it also writes the tag into its
+    `metadata` and that of each of its `choices`, `results` and `outputs`.
 
-    Event streams get the header alone. Requests without a tag pass unchanged, and so does the
-    message that a client has disconnected.
+    Event streams only get the header. Requests without a tag pass unchanged, and so do messages
+    that a client has disconnected.
     """
 
-    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -42,17 +39,17 @@ class ClientTagMiddleware:
         tag = dict(scope.get("headers") or []).get(NAME, b"").decode("latin-1").strip()
         if not tag and scope.get("method") == "POST":
             body, receive = await _read_body(receive)
-            tag = _tag_of(body)
+            tag = _parse_tag(body)
         if not tag:
             await self._app(scope, receive, send)
             return
-        answer = _Answer(tag, send)
-        await self._app(scope, receive, answer.send)
+        response = _TaggedResponse(tag, send)
+        await self._app(scope, receive, response.send)
 
 
-class _Answer:
-    """Buffers a JSON answer until it is complete, and sends it with the tag. Passes on anything
-    else as it comes."""
+class _TaggedResponse:
+    """Buffers a JSON response until it is complete, and sends it with the tag. Forwards anything
+    else immediately."""
 
     def __init__(self, tag: str, send: Send) -> None:
         self._tag, self._send = tag, send
@@ -75,7 +72,7 @@ class _Answer:
         self._body += message.get("body", b"")
         if message.get("more_body"):
             return
-        body = _with_tag(bytes(self._body), self._tag)
+        body = _tag_body(bytes(self._body), self._tag)
         headers = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
         start, self._start = {**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]}, None
         await self._send(start)
@@ -83,7 +80,8 @@ class _Answer:
 
 
 async def _read_body(receive: Receive) -> tuple[bytes, Receive]:
-    """The complete body, and a `receive` that returns its messages again and then new ones."""
+    """The complete body, and a `receive` that first returns the messages read here and then new
+    ones."""
     messages: list[Message] = []
     while True:
         messages.append(await receive())
@@ -97,16 +95,16 @@ async def _read_body(receive: Receive) -> tuple[bytes, Receive]:
     return body, replay
 
 
-def _tag_of(body: bytes) -> str:
+def _parse_tag(body: bytes) -> str:
     try:
         tag = json.loads(body).get(FIELD)
     except (ValueError, AttributeError, RecursionError):
         return ""
-    sendable = isinstance(tag, str) and tag.isprintable() and tag.isascii()
-    return tag.strip() if sendable else ""
+    is_valid = isinstance(tag, str) and tag.isprintable() and tag.isascii()
+    return tag.strip() if is_valid else ""
 
 
-def _with_tag(body: bytes, tag: str) -> bytes:
+def _tag_body(body: bytes, tag: str) -> bytes:
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError):

@@ -1,5 +1,5 @@
-"""The flags and environment variables of vLLM that training needs, and what of ours a server
-loads."""
+"""The flags and environment variables of vLLM that training needs, and the paths of the classes
+that a server loads from ludic."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ DEFAULT_FLAGS: list[tuple[str, str | None]] = [
 """Flag and value; a flag without a value stands alone."""
 WORKER_EXTENSION = "ludic.inference.vllm.in_server.worker.WeightWorker"
 KEEP_ALIVE_S = 60
-"""Longer than any client's, so that no request meets a connection that is being closed."""
+"""Longer than any client's, so that no request is sent over a connection that is being closed."""
 
 
 def weight_flags(backend: WeightBackend | None) -> list[tuple[str, str | None]]:
-    """The flags with which a server takes weights while it serves."""
+    """The flags of a server that takes new weights while it serves; none without a backend."""
     if backend is None:
         return []
     return [("--worker-extension-cls", WORKER_EXTENSION), ("--weight-transfer-config", json.dumps({"backend": backend}))]
 
 
 def default_variables(arguments: Sequence[str], *, cpu: bool = False) -> dict[str, str]:
-    """The environment variables of a server with these arguments, for those that its user does
-    not set. `cpu` is for vLLM's build for CPUs."""
+    """Default environment variables of a server with these arguments. `cpu` is for vLLM's CPU
+    build."""
     return {
         "VLLM_USE_V1": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -39,24 +39,23 @@ def default_variables(arguments: Sequence[str], *, cpu: bool = False) -> dict[st
         "DO_NOT_TRACK": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
         **({"TORCHDYNAMO_DISABLE": "1"} if cpu else {}),
-        **_changing_variables(arguments),
+        **_update_variables(arguments),
     }
 
 
-def _changing_variables(arguments: Sequence[str]) -> dict[str, str]:
-    """The variables without which what a server serves cannot be changed: vLLM has the endpoints
-    for that in development mode alone. Empty for a server that takes neither weights nor
-    adapters."""
+def _update_variables(arguments: Sequence[str]) -> dict[str, str]:
+    """The variables that a server needs to take new weights or adapters: vLLM has the endpoints for
+    that only in development mode. Empty for a server that takes neither."""
     flags = {argument.split("=")[0] for argument in arguments}
-    adapters = "--enable-lora" in flags
-    changing = adapters or not flags.isdisjoint(["--worker-extension-cls", "--weight-transfer-config"])
-    variables = {"VLLM_SERVER_DEV_MODE": "1"} if changing else {}
-    return variables | ({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if adapters else {})
+    takes_adapters = "--enable-lora" in flags
+    takes_weights = not flags.isdisjoint(["--worker-extension-cls", "--weight-transfer-config"])
+    variables = {"VLLM_SERVER_DEV_MODE": "1"} if takes_adapters or takes_weights else {}
+    return variables | ({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if takes_adapters else {})
 
 
 def missing_flags(defaults: Sequence[tuple[str, str | None]], explicit: Sequence[str]) -> list[str]:
-    """The defaults that are not among the explicit arguments, as arguments. Of a flag that is
-    among the defaults twice, the first counts."""
+    """The defaults that are not among the explicit arguments, as arguments. If a flag has several
+    defaults, the first counts."""
     arguments: list[str] = []
     present = {argument.split("=")[0] for argument in explicit}
     for flag, value in defaults:

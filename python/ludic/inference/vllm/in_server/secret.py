@@ -1,4 +1,4 @@
-"""The secret of a server: a request that changes what the server serves has to carry it."""
+"""The secret of a server, which a request must have to change what the server serves."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class SecretError(ValueError):
     """A secret that cannot be used or stored."""
 
 
-def secret_of(environment: Mapping[str, str]) -> str:
-    """The value of `LUDIC_SERVER_SECRET`, else a new secret of 256 random bits. Raises
-    SecretError for a value that is too short, or that no header can carry."""
+def resolve_secret(environment: Mapping[str, str]) -> str:
+    """The value of `LUDIC_SERVER_SECRET`, else a new secret of 256 random bits. Raises SecretError
+    for a value that is too short or not valid in a header."""
     secret = environment.get(VARIABLE)
     if not secret:
         return secrets.token_urlsafe(32)
@@ -41,25 +41,25 @@ def secret_file(port: int) -> Path:
     return Path(folder or Path(cache, "ludic", "servers")) / f"{socket.gethostname()}-{port}"  # machines may share a home
 
 
-def keep_secret(port: int, secret: str) -> Path:
-    """Write the file, readable by its user alone from the start. Raises SecretError if it cannot
-    be written."""
+def store_secret(port: int, secret: str) -> Path:
+    """Write the file, which only its user can ever read. Raises SecretError if it cannot be
+    written."""
     path = secret_file(port)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, unfinished = tempfile.mkstemp(dir=path.parent)  # of mode 0600
+        handle, temporary = tempfile.mkstemp(dir=path.parent)  # with mode 0600
         with os.fdopen(handle, "w", encoding="ascii") as file:
             file.write(secret)
-        os.replace(unfinished, path)
+        os.replace(temporary, path)
     except OSError as error:
         raise SecretError(
-            f"the server's secret cannot be written to {path} ({error.strerror}); name a folder that can be with {FOLDER_VARIABLE}"
+            f"the server's secret cannot be written to {path} ({error.strerror}); set {FOLDER_VARIABLE} to a folder that is writable"
         ) from error
     return path
 
 
-def is_this_machine(host: str) -> bool:
-    """Whether a host's name or address is that of the loopback interface."""
+def is_loopback_host(host: str) -> bool:
+    """Whether the name or address is that of the loopback interface."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -3,7 +3,7 @@ from web pages of other machines are refused.
 
 Pass it to vLLM as `--middleware ludic.inference.vllm.in_server.secret_middleware.SecretMiddleware`,
 with the secret in `LUDIC_SERVER_SECRET`. Paths that sample or only report need no secret. Every
-other path does, an unknown one too.
+other path does, including unknown ones.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ from __future__ import annotations
 import hmac
 import json
 import os
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from ludic.inference.vllm.in_server.secret import HEADER, VARIABLE, is_this_machine, secret_of
+from ludic.inference.vllm.in_server.asgi import App, Message, Receive, Send
+from ludic.inference.vllm.in_server.secret import HEADER, VARIABLE, is_loopback_host, resolve_secret
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 Refusal = tuple[int, str]
 """Status and reason."""
 
@@ -35,8 +32,8 @@ UPLOADS = "/v1/audio/"
 """The paths whose bodies are forms."""
 
 
-def refusal(secret: str, method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
-    """Why a request is refused, or None. Names of headers are lower case."""
+def find_refusal(secret: str, method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
+    """Why the server refuses a request, or None. Names of headers are lower case."""
     origin = headers.get("origin")
     if origin is not None and not _is_of_this_machine(origin):
         return 403, f"requests from a page of {origin[:100]} are refused: only pages of this machine may send any"
@@ -52,7 +49,7 @@ def refusal(secret: str, method: str, path: str, headers: Mapping[str, str]) -> 
 
 def _is_of_this_machine(origin: str) -> bool:
     try:
-        return is_this_machine(urlsplit(origin).hostname or "")
+        return is_loopback_host(urlsplit(origin).hostname or "")
     except ValueError:  # brackets that are no address
         return False
 
@@ -60,8 +57,8 @@ def _is_of_this_machine(origin: str) -> bool:
 def _is_open(path: str) -> bool:
     """Whether a path needs no secret.
 
-    A path that is not printable does: `$` of a regular expression matches before a line feed, so
-    that "/pause" and a line feed is another spelling of a route.
+    Paths that are not printable always need one: `$` in a regular expression also matches before a
+    line feed, so "/pause" followed by a line feed may match a route.
     """
     if not path.isprintable():
         return False
@@ -77,20 +74,20 @@ def _content_type(headers: Mapping[str, str]) -> str:
 
 
 class SecretMiddleware:
-    """Refuses requests for which `refusal` gives a reason, before the server sees them. Without a
-    secret the server does not start."""
+    """Refuses requests for which `find_refusal` gives a reason, before the server sees them. The
+    server does not start without a secret."""
 
-    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, app: App) -> None:
         if not os.environ.get(VARIABLE):
             raise RuntimeError(f"{VARIABLE} is not set; start the server with `ludic serve`, or set it to a secret of your own")
-        self._app, self._secret = app, secret_of(os.environ)
+        self._app, self._secret = app, resolve_secret(os.environ)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope.get("headers") or []}
-        reason = refusal(self._secret, scope.get("method", "GET"), _path(scope), headers)
+        reason = find_refusal(self._secret, scope.get("method", "GET"), _path(scope), headers)
         if reason is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -100,14 +97,15 @@ class SecretMiddleware:
 
 
 def _path(scope: Message) -> str:
-    """The path as the server's routes see it: without the prefix that it is mounted under."""
+    """The path as the server's routes see it, without the prefix that the server is mounted
+    under."""
     path, root = str(scope["path"]), str(scope.get("root_path") or "")
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 async def _answer(send: Send, status: int, reason: str) -> None:
-    """Answer in the form of vLLM's own errors. The connection is closed, because a body that was
-    not read may follow."""
+    """Answer like vLLM's own errors. The connection is closed, because the rest of it may be a body
+    that was not read."""
     body = json.dumps({"error": {"message": reason, "type": "Refused", "param": None, "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})

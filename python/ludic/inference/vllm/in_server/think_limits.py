@@ -1,8 +1,8 @@
-"""Which token a row of a batch must draw next, for thoughts that have a limit. This module needs no
-vLLM.
+"""Forces the tokens of `</think>` on rows of a batch whose thinking has reached its limit. This
+module does not need vLLM.
 
-A request with `max_think` N samples N tokens freely. Then it gets the tokens of `</think>` one by
-one, and samples freely again. A thought that the model closed itself is left alone.
+A request with `max_think` N samples N tokens freely. Then the tokens of `</think>` are forced one
+by one, and it samples freely again. Nothing is forced if the model has closed its thinking itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Thought:
-    """The limit of one request, and its output so far, to which the server appends."""
+    """The limit of one request, and its output so far. The server appends to that list."""
 
     limit: int
     output: Sequence[int]
@@ -24,12 +24,12 @@ class ThinkLimits:
 
     def __init__(self, closing: Sequence[int]) -> None:
         if not closing:
-            raise ValueError("the tokenizer makes no tokens of </think>; it cannot close a thought")
+            raise ValueError("the tokenizer encodes </think> to no tokens, so thinking cannot be closed")
         self.closing = tuple(closing)
         self.rows: dict[int, Thought] = {}
 
     def add(self, row: int, limit: int | None, output: Sequence[int]) -> None:
-        """Put a request into a row, in place of any other."""
+        """Put a request into a row, replacing any other."""
         self.rows.pop(row, None)
         if limit is not None:
             self.rows[row] = Thought(limit, output)
@@ -46,14 +46,13 @@ class ThinkLimits:
             self.rows[source] = other
 
     def forced_tokens(self) -> dict[int, int]:
-        """Row -> the only token that it may draw now, for the rows that have one."""
+        """Row -> the token that it must sample next. Other rows sample freely."""
         tokens = {row: self._forced_token(thought) for row, thought in self.rows.items()}
         return {row: token for row, token in tokens.items() if token is not None}
 
     def _forced_token(self, thought: Thought) -> int | None:
-        """With limit 3 and closing (7, 8): after 3 tokens of output 7, after 4 tokens 8, else
+        """With limit 3 and closing (7, 8): 7 after 3 tokens of output, 8 after 4 tokens, else
         None."""
-
         step = len(thought.output) - thought.limit
         if not 0 <= step < len(self.closing) or contains(thought.output[: thought.limit], self.closing):
             return None
@@ -68,12 +67,12 @@ def contains(tokens: Sequence[int], part: Sequence[int]) -> bool:
 
 def respects_limit(tokens: Sequence[int], limit: int, closing: Sequence[int]) -> bool:
     """Whether an answer can come from a server that enforces this limit: it is short, or its
-    thought is closed in time."""
+    thinking is closed in time."""
     end = limit + len(closing)
     return len(tokens) < end or contains(tokens[:end], closing)
 
 
-def thought_limit(value: object) -> int | None:
+def parse_max_think(value: object) -> int | None:
     """The `max_think` of a request. Raises ValueError unless it is None or a positive integer."""
     if value is None:
         return None

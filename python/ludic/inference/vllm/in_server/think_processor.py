@@ -1,10 +1,10 @@
-"""A logits processor for a vLLM server that closes the thoughts of requests with `max_think`.
+"""A logits processor for vLLM servers that ends the thinking of requests with `max_think`.
 
     python -m vllm.entrypoints.openai.api_server ... --logits-processors
     ludic.inference.vllm.in_server.think_processor:GlobalThinkProcessor
 
-The tokens of `</think>` that it forces have the log-probability 0 if the server reports those of
-the distribution drawn from.
+The forced tokens of `</think>` have log-probability 0 if the server reports log-probabilities of
+the distribution sampled from.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
-from ludic.inference.vllm.in_server.think_limits import ThinkLimits, thought_limit
+from ludic.inference.vllm.in_server.think_limits import ThinkLimits, parse_max_think
 
 CLOSING = "</think>"
 
@@ -23,7 +23,7 @@ class GlobalThinkProcessor(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        thought_limit((sampling_params.extra_args or {}).get("max_think"))
+        parse_max_think((sampling_params.extra_args or {}).get("max_think"))
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
         from transformers import AutoTokenizer

@@ -1,8 +1,7 @@
-"""A short fingerprint of each tensor, the same in the trainer and in the server, by which they
-compare their weights.
+"""A short fingerprint of each tensor, with which trainer and server compare their weights.
 
-It reads up to 65,536 evenly spread elements of each tensor. So it tells whether a tensor arrived
-and which one it was; it does not prove that every element is equal.
+It reads up to 65,536 evenly spread elements of each tensor. This shows whether a tensor arrived and
+which one it was; it does not prove that every element is equal.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 SAMPLED_ELEMENTS = 65_536
-"""The most elements that are read of a tensor."""
+"""Maximum number of elements that are read of a tensor."""
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -26,8 +25,8 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 def tensor_fingerprint(tensor: Tensor) -> str:
     """The fingerprint of one tensor.
 
-    Every `step`-th element is read. With at most 4 elements to read, 10 of them have a step of 3,
-    and those at 0, 3, 6 and 9 are read.
+    Every `step`-th element is read. Example: of 10 elements, at most 4 of which are read, the step
+    is 3 and the elements at 0, 3, 6 and 9 are read.
     """
     flat = tensor.detach().reshape(-1)
     step = max(1, -(-flat.numel() // SAMPLED_ELEMENTS))  # rounded up

@@ -1,9 +1,8 @@
-"""How a server receives weights from a trainer: a push is staged completely, and checked, before
-any of it is loaded.
+"""Receives weights from a trainer. A push is staged completely and checked before any of it is
+loaded.
 
-A push that breaks off, or that does not fit the model, is dropped; the server keeps the weights
-that it has. This module runs inside the server and needs torch and safetensors alone. `worker`
-binds it to vLLM.
+A push that fails or does not fit the model is dropped, and the server keeps its weights. This
+module runs inside the server and needs only torch and safetensors. `worker` connects it to vLLM.
 """
 
 from __future__ import annotations
@@ -28,19 +27,20 @@ from torch import Tensor
 from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
 
 c10d: Any = dist
-"""torch has stores and groups under these names, but does not export them to type checkers."""
+"""torch has stores and process groups under these names, but does not export them to type
+checkers."""
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "U8": "uint8"}
-"""Name of a dtype in safetensors -> in torch."""
+"""Name of a dtype in safetensors -> name in torch."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 LOOPBACK = ("127.0.0.1", "localhost")
-LEAVE_S = 5.0
-"""How long the end of a process waits for groups that are being closed."""
+CLOSE_TIMEOUT_S = 5.0
+"""How long a process waits at its end for process groups that are being closed."""
 
 
 class WeightTransferError(RuntimeError):
-    """A push that was refused. Nothing of it was loaded."""
+    """A push was refused. None of it was loaded."""
 
 
 class Checkpoint:
@@ -56,7 +56,7 @@ class Checkpoint:
         self.weights: dict[str, dict[str, Any]] = {}
         for path in _weight_files(folder):
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  it is no mapping
+                for name in file.keys():  # noqa: SIM118  it is not a mapping
                     part = file.get_slice(name)
                     self._places[name] = path
                     stored = part.get_dtype()
@@ -72,7 +72,7 @@ class Checkpoint:
 
 def _weight_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
-        raise WeightTransferError(f"{folder} is no folder here; trainer and server must both see it under this path")
+        raise WeightTransferError(f"{folder} is not a folder here; trainer and server must both see it under this path")
     index = folder / INDEX
     if index.exists():
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -89,12 +89,12 @@ class WeightReceiver:
     """Stages pushes, one at a time: `start`, then `receive` or `read`, then `take` or `discard`."""
 
     def __init__(self, checkpoint: Checkpoint | None = None, *, device: torch.device | str = "cpu") -> None:
-        """`checkpoint` is the server's own, against which pushes are checked; if it is None,
-        nothing is checked. Tensors arrive at `device` and are staged in host memory."""
+        """`checkpoint` is the server's own, against which pushes are checked; None skips the
+        checks. Tensors arrive on `device` and are staged in host memory."""
         self.checkpoint = checkpoint
         self.device = torch.device(device)
         self.open = False
-        """A push was started, and neither loaded nor dropped."""
+        """Whether a push has started and was neither loaded nor dropped."""
         self.fingerprints: dict[str, str] = {}
         """Name -> fingerprint of the weights that were loaded last."""
         self.loaded_shapes: dict[str, list[int]] = {}
@@ -103,7 +103,7 @@ class WeightReceiver:
         self._ever_loaded: set[str] = set()
         self._group: Any = None
         self.group_id: str | None = None
-        """The trainer's id of the group that it connected last. None if there is no group."""
+        """The trainer's id for the current group. None if there is no group."""
 
     @property
     def staged(self) -> int:
@@ -121,19 +121,19 @@ class WeightReceiver:
         group_id: str,
         kind: str = "gloo",
     ) -> None:
-        """Join the trainer's group, and leave any other. `kind` is gloo or nccl.
+        """Join the trainer's group, and leave any other group. `kind` is gloo or nccl.
 
-        Waits at most `timeout_s` for the trainer's store, as long again for the group, and as long
-        in every transfer. Raises WeightTransferError if the store does not answer.
+        Waits at most `timeout_s` each for the trainer's store, for the group, and for every
+        transfer. Raises WeightTransferError if the store does not answer.
         """
         self.close()
         timeout = timedelta(seconds=timeout_s)
-        store = _store_at(master_address, master_port, world_size, timeout_s)
-        self._group = process_group(store, rank, world_size, timeout=timeout, kind=kind, loopback=master_address in LOOPBACK)
+        store = _connect_store(master_address, master_port, world_size, timeout_s)
+        self._group = open_process_group(store, rank, world_size, timeout=timeout, kind=kind, loopback=master_address in LOOPBACK)
         self.group_id = group_id
 
     def start(self) -> None:
-        """Begin a push. What is left of an earlier one is dropped."""
+        """Start a push, and drop an earlier one that is unfinished."""
         self.discard()
         self.open = True
 
@@ -152,7 +152,7 @@ class WeightReceiver:
             self._stage(staged)
         except BaseException:
             self.discard()
-            self.close()  # the trainer notices at once, and the next push finds no half-read stream
+            self.close()  # tells the trainer at once, and leaves no half-read stream to the next push
             raise
 
     def read(self, path: str) -> None:
@@ -166,8 +166,8 @@ class WeightReceiver:
             raise
 
     def _check(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
-        """Raise WeightTransferError unless every name and shape is one of the model's. Loading a
-        tensor of another shape would end the engine."""
+        """Raise WeightTransferError unless the model has a weight of each name and shape. Loading a
+        tensor of another shape would crash the engine."""
         if self.checkpoint is None:
             return
         own = self.checkpoint.weights
@@ -175,12 +175,12 @@ class WeightReceiver:
             if name not in own:
                 raise WeightTransferError(f"the model has no weight {name!r}")
             if list(shape) != own[name]["shape"]:
-                raise WeightTransferError(f"weight {name!r} came with shape {list(shape)}, the model's is {own[name]['shape']}")
+                raise WeightTransferError(f"weight {name!r} has shape {list(shape)}, the model's is {own[name]['shape']}")
 
     def _stage(self, staged: dict[str, Tensor]) -> None:
         self._pushed = set(staged)
         if self.checkpoint is not None:
-            absent = never_loaded_neighbours(self.checkpoint.weights, staged, self._ever_loaded)
+            absent = frozen_neighbours(self.checkpoint.weights, staged, self._ever_loaded)
             lost = sorted((self._ever_loaded - set(staged)) & set(neighbours(self.checkpoint.weights, staged)))
             if lost:
                 raise WeightTransferError(
@@ -190,7 +190,7 @@ class WeightReceiver:
         self._staged = staged
 
     def take(self) -> list[tuple[str, Tensor]]:
-        """End the push: return what is to be loaded, and set `fingerprints`. Empty if the push was
+        """End the push, set `fingerprints`, and return the weights to load; empty if the push was
         dropped."""
         staged, self._staged, self.open = self._staged or {}, None, False
         if staged:
@@ -200,7 +200,7 @@ class WeightReceiver:
         return list(staged.items())
 
     def discard(self) -> None:
-        """Drop the push. Nothing of it was loaded."""
+        """Drop the push without loading any of it."""
         self._staged, self.open = None, False
 
     def close(self) -> None:
@@ -208,12 +208,12 @@ class WeightReceiver:
         self.group_id = None
         if self._group is not None:
             group, self._group = [self._group], None
-            leave_group(group)
+            close_group(group)
 
 
 def neighbours(weights: Mapping[str, Any], names: Mapping[str, Any]) -> list[str]:
-    """The weights of all layers that `names` are in, which have to be loaded together: a server
-    fuses weights within a layer.
+    """All weights of the layers that `names` belong to. They have to be loaded together, because a
+    server fuses weights within a layer.
 
     For `layers.3.q.weight` these are `layers.3.q.weight`, `layers.3.k.weight` and so on.
     """
@@ -221,9 +221,9 @@ def neighbours(weights: Mapping[str, Any], names: Mapping[str, Any]) -> list[str
     return [name for name in weights if _layer(name) in layers]
 
 
-def never_loaded_neighbours(weights: Mapping[str, Any], names: Mapping[str, Any], loaded: set[str]) -> list[str]:
-    """The neighbours that no push has brought: frozen ones, whose values are in the server's own
-    checkpoint."""
+def frozen_neighbours(weights: Mapping[str, Any], names: Mapping[str, Any], loaded: set[str]) -> list[str]:
+    """The neighbours that were never pushed: they are frozen, and their values are in the server's
+    own checkpoint."""
     return [name for name in neighbours(weights, names) if name not in names and name not in loaded]
 
 
@@ -238,13 +238,13 @@ def _layer(name: str) -> str:
 def _torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise WeightTransferError(f"{name!r} is no dtype of torch")
+        raise WeightTransferError(f"{name!r} is not a dtype of torch")
     return dtype
 
 
-def process_group(store: Any, rank: int, size: int, *, timeout: timedelta, kind: str, loopback: bool) -> Any:
-    """A process group apart from the default one of this process. Gloo uses the interface in
-    GLOO_SOCKET_IFNAME or the host's own; with `loopback`, the loopback interface alone."""
+def open_process_group(store: Any, rank: int, size: int, *, timeout: timedelta, kind: str, loopback: bool) -> Any:
+    """Open a process group besides the default one of this process. Gloo uses the interface in
+    GLOO_SOCKET_IFNAME or the host's default; with `loopback`, only the loopback interface."""
     if kind == "nccl":
         return _nccl_group(store, rank, size, timeout)
     if not loopback:
@@ -256,12 +256,12 @@ def process_group(store: Any, rank: int, size: int, *, timeout: timedelta, kind:
 
 
 def _nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A group whose waits raise at the deadline. By default NCCL's watchdog ends the process
-    then."""
+    """A group whose waits raise an error at the deadline. By default NCCL's watchdog would end the
+    process."""
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timeout
     before = os.environ.get(BLOCKING_WAIT)
-    os.environ[BLOCKING_WAIT] = "1"  # read while the group is made
+    os.environ[BLOCKING_WAIT] = "1"  # NCCL reads it while the group is made
     try:
         return c10d.ProcessGroupNCCL(store, rank, size, options)
     finally:
@@ -272,15 +272,15 @@ def _nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def broadcast(group: Any, tensor: Tensor, root: int = 0, *, refused: Callable[[], bool] | None = None) -> None:
-    """Send or receive one tensor, and wait until it is there.
+    """Send or receive one tensor, and wait until the transfer is complete.
 
-    Raises RuntimeError if the other side is gone or too slow, or as soon as `refused` returns True:
-    a broadcast that nobody takes otherwise waits for its deadline.
+    Raises RuntimeError if the other side is gone or too slow, or as soon as `refused` returns True;
+    otherwise a broadcast without a receiver would wait for its deadline.
     """
     options = c10d.BroadcastOptions()
     options.rootRank = root
     work = group.broadcast([tensor], options)
-    del group  # an error's traceback must not keep it open
+    del group  # else the traceback of an error would keep it open
     while refused is not None and not work.is_completed():
         if refused():
             raise WeightTransferError("the other side refused the transfer")
@@ -289,33 +289,34 @@ def broadcast(group: Any, tensor: Tensor, root: int = 0, *, refused: Callable[[]
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
-def leave_group(groups: list[Any]) -> None:
-    """Close a group in a thread of its own. `groups` is a list of this one group, and must hold the
+def close_group(groups: list[Any]) -> None:
+    """Close a group in its own thread. `groups` is a list with this one group, and must hold the
     only reference to it.
 
-    A group closes its connections when it is freed, after its running work. The end of the process
-    waits for the thread: freeing a group while Python ends aborts the process.
+    A group closes its connections when it is freed, after its running work. The process waits for
+    the thread before it ends, because freeing a group while Python shuts down aborts the process.
     """
     groups[0].abort()
-    leaving = threading.Thread(target=groups.clear, name="ludic-leave-group", daemon=True)
-    leaving.start()
-    _LEAVING[:] = [*(thread for thread in _LEAVING if thread.is_alive()), leaving]
+    closing = threading.Thread(target=groups.clear, name="ludic-close-group", daemon=True)
+    closing.start()
+    _CLOSING_THREADS[:] = [*(thread for thread in _CLOSING_THREADS if thread.is_alive()), closing]
 
 
-_LEAVING: list[threading.Thread] = []
+_CLOSING_THREADS: list[threading.Thread] = []
 
 
 @atexit.register
-def _wait_for_leaving() -> None:
-    """Wait until every group is freed, for at most `LEAVE_S`."""
-    deadline = time.monotonic() + LEAVE_S
-    for thread in _LEAVING:
+def _wait_for_closing_groups() -> None:
+    """Wait until every group is freed, for at most `CLOSE_TIMEOUT_S`."""
+    deadline = time.monotonic() + CLOSE_TIMEOUT_S
+    for thread in _CLOSING_THREADS:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _store_at(address: str, port: int, size: int, timeout_s: float) -> Any:
-    """The trainer's store. The deadline is kept here, because torch's own does not hold if somebody
-    listens and never answers; the attempt then goes on in its thread until that connection ends."""
+def _connect_store(address: str, port: int, size: int, timeout_s: float) -> Any:
+    """Connect to the trainer's store. The deadline is enforced here, because torch's own has no
+    effect if the other side listens but never answers; the attempt then continues in its thread
+    until that connection ends."""
     store: Future[Any] = Future()
 
     def connect() -> None:
@@ -334,9 +335,9 @@ def _store_at(address: str, port: int, size: int, timeout_s: float) -> Any:
         ) from error
 
 
-def listening_store(address: str, size: int, timeout: timedelta) -> tuple[Any, int]:
-    """A store for `size` processes, and its port. It listens on this address alone; by default
-    torch listens on all."""
+def open_store(address: str, size: int, timeout: timedelta) -> tuple[Any, int]:
+    """Open a store for `size` processes. Returns it and its port. It listens only on this address;
+    by default torch listens on all."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.bind((address, 0))

@@ -1,5 +1,5 @@
-"""The weight transfer engines of a vLLM server that takes a trainer's weights, and the methods of
-its workers that the trainer calls.
+"""The weight transfer engines of a vLLM server that receives weights from a trainer, and the worker
+methods that the trainer calls.
 
     python -m vllm.entrypoints.openai.api_server ... \\
         --worker-extension-cls ludic.inference.vllm.in_server.worker.WeightWorker
@@ -9,9 +9,9 @@ The backends are `gloo` (host memory, any machine), `ludic_nccl` (GPUs) and `dis
 both see). They use vLLM's own endpoints: /init_weight_transfer_engine, /start_weight_update,
 /update_weights, /finish_weight_update. Updating stages the push; finishing loads it, or drops it
 after /collective_rpc `ludic_discard`. vLLM's own `nccl` engine loads tensors as they arrive, so a
-push that breaks off leaves a mix of weights; `ludic_nccl` does not.
+push that fails leaves a mix of weights; `ludic_nccl` does not.
 
-The server's environment needs vLLM and the files of ludic, but none of its dependencies. The
+The server's environment needs vLLM and the files of ludic, but not ludic's dependencies. The
 trainer does not import this module.
 """
 
@@ -55,7 +55,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class StagedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Stages a push, and loads it when it is complete."""
+    """Stages a push, and loads it once it is complete."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -66,8 +66,7 @@ class StagedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self.receiver = WeightReceiver(_own_checkpoint(self.model_config), device="cpu" if self.kind == "gloo" else device)
         self.broken: str | None = None
-        """The error of a load that failed, after which the weights are neither the old nor the new
-        ones."""
+        """The error of a failed load, after which the weights are a mix of old and new ones."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         rank = self.parallel_config.data_parallel_index * self.parallel_config.world_size + self.parallel_config.rank
@@ -124,14 +123,14 @@ class GlooEngine(StagedEngine):
 
 
 class NcclEngine(StagedEngine):
-    """Receives broadcasts between GPUs. Each tensor is moved to host memory at once, so that the
-    GPU never holds a second model."""
+    """Receives broadcasts between GPUs. Each tensor is moved to host memory immediately, so that
+    the GPU never holds a second model."""
 
     kind = "nccl"
 
 
 class DiskEngine(StagedEngine):
-    """Reads folders of safetensors that the trainer wrote, as the other backends can, and opens no
+    """Reads folders of safetensors that the trainer wrote, as all backends can, and opens no
     connection."""
 
     kind = "disk"
@@ -141,8 +140,8 @@ class DiskEngine(StagedEngine):
 
 
 def _repack_tied(model: Any) -> None:
-    """Pack tied heads again. On a CPU, a head tied to the embedding multiplies with a packed copy,
-    which loading the embedding does not update."""
+    """Pack tied heads again. On a CPU, a head that is tied to the embedding uses a packed copy,
+    which is not updated when the embedding is loaded."""
     owners: dict[int, Any] = {}
     for module in model.modules():
         weight = module._parameters.get("weight")
@@ -154,15 +153,14 @@ def _repack_tied(model: Any) -> None:
 
 
 def _own_checkpoint(model_config: Any) -> Checkpoint | None:
-    """The checkpoint that the server loaded, or None if there are no files, as with dummy
-    weights."""
+    """The checkpoint that the server loaded. None if there are no files, as with dummy weights."""
     folder = Path(model_config.model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
         try:
             folder = Path(snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True))
-        except Exception:  # of any kind: there is nothing to check against
+        except Exception:  # whatever the error, there is nothing to check against
             return None
     try:
         return Checkpoint(folder)
@@ -191,7 +189,7 @@ class WeightWorker:
         }
 
     def ludic_manifest(self) -> dict[str, Any]:
-        """Shape and dtype of every weight that a push may bring. `weights` is None if the server's
+        """Shape and dtype of every weight that can be pushed. `weights` is None if the server's
         checkpoint was not found."""
         engine = self._ludic_engine()
         checkpoint = engine.receiver.checkpoint
@@ -206,12 +204,12 @@ class WeightWorker:
         return {"dtype": dtype, "tied": bool(getattr(config, "tie_word_embeddings", False)), "weights": weights}
 
     def ludic_discard(self) -> None:
-        """Drop what is staged. The next /finish_weight_update loads nothing."""
+        """Drop the staged weights, so that the next /finish_weight_update loads nothing."""
         self._ludic_engine().receiver.discard()
 
     def ludic_fingerprint(self) -> dict[str, Any]:
-        """Fingerprints of the weights that were loaded last, and of those that the model holds
-        under the same names."""
+        """Fingerprints of the weights that were loaded last, and of the model's weights of the same
+        names."""
         engine = self._ludic_engine()
         served = self._ludic_served()
         fingerprints = {}
@@ -236,9 +234,9 @@ class WeightWorker:
 def _without_padding(served: Any, shape: list[int]) -> Any:
     """The weight as it was sent, or None if this worker does not hold all of it.
 
-    A vocabulary may have rows of padding: of a served shape [4, 2] and a sent shape [3, 2] the
-    first 3 rows are returned. On a CPU the weights of linear layers are repacked, and are empty
-    here.
+    The vocabulary may have padding rows: for a served shape [4, 2] and a sent shape [3, 2], the
+    first 3 rows are returned. On a CPU the weights of linear layers are repacked and therefore
+    empty here.
     """
     own = list(served.shape)
     if not served.numel() or len(own) != len(shape) or own[1:] != shape[1:] or own[0] < shape[0]:
@@ -247,7 +245,7 @@ def _without_padding(served: Any, shape: list[int]) -> Any:
 
 
 def _wire_dtype(name: str, weight: dict[str, Any], served: dict[str, Any], model_dtype: str) -> str:
-    """The dtype in which a tensor is sent: that in which the model holds it."""
+    """The dtype in which a tensor is sent, which is the dtype of the model's weight."""
     if name in served and served[name].is_floating_point():
         return str(served[name].dtype).removeprefix("torch.")
     return model_dtype if weight["dtype"] in ("float64", "float32", "float16", "bfloat16") else str(weight["dtype"])
