@@ -93,7 +93,7 @@ class RMTrainer(Trainer):
         self.eval_metrics = _metrics(adapted_loss(algo), cfg)
         """Has the scores that `update_eval_metrics` adds."""
         if eval_items is not None:
-            evaluator = self._evaluator_of(backend or require_model(model), adapted_loss(algo), cfg, eval_items)
+            evaluator = self._make_evaluator(backend or require_model(model), adapted_loss(algo), cfg, eval_items)
         super().__init__(
             model=model, algo=algo, batch_source=batch_source, cfg=cfg, evaluator=evaluator, backend=backend, **options
         )
@@ -167,7 +167,7 @@ class RMTrainer(Trainer):
         `evaluator.metrics`.
         """
         evaluator = (
-            self.evaluator if items is None else self._evaluator_of(self.backend, adapted_loss(self.algo), self.cfg, items)
+            self.evaluator if items is None else self._make_evaluator(self.backend, adapted_loss(self.algo), self.cfg, items)
         )
         if not isinstance(evaluator, PreferenceEvaluator):
             raise ConfigError("there are no pairs to evaluate; pass them, or eval_items= to RMTrainer")
@@ -185,7 +185,7 @@ class RMTrainer(Trainer):
         return metrics
 
     @staticmethod
-    def _evaluator_of(
+    def _make_evaluator(
         model: nn.Module | ForwardPasses, loss: Loss, cfg: RMTrainerConfig, items: Sequence[SAWItem]
     ) -> PreferenceEvaluator:
         return PreferenceEvaluator(model, items, cfg, metrics=_metrics(loss, cfg), score_type=loss.score_type)

@@ -20,7 +20,7 @@ from ludic.training.loss import (
     ReinforceLoss,
     TokenClippedSurrogateLoss,
     TruncatedImportanceSampling,
-    correction_of,
+    resolve_correction,
 )
 from ludic.training.loss.context import SharedContext
 
@@ -164,9 +164,9 @@ def test_the_bounds_of_icepop_are_in_order():
 
 
 def test_corrections_have_names():
-    assert correction_of("icepop") == IcePop()
-    assert correction_of(None) is None
+    assert resolve_correction("icepop") == IcePop()
+    assert resolve_correction(None) is None
     own = TruncatedImportanceSampling(3.0)
-    assert correction_of(own) is own
+    assert resolve_correction(own) is own
     with pytest.raises(ConfigError, match="truncated, masked, icepop"):
-        correction_of("ice")
+        resolve_correction("ice")

@@ -74,7 +74,7 @@ class RichLiveLogger:
         """Store the latest values of each section: an evaluation does not clear the training's
         numbers, and vice versa."""
         for section in SECTIONS:
-            values = {key: value for key, value in stats.items() if section_of(key) == section}
+            values = {key: value for key, value in stats.items() if find_section(key) == section}
             if values:
                 self._latest[section] = values
                 self._step = step if section == "train" else self._step or step
@@ -132,7 +132,7 @@ class RichLiveLogger:
         """Return the statistics to display in each section, without prefix."""
         shown = list(stats.items()) if self.keys is None else select_stats(stats, self.keys)
         return {
-            section: [(without_prefix(key), value) for key, value in shown if key not in HIDDEN and section_of(key) == section]
+            section: [(without_prefix(key), value) for key, value in shown if key not in HIDDEN and find_section(key) == section]
             for section in SECTIONS
         }
 
@@ -175,7 +175,7 @@ class RichLiveLogger:
         return Panel(body, title=self.spark_key, border_style="yellow", box=box.ROUNDED, title_align="left")
 
 
-def section_of(key: str) -> str:
+def find_section(key: str) -> str:
     """Return the section of a statistic; without a prefix it is `train`."""
     prefix = key.partition("/")[0]
     if prefix in SECTIONS:

@@ -11,7 +11,7 @@ from ludic.training.loss.correction import (
     IcePop,
     MaskedImportanceSampling,
     TruncatedImportanceSampling,
-    correction_of,
+    resolve_correction,
 )
 from ludic.training.loss.functional import (
     compute_logp_action,
@@ -56,7 +56,7 @@ __all__ = [
     "compute_token_entropy",
     "compute_token_logp",
     "compute_token_logp_and_entropy",
-    "correction_of",
+    "resolve_correction",
     "scaled_loss",
     "selective_log_softmax",
 ]

@@ -142,14 +142,14 @@ class SharedContext:
         """[B, T - 1] log-probability of each next token as the sampler reported it."""
         if "actor_logps" not in self.batch:
             raise KeyError("the batch has no actor_logps; sample with ReturnSpec.for_rl() so that every sample carries them")
-        return self._logps_of("actor_logps")
+        return self._read_logps("actor_logps")
 
     @cached_property
     def proximal_logp(self) -> Tensor:
         """[B, T - 1] log-probability of each next token under the trainer's weights at the start of
         the step: the batch's `proximal_logps`, or else `current_logp`, which is equal in the first
         optimizer step of a batch."""
-        return self._logps_of("proximal_logps") if "proximal_logps" in self.batch else self.current_logp.detach()
+        return self._read_logps("proximal_logps") if "proximal_logps" in self.batch else self.current_logp.detach()
 
     @cached_property
     def old_logp(self) -> Tensor:
@@ -237,7 +237,7 @@ class SharedContext:
             old = mask_values(self.proximal_logp, self.token_mask).sum(dim=1)
         return old / self.token_counts if length_normalize else old
 
-    def _logps_of(self, key: str) -> Tensor:
+    def _read_logps(self, key: str) -> Tensor:
         """[B, T - 1] log-probabilities from `batch[key]`, which has the layout of `input_ids`."""
         logps: Tensor = self.batch[key]
         if logps.shape != self.input_ids.shape:

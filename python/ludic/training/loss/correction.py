@@ -102,7 +102,7 @@ CORRECTIONS: dict[str, type[TruncatedImportanceSampling | MaskedImportanceSampli
 """Name in recipes -> class."""
 
 
-def correction_of(correction: Correction | str | None) -> Correction | None:
+def resolve_correction(correction: Correction | str | None) -> Correction | None:
     """Return the correction; a name gives the correction of that name with its defaults. Raises
     ConfigError for an unknown name."""
     if not isinstance(correction, str):
@@ -134,5 +134,5 @@ __all__ = [
     "IcePop",
     "MaskedImportanceSampling",
     "TruncatedImportanceSampling",
-    "correction_of",
+    "resolve_correction",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.credit_assignment import HybridNormalizedReturn
-from ludic.training.loss import CISPOLoss, CompositeLoss, Correction, Loss, LossTerm, Normalizer, TokenKLLoss, correction_of
+from ludic.training.loss import CISPOLoss, CompositeLoss, Correction, Loss, LossTerm, Normalizer, TokenKLLoss, resolve_correction
 from ludic.training.loss.kl import Estimator
 from ludic.training.presets.groups import check_group_size, group_return
 from ludic.training.presets.preprocess import check_ratios
@@ -41,7 +41,7 @@ def make_cispo(
         credit_assigner=group_return(group_size, group_normalize_adv, positive_only),
         loss=add_kl(loss, kl_coeff, length_normalize, kl_estimator),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
-        correction=correction_of(correction),
+        correction=resolve_correction(correction),
     )
 
 
@@ -75,7 +75,7 @@ def make_scalerl(
         credit_assigner=HybridNormalizedReturn(group_size=check_group_size(group_size), positive_only=positive_only),
         loss=add_kl(loss, kl_coeff, length_normalize, kl_estimator),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps, flat_groups_eps=zvp_filter_eps if filter_zvp else None),
-        correction=correction_of(correction),
+        correction=resolve_correction(correction),
     )
 
 

@@ -12,7 +12,7 @@ from ludic.training.loss import (
     Normalizer,
     SAPOLoss,
     TokenClippedSurrogateLoss,
-    correction_of,
+    resolve_correction,
 )
 from ludic.training.presets.groups import group_return
 from ludic.training.presets.preprocess import check_ratios
@@ -46,7 +46,7 @@ def make_grpo(
             normalizer=normalizer,
         ),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
-        correction=correction_of(correction),
+        correction=resolve_correction(correction),
     )
 
 
@@ -113,7 +113,7 @@ def make_dapo(
         credit_assigner=credit,
         loss=TokenClippedSurrogateLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, normalizer="tokens"),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps, flat_groups_eps=zvp_filter_eps if filter_zvp else None),
-        correction=correction_of(correction),
+        correction=resolve_correction(correction),
     )
 
 
@@ -142,7 +142,7 @@ def make_gspo(
             ratio_clip=ratio_clip,
         ),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
-        correction=correction_of(correction),
+        correction=resolve_correction(correction),
     )
 
 
@@ -166,7 +166,7 @@ def make_sapo(
         credit_assigner=group_return(group_size, group_normalize_adv, positive_only),
         loss=SAPOLoss(tau_pos=tau_pos, tau_neg=tau_neg, length_normalize=length_normalize, normalizer=normalizer),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
-        correction=correction_of(correction),
+        correction=resolve_correction(correction),
     )
 
 
@@ -196,5 +196,5 @@ def make_gmpo(
             ratio_clip=ratio_clip,
         ),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
-        correction=correction_of(correction),
+        correction=resolve_correction(correction),
     )

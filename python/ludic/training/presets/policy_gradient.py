@@ -17,7 +17,7 @@ from ludic.training.loss import (
     ReinforceBaselineLoss,
     ReinforceLoss,
     TokenClippedSurrogateLoss,
-    correction_of,
+    resolve_correction,
 )
 from ludic.training.presets.groups import check_group_size
 from ludic.training.presets.preprocess import check_ratios, drop_zero_weights
@@ -37,7 +37,7 @@ def make_reinforce(
         credit_assigner=MonteCarloReturn(gamma=gamma),
         loss=ReinforceLoss(),
         preprocess=drop_zero_weights(drop_zero_weight, drop_zero_weight_eps),
-        correction=correction_of(correction),
+        correction=resolve_correction(correction),
     )
 
 
@@ -57,7 +57,7 @@ def make_reinforce_baseline(
         credit_assigner=MonteCarloReturn(gamma=gamma),
         loss=ReinforceBaselineLoss(normalize=normalize_adv),
         preprocess=drop_zero_weights(drop_zero_weight, drop_zero_weight_eps),
-        correction=correction_of(correction),
+        correction=resolve_correction(correction),
     )
 
 
@@ -88,7 +88,7 @@ def make_rloo(
             clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
         ),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
-        correction=correction_of(correction),
+        correction=resolve_correction(correction),
     )
 
 
@@ -124,5 +124,5 @@ def make_reinforce_plus_plus(
             clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
         ),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
-        correction=correction_of(correction),
+        correction=resolve_correction(correction),
     )
