@@ -103,7 +103,7 @@ def test_several_labels_are_scored_but_are_no_reward():
     assert (response.usage["prompt_tokens"], info["reward_model_version"]) == (2, 0)
     with pytest.raises(ConfigError, match="3 labels"):
         scores(client, [[5, 6]])
-    with pytest.raises(ConfigError, match="asks for 1"):
+    with pytest.raises(ConfigError, match="n_labels=1"):
         asyncio.run(client.score(ScoringRequest.from_list("rm", [[5, 6]])))
 
 
